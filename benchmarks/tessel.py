@@ -27,20 +27,21 @@ from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.chain import Chain, make_chain
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.pipeline import Request, first_problem
-from autopipe.passes.placement.tessel_shapes.cuts import (
+from autopipe.passes.placement.tessel_shapes import (
     CostedModel,
     ModelPart,
     SharedLookup,
+    TesselShapes,
     costed_model,
     hoisted,
     large_tables,
     line_of,
     line_of_parts,
+    shared_out,
     stage_of,
     stage_of_several,
     wide_nodes,
 )
-from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes, shared_out
 from autopipe.passes.registry import Scheduler
 from autopipe.passes.runner import NullObserver, Runner
 from autopipe.passes.schedule.predict import predict

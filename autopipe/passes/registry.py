@@ -66,7 +66,7 @@ STRATEGIES = {
     "pipedream": "autopipe.passes.placement.pipedream:PipeDream",
     "piper": "autopipe.passes.placement.piper.strategy:Piper",
     "tepdist": "autopipe.passes.placement.tepdist.strategy:TePDist",
-    "tessel_shapes": "autopipe.passes.placement.tessel_shapes.strategy:TesselShapes",
+    "tessel_shapes": "autopipe.passes.placement.tessel_shapes:TesselShapes",
 }
 """Where each built-in strategy's class lives."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.placement.tessel_shapes import TesselShapes
 from benchmarks.auto import HEADLINES, cases, is_around_tables, outline, row_parts, stages_beside
 from benchmarks.table import Row
 from benchmarks.tepdist import class_parts

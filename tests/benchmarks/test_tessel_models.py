@@ -8,7 +8,7 @@ import pytest
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
-from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.placement.tessel_shapes import TesselShapes
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from benchmarks.tessel import (

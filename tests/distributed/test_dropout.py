@@ -25,7 +25,7 @@ from autopipe.passes.placement.pase.strategy import BreadthFirst, Mcmc, Pase
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.placement.tepdist.strategy import TePDist
-from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.placement.tessel_shapes import TesselShapes
 from autopipe.passes.registry import Strategy
 from tests.distributed.dropping import graph_with_dropout
 from tests.distributed.halves import halved

@@ -1,1 +1,5 @@
-"""Dividing a model's nodes among stages: cuts of a chain, downsets of a DAG, flows, an integer program."""
+"""Dividing a model's nodes among stages: a line cut into runs (`chain_cut`), all downsets of a graph (`downsets`), and
+even stages between which the fewest bytes cross (`flow`, `min_cut_ilp`).
+
+It imports analysis, cost and solvers, and knows nothing of strategies.
+"""

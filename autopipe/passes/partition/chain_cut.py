@@ -1,9 +1,11 @@
-"""The model as a line of stages that take about equally long, each on a group of devices."""
+"""The model as a line of stages that take about equally long, each on a group of devices, and the divider of any line
+into runs whose slowest is fastest.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -14,7 +16,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.chain import Chain, distinct_sums, make_chain
+from autopipe.passes.analysis.chain import Chain, distinct_sums, make_chain, range_sums
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.roofline import mean_seconds, node_seconds
 
@@ -22,6 +24,107 @@ _MOST_BLOCKS = 224
 """Places to cut that are considered: time grows with their square."""
 
 _Floats = NDArray[np.float64]
+
+
+def best_stops(
+    lengths: Sequence[_Floats],
+    known: Sequence[int],
+    bounds: Sequence[tuple[int, int]] | None = None,
+    weights: _Floats | None = None,
+    room: Sequence[float] = (),
+) -> list[int]:
+    """Where each of a line's runs ends, so that the longest is shortest; [] where there is no division.
+
+    `lengths[s][a, b]` is the length of run s from place a to place b, infinite where it may not be one. Run s ends from
+    place `bounds[s][0]` to `bounds[s][1]`, where they are given; its entry in `weights` is at most `room[s]`. Of equal
+    divisions the first: for every stage and end the earliest start.
+
+    The best division into s runs up to a place follows from those into s - 1 runs up to all earlier places, as its
+    longest run is the longer of theirs and the last. A run that is longer than the longest of a division that is
+    `known` (by its stops) is in no best one, so that few starts are looked at for each end.
+    """
+    places = np.arange(len(lengths[0]))
+    whole = [(0, len(places) - 1)] * len(lengths)
+    width = _most_blocks(lengths, known, bounds or whole, weights, room)
+    starts = places[:, None] + np.arange(-width, 0)
+
+    def band(figures: _Floats) -> _Floats:
+        """At [b, j] the figure from place `starts[b, j]` to b; infinite where there is no such start."""
+        found: _Floats = np.where(starts < 0, np.inf, figures[np.maximum(starts, 0), places[:, None]])
+        return found
+
+    bands = {id(each): band(each) for each in {id(each): each for each in lengths}.values()}
+    heavy = None if weights is None else band(weights)
+    longest = np.where(places == 0, 0.0, np.inf)
+    came_from = []
+    for stage, (length, (first, last)) in enumerate(zip(lengths, bounds or whole, strict=True)):
+        before = np.lib.stride_tricks.sliding_window_view(np.concatenate((np.full(width, np.inf), longest)), width)[:-1]
+        through = np.maximum(before, bands[id(length)])
+        if heavy is not None:
+            through[heavy > room[stage]] = np.inf
+        nearest = through.argmin(axis=1)
+        longest = through[places, nearest]
+        longest[(places < first) | (places > last)] = np.inf
+        came_from.append(starts[places, nearest])
+    if np.isinf(longest[-1]):
+        return []
+    stops = [len(places) - 1]
+    for sources in came_from[:0:-1]:
+        stops.append(int(sources[stops[-1]]))
+    return stops[::-1]
+
+
+def _most_blocks(
+    lengths: Sequence[_Floats],
+    known: Sequence[int],
+    bounds: Sequence[tuple[int, int]],
+    weights: _Floats | None,
+    room: Sequence[float],
+) -> int:
+    """The most blocks of any run that is no longer than the longest of the known ones."""
+    runs = list(itertools.pairwise([0, *known]))
+    allowed = all(first <= stop <= last for stop, (first, last) in zip(known, bounds, strict=True))
+    if weights is not None:
+        allowed &= all(weights[run] <= most for run, most in zip(runs, room, strict=True))
+    slowest = max(float(length[run]) for length, run in zip(lengths, runs, strict=True))
+    if not allowed or np.isinf(slowest):
+        return len(lengths[0]) - 1
+    spans = (np.subtract(*np.nonzero(length <= slowest)) for length in {id(each): each for each in lengths}.values())
+    return max(-int(each.min()) for each in spans)
+
+
+def even_stops(work: _Floats, count: int) -> list[int]:
+    """Where runs of about equal work end, each of a block at least."""
+    done = np.concatenate(([0.0], np.cumsum(work)))
+    stops = [0]
+    for stage, stop in enumerate(np.searchsorted(done, done[-1] * np.arange(1, count + 1) / count)):
+        stops.append(min(max(int(stop), stops[-1] + 1), len(work) - count + 1 + stage))
+    return [*stops[1:-1], len(work)]
+
+
+def run_lengths(seconds: _Floats, before: _Floats, after: _Floats) -> _Floats:
+    """At [a, b] the seconds of blocks a to b - 1, with what crosses at places a and b; infinite for none."""
+    found: _Floats = range_sums(seconds) + before[:, None] + after[None, :]
+    found[np.tril_indices(len(found))] = np.inf
+    return found
+
+
+def crossing_seconds(graph: Graph, block_of: Mapping[int, int], blocks: int, link: Link, replicas: int = 1) -> _Floats:
+    """For each place between two blocks, and 0 at both ends, the time of sending what crosses it, each of `replicas`
+    devices its own samples. Nodes that are in no block count for nothing.
+    """
+    recomputed = recomputed_nodes(graph)
+    change = np.zeros(blocks + 2)
+    for name, readers in graph.consumers().items():
+        producer = graph.producer(name)
+        if producer is None or producer in recomputed or producer not in block_of:
+            continue
+        start, last = block_of[producer], max((block_of[each] for each in readers if each in block_of), default=0)
+        if last > start:
+            change[[start + 1, last + 1]] += np.array([1, -1]) * link.seconds(graph.type_of(name).bytes / replicas)
+    crossing: _Floats = np.cumsum(change)[: blocks + 1]
+    crossing[[0, -1]] = 0.0
+    return crossing
 
 
 def cut_into_stages(
@@ -48,8 +151,13 @@ def cut_into_stages(
         raise InfeasibleError(f"{chain.blocks} operators cannot be cut into {count} stages", hint="take fewer stages")
     bounds = _bounds(problem.graph, chain, count, fixed)
     lengths = _lengths(problem, chain, groups, replicas)
-    stops = _best_stops(_within_memory(problem, chain, groups, lengths), bounds) or _best_stops(lengths, bounds)
-    return tuple(chain.nodes(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
+    known, stops = even_stops(chain.by_block(seconds), count), []
+    limits = [min(map(problem.memory_of, group)) for group in groups]
+    if len(set(limits)) > 1:
+        room = [limit * len(group) for group, limit in zip(groups, limits, strict=True)]
+        stops = best_stops(lengths, known, bounds, _state_bytes(problem, chain), room)
+    stops = stops or best_stops(lengths, known, bounds)
+    return tuple(chain.nodes(start, stop) for start, stop in itertools.pairwise([0, *stops]))
 
 
 def _bounds(graph: Graph, chain: Chain, count: int, fixed: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -73,87 +181,42 @@ def _bounds(graph: Graph, chain: Chain, count: int, fixed: Mapping[int, int]) ->
 
 
 def _lengths(problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], replicas: int | None) -> list[_Floats]:
-    """For each stage, at [a, b] the seconds of blocks a to b - 1, with what crosses both ends; infinite for none."""
-    cluster = problem.cluster
+    """For each stage, at [a, b] the seconds of blocks a to b - 1, with what crosses both ends; infinite for none.
+
+    A group's devices share the work, and the slowest kind of them tells how long it takes.
+    """
+    cluster, block_of = problem.cluster, dict(enumerate(chain.block_of.tolist()))
     kinds = [(frozenset(cluster.kinds_among(group)), len(group)) for group in groups]
+
+    @cache
+    def crossing(link: Link, lanes: int) -> _Floats:
+        return crossing_seconds(problem.graph, block_of, chain.blocks, link, lanes)
+
+    def seconds(devices: frozenset[Device], share: float) -> _Floats:
+        both = (node_seconds(problem.work, device, problem.precision, share) for device in devices)
+        slowest: _Floats = np.maximum.reduce(
+            [forward + (backward if problem.train else 0.0) for forward, backward in both]
+        )
+        return slowest
+
     if len(set(kinds)) == 1:
-        crossing = _crossing_seconds(problem, chain, cluster.slowest_link(range(cluster.size)), replicas or 1)
-        length = _length(chain, _seconds(problem, kinds[0][0]) / kinds[0][1], crossing, crossing)
-        return [length] * len(groups)
-    own = {kind: _seconds(problem, *kind) for kind in set(kinds)}
-    crossing_over = cache(lambda link, lanes: _crossing_seconds(problem, chain, link, lanes))
+        devices, width = kinds[0]
+        between = crossing(cluster.slowest_link(range(cluster.size)), replicas or 1)
+        return [run_lengths(chain.by_block(seconds(devices, 1.0) / width), between, between)] * len(groups)
+    own = {kind: chain.by_block(seconds(kind[0], 1 / kind[1])) for kind in set(kinds)}
     ends = [np.zeros(chain.blocks + 1)]
     for one, other in itertools.pairwise(groups):
         lanes = replicas or min(len(one), len(other))
-        ends.append(crossing_over(cluster.slowest_link((one[-1], other[0])), lanes))
+        ends.append(crossing(cluster.slowest_link((one[-1], other[0])), lanes))
     ends.append(ends[0])
-    return [_length(chain, own[kind], ends[stage], ends[stage + 1]) for stage, kind in enumerate(kinds)]
+    return [run_lengths(own[kind], ends[stage], ends[stage + 1]) for stage, kind in enumerate(kinds)]
 
 
-def _length(chain: Chain, seconds: _Floats, before: _Floats, after: _Floats) -> _Floats:
-    """The same for one stage, with the seconds of each node, and of what crosses each place before and after it."""
-    done = np.concatenate(([0.0], np.cumsum(chain.by_block(seconds))))
-    found: _Floats = done[None, :] - done[:, None] + before[:, None] + after[None, :]
-    found[np.tril_indices(len(done))] = np.inf
-    return found
-
-
-def _seconds(problem: Problem, kinds: Iterable[Device], width: int = 1) -> _Floats:
-    """Seconds of forward and backward of each node, shared by `width` devices, the slowest of some kinds."""
-    both = (node_seconds(problem.work, device, problem.precision, 1 / width) for device in kinds)
-    found: _Floats = np.maximum.reduce([forward + (backward if problem.train else 0.0) for forward, backward in both])
-    return found
-
-
-def _within_memory(
-    problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], lengths: list[_Floats]
-) -> list[_Floats]:
-    """The lengths, infinite for parameters that a group does not hold in equal parts, where devices differ in that."""
-    limits = [min(map(problem.memory_of, group)) for group in groups]
-    if len(set(limits)) == 1:
-        return lengths
+def _state_bytes(problem: Problem, chain: Chain) -> _Floats:
+    """At [a, b] the bytes of the parameters that blocks a to b - 1 read, with all that training keeps of them."""
     readers = problem.graph.consumers()
     items = []
     for each in problem.graph.parameters:
         blocks = sorted({int(chain.block_of[node]) for node in readers.get(each.value.name, ())})
         items.append((blocks, float(state_of(problem, ((each.value.name, 1),)).total)))
-    state = distinct_sums(chain.blocks, items)
-    return [
-        np.where(state > limit * len(group), np.inf, length)
-        for group, limit, length in zip(groups, limits, lengths, strict=True)
-    ]
-
-
-def _best_stops(lengths: Sequence[_Floats], bounds: list[tuple[int, int]]) -> list[int]:
-    """Where each stage ends, so that the longest is shortest; [] where one has to be infinitely long."""
-    places = np.arange(len(lengths[0]))
-    longest = np.where(places == 0, 0.0, np.inf)
-    came_from = []
-    for stage, (first, last) in enumerate(bounds):
-        through = np.maximum(longest[:, None], lengths[stage])
-        came_from.append(through.argmin(axis=0))
-        longest = through.min(axis=0)
-        is_end = places == len(places) - 1
-        longest[(places < first) | (places > last) | (stage == len(bounds) - 1) & ~is_end] = np.inf
-    if np.isinf(longest[-1]):
-        return []
-    stops = [len(places) - 1]
-    for sources in came_from[:0:-1]:
-        stops.append(int(sources[stops[-1]]))
-    return stops[::-1]
-
-
-def _crossing_seconds(problem: Problem, chain: Chain, link: Link, replicas: int) -> _Floats:
-    """For each place between two blocks, and 0 at both ends, the time of sending what crosses it."""
-    graph, recomputed = problem.graph, recomputed_nodes(problem.graph)
-    change = np.zeros(chain.blocks + 2)
-    for name, readers in graph.consumers().items():
-        producer = graph.producer(name)
-        if producer is None or producer in recomputed:
-            continue
-        start, last = int(chain.block_of[producer]), max(int(chain.block_of[reader]) for reader in readers)
-        if last > start:
-            change[[start + 1, last + 1]] += np.array([1, -1]) * link.seconds(graph.type_of(name).bytes / replicas)
-    crossing: _Floats = np.cumsum(change)[: chain.blocks + 1]
-    crossing[[0, -1]] = 0.0
-    return crossing
+    return distinct_sums(chain.blocks, items)

@@ -1,7 +1,13 @@
-"""Downsets: sets of blocks that hold, with a block, all that it needs. What runs first is always one of them."""
+"""Downsets: sets of blocks that hold, with a block, all that it needs. What is done after some stages is always one.
+
+A deep graph without branches has few of them, so that searches over all are exact, whatever the number of stages; with
+many parallel branches there are exponentially many.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +85,46 @@ def _bits(mask: int) -> list[int]:
     return found
 
 
+def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[int]] | None:
+    """All downsets as bits, ascending, by the number of their blocks; None where they are more than `most`.
+
+    `needs` as `count_downsets` takes them. Each downset of a level goes on with one of the blocks that are ready.
+    """
+    readers: list[list[int]] = [[] for _ in needs]
+    for reader, need in enumerate(needs):
+        for block in _bits(need):
+            readers[block].append(reader)
+    level = {0: frozenset(block for block, need in enumerate(needs) if not need)}
+    found = [[0]]
+    total = 1
+    for _ in needs:
+        larger: dict[int, frozenset[int]] = {}
+        for downset, ready in level.items():
+            for block in ready:
+                if (mask := downset | 1 << block) not in larger:
+                    new = [each for each in readers[block] if needs[each] & ~mask == 0]
+                    larger[mask] = ready - {block} | frozenset(new)
+        found.append(sorted(larger))
+        total += len(larger)
+        if total > most:
+            return None
+        level = larger
+    return found
+
+
+def _packed(masks: Sequence[int], blocks: int) -> NDArray[np.uint64]:
+    """Bits of masks in words of 64."""
+    words = max(1, -(-blocks // 64))
+    packed = np.frombuffer(b"".join(mask.to_bytes(8 * words, "little") for mask in masks), np.dtype("<u8"))
+    return packed.reshape(len(masks), words)
+
+
+def membership(masks: Sequence[int], blocks: int) -> NDArray[np.bool_]:
+    """At [d, b] whether downset d holds block b."""
+    bits = _packed(masks, blocks).view(np.uint8)
+    return np.unpackbits(bits, axis=1, count=blocks, bitorder="little").astype(bool)
+
+
 Figures = NDArray[np.float64]
 """A figure for each pair."""
 
@@ -92,7 +138,6 @@ class Pairs:
     outer: NDArray[np.int64]
 
     def some(self, places: NDArray[np.int64] | NDArray[np.bool_]) -> Pairs:
-        """The pairs at some places among these."""
         return Pairs(self.numbers[places], self.inner[places], self.outer[places])
 
     def difference(self, figures: NDArray[np.float64]) -> Figures:
@@ -120,49 +165,27 @@ class Downsets:
 
     @property
     def pairs(self) -> Pairs:
-        """All of them."""
         return Pairs(np.arange(len(self.inner)), self.inner, self.outer)
 
 
 def all_downsets(needs: tuple[int, ...]) -> Downsets:
     """The downsets of blocks that need what `needs` says, as bits, in topological order."""
-    found = [[0]]
-    while True:
-        larger = {
-            held | 1 << block
-            for held in found[-1]
-            for block, need in enumerate(needs)
-            if not held >> block & 1 and need & ~held == 0
-        }
-        if not larger:
-            break
-        found.append(sorted(larger))
-    found.reverse()
-    packed = _packed([mask for level in found for mask in level], len(needs))
+    found = (downset_levels(needs) or [])[::-1]
+    masks = [mask for level in found for mask in level]
+    packed = _packed(masks, len(needs))
     levels, starts = [0], [0]
     inner: list[NDArray[np.int64]] = []
     outer: list[NDArray[np.int64]] = []
     for level in found:
         first = levels[-1]
         levels.append(first + len(level))
-        for begin, end in _chunks(first, levels[-1], first):
+        rows = max(1, _CELLS // max(1, first))
+        for begin in range(first, levels[-1], rows):
+            end = min(begin + rows, levels[-1])
             missing = packed[begin:end, None] & ~packed[None, :first]
             inside, outside = np.nonzero(~missing.any(axis=2))
             inner.append(inside + begin)
             outer.append(outside)
         starts.append(sum(map(len, inner)))
-    shifts = np.arange(len(needs))
-    holds = (packed[:, shifts // 64] >> (shifts % 64).astype(np.uint64) & np.uint64(1)).astype(bool)
+    holds = membership(masks, len(needs))
     return Downsets(holds, np.concatenate(inner), np.concatenate(outer), tuple(levels), tuple(starts))
-
-
-def _packed(masks: list[int], blocks: int) -> NDArray[np.uint64]:
-    """Bits of masks in words of 64."""
-    words = range(max(1, -(-blocks // 64)))
-    return np.array([[mask >> 64 * word & (1 << 64) - 1 for word in words] for mask in masks], np.uint64)
-
-
-def _chunks(begin: int, end: int, width: int) -> list[tuple[int, int]]:
-    """Rows of a table so wide, in parts of no more than `_CELLS`."""
-    rows = max(1, _CELLS // max(1, width))
-    return [(first, min(first + rows, end)) for first in range(begin, end, rows)]

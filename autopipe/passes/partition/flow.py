@@ -1,13 +1,5 @@
-"""A model as stage division sees it: operators with their work, and values with their bytes and their readers.
-
-The best division of a graph that is nearly a line, by dynamic programming over all its downsets.
-
-What is done after some stages is a downset: operators with all that they depend on. A deep model without branches has
-few of them, and then this is exact, whatever the number of stages; where there are many branches, there are too many.
-
-The best division of operators in one line: every stage a run of them (dynamic programming).
-
-The stages that an operator can be in at all.
+"""A model as stage division sees it (operators with their work, values with their bytes and readers), the stages that
+an operator can be in, and divisions by dynamic programming: over a line of operators, and over all downsets.
 """
 
 from __future__ import annotations
@@ -26,6 +18,7 @@ from autopipe.passes.analysis.chain import linear_order
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import element_bytes, uses_of
 from autopipe.passes.cost.roofline import mean_seconds
+from autopipe.passes.partition.downsets import downset_levels, membership
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -50,7 +43,6 @@ class Flow:
 
     @property
     def operators(self) -> int:
-        """Number of operators."""
         return len(self.work)
 
     def edges(self) -> tuple[Places, Places, Places]:
@@ -66,8 +58,10 @@ class Flow:
         return float(self.size[pairs[0]].sum())
 
     def loads(self, stage: Places, stages: int) -> Floats:
-        """The work of each stage."""
         return np.bincount(stage, self.work, minlength=stages).astype(float)
+
+    def readers_of(self, value: int) -> Places:
+        return self.readers[self.starts[value] : self.starts[value + 1]]
 
     def reordered(self, order: Places) -> Flow:
         """The same, with the operators in another topological order."""
@@ -225,9 +219,18 @@ def best_line(flow: Flow, stages: int, limit: float, first: Places, last: Places
     best = np.full((stages + 1, count + 1), np.inf)
     best[0, 0] = 0.0
     origin = np.zeros((stages + 1, count + 1), dtype=np.int64)
-    arrivals = _Arrivals(flow)
+    # Bytes that a stage receives, by the operator at which it does, and how they change as its first operator moves on:
+    # a stage that begins after one reader of a value and before the next receives it for the next.
+    arriving = np.zeros(count)
+    changes: list[list[tuple[int, float]]] = [[] for _ in range(count + 1)]
+    for value, size in enumerate(flow.size.tolist()):
+        readers = flow.readers_of(value).tolist()
+        for begin, reader in zip([int(flow.source[value]), *readers], readers, strict=False):
+            changes[begin + 1].append((reader, size))
+            changes[reader + 1].append((reader, -size))
     for start in range(count):
-        arriving = arrivals.at(start)
+        for reader, size in changes[start]:
+            arriving[reader] += size
         if not np.isfinite(best[:stages, start]).any():
             continue
         stop = int(np.searchsorted(done, done[start] + limit * (1 + _ROUNDING), side="right")) - 1
@@ -251,26 +254,6 @@ def best_line(flow: Flow, stages: int, limit: float, first: Places, last: Places
         found[begin:end] = number - 1
         end = begin
     return found
-
-
-class _Arrivals:
-    """Values that a stage receives, by the operator at which it does, as the stage's first operator moves on."""
-
-    def __init__(self, flow: Flow) -> None:
-        self._bytes = np.zeros(flow.operators)
-        self._changes: list[list[tuple[int, float]]] = [[] for _ in range(flow.operators + 1)]
-        for value, size in enumerate(flow.size.tolist()):
-            readers = flow.readers[flow.starts[value] : flow.starts[value + 1]].tolist()
-            # A stage that begins after one reader and before the next receives the value for the next.
-            for begin, reader in zip([int(flow.source[value]), *readers], readers, strict=False):
-                self._changes[begin + 1].append((reader, size))
-                self._changes[reader + 1].append((reader, -size))
-
-    def at(self, start: int) -> Floats:
-        """Bytes that a stage beginning with operator `start` receives for each operator, if it is in the stage."""
-        for reader, size in self._changes[start]:
-            self._bytes[reader] += size
-        return self._bytes
 
 
 def least_limit(flow: Flow, stages: int, first: Places, last: Places) -> float:
@@ -317,30 +300,10 @@ Members = NDArray[np.bool_]
 def downsets(flow: Flow, most: int) -> Members | None:
     """All downsets, smaller ones first; None where there are more than `most`."""
     needs = [0] * flow.operators
-    readers: list[list[int]] = [[] for _ in range(flow.operators)]
     for _, source, reader in zip(*map(np.ndarray.tolist, flow.edges()), strict=True):
         needs[reader] |= 1 << source
-        readers[source].append(reader)
-    free = frozenset(operator for operator in range(flow.operators) if not needs[operator])
-    layer = {0: free}
-    found = [0]
-    for _ in range(flow.operators):
-        following: dict[int, frozenset[int]] = {}
-        for downset, ready in layer.items():
-            for operator in ready:
-                larger = downset | 1 << operator
-                if larger not in following:
-                    new = [each for each in readers[operator] if needs[each] & ~larger == 0]
-                    following[larger] = ready - {operator} | frozenset(new)
-        found += sorted(following)
-        if len(found) > most:
-            return None
-        layer = following
-    width = -(-flow.operators // 8)
-    packed = np.frombuffer(b"".join(each.to_bytes(width, "little") for each in found), dtype=np.uint8)
-    return np.unpackbits(packed.reshape(len(found), width), axis=1, count=flow.operators, bitorder="little").astype(
-        bool
-    )
+    levels = downset_levels(needs, most)
+    return None if levels is None else membership([mask for level in levels for mask in level], flow.operators)
 
 
 def possible_stages(flow: Flow, members: Members, limit: float) -> int:
@@ -353,7 +316,14 @@ def best_over_downsets(flow: Flow, members: Members, stages: int, limit: float, 
     """The stage of each operator where least crosses, as `best_line` says it, but of lines in any order."""
 
     def received(members: Members, before: int, after: Places) -> Floats:
-        return _received(flow, members[before], members, after)
+        """Bytes that the stages read of what was made before them."""
+        found = np.zeros(len(after))
+        for value in np.flatnonzero(members[before][flow.source]).tolist():
+            readers = flow.readers_of(value)
+            readers = readers[~members[before][readers]]
+            if len(readers):
+                found += flow.size[value] * members[np.ix_(after, readers)].any(axis=1)
+        return found
 
     return _best(flow, members, stages, limit, windows, received, np.add)
 
@@ -404,17 +374,6 @@ def _best(
         found[members[whole] & ~members[start]] = number - 1
         whole = start
     return found
-
-
-def _received(flow: Flow, before: NDArray[np.bool_], members: Members, after: Places) -> Floats:
-    """Bytes that the stage from downset `before` to each of `after` reads of what was made before."""
-    received = np.zeros(len(after))
-    for value in np.flatnonzero(before[flow.source]).tolist():
-        readers = flow.readers[flow.starts[value] : flow.starts[value + 1]]
-        readers = readers[~before[readers]]
-        if len(readers):
-            received += flow.size[value] * members[np.ix_(after, readers)].any(axis=1)
-    return received
 
 
 def _allowed(

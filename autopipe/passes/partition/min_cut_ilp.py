@@ -1,20 +1,8 @@
-"""The search for a division of a flow's operators: the best line, then an integer program that may do better.
-
-Coarsening: operators that some best division has in one stage anyway become one.
-
-An operator without much work joins a neighbour where no division crosses less for keeping them apart. Operators that
-share more bytes than all of a division that is already known crosses are one, too, with all that lies between.
-
-Stage division as an integer linear program.
-
-What is asked of operator v and stage s is "is v in stage s or later?", y[v, s]: 0 or 1, and it never grows with s. An
-edge u → v says y[u, s] <= y[v, s] for every s; stage(u) <= stage(v) in whole numbers says the same much more loosely
-once numbers need not be whole. Operator v is in stage s where y[v, s] - y[v, s + 1] is 1.
-
-Pipeline stages by integer program, without putting operators in one line (Alibaba PAI, "TePDist", 2023).
+"""Pipeline stages by integer program, without putting operators in one line (Alibaba PAI, "TePDist", 2023).
 
 Of all divisions whose stages take at most (1 + unbalance) times the mean work, that which sends the fewest bytes
-between stages. The best line of operators is where it begins, so that what is found never crosses more.
+between stages. The best line of operators is where it begins, so that what is found never crosses more. Operators that
+some best division has in one stage anyway are joined before the program is written.
 """
 
 from __future__ import annotations
@@ -57,7 +45,12 @@ Term = tuple[int, float]
 
 @dataclass(slots=True)
 class Program:
-    """The variables of operators' stages under `windows`, and rows that are still collected."""
+    """The variables of operators' stages under `windows`, and rows that are still collected.
+
+    Asked of operator v and stage s is "is v in stage s or a later one?", y[v, s]: 0 or 1, and it never grows with s. An
+    edge u → v says y[u, s] <= y[v, s] for every s; stage(u) <= stage(v) in whole numbers says the same much more
+    loosely once numbers need not be whole. Operator v is in stage s where y[v, s] - y[v, s + 1] is 1.
+    """
 
     flow: Flow
     stages: int
@@ -95,7 +88,6 @@ class Program:
         lower.append(least - constant)
 
     def model(self) -> Model:
-        """The program."""
         rows, columns, values, lower = self._entries
         self.builder.add_rows(rows, columns, values, lower, count=len(lower))
         return self.builder.model()
@@ -139,7 +131,7 @@ def crossing_program(flow: Flow, stages: int, windows: Windows, limit: float) ->
             [term for each in members for term in program.within(each, stage, -float(flow.work[each]) / unit)], -1.0
         )
     for value, source in enumerate(flow.source.tolist()):
-        readers = flow.readers[flow.starts[value] : flow.starts[value + 1]]
+        readers = flow.readers_of(value)
         for stage in range(windows.first[source], int(windows.last[readers].max()) + 1):
             away = [each for each in readers.tolist() if windows.first[each] <= stage <= windows.last[each]]
             if windows.last[source] == windows.first[source] == stage or not away:
@@ -163,16 +155,17 @@ def balance_program(flow: Flow, stages: int, windows: Windows) -> tuple[Program,
     return program, program.model()
 
 
-Bools = NDArray[np.bool_]
-
-
 def grouped(flow: Flow, windows: Windows, cheap: float, ceiling: float) -> Places:
     """The group of each operator; groups are counted in a topological order of theirs.
 
+    An operator without much work joins a neighbour where no division crosses less for keeping them apart. Operators
+    that share more bytes than all of a division that is already known crosses are one, too, with all that lies between.
     Operators that take at most `cheap` work may join others with equal windows. `ceiling` is what some division
     crosses: a value with more bytes stays in its stage.
     """
-    group = _joined(flow, flow.source[flow.edges()[0]], flow.readers, flow.size[flow.edges()[0]] > ceiling)
+    value, sources, readers = flow.edges()
+    large = flow.size[value] > ceiling
+    group = _joined(flow, sources[large], readers[large])
     while True:
         coarse = coarsened(flow, group)
         into, own = _neighbours(coarse, cheap), windows.of_groups(group)
@@ -180,15 +173,14 @@ def grouped(flow: Flow, windows: Windows, cheap: float, ceiling: float) -> Place
         joins = np.flatnonzero(same & (into != np.arange(coarse.operators)))
         if not len(joins):
             return group
-        group = _joined(coarse, joins, into[joins], np.ones(len(joins), dtype=bool))[group]
+        group = _joined(coarse, joins, into[joins])[group]
 
 
 def coarsened(flow: Flow, group: Places) -> Flow:
-    """The flow of the groups."""
     work = np.bincount(group, flow.work).astype(float)
-    readers = [flow.readers[start:stop] for start, stop in zip(flow.starts[:-1], flow.starts[1:], strict=True)]
-    values = zip(group[flow.source].tolist(), flow.size.tolist(), readers, strict=True)
-    return make_flow(work, [(source, size, group[each].tolist()) for source, size, each in values])
+    values = zip(group[flow.source].tolist(), flow.size.tolist(), strict=True)
+    readers = (group[flow.readers_of(value)].tolist() for value in range(len(flow.source)))
+    return make_flow(work, [(source, size, each) for (source, size), each in zip(values, readers, strict=True)])
 
 
 def _neighbours(flow: Flow, cheap: float) -> Places:
@@ -203,11 +195,10 @@ def _neighbours(flow: Flow, cheap: float) -> Places:
     into = np.arange(flow.operators)
     joined = np.zeros(flow.operators, dtype=bool)
     for operator in np.flatnonzero(flow.work <= cheap).tolist():
-        earlier = _earlier(flow, before, operator, reads[operator], gives[operator])
+        values = reads[operator], gives[operator]
+        other = _earlier(flow, before, operator, *values)
+        other = _sole_reader(flow, before, *values) if other is None else other
         # Two that join one another at once might close a circle: what is joined stays where it is, this time.
-        other = (
-            earlier if earlier is not None else _sole_reader(flow, before, operator, reads[operator], gives[operator])
-        )
         if other is not None and into[other] == other and not joined[operator]:
             into[operator] = other
             joined[other] = True
@@ -224,44 +215,40 @@ def _earlier(flow: Flow, before: Bits, operator: int, reads: list[int], gives: l
         return None
     last = max(int(flow.source[value]) for value in reads)
     for value in reads:
-        others = [int(flow.source[value]), *_readers(flow, value)]
+        others = [int(flow.source[value]), *flow.readers_of(value).tolist()]
         if any(other not in (last, operator) and not _depends(before, last, other) for other in others):
             return None
     saved = sum(flow.size[value] for value in reads if flow.source[value] == last)
     return last if sum(flow.size[value] for value in gives) <= saved else None
 
 
-def _sole_reader(flow: Flow, before: Bits, operator: int, reads: list[int], gives: list[int]) -> int | None:
-    """The operator that `operator` may wait for: its first reader, of which all other readers come after.
-
-    What it reads then crosses in place of what it gives, which is no less.
+def _sole_reader(flow: Flow, before: Bits, reads: list[int], gives: list[int]) -> int | None:
+    """The operator that one may wait for which reads and gives these values: its first reader, of which all other
+    readers come after. What it reads then crosses in place of what it gives, which is no less.
     """
     if not gives:
         return None
-    readers = sorted({reader for value in gives for reader in _readers(flow, value)})
+    readers = sorted({reader for value in gives for reader in flow.readers_of(value).tolist()})
     if any(not _depends(before, reader, readers[0]) for reader in readers[1:]):
         return None
-    saved = sum(flow.size[value] for value in gives if readers[0] in _readers(flow, value))
+    saved = sum(flow.size[value] for value in gives if readers[0] in flow.readers_of(value))
     return readers[0] if sum(flow.size[value] for value in reads) <= saved else None
-
-
-def _readers(flow: Flow, value: int) -> list[int]:
-    found: list[int] = flow.readers[flow.starts[value] : flow.starts[value + 1]].tolist()
-    return found
 
 
 def _depends(before: Bits, operator: int, other: int) -> bool:
     return bool(before[operator, other >> 3] & 0x80 >> (other & 7))
 
 
-def _joined(flow: Flow, one: Places, other: Places, together: Bools) -> Places:
-    """The groups, where pairs of operators with `together` are in one, and with them what lies between."""
+def _joined(flow: Flow, one: Places, other: Places) -> Places:
+    """The groups, where each of these pairs of operators is in one, and with them what lies between: the strongly
+    connected parts of the graph in which a pair is joined both ways.
+    """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
     _, sources, readers = flow.edges()
-    rows = np.concatenate((sources, one[together], other[together]))
-    columns = np.concatenate((readers, other[together], one[together]))
+    rows = np.concatenate((sources, one, other))
+    columns = np.concatenate((readers, other, one))
     size = flow.operators
     matrix = csr_array((np.ones(len(rows)), (rows, columns)), shape=(size, size))
     count, label = connected_components(matrix, directed=True, connection="strong")
@@ -300,6 +287,8 @@ _MOST_PAIRS = 2_000_000
 """Downsets, and pairs of them that may begin and end a stage, up to which all are gone through."""
 _NODES = 1000
 """Of an integer program's search tree: what ends it on a machine that is fast enough."""
+_SAME = 1e-9
+"""Bytes that differ by no more than this share are equal."""
 _ROUNDING = 1e-6
 """Share of its limit by which an integer program's answer may leave a stage above it."""
 
@@ -316,7 +305,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class DivisionProblem:
-    """Problem of a division: stages within `windows` that take at most (1 + `unbalance`) times the mean work."""
+    """Division into stages within `windows` that take at most (1 + `unbalance`) times the mean work."""
 
     flow: Flow
     stages: int
@@ -453,10 +442,6 @@ def few_downsets(flow: Flow, limit: float) -> Members | None:
     """All downsets, where they are few enough to go through all stages of at most `limit` between them."""
     members = downsets(flow, _MOST_DOWNSETS)
     return members if members is not None and possible_stages(flow, members, limit) <= _MOST_PAIRS else None
-
-
-_SAME = 1e-9
-"""Bytes that differ by no more than this share are equal."""
 
 
 @dataclass(frozen=True, slots=True)

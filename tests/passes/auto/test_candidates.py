@@ -8,7 +8,7 @@ from pathlib import Path
 from autopipe.ir.problem import Constraint, Optimizer
 from autopipe.passes.auto.candidates import Candidate, candidates, strategies_of
 from autopipe.passes.pipeline import Request
-from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.placement.tessel_shapes import TesselShapes
 from autopipe.passes.registry import strategy_names
 from tests.passes.auto.models import cluster
 

@@ -11,7 +11,7 @@ from autopipe.ir.problem import Constraint, Mode, Optimizer
 from autopipe.passes.auto.choose import choose
 from autopipe.passes.pipeline import Request, make_plan
 from autopipe.passes.placement.data_parallel import DataParallel
-from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.placement.tessel_shapes import TesselShapes
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from tests.passes.auto.models import cluster, layers

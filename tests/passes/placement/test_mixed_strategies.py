@@ -12,7 +12,7 @@ from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.placement.pase.strategy import Pase
-from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.placement.tessel_shapes import TesselShapes
 from autopipe.passes.registry import Strategy, strategy_class, strategy_names
 from tests.passes.cost.graphs import perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster

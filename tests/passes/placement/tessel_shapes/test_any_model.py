@@ -9,7 +9,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.lower.lower import lower
-from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.placement.tessel_shapes import TesselShapes
 from tests.distributed.drawing import BATCH, graphs
 from tests.distributed.running import schedule_of
 from tests.passes.cost.graphs import cluster

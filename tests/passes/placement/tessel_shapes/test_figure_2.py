@@ -15,7 +15,7 @@ from autopipe.passes.analysis.chain import make_chain
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
-from autopipe.passes.placement.tessel_shapes.cuts import (
+from autopipe.passes.placement.tessel_shapes import (
     costed_model,
     large_tables,
     line_of,

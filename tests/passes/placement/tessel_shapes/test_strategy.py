@@ -19,7 +19,7 @@ from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
-from autopipe.passes.placement.tessel_shapes.strategy import TesselShapes
+from autopipe.passes.placement.tessel_shapes import TesselShapes
 from tests.passes.cost.graphs import cluster
 
 GPT = (("layers", "4"), ("vocabulary", "1024"), ("sequence", "16"))

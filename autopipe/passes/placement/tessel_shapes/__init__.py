@@ -1,1 +1,0 @@
-"""The five shapes of placement that Tessel is evaluated on, for real models."""
