@@ -206,8 +206,9 @@ class RandomSource(Source):
 
     def _draw(self, entry: InputEntry, start: int, shape: tuple[int, ...], axis: int | None) -> np.ndarray:
         """Numbers from place `start` of the input's stream on, samples first where there are any."""
-        drawn = words(self._seed, (_DATA_STREAM, self._index[entry.name]), start, math.prod(shape)).reshape(shape)
-        found = box_muller_normal(drawn) if entry.below is None else integers(drawn, entry.below)
+        flat = words(self._seed, (_DATA_STREAM, self._index[entry.name]), start, math.prod(shape))
+        found = (box_muller_normal(flat) if entry.below is None else integers(flat, entry.below)).reshape(shape)
+        drawn = flat.reshape(shape)
         for bounds in entry.drawn:
             block = _region(bounds, axis)
             if axis is not None:

@@ -250,6 +250,15 @@ def test_random_numbers_cover_the_table_of_each_column() -> None:
     assert set(found[:, 2]) == {-5, -4, -3}
 
 
+@pytest.mark.parametrize("below", [None, 5])
+@pytest.mark.parametrize("drawn", [(), (Bounds(2, 4, (), ()),)])
+def test_random_data_of_an_input_that_is_one_number(below: int | None, drawn: tuple[Bounds, ...]) -> None:
+    entry = InputEntry("scale", "float32", (), None, below, drawn=drawn)
+    found = open_source(Batches(inputs=(entry,)), None, 0).rows(entry, 0, 0)
+    assert (found.shape, found.dtype) == ((), np.float32)
+    assert not drawn or found.item() in {2, 3}
+
+
 @given(st.integers(0, 40), st.integers(1, 10))
 def test_random_samples_do_not_depend_on_how_they_are_grouped(start: int, count: int) -> None:
     source = open_source(MANIFEST, None, 1)
