@@ -480,6 +480,8 @@ def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shap
     values = record.rest(schema, [name for name in record.value if name not in claimed])
     missing: list[ConfigurationError] = []  # What is there is looked at first.
     for key in keys(schema):
+        if key.name in more:
+            continue
         if key.flat and missing:
             break
         place = record

@@ -34,8 +34,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Annotated
 
 from autopipe.ir.batch import Samples
+from autopipe.ir.codec import At, Flat, Sparse
 from autopipe.ir.graph import Constant, Parameter, Value
 from autopipe.ir.layout import Box, MeshAxes, Relayout, merged
 from autopipe.ir.ops.operator import Signature
@@ -186,8 +188,8 @@ class Channel:
     """
 
     number: int
-    source_rank: int
-    target_rank: int
+    source_rank: Annotated[int, At("source")]
+    target_rank: Annotated[int, At("target")]
     buffers: int
     gradient_buffers: int
 
@@ -209,8 +211,8 @@ class Shard:
     """
 
     parameter: int
-    box: Box
-    gradient_ranks: tuple[int, ...]
+    box: Annotated[Box, Flat()]
+    gradient_ranks: Annotated[tuple[int, ...], At("ranks")]
     home: int | None
 
 
@@ -290,7 +292,7 @@ class OutputShard:
     """Where a block of a graph's output lies when a stage's forward is done."""
 
     rank: int
-    box: Box
+    box: Annotated[Box, Flat()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,15 +334,15 @@ class InputBounds:
 class InputRange:
     """Range of a graph input's numbers: rows of tables and classes, by where they are used."""
 
-    value: Value
+    value: Annotated[Value, Flat()]
     batch_axis: int | None
     below: int | None
     """Random data: whole numbers in [0, `below`), or any real number."""
-    drawn: tuple[InputBounds, ...] = ()
+    drawn: Annotated[tuple[InputBounds, ...], Sparse()] = ()
     """Blocks of random data that have bounds of their own."""
-    allowed: tuple[InputBounds, ...] = ()
+    allowed: Annotated[tuple[InputBounds, ...], Sparse()] = ()
     """Blocks for which other numbers are refused."""
-    ignored: int | None = None
+    ignored: Annotated[int | None, Sparse()] = None
     """The label that is allowed besides: its position counts for nothing."""
 
 

@@ -20,10 +20,11 @@ import numpy as np
 from autopipe.backends.torch.emission.call import meshes_of
 from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_module
 from autopipe.backends.torch.emission.stage import emit_stage
+from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
-from autopipe.ir.graph import Constant, DType, FileSlice, Fill, FoldedSlice, Parameter, Storage
+from autopipe.ir.graph import Constant, DType, FileSlice, Fill, Parameter
 from autopipe.ir.problem import Optimizer
-from autopipe.ir.program import InputRange, Output, OutputPlace, Program, RankCode, StageCode
+from autopipe.ir.program import Output, Program, RankCode, StageCode
 
 FORMAT = "autopipe.program/1"
 
@@ -58,30 +59,13 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
         "loss": program.loss,
         "precision": provenance.precision,
         "seed": provenance.seed,
-        "optimizer": {
-            "name": optimizer.name,
-            "lr": optimizer.lr,
-            "momentum": optimizer.momentum,
-            "weight_decay": optimizer.weight_decay,
-            "betas": list(optimizer.betas),
-            "eps": optimizer.eps,
-            "shard": program.shard,
-        },
+        "optimizer": encode(optimizer) | {"shard": program.shard},
         "predicted": {"step_s": provenance.predicted_step_s, "bubble": provenance.predicted_bubble},
-        "inputs": [_input(each) for each in program.inputs],
+        "inputs": [encode(each) for each in program.inputs],
         "outputs": [_output(each, program) for each in program.outputs],
         "parameters": [_parameter(each) for each in program.parameters],
         "stages": [_stage(each) for each in program.stages],
-        "channels": [
-            {
-                "number": each.number,
-                "source": each.source_rank,
-                "target": each.target_rank,
-                "buffers": each.buffers,
-                "gradient_buffers": each.gradient_buffers,
-            }
-            for each in program.channels
-        ],
+        "channels": [encode(each) for each in program.channels],
         "ranks": [_rank(each) for each in program.ranks],
     }
 
@@ -96,87 +80,31 @@ def _stage(stage: StageCode) -> dict[str, Any]:
     return found if stage.turns == 1 else found | {"turns": stage.turns}
 
 
-def _input(entry: InputRange) -> dict[str, Any]:
-    """With what its numbers must keep to, where they must."""
-    found: dict[str, Any] = {
-        "name": entry.value.name,
-        "dtype": entry.value.dtype.value,
-        "shape": list(entry.value.shape),
-        "batch_axis": entry.batch_axis,
-        "below": entry.below,
-    }
-    for key, bounds in (("drawn", entry.drawn), ("allowed", entry.allowed)):
-        if bounds:
-            found[key] = [
-                {"least": each.least, "below": each.below, "starts": list(each.starts), "stops": list(each.stops)}
-                for each in bounds
-            ]
-    return found if entry.ignored is None else found | {"ignored": entry.ignored}
-
-
 def _output(output: Output, program: Program) -> dict[str, Any]:
-    return {
-        "name": output.value.name,
-        "dtype": output.value.dtype.value,
-        "shape": list(output.value.shape),
-        "batch_axis": output.batch_axis,
-        "places": [_place(output, place, program) for place in output.places],
-    }
-
-
-def _place(output: Output, place: OutputPlace, program: Program) -> dict[str, Any]:
-    return {
-        "stage": place.stage,
-        "position": [value.name for value in program.stages[place.stage].outputs].index(output.value.name),
-        "combine": place.combine,
-        "copies": place.copies,
-        "shards": [
-            {"rank": shard.rank, "starts": list(shard.box.starts), "stops": list(shard.box.stops)}
-            for shard in place.shards
-        ],
-    }
+    places = [
+        {
+            "stage": place.stage,
+            "position": [value.name for value in program.stages[place.stage].outputs].index(output.value.name),
+            "combine": place.combine,
+            "copies": place.copies,
+            "shards": [encode(shard) for shard in place.shards],
+        }
+        for place in output.places
+    ]
+    return encode(output.value) | {"batch_axis": output.batch_axis, "places": places}
 
 
 def _parameter(parameter: Parameter) -> dict[str, Any]:
-    return {
-        "name": parameter.value.name,
-        "dtype": parameter.value.dtype.value,
-        "shape": list(parameter.value.shape),
-        "trainable": parameter.trainable,
-        "storage": _storage(parameter.storage),
-    }
-
-
-def _storage(storage: Storage) -> dict[str, Any]:
-    if isinstance(storage, FileSlice):
-        found: dict[str, Any] = {
-            "kind": "file",
-            "file": storage.file,
-            "offset": storage.offset,
-            "length": storage.length,
-        }
-        if isinstance(storage, FoldedSlice):
-            found |= {"rows": list(storage.rows), "step": storage.step, "form": storage.form}
-        return found
-    if isinstance(storage, Fill):
-        return {"kind": "fill", "value": storage.value}
-    return {"kind": "draw", "scheme": storage.scheme, "scale": storage.scale}
+    kind = "fill" if isinstance(parameter.storage, Fill) else "draw"
+    storage = {"kind": "file" if isinstance(parameter.storage, FileSlice) else kind} | encode(parameter.storage)
+    return encode(parameter.value) | {"trainable": parameter.trainable, "storage": storage}
 
 
 def _rank(rank: RankCode) -> dict[str, Any]:
     return {
         "rank": rank.rank,
         "stages": [stage.stage for stage in rank.stages],
-        "shards": [
-            {
-                "parameter": shard.parameter,
-                "starts": list(shard.box.starts),
-                "stops": list(shard.box.stops),
-                "ranks": list(shard.gradient_ranks),
-                "home": shard.home,
-            }
-            for shard in rank.shards
-        ],
+        "shards": [encode(shard) for shard in rank.shards],
     }
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, JsonRecord, Record, Sparse, decode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.layout import MeshAxis, members
 
 FORMAT = "autopipe.program/1"
+_PATH = Coded(str, lambda record: Path(decode(record, str)))
+_TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
+_ANY_FLOAT = Coded(float, lambda record: float(decode(record, Any)))
+"""Parameters may be filled with infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +24,20 @@ class Storage:
     """Where a parameter's numbers come from: `file` (offset and length in bytes), `fill` (value) or `draw` (scheme)."""
 
     kind: str
-    file: str = ""
-    offset: int = 0
-    length: int = 0
-    rows: Sequence[int] = ()
+    file: Annotated[str, Sparse()] = ""
+    offset: Annotated[Index, Sparse()] = 0
+    length: Annotated[Index, Sparse()] = 0
+    rows: Annotated[tuple[Index, ...], Sparse()] = ()
     """Where each row of a matrix begins, in elements, where they do not follow one another."""
-    step: int = 1
+    step: Annotated[int, Sparse()] = 1
     """Elements from one of a row's numbers to the next, where `rows` are given."""
-    form: str = ""
+    form: Annotated[str, Sparse()] = ""
     """Function from the numbers to the parameter: "" for the numbers themselves, else their `log` or the `log of the
     negative`.
     """
-    value: float = 0.0
-    scheme: str = ""
-    scale: float = 0.0
+    value: Annotated[float, Sparse(), _ANY_FLOAT] = 0.0
+    scheme: Annotated[str, Sparse()] = ""
+    scale: Annotated[float, Sparse()] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class ParameterEntry:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Index, ...]
     trainable: bool
     storage: Storage
 
@@ -51,11 +55,11 @@ class ParameterEntry:
 class ShardEntry:
     """A rank's block of a parameter, and the ranks whose gradients of it are added up."""
 
-    parameter: int
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-    ranks: tuple[int, ...]
-    home: int | None = None
+    parameter: Index
+    starts: tuple[Index, ...]
+    stops: tuple[Index, ...]
+    ranks: tuple[Index, ...]
+    home: Index | None = None
     """The stage whose last backward completes the gradient on all of those ranks, where there is one."""
 
     @property
@@ -75,8 +79,8 @@ class Bounds:
 
     least: int
     below: int
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
+    starts: tuple[Index, ...]
+    stops: tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +89,15 @@ class InputEntry:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    batch_axis: int | None
+    shape: tuple[Index, ...]
+    batch_axis: Index | None
     below: int | None
     """Random data: whole numbers in [0, `below`), or any real number."""
-    drawn: tuple[Bounds, ...] = ()
+    drawn: Annotated[tuple[Bounds, ...], Sparse()] = ()
     """Blocks of random data that have bounds of their own."""
-    allowed: tuple[Bounds, ...] = ()
+    allowed: Annotated[tuple[Bounds, ...], Sparse()] = ()
     """Blocks for which other numbers are refused."""
-    ignored: int | None = None
+    ignored: Annotated[int | None, Sparse()] = None
     """The label that is allowed besides."""
 
 
@@ -101,19 +105,19 @@ class InputEntry:
 class OutputShard:
     """A block of an output and the rank that holds it."""
 
-    rank: int
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
+    rank: Index
+    starts: tuple[Index, ...]
+    stops: tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
     """Where a pipeline has an output: which stage gives it, as which result, in which blocks."""
 
-    stage: int
-    position: int
+    stage: Index
+    position: Index
     combine: str
-    copies: int
+    copies: Count
     shards: tuple[OutputShard, ...]
 
 
@@ -123,8 +127,8 @@ class OutputEntry:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    batch_axis: int | None
+    shape: tuple[Index, ...]
+    batch_axis: Index | None
     places: tuple[OutputPlace, ...]
     """One a pipeline."""
 
@@ -137,10 +141,10 @@ Axes = tuple[tuple[int, int], ...]
 class StageEntry:
     """A stage's group, its pipeline, and the sub-meshes along which the group's ranks exchange anything."""
 
-    ranks: tuple[int, ...]
-    pipeline: int
+    ranks: tuple[Index, ...]
+    pipeline: Index
     meshes: tuple[Axes, ...]
-    turns: int = 1
+    turns: Annotated[int, AtLeast(1), Sparse()] = 1
     """Micro-batches that it makes of each of the manifest's."""
 
     def groups(self) -> set[tuple[int, ...]]:
@@ -157,35 +161,39 @@ class StageEntry:
 class ChannelEntry:
     """One channel between two ranks, and how many messages each way its receiver holds at once."""
 
-    number: int
-    source: int
-    target: int
-    buffers: int
-    gradient_buffers: int
+    number: Index
+    source: Index
+    target: Index
+    buffers: Index
+    gradient_buffers: Index
+
+
+def _read_shards(ranks: Record) -> tuple[tuple[ShardEntry, ...], ...]:
+    return tuple(rank.get("shards", tuple[ShardEntry, ...]) for rank in ranks.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything of a program that is data rather than code."""
+    """Everything of a program that is data rather than code; `emission.program` writes it."""
 
     folder: Path
-    model: Path
-    model_digest: str
+    model: Annotated[Path, At("model.path"), _PATH]
+    model_digest: Annotated[str, At("model.sha256")]
     plan: str
-    world_size: int
-    train: bool
-    micro_batches: int
-    micro_batch_size: int
+    world_size: Count
+    train: Annotated[bool, At("mode"), _TRAINS]
+    micro_batches: Count
+    micro_batch_size: Count
     loss: str | None
     precision: str
     seed: int
     optimizer: dict[str, Any]
-    predicted_step_s: float
-    predicted_bubble: float
+    predicted_step_s: Annotated[float, At("predicted.step_s")]
+    predicted_bubble: Annotated[float, At("predicted.bubble")]
     inputs: tuple[InputEntry, ...]
     outputs: tuple[OutputEntry, ...]
     parameters: tuple[ParameterEntry, ...]
-    shards: tuple[tuple[ShardEntry, ...], ...]
+    shards: Annotated[tuple[tuple[ShardEntry, ...], ...], At("ranks"), Coded(list, _read_shards)]
     """A tuple for each rank."""
     stages: tuple[StageEntry, ...]
     channels: tuple[ChannelEntry, ...]
@@ -222,109 +230,16 @@ def read_manifest(folder: Path) -> Manifest:
         raise ConfigurationError(
             f"not a manifest of format {FORMAT}", hint="run autopipe codegen again", where=str(path)
         )
+    record = JsonRecord(raw, str(path))
     try:
-        return _manifest(folder, raw)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"the manifest is damaged: {error!r}", where=str(path)) from error
-
-
-def _manifest(folder: Path, raw: dict[str, Any]) -> Manifest:
-    if len(raw["ranks"]) != raw["world_size"]:
-        raise ValueError(f"world_size is {raw['world_size']} where there are {len(raw['ranks'])} ranks")
-    return Manifest(
-        folder=folder,
-        model=Path(raw["model"]["path"]),
-        model_digest=str(raw["model"]["sha256"]),
-        plan=str(raw["plan"]),
-        world_size=_count(raw, "world_size"),
-        train=raw["mode"] == "train",
-        micro_batches=_count(raw, "micro_batches"),
-        micro_batch_size=_count(raw, "micro_batch_size"),
-        loss=raw["loss"],
-        precision=str(raw["precision"]),
-        seed=int(raw["seed"]),
-        optimizer=dict(raw["optimizer"]),
-        predicted_step_s=float(raw["predicted"]["step_s"]),
-        predicted_bubble=float(raw["predicted"]["bubble"]),
-        inputs=tuple(_input(each) for each in raw["inputs"]),
-        outputs=tuple(_output(each) for each in raw["outputs"]),
-        parameters=tuple(
-            ParameterEntry(
-                each["name"], each["dtype"], tuple(each["shape"]), bool(each["trainable"]), Storage(**each["storage"])
-            )
-            for each in raw["parameters"]
-        ),
-        shards=tuple(
-            tuple(
-                ShardEntry(
-                    each["parameter"], tuple(each["starts"]), tuple(each["stops"]), tuple(each["ranks"]), each["home"]
-                )
-                for each in rank["shards"]
-            )
-            for rank in raw["ranks"]
-        ),
-        stages=tuple(
-            StageEntry(
-                tuple(each["ranks"]),
-                int(each["pipeline"]),
-                tuple(tuple((degree, stride) for degree, stride in axes) for axes in each["meshes"]),
-                _micro_batch_ratio(each, raw),
-            )
-            for each in raw["stages"]
-        ),
-        channels=tuple(ChannelEntry(**each) for each in raw["channels"]),
-    )
-
-
-def _micro_batch_ratio(stage: dict[str, Any], raw: dict[str, Any]) -> int:
-    """1 where the stage takes the micro-batches as they are."""
-    turns = _count(stage, "turns") if "turns" in stage else 1
-    if raw["micro_batch_size"] % turns:
-        raise ValueError(f"micro-batches of {raw['micro_batch_size']} samples are taken in {turns} turns")
-    return turns
-
-
-def _count(raw: dict[str, Any], key: str) -> int:
-    if (found := int(raw[key])) < 1:
-        raise ValueError(f"{key} is {found}")
-    return found
-
-
-def _input(raw: dict[str, Any]) -> InputEntry:
-    return InputEntry(
-        name=raw["name"],
-        dtype=raw["dtype"],
-        shape=tuple(raw["shape"]),
-        batch_axis=raw["batch_axis"],
-        below=raw["below"],
-        drawn=_bounds(raw, "drawn"),
-        allowed=_bounds(raw, "allowed"),
-        ignored=raw.get("ignored"),
-    )
-
-
-def _bounds(raw: dict[str, Any], key: str) -> tuple[Bounds, ...]:
-    return tuple(
-        Bounds(int(each["least"]), int(each["below"]), tuple(each["starts"]), tuple(each["stops"]))
-        for each in raw.get(key, ())
-    )
-
-
-def _output(raw: dict[str, Any]) -> OutputEntry:
-    return OutputEntry(
-        name=raw["name"],
-        dtype=raw["dtype"],
-        shape=tuple(raw["shape"]),
-        batch_axis=raw["batch_axis"],
-        places=tuple(_place(each) for each in raw["places"]),
-    )
-
-
-def _place(raw: dict[str, Any]) -> OutputPlace:
-    return OutputPlace(
-        stage=raw["stage"],
-        position=raw["position"],
-        combine=raw["combine"],
-        copies=raw["copies"],
-        shards=tuple(OutputShard(each["rank"], tuple(each["starts"]), tuple(each["stops"])) for each in raw["shards"]),
-    )
+        manifest: Manifest = decode(record, Manifest, folder=folder)
+    except ConfigurationError as error:
+        raise record.error(f"the manifest is damaged: {error.message}", error.hint) from error
+    except (TypeError, ValueError) as error:
+        raise record.error(f"the manifest is damaged: {error!r}") from error
+    if len(manifest.shards) != manifest.world_size:
+        record.at("world_size").refuse(f"the number of ranks, {len(manifest.shards)}")
+    for stage in manifest.stages:
+        if manifest.micro_batch_size % stage.turns:
+            record.at("micro_batch_size").refuse(f"a multiple of the {stage.turns} micro-batches of a stage")
+    return manifest
