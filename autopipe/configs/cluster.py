@@ -16,8 +16,8 @@ from typing import Annotated, ClassVar
 from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, read_file
 from autopipe.ir.cluster import Cluster, Device, Group, Level, Link
-from autopipe.ir.codec import Above, AtLeast, AtMost, nearest
-from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.codec import Above, AtLeast, AtMost
+from autopipe.ir.errors import ConfigurationError, InfeasibleError, nearest
 
 Latency = Annotated[float, SECONDS, AtLeast(0)]
 Bandwidth = Annotated[float, BYTES_PER_SECOND, Above(0)]

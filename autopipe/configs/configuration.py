@@ -24,8 +24,8 @@ from autopipe.configs.cluster import ClusterDescription, DeviceCount, cluster_pr
 from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, read_setting, read_text, read_word
 from autopipe.ir import problem
-from autopipe.ir.codec import Above, AtLeast, AtMost, FilePath, Origin, Rest, Shape, encode, keys, quote, unwrap
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.codec import Above, AtLeast, AtMost, FilePath, Origin, Rest, Shape, encode, keys, unwrap
+from autopipe.ir.errors import ConfigurationError, quote
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import Place, read_file
 from autopipe.ir.block_schedule import Block, BlockGraph
-from autopipe.ir.codec import AtLeast, AtMost, Origin, nearest, quote
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.codec import AtLeast, AtMost, Origin
+from autopipe.ir.errors import ConfigurationError, nearest, quote
 
 MOST_DEVICES = 4096
 MOST_BLOCKS = 20_000

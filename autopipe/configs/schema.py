@@ -32,10 +32,8 @@ from autopipe.ir.codec import (
     describe,
     keys,
     marked_field,
-    nearest,
-    quote,
 )
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import ConfigurationError, nearest, quote
 
 
 @functools.cache
@@ -120,8 +118,10 @@ class YamlRecord(Record):
     def is_optional(self, key: Key) -> bool:
         return not key.required
 
-    def rest(self, schema: type[Dataclass], more: list[str]) -> dict[str, object]:
+    def rest(self, schema: type[Dataclass]) -> dict[str, object]:
         values: dict[str, object] = {}
+        claimed = {key.name for key in keys(schema)}
+        more = [name for name in self.value if name not in claimed]
         if rest := marked_field(schema, Rest):
             values[rest[0]] = tuple((name, self.value[name]) for name in more)
         elif more:

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from autopipe.ir.codec import Spelling, quote
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.codec import Spelling
+from autopipe.ir.errors import ConfigurationError, quote
 
 MOST_BYTES = 2**23
 DEEPEST = 32

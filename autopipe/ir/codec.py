@@ -9,20 +9,20 @@ AtLeast(1)]`. Documents are untrusted: what is missing or does not fit is refuse
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import functools
 import json
 import math
+import operator
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar
 
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import ConfigurationError, nearest, quote
 
 
 class Dataclass(Protocol):
@@ -37,40 +37,27 @@ Mark = TypeVar("Mark")
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Mark of a number that is within a bound."""
+    """Mark of a number that is within a bound: `words` in errors, `preposition` in descriptions."""
 
     bound: float
     words: ClassVar[str]
-    """In an error: "it must be at least 1"."""
     preposition: ClassVar[str]
-    """In a description: "a whole number from 1"."""
-
-    def holds(self, value: float) -> bool:
-        raise NotImplementedError
+    holds: ClassVar[Callable[[float, float], bool]]
 
 
 class AtLeast(Bound):
     __slots__ = ()
-    words, preposition = "at least", "from"
-
-    def holds(self, value: float) -> bool:
-        return value >= self.bound
+    words, preposition, holds = "at least", "from", operator.ge
 
 
 class Above(Bound):
     __slots__ = ()
-    words, preposition = "above", "above"
-
-    def holds(self, value: float) -> bool:
-        return value > self.bound
+    words, preposition, holds = "above", "above", operator.gt
 
 
 class AtMost(Bound):
     __slots__ = ()
-    words, preposition = "at most", "up to"
-
-    def holds(self, value: float) -> bool:
-        return value <= self.bound
+    words, preposition, holds = "at most", "up to", operator.le
 
 
 class Spelling:
@@ -83,11 +70,9 @@ class Spelling:
         raise NotImplementedError
 
     def spell(self, value: Any) -> object:
-        """The inverse of `parse`."""
         raise NotImplementedError
 
     def describe(self, words: str) -> str:
-        """The expected value, where `words` describe a bare number."""
         raise NotImplementedError
 
 
@@ -174,7 +159,6 @@ class Key:
 
     @property
     def required(self) -> bool:
-        """True if it has no default."""
         return self.default is dataclasses.MISSING
 
 
@@ -211,12 +195,10 @@ def unwrap(hint: Any) -> tuple[Any, tuple[object, ...]]:
 
 
 def find(marks: tuple[object, ...], kind: type[Mark]) -> Mark | None:
-    """The mark of this kind, if there is one."""
     return next((mark for mark in marks if isinstance(mark, kind)), None)
 
 
 def is_union(base: Any) -> bool:
-    """True if a type is a union."""
     return typing.get_origin(base) in (typing.Union, types.UnionType)
 
 
@@ -228,7 +210,6 @@ def is_mapping(base: Any) -> bool:
 
 
 def pair_value(base: Any) -> Any:
-    """The type of the values of a tuple of named values."""
     return typing.get_args(typing.get_args(base)[0])[1]
 
 
@@ -268,19 +249,12 @@ def describe(hint: Any) -> str:
     return " ".join([words, *(f"{mark.preposition} {mark.bound}" for mark in marks if isinstance(mark, Bound))])
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint: the known name most like `name`, or all of them."""
-    names = list(known)
-    match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if match:
-        return f"did you mean {match[0]!r}?"
-    return f"known: {', '.join(names)}" if names else "none are known here"
-
-
 class Record:
     """A value of a document and where it stands; each format has its own subclass, and its own words for errors."""
 
     __slots__ = ("key", "parent", "value")
+    is_plain: ClassVar[bool] = False
+    """True if values inside this one are Python's own."""
 
     def __init__(self, value: Any, parent: Record | None = None, key: str | int = "") -> None:
         self.value = value
@@ -302,7 +276,6 @@ class Record:
 
     @property
     def display(self) -> str:
-        """The value in an error message, on one line, not too long."""
         raise NotImplementedError
 
     def child(self, value: Any, key: str | int) -> Self:
@@ -337,19 +310,17 @@ class Record:
         """True if a dataclass is read without this key."""
         return key.sparse
 
-    def rest(self, schema: type[Dataclass], more: list[str]) -> dict[str, object]:
-        """Values of fields that no key sets, given the keys that are `more` than those of a dataclass."""
+    def rest(self, schema: type[Dataclass]) -> dict[str, object]:
+        """Values of fields that no key sets, where keys that a dataclass does not have are not refused."""
         return {}
 
     def complete(self, schema: type[Dataclass], values: dict[str, object]) -> None:
         """Look at the values of a dataclass by field."""
 
     def has(self, key: str) -> bool:
-        """True if an object has a value under `key`."""
         return isinstance(self.value, dict) and key in self.value
 
     def at(self, key: str, hint: Any = object) -> Self:
-        """The value under `key` of an object."""
         if not isinstance(self.value, dict):
             self.refuse("an object")
         if key not in self.value:
@@ -361,14 +332,12 @@ class Record:
         return decode(self.at(key, hint), hint)
 
     def items(self) -> Iterator[Self]:
-        """The members of a list."""
         if not isinstance(self.value, list | tuple):
             self.refuse("a list")
         for index, value in enumerate(self.value):
             yield self.child(value, index)
 
     def members(self) -> Iterator[tuple[str, Self]]:
-        """The entries of an object."""
         if not isinstance(self.value, dict):
             self.refuse("an object")
         for key, value in self.value.items():
@@ -476,14 +445,16 @@ def _read_row(schema: type[Shape], record: Record) -> Shape:
 def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shape:
     if not isinstance(record.value, dict):
         record.refuse(describe(schema) if record.path else "a mapping")
-    claimed = {key.path[0] for key in keys(schema)}
-    values = record.rest(schema, [name for name in record.value if name not in claimed])
+    values = record.rest(schema)
     missing: list[ConfigurationError] = []  # What is there is looked at first.
-    for key in keys(schema):
+    for key, read, quick in _key_readers(schema):
         if key.name in more:
             continue
         if key.flat and missing:
             break
+        if record.is_plain and quick and (found := quick(record.value.get(key.path[0]))) is not None:
+            values[key.name] = found
+            continue
         place = record
         for step in () if key.flat else key.path:
             if not place.has(step):
@@ -491,11 +462,42 @@ def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shap
                 break
             place = place.at(step)
         else:
-            values[key.name] = _reader(key.hint)(place)
+            values[key.name] = read(place)
     if missing:
         raise missing[0]
     record.complete(schema, values)
     return schema(**values, **more)
+
+
+Reader = Callable[[Record], Any]
+
+
+@functools.cache
+def _key_readers(schema: type[Dataclass]) -> tuple[tuple[Key, Reader, Callable[[Any], Any] | None], ...]:
+    return tuple((key, _reader(key.hint), _quick(key.hint) if len(key.path) == 1 else None) for key in keys(schema))
+
+
+def _quick(hint: Any) -> Callable[[Any], Any] | None:
+    """A function from plain values to what `decode` makes of them, or None where they need a closer look.
+
+    Large documents are mostly texts, whole numbers and lists of these, for which no record has to be made.
+    """
+    base, marks = unwrap(hint)
+    least = max((mark.bound for mark in marks if isinstance(mark, AtLeast)), default=-math.inf)
+    if not all(isinstance(mark, AtLeast | At | Sparse) for mark in marks):
+        return None
+    if base is str or base is bool:
+        return lambda value: value if type(value) is base else None
+    if base is int:
+        return lambda value: value if type(value) is int and value >= least else None
+    if base == tuple[Index, ...]:
+        return _quick_indices
+    return None
+
+
+def _quick_indices(value: Any) -> tuple[int, ...] | None:
+    are_integers = type(value) is list and {int}.issuperset(map(type, value))
+    return tuple(value) if are_integers and min(value, default=0) >= 0 else None
 
 
 def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], bounds: tuple[Bound, ...], record: Record) -> object:
@@ -509,7 +511,7 @@ def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], bounds: tuple
     if base is float and not math.isfinite(value):
         record.refuse(describe(hint))
     for mark in bounds:
-        if not mark.holds(value):
+        if not type(mark).holds(value, mark.bound):
             raise record.error(f"{record.path} is {record.display}", f"it must be {mark.words} {mark.bound}")
     return value
 
@@ -582,7 +584,8 @@ def _writer(hint: Any) -> Callable[[Any], Any]:
 
 def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key, write in _fields(schema):
+    writers, rest = _key_writers(schema)
+    for key, write in writers:
         member = getattr(value, key.name)
         if key.sparse and member == key.default:
             continue
@@ -595,24 +598,21 @@ def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
             for step in key.path[:-1]:
                 inner = inner.setdefault(step, {})
             inner[key.path[-1]] = write(member)
-    if rest := _rest(schema):
+    if rest:
         found.update((name, rest[1].plain(item)) for name, item in getattr(value, rest[0]))
     return found
 
 
 @functools.cache
-def _rest(schema: type[Dataclass]) -> tuple[str, Rest] | None:
-    return marked_field(schema, Rest)
-
-
-@functools.cache
-def _fields(schema: type[Dataclass]) -> tuple[tuple[Key, Callable[[Any], Any]], ...]:
-    return tuple((key, _writer(key.hint)) for key in keys(schema))
+def _key_writers(
+    schema: type[Dataclass],
+) -> tuple[tuple[tuple[Key, Callable[[Any], Any]], ...], tuple[str, Rest] | None]:
+    return tuple((key, _writer(key.hint)) for key in keys(schema)), marked_field(schema, Rest)
 
 
 def _write_row(schema: type[Dataclass], value: object) -> list[object]:
     cells: list[object] = []
-    for key, write in _fields(schema):
+    for key, write in _key_writers(schema)[0]:
         member = write(getattr(value, key.name))
         cells.extend(member.values() if key.flat else [member])
     return cells
@@ -629,15 +629,11 @@ def _holds(value: object, hint: Any) -> bool:
     return isinstance(value, origin or base) and not (isinstance(value, bool) and base is not bool)
 
 
-def quote(text: str) -> str:
-    """A user's text for an error message: in quotes, on one line, not too long."""
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
 class JsonRecord(Record):
     """A value of the JSON document in `file`."""
 
     __slots__ = ("file",)
+    is_plain = True
 
     def __init__(self, value: Any, file: str, parent: JsonRecord | None = None, key: str | int = "") -> None:
         self.value, self.file, self.parent, self.key = value, file, parent, key

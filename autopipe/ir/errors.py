@@ -1,6 +1,9 @@
-"""Exceptions of autopipe, one small family; only the command line catches them."""
+"""Exceptions of autopipe, one small family, and words for their messages; only the command line catches them."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class AutopipeError(Exception):
@@ -72,3 +75,17 @@ class CodegenError(AutopipeError):
     """A program cannot be written for this plan."""
 
     exit_code = 2
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint: the known name most like `name`, or all of them."""
+    names = list(known)
+    match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if match:
+        return f"did you mean {match[0]!r}?"
+    return f"known: {', '.join(names)}" if names else "none are known here"
+
+
+def quote(text: str) -> str:
+    """A user's text for an error message: in quotes, on one line, not too long."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from autopipe.configs.zoo import settings as zoo_settings
 from autopipe.configs.zoo.settings import Setting, ZooModel
-from autopipe.ir.codec import nearest, quote
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import ConfigurationError, nearest, quote
 
 if TYPE_CHECKING:
     from autopipe.configs.zoo.builder import BuiltModel

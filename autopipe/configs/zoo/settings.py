@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, TypeVar
 
 from autopipe.configs.schema import convert, unknown_key
 from autopipe.configs.yaml_source import Entry, Place, read_setting
-from autopipe.ir.codec import AtLeast, AtMost, keys, nearest, quote
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.codec import AtLeast, AtMost, keys
+from autopipe.ir.errors import ConfigurationError, nearest, quote
 
 if TYPE_CHECKING:
     from autopipe.configs.zoo.builder import GraphBuilder

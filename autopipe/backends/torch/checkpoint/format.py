@@ -1,9 +1,7 @@
-"""Manifests as JSON: written with their own digest, refused where a byte of them has changed.
+"""A folder of checkpoints: its manifests, its files, and how a new checkpoint is committed.
 
-The folder of a run's checkpoints: what is committed, and how a new one is, so that a crash never loses the last.
-
-A checkpoint is written under a temporary name and renamed when every byte is on the disk, so that what has the final
-name is whole. The newest and the one before stay; an older one goes only when a newer one is committed.
+A checkpoint is written under a temporary name and renamed when every byte is on the disk, so that a crash never loses
+the last. The newest and the one before stay; an older one goes only when a newer one is committed.
 
 The manifest of a checkpoint, format `autopipe.checkpoint/2`: what was saved, and where every block of it lies.
 
@@ -29,15 +27,6 @@ saved is known by the parameter's name and the block of it, not by ranks: any pl
 A tensor is {"dtype", "shape", "blocks"}: element type by ONNX's name, and global shape. Its blocks do not overlap and
 cover it: [{"starts", "stops", "file", "offset", "key"}], half-open in each dimension; the block's elements lie row by
 row, little-endian, at byte `offset` of file number `file`, where safetensors calls them `key`.
-
-A rank's safetensors file, written and hashed in one pass.
-
-An 8-byte little-endian length, a JSON header of that length, and the tensors' bytes one behind the other
-(https://github.com/huggingface/safetensors, "Format").
-
-One manifest of all ranks' parts, each of which is a manifest of a single file.
-
-Element types by the names that numpy and safetensors have for them.
 """
 
 from __future__ import annotations
@@ -52,10 +41,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from autopipe.ir.codec import At, Fits, Flat, Index, JsonRecord, decode, encode
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.layout import Box
 
@@ -66,10 +56,10 @@ FORMAT = "autopipe.checkpoint/2"
 class Block:
     """A block of a tensor, and where it is stored."""
 
-    box: Box
-    file: int
+    box: Annotated[Box, Flat()]
+    file: Index
     """Number among the checkpoint's files."""
-    offset: int
+    offset: Index
     """Bytes from the start of the file."""
     key: str
 
@@ -79,7 +69,7 @@ class StoredTensor:
     """A tensor of global `shape`; `dtype` is ONNX's name of its element type in lower case."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Index, ...]
     blocks: tuple[Block, ...]
 
 
@@ -98,17 +88,21 @@ class StoredParameter:
 class StoredGenerator:
     """The state of torch's generator of random numbers on a rank's `device`, "cpu" or "cuda", as bytes."""
 
-    rank: int
+    rank: Index
     device: str
     state: StoredTensor
+
+
+FileName = Annotated[str, Fits(lambda name: Path(name).name == name != "..", "a file of the checkpoint")]
+"""A name that leads nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
     """A file of the checkpoint, its size in bytes, and its SHA-256 in hexadecimal."""
 
-    name: str
-    size: int
+    name: FileName
+    size: Annotated[int, At("bytes")]
     sha256: str
 
 
@@ -116,8 +110,8 @@ class StoredFile:
 class Checkpoint:
     """Everything a manifest says."""
 
-    model: str
-    model_digest: str
+    model: Annotated[str, At("model.path")]
+    model_digest: Annotated[str, At("model.sha256")]
     plan: str
     world_size: int
     step: int
@@ -243,8 +237,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise LaunchError(f"not a checkpoint of format {FORMAT}", hint=advice(path), where=where)
         if document.pop("sha256", None) != _digest(document):
             raise LaunchError("the checkpoint is damaged: its manifest has changed", hint=advice(path), where=where)
-        return parsed(document)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return parsed(document, where)
+    except ConfigurationError as error:
+        raise LaunchError(f"the checkpoint is damaged: {error.message}", hint=advice(path), where=where) from error
+    except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"the checkpoint is damaged: {error!r}", hint=advice(path), where=where) from error
 
 
@@ -260,93 +256,13 @@ def _digest(document: dict[str, Any]) -> str:
 
 def document_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The manifest as a JSON object, without its digest."""
-    return {
-        "format": FORMAT,
-        "model": {"path": checkpoint.model, "sha256": checkpoint.model_digest},
-        "plan": checkpoint.plan,
-        "world_size": checkpoint.world_size,
-        "step": checkpoint.step,
-        "samples": checkpoint.samples,
-        "seed": checkpoint.seed,
-        "optimizer": checkpoint.optimizer,
-        "files": [{"name": each.name, "bytes": each.size, "sha256": each.sha256} for each in checkpoint.files],
-        "parameters": [
-            {
-                "name": each.name,
-                "trainable": each.trainable,
-                "value": _tensor_form(each.value),
-                "state": {name: _tensor_form(tensor) for name, tensor in each.state},
-                "scalars": dict(each.scalars),
-            }
-            for each in checkpoint.parameters
-        ],
-        "random": [
-            {"rank": each.rank, "device": each.device, "state": _tensor_form(each.state)} for each in checkpoint.random
-        ],
-    }
+    return {"format": FORMAT, **encode(checkpoint)}
 
 
-def _tensor_form(tensor: StoredTensor) -> dict[str, Any]:
-    return {
-        "dtype": tensor.dtype,
-        "shape": tensor.shape,
-        "blocks": [
-            {
-                "starts": block.box.starts,
-                "stops": block.box.stops,
-                "file": block.file,
-                "offset": block.offset,
-                "key": block.key,
-            }
-            for block in tensor.blocks
-        ],
-    }
-
-
-def parsed(document: dict[str, Any]) -> Checkpoint:
-    """The manifest that a JSON object says. Raises KeyError, TypeError or ValueError where it is none."""
-    return Checkpoint(
-        model=str(document["model"]["path"]),
-        model_digest=str(document["model"]["sha256"]),
-        plan=str(document["plan"]),
-        world_size=int(document["world_size"]),
-        step=int(document["step"]),
-        samples=int(document["samples"]),
-        seed=int(document["seed"]),
-        optimizer=dict(document["optimizer"]),
-        files=tuple(StoredFile(_plain(each["name"]), each["bytes"], each["sha256"]) for each in document["files"]),
-        parameters=tuple(
-            StoredParameter(
-                each["name"],
-                bool(each["trainable"]),
-                _tensor(each["value"]),
-                tuple((name, _tensor(tensor)) for name, tensor in each["state"].items()),
-                tuple((name, float(value)) for name, value in each["scalars"].items()),
-            )
-            for each in document["parameters"]
-        ),
-        random=tuple(
-            StoredGenerator(each["rank"], each["device"], _tensor(each["state"])) for each in document["random"]
-        ),
-    )
-
-
-def _tensor(form: dict[str, Any]) -> StoredTensor:
-    return StoredTensor(
-        form["dtype"],
-        tuple(form["shape"]),
-        tuple(
-            Block(Box(tuple(each["starts"]), tuple(each["stops"])), each["file"], each["offset"], each["key"])
-            for each in form["blocks"]
-        ),
-    )
-
-
-def _plain(name: str) -> str:
-    """A file's name, if it leads nowhere else."""
-    if Path(name).name != name or name == "..":
-        raise ValueError(f"{name!r} is no file of the checkpoint")
-    return name
+def parsed(document: dict[str, Any], where: str = "") -> Checkpoint:
+    """The manifest that a JSON object says. Raises ConfigurationError where it is none."""
+    found: Checkpoint = decode(JsonRecord(document, where), Checkpoint)
+    return found
 
 
 _STORED_AS = {"bfloat16": "uint16"}

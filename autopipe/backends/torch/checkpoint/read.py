@@ -1,9 +1,4 @@
-"""Reading any block of what a checkpoint holds: only the bytes of it are read, from whichever files they are in.
-
-Check that a checkpoint is whole: every byte as written, and every element of every tensor stored once.
-
-One run at a time saves in a folder, so that what another left unfinished can be told from what it is writing.
-"""
+"""Reading and checking checkpoints: any block of what one holds, and one run at a time that saves in a folder."""
 
 from __future__ import annotations
 

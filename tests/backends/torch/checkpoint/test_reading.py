@@ -25,7 +25,7 @@ from autopipe.backends.torch.checkpoint.format import (
     write_shard,
 )
 from autopipe.backends.torch.checkpoint.read import Reader, verify_file
-from autopipe.ir.errors import LaunchError
+from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.layout import Box
 
 HOSTILE = "__metadata__/../'\"\n"
@@ -154,5 +154,5 @@ def test_files_elsewhere_are_refused(tmp_path: Path, change: str) -> None:
     _, checkpoint = stored(tmp_path, "float32", (2,), Random(1))
     form = document.document_of(checkpoint)
     form["files"][0]["name"] = change
-    with pytest.raises(ValueError, match="no file of the checkpoint"):
+    with pytest.raises(ConfigurationError, match=r"files\[0\]\.name is .*expected a file of the checkpoint"):
         document.parsed(json.loads(json.dumps(form)))
