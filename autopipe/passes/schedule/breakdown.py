@@ -66,9 +66,9 @@ def _stage_parts(work: StageWork, copies: Mapping[int, float], forward_s: float)
     nodes = [problem.work[each.index] for each in work.nodes]
     kinds = {problem.cluster.devices[device] for device in work.stage.devices}
     seconds = [node_seconds(nodes, device, problem.precision, shares) for device in kinds]
-    ahead, back = (max(float((each[phase] * repeated).sum()) for each in seconds) for phase in (0, 1))
+    forward, backward = (max(float((each[phase] * repeated).sum()) for each in seconds) for phase in (0, 1))
     again = forward_s if work.stage.recompute and problem.train else 0.0
-    return StageParts(TaskParts(exchange.forward_s, 0.0, ahead), TaskParts(exchange.backward_s, again, back))
+    return StageParts(TaskParts(exchange.forward_s, 0.0, forward), TaskParts(exchange.backward_s, again, backward))
 
 
 def _alone(problem: Problem) -> list[tuple[float, float]]:

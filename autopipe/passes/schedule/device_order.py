@@ -46,17 +46,17 @@ def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: b
     orders = [*(parts_of(problem.cluster) if parts and not named else ()), *orders_of(problem.cluster)]
     end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
     for position, order in enumerate(orders):
-        ordered, old = _reordered(problem, order)
+        trial, old = _reordered(problem, order)
         if end is not None:
-            ordered = replace(ordered, time_limit=max(0.0, (end - time.monotonic()) / (len(orders) - position)))
+            trial = replace(trial, time_limit=max(0.0, (end - time.monotonic()) / (len(orders) - position)))
         if best is not None:
-            ordered = replace(ordered, known_s=min(problem.known_s, best[0]))
-            if ideal_s(ordered) >= best[0] or ordered.time_limit == 0:
+            trial = replace(trial, known_s=min(problem.known_s, best[0]))
+            if ideal_s(trial) >= best[0] or trial.time_limit == 0:
                 continue
         try:
-            found = place(ordered)
-            check_kinds(ordered, found)
-            sized = resized(ordered, max(stage.micro_batch_size for stage in found.stages))
+            found = place(trial)
+            check_kinds(trial, found)
+            sized = resized(trial, max(stage.micro_batch_size for stage in found.stages))
             seconds = quick_step_seconds(sized, found, stage_costs(sized, found))
         except REFUSALS as error:
             if refused is None or order == given:
@@ -150,17 +150,17 @@ class SweepResult:
     step_s: float
 
 
-def best_size(problem: Problem, answer: Callable[[Problem, float], SweepResult]) -> Placement:
-    """Of the answers for each size that the problem leaves open the one with the shortest step.
+def best_size(problem: Problem, place: Callable[[Problem, float], SweepResult]) -> Placement:
+    """Of the placements for each size that the problem leaves open the one with the shortest step.
 
-    `answer` is also told the seconds of the shortest step so far: it may raise InfeasibleError where it has none that
-    takes less. Raises the InfeasibleError of the smallest micro-batches where there is no answer for any size.
+    `place` is also told the seconds of the shortest step so far: it may raise InfeasibleError where it has none that
+    takes less. Raises the InfeasibleError of the smallest micro-batches where there is none for any size.
     """
     best: SweepResult | None = None
     refused: InfeasibleError | None = None
     for size in problem.micro_batch_sizes or (problem.micro_batch_size,):
         try:
-            found = answer(resized(problem, size), best.step_s if best else math.inf)
+            found = place(resized(problem, size), best.step_s if best else math.inf)
         except InfeasibleError as error:
             refused = refused or error
             continue

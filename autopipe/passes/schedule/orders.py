@@ -60,8 +60,8 @@ class _State:
         self.devices = groups
         self.free = [True] * lanes
         self.lists: list[list[Task]] = [[] for _ in range(lanes)]
-        self.turns = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
-        self.samples = [math.lcm(*self.turns) // each for each in self.turns]
+        self.ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
+        self.samples = [math.lcm(*self.ratios) // each for each in self.ratios]
         """Samples of each stage's micro-batches, in units that make all of them whole."""
         self.rest = [deque(order) for order in stage_orders]
         self.running: set[int] = set()
@@ -112,7 +112,7 @@ class _State:
         needs = (
             Task(source, task.phase, number)
             for source in sources[stage]
-            for number in sharing(task.micro_batch, self.turns[stage], self.turns[source])
+            for number in sharing(task.micro_batch, self.ratios[stage], self.ratios[source])
         )
         return all(need in self.done for need in needs if need in self.given)
 

@@ -170,8 +170,8 @@ def order_kfkb(graph: StageGraph, micro_batches: int, ks: Sequence[int], train: 
 
 def kept_micro_batches(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
     """The most of its own micro-batches that each stage keeps between forward and backward."""
-    turns = [graph.micro_batch_ratio_at(stage) for stage in range(len(ks))]
-    samples = [math.lcm(*turns) // each for each in turns]
+    ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(ks))]
+    samples = [math.lcm(*ratios) // each for each in ratios]
     in_flight = stages_in_flight(ks, samples, graph.edges)
     return tuple(kept // size for kept, size in zip(in_flight, samples, strict=True))
 

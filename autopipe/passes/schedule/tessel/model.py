@@ -127,10 +127,10 @@ def _little(graph: BlockGraph, device: int) -> int:
     held = 0
     for index in [index for index, memory in left.items() if memory > 0]:
         away = {index: 0}  # Least time from the block's start to the start of each that waits for it.
-        for later in graph.order:
-            ways = [away[other] + wait for other, wait in graph.waits[later] if other in away]
+        for target in graph.order:
+            ways = [away[other] + wait for other, wait in graph.waits[target] if other in away]
             if ways:
-                away[later] = max(ways)
+                away[target] = max(ways)
         for other in sorted((each for each in away if left.get(each, 0) < 0), key=lambda each: -away[each]):
             amount = min(left[index], -left[other])
             left[index] -= amount
@@ -424,9 +424,9 @@ def observed_state(graph: BlockGraph, starts: Starts) -> BlockSchedule:
 def turn_of(starts: Starts, group: int, first: int, last: int) -> int | None:
     """By how much later each unit from `first` on, up to `last`, is than the one `group` before; None if it varies."""
     distances = {
-        later - start
+        further - start
         for unit in range(first, last - group)
-        for start, later in zip(starts[unit], starts[unit + group], strict=True)
+        for start, further in zip(starts[unit], starts[unit + group], strict=True)
     }
     return distances.pop() if len(distances) == 1 else None
 
@@ -437,6 +437,6 @@ def repetend_of(cyclic: PeriodicStarts) -> BlockRepetend:
     A block that starts k periods after its unit's first one stands, beside that first one, for a unit k earlier.
     """
     first = min(cyclic.starts)
-    turns = [divmod(start - first, cyclic.period) for start in cyclic.starts]
-    last = max(turn for turn, _ in turns)
-    return BlockRepetend(tuple(phase for _, phase in turns), tuple(last - turn for turn, _ in turns))
+    periods = [divmod(start - first, cyclic.period) for start in cyclic.starts]
+    last = max(period for period, _ in periods)
+    return BlockRepetend(tuple(phase for _, phase in periods), tuple(last - period for period, _ in periods))

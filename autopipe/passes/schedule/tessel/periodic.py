@@ -328,8 +328,8 @@ class _Placing:
             if start is None or (onward and last is not None and start > last):
                 return None
             starts[index], phases[index] = start, start % period
-        turns = min(starts.values()) // period
-        return PeriodicStarts(period, tuple(starts[index] - turns * period for index in range(len(starts))))
+        periods = min(starts.values()) // period
+        return PeriodicStarts(period, tuple(starts[index] - periods * period for index in range(len(starts))))
 
     def _distances(
         self, phases: dict[int, int], index: int, near: int, period: int, onward: bool, touch: bool
