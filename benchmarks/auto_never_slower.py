@@ -39,9 +39,24 @@ from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.passes.auto.candidates import Candidate
 from autopipe.passes.auto.choose import chosen, weigh
 from autopipe.passes.auto.search import PlanSearch
-from autopipe.passes.pipeline import Placed, Request, make_plan, place, schedule
-from autopipe.passes.registry import Strategy, scheduler_class, scheduler_names, strategy_class, strategy_names
-from autopipe.passes.runner import NullObserver, Runner
+from autopipe.passes.pipeline import (
+    Placed,
+    Request,
+    Runner,
+    make_plan,
+    predict_placement,
+    run_scheduler,
+    run_strategy,
+    time_schedule,
+)
+from autopipe.passes.registry import (
+    Scheduler,
+    Strategy,
+    scheduler_class,
+    scheduler_names,
+    strategy_class,
+    strategy_names,
+)
 from autopipe.passes.schedule.breakdown import breakdown
 from autopipe.passes.schedule.limits import lower_bound
 
@@ -96,7 +111,7 @@ def answered(cell: Cell) -> dict[str, object]:
         model_file(cell.model), build_cluster(cluster_preset(cell.preset), cell.devices, None, None), None, None
     )
     begin = processor_s()
-    runner = Runner(NullObserver())
+    runner = Runner()
     search = weigh(request, runner)
     found = chosen(search, runner)
     seconds = processor_s() - begin
@@ -144,10 +159,13 @@ def singles_of(request: Request, known: dict[Strategy, Placed]) -> Iterator[tupl
     strategies = [strategy_class(name)() for name in names]
     shaped = [strategy_class("tessel_shapes")(**options) for options in SHAPES]
     placements: list[tuple[Strategy, Placed]] = []
-    least, runner = math.inf, Runner(NullObserver())
+    least, runner = math.inf, Runner()
     for strategy in (*strategies, *shaped):
         try:
-            placed = known.get(strategy) or place(with_names(request, strategy, "1f1b"), strategy, runner)
+            placed = known.get(strategy)
+            if placed is None:
+                found = run_strategy(with_names(request, strategy, "1f1b"), strategy, runner)
+                placed = predict_placement(*found, runner)
         except AutopipeError:
             continue
         placements.append((strategy, placed))
@@ -155,15 +173,20 @@ def singles_of(request: Request, known: dict[Strategy, Placed]) -> Iterator[tupl
             if order in ("csv", SEARCHED):
                 continue
             with suppress(AutopipeError):
-                step_s = schedule(placed, scheduler_class(order)(), runner).timeline.end
+                step_s = step_of(placed, scheduler_class(order)(), runner)
                 least = min(least, step_s)
                 yield strategy, order, step_s
     for strategy, placed in placements:
         if lower_bound(placed.problem, placed.placement, placed.prediction) < least:
             with suppress(AutopipeError):
-                step_s = schedule(placed, scheduler_class(SEARCHED)(), runner).timeline.end
+                step_s = step_of(placed, scheduler_class(SEARCHED)(), runner)
                 least = min(least, step_s)
                 yield strategy, SEARCHED, step_s
+
+
+def step_of(placed: Placed, scheduler: Scheduler, runner: Runner) -> float:
+    """Seconds of a step in a scheduler's order."""
+    return time_schedule(placed, run_scheduler(placed, scheduler, runner), runner).timeline.end
 
 
 def with_names(request: Request, strategy: Strategy, order: str) -> Request:

@@ -22,9 +22,8 @@ from command_line import parse_arguments
 from autopipe.configs import zoo
 from autopipe.configs.load import load_configuration, resolve_cluster
 from autopipe.ir.placement import Placement
-from autopipe.passes.pipeline import Request, first_problem
+from autopipe.passes.pipeline import Request, Runner, problems_of
 from autopipe.passes.placement.pase.strategy import Pase
-from autopipe.passes.runner import NullObserver, Runner
 
 _PAPER = {"alexnet": 128, "rnnlm": 64, "inceptionv3": 128, "transformer": 64}
 MODELS = (*_PAPER, "llama", "densenet121")
@@ -61,7 +60,7 @@ def _search(model: Path, batch: int, devices: int, preset: str, rounds: int, mic
     found: Placement | None = None
     for _ in range(rounds):
         request = Request(model, cluster, None, None, batch_size=batch, micro_batches=micro_batches)
-        _, problem = first_problem(request, Pase(), Runner(NullObserver()))
+        _, problem = next(problems_of(request, Pase(), Runner()))
         began = time.perf_counter()
         found = Pase().run(problem)
         took.append(time.perf_counter() - began)

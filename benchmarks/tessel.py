@@ -26,7 +26,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.chain import Chain, make_chain
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.pipeline import Request, first_problem
+from autopipe.passes.pipeline import Request, Runner, problems_of
 from autopipe.passes.placement.tessel_shapes import (
     CostedModel,
     ModelPart,
@@ -43,7 +43,6 @@ from autopipe.passes.placement.tessel_shapes import (
     wide_nodes,
 )
 from autopipe.passes.registry import Scheduler
-from autopipe.passes.runner import NullObserver, Runner
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.blocks import SHAPES, schedule_blocks, shape
@@ -227,7 +226,7 @@ def problem_on_v100(
             recompute="full",
             memory_limit=2**60,  # `step_seconds` checks memory.
         )
-        return first_problem(request, TesselShapes(), Runner(NullObserver()))[1]
+        return next(problems_of(request, TesselShapes(), Runner()))[1]
 
 
 def step_seconds(problem: Problem, placement: Placement, scheduler: Scheduler) -> float:

@@ -29,9 +29,8 @@ from autopipe.cli.profile_session import Profiling, processor
 from autopipe.cli.request import request_of
 from autopipe.configs import zoo
 from autopipe.configs.load import load_configuration
-from autopipe.ir.measured_costs import costs_text, read_costs
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.ir.measured_costs import Costs, DeviceCosts, merged
+from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text, merged, read_costs
 from autopipe.ir.plan import Choice
 from autopipe.ir.program import Program
 from autopipe.ir.timeline import Timeline
@@ -40,8 +39,7 @@ from autopipe.passes.auto.choose import weigh
 from autopipe.passes.auto.search import CandidateTrial, ScheduleOutcome
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.lower.traffic import communication_bytes
-from autopipe.passes.pipeline import Placed, Request
-from autopipe.passes.runner import NullObserver, Runner
+from autopipe.passes.pipeline import Placed, Request, Runner
 from benchmarks.table import Row
 from benchmarks.worker_pool import WorkerPool
 
@@ -171,7 +169,7 @@ def candidates_of(request: Request) -> tuple[Candidate, ...]:
     Bounds leave out most schedules; the fastest placement of several stages is run under all of them. The chosen plan
     comes first. Raises the reason where there is none.
     """
-    search = weigh(request, Runner(NullObserver()))
+    search = weigh(request, Runner())
     assert search.best is not None
     best = search.best.best
     pipelines = [each for each in search.tried if each.placed and each.runs and len(each.placed.placement.stages) > 1]

@@ -16,7 +16,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule
 from autopipe.passes.auto.choose import weighed_names
 from autopipe.passes.frontend import Model
-from autopipe.passes.pipeline import Request, pass_names
+from autopipe.passes.pipeline import Observer, Request, pass_names
 
 
 def dumped(value: object) -> str:
@@ -68,7 +68,7 @@ def names_of(request: Request) -> tuple[str, ...]:
     return pass_names(request) if request.strategy else weighed_names(request)
 
 
-class Watcher:
+class Watcher(Observer):
     """An observer of the pipeline that shows what it hears."""
 
     def __init__(

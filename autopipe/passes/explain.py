@@ -41,12 +41,13 @@ from autopipe.passes.pipeline import (
     Placed,
     PlanResult,
     Request,
+    Runner,
     make_plan,
     predict_placement,
-    schedule,
+    run_scheduler,
     strategy_and_scheduler,
+    time_schedule,
 )
-from autopipe.passes.runner import NullObserver, Runner
 from autopipe.passes.schedule.limits import lower_bound
 from autopipe.passes.schedule.simulate import simulate
 
@@ -211,9 +212,9 @@ def _kept(planned: PlanResult, wish: WhatIf) -> WhatIfResult:
     problem = _changed(planned.problem, wish.request)
     if problem is None:
         return WhatIfResult(wish.what, False, refused="asks for another placement, and this one was long searched for")
-    runner = Runner(NullObserver())
+    runner, (_, scheduler) = Runner(), strategy_and_scheduler(planned.request)
     placed = predict_placement(planned.model, problem, planned.plan.placement, runner)
-    found = schedule(placed, strategy_and_scheduler(planned.request)[1], runner)
+    found = time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
     return WhatIfResult(wish.what, False, problem.batch_size / found.timeline.end)
 
 
@@ -371,7 +372,8 @@ def priced(planned: PlanResult, change: Change) -> EditPrice:
     """Plan the edited placement with the plan's own scheduler."""
     try:
         placed = _placed(planned, change.placement)
-        found = schedule(placed, strategy_and_scheduler(planned.request)[1], Runner(NullObserver()))
+        runner, (_, scheduler) = Runner(), strategy_and_scheduler(planned.request)
+        found = time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
     except REFUSALS as error:
         return EditPrice(change.what, change.placement, refused=error.line)
     return EditPrice(change.what, change.placement, found.timeline.end, max(found.timeline.peak_memory))
@@ -415,7 +417,7 @@ def _weight(planned: PlanResult, change: Change) -> float:
 
 def _placed(planned: PlanResult, placement: Placement) -> Placed:
     placement.verify(planned.problem.graph)
-    return predict_placement(planned.model, planned.problem, placement, Runner(NullObserver()))
+    return predict_placement(planned.model, planned.problem, placement, Runner())
 
 
 def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:

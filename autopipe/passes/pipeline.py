@@ -1,15 +1,17 @@
-"""The order of the passes: from an ONNX file and a cluster to a plan and what it is expected to take.
+"""The order of the passes, from a request to its plan: read, cost, place, schedule, simulate.
 
-From a request to the problem that a strategy is given: the model read, its batch divided, its operators costed.
+`make_plan` runs them; each is a function below it, in that order, timed and named in failures by a `Runner`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import (
@@ -18,6 +20,7 @@ from autopipe.ir.errors import (
     CodegenError,
     ConfigurationError,
     InfeasibleError,
+    InternalError,
     ModelError,
     OutOfMemoryError,
 )
@@ -36,10 +39,11 @@ from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work, coverage
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.registry import Scheduler, Strategy
-from autopipe.passes.runner import NullObserver, Observer, Runner
 from autopipe.passes.schedule.limits import check_memory, lower_bound, quality
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,196 +77,83 @@ class Request:
     """Measured costs of the cluster's devices; the data sheet alone counts where None."""
 
 
-def first_problem(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem]:
-    """The problem with the first division of the batch that the model and the strategy take."""
-    return next(problems_of(request, strategy, runner))
+class Observer:
+    """Hears what a runner does; this one ignores it."""
+
+    def started(self, name: str) -> None:
+        """A pass begins."""
+
+    def finished(self, name: str, value: object, seconds: float) -> None:
+        """A pass gave `value`, which has been checked."""
+
+    def improved(self, step_s: float, bound_s: float) -> None:
+        """There is a plan with a shorter step than any before; no placement so far can have one below `bound_s`."""
+
+    def failed(self, error: InternalError) -> None:
+        """A candidate, one of several, ended with an internal error, and is left out unless this raises."""
 
 
-def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterator[tuple[Model, Problem]]:
-    """The problems that the model and the strategy take, with the best division of the batch first.
+class Runner:
+    """Runs the passes of requests for one model on one cluster, and keeps what these have in common."""
 
-    Raises the reason against the best division where there is none.
-    """
-    read = _read(request, runner, None)
-    refused: list[AutopipeError] = []
-    declined: list[AutopipeError] = []
-    last: Problem | None = None
-    found = False
-    try:
-        for batching in _divisions(request, strategy.division(read.graph), read):
-            try:
-                if last is not None:
-                    # What it asks of the division alone is known before the model is read on so many samples.
-                    strategy.requires(replace(last, micro_batches=batching.micro_batches))
-                    last = None
-                model, problem = at_batching(request, runner, read, batching)
-            except REFUSALS as error:
-                (refused if last is None else declined).append(error)
-                continue
-            try:
-                strategy.requires(problem)
-            except REFUSALS as error:
-                declined.append(error)
-                last = problem
-                continue
-            found = True
-            yield model, problem
-    except ConfigurationError as error:
-        refused.insert(0, error)  # That there is no division says more than why one was refused.
-    if not found:
-        raise (declined or refused)[0]
-
-
-def open_problem(request: Request, runner: Runner) -> Problem:
-    """The problem with the largest micro-batches that the model takes, whatever the strategy.
-
-    Raises what is wrong with the request itself: its model, its batch, its constraints.
-    """
-    read = _read(request, runner, None)
-    refused: AutopipeError | None = None
-    for batching in _divisions(request, Division.OWN, read):
-        try:
-            _, problem = at_batching(request, runner, read, batching)
-        except REFUSALS as error:
-            refused = refused or error
-            continue
-        resolved_constraints(
-            problem, 1 + max((each.pipeline for each in problem.constraints), default=0), own_sizes=True
-        )
-        return problem
-    assert refused is not None, "there is a division, or an error says why not"
-    raise refused
-
-
-def build_problem(request: Request, runner: Runner, batching: Batching) -> tuple[Model, Problem]:
-    """The model on micro-batches of a division that is known, and its problem."""
-    return at_batching(request, runner, first_model(request, runner), batching)
-
-
-def first_model(request: Request, runner: Runner) -> Model:
-    """The model on the samples that its file fixes, else on one."""
-    return _read(request, runner, None)
-
-
-def operators_of(request: Request, runner: Runner) -> int:
-    """How many operators the model has, on the samples that its file fixes, else on one."""
-    return len(first_model(request, runner).graph.nodes)
-
-
-def at_batching(request: Request, runner: Runner, read: Model, batching: Batching) -> tuple[Model, Problem]:
-    """The model on micro-batches of a division, and its problem."""
-    model = read
-    if read.batch not in (None, batching.micro_batch_size):
-        model = _read(request, runner, batching.micro_batch_size)
-    return model, _build_problem(request, runner, model, batching)
-
-
-def _read(request: Request, runner: Runner, micro_batch_size: int | None) -> Model:
-    """The model as `read_for` gives it, read once a run: requests of one run are for one model."""
-    source = None if micro_batch_size is None else first_model(request, runner).source
-    return runner.once("read", micro_batch_size, lambda: read_for(request, micro_batch_size, source))
-
-
-def _build_problem(request: Request, runner: Runner, model: Model, batching: Batching) -> Problem:
-    """The problem that the model poses, its operators costed once a run: so are requests for one cluster.
-
-    Requests that differ in nothing of a problem pose one and the same, so that what is known of it is known of theirs.
-    """
-    work = runner.once("cost", id(model), lambda: work_of(request, model))
-    held = id(model), id(request.cluster), id(request.costs)
-    settled = request.optimizer, request.precision, request.recompute, request.memory_limit, request.constraints
-    key = "problem", *held, batching, *settled, request.time_limit, request.seed
-    return runner.known(key, lambda: costed(request, model, batching, work))
-
-
-def _divisions(request: Request, division: Division, read: Model) -> Iterator[Batching]:
-    """Divisions of the batch, best first; `read` is the model on the samples that its file fixes, else on one.
-
-    One sample may be what the file fixes or what an open batch was bound to: first it is taken for open.
-    """
-    given = request.batch_size, request.micro_batches, request.micro_batch_size
-    owns = (None, 1) if read.batch == 1 else (read.batch or 1,)
-    seen: set[Batching] = set()
-    for own in owns:
-        for batching in batchings(*given, own, request.cluster.size, division):
-            if batching not in seen:
-                seen.add(batching)
-                yield batching
-
-
-def read_for(request: Request, micro_batch_size: int | None, source: Source | None = None) -> Model:
-    """The model on micro-batches of that many samples; on what its file fixes, else one, where that is None.
-
-    `source` is the parsed file where it is at hand.
-    """
-    return read_model(
-        source or request.model,
-        dims=dict(request.dims),
-        batch=micro_batch_size,
-        batch_axes=dict(request.batch_axes),
-        loss=request.loss,
-        mode=request.mode,
-        frozen=request.frozen,
-        trainable=request.trainable,
-    )
-
-
-def work_of(request: Request, model: Model) -> tuple[Work, ...]:
-    """Cost of each node of the model.
-
-    Raises ConfigurationError where it is to train and has no loss, ModelError where nothing of it would be trained.
-    """
-    if model.mode is Mode.TRAIN and not model.loss:
-        raise ConfigurationError(
-            "the model has no output called 'loss' to train", hint="name one by --set loss=NAME, or use --mode infer"
-        )
-    if model.mode is Mode.TRAIN and not any(each.trainable for each in model.graph.parameters):
-        raise ModelError(
-            "nothing in it would be trained",
-            hint="autopipe inspect -v says why; name what is to be trained in model.trainable, or use --mode infer",
-            where=str(model.path),
-        )
-    return costed_work(model.graph, request.precision, request.cluster, request.costs)
-
-
-def costed(request: Request, model: Model, batching: Batching, work: tuple[Work, ...]) -> Problem:
-    """The problem that the model poses with nodes of such costs."""
-    return Problem(
-        graph=model.graph,
-        work=work,
-        cluster=request.cluster,
-        batch_size=batching.batch_size,
-        micro_batches=batching.micro_batches,
-        mode=model.mode,
-        loss=model.loss or None,
-        optimizer=request.optimizer,
-        precision=request.precision,
-        recompute=request.recompute or "none",
-        memory_limit=request.memory_limit,
-        constraints=(*request.constraints, *annotated_constraints(model, request.cluster.size)),
-        time_limit=request.time_limit,
-        seed=request.seed,
-        micro_batch_sizes=batching.sizes,
-        costs=request.costs,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PlanResult:
-    """A plan with the problem it answers and the step it is expected to take."""
-
-    plan: Plan
-    problem: Problem
-    timeline: Timeline
-    model: Model
-    """The model that the plan's graph was read from."""
-    request: Request
-    """The request that gives this plan again: the strategy and the scheduler are named in it."""
+    def __init__(self, observer: Observer | None = None) -> None:
+        self.observer = observer or Observer()
+        self.models: dict[int | None, Model] = {}
+        """By the samples of an evaluation; under None on as many as the file fixes, else on one."""
+        self.work: dict[int | None, tuple[Work, ...]] = {}
+        """Costs of the nodes of each of those."""
+        self.problems: dict[Hashable, Problem] = {}
+        """By all in which problems differ: equal requests pose one and the same, about which answers are remembered."""
+        self.failures = 0
+        """Candidates that ended with a mistake of ours."""
+        self._seconds: dict[str, float] = {}
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of the plan: equal for equal decisions on equal graphs, however long the search took."""
-        return plan_digest(self.plan)
+    def seconds(self) -> tuple[tuple[str, float], ...]:
+        """Wall-clock seconds by pass, in the order in which they first ran."""
+        return tuple(self._seconds.items())
+
+    def silence(self) -> None:
+        """Tell nobody from now on, and begin anew to time passes: for a process that is a copy of another."""
+        self.observer = Observer()
+        self._seconds.clear()
+
+    def run(
+        self,
+        name: str,
+        compute: Callable[[], Result],
+        requires: Callable[[], None] | None = None,
+        verify: Callable[[Result], None] | None = None,
+    ) -> Result:
+        """`compute()` between its requirements and the check of its result.
+
+        A failure is told with the name of the pass and of those before it.
+        """
+        self.observer.started(name)
+        begin = time.perf_counter()
+        try:
+            if requires is not None:
+                requires()
+            result = compute()
+            if verify is not None:
+                verify(result)
+        except AutopipeError as error:
+            if not error.where:
+                error.where = self._place(name)
+            if type(error) is AutopipeError:  # of a solver: nobody's choice and no fault of the model
+                raise InternalError(error.message, error.hint or "rerun with --debug", error.where) from error
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise InternalError(f"internal error: {reason}", "rerun with --debug", self._place(name)) from error
+        seconds = time.perf_counter() - begin
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self.observer.finished(name, result, seconds)
+        return result
+
+    def _place(self, name: str) -> str:
+        done = [each for each in self._seconds if each != name]
+        return f"pass {name}" + (f", after {', '.join(done)}" if done else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +175,36 @@ class Scheduled:
     timeline: Timeline
 
 
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """A plan with the problem it answers and the step it is expected to take."""
+
+    plan: Plan
+    problem: Problem
+    timeline: Timeline
+    model: Model
+    """The model that the plan's graph was read from."""
+    request: Request
+    """The request that gives this plan again: the strategy and the scheduler are named in it."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan: equal for equal decisions on equal graphs, however long the search took."""
+        return plan_digest(self.plan)
+
+
+def make_plan(request: Request, observer: Observer | None = None) -> PlanResult:
+    """Read the model, cost it, place it, schedule it and simulate a step, as the request names strategy and scheduler.
+
+    Raises ConfigurationError, ModelError or InfeasibleError, naming the pass where the message itself names no place.
+    """
+    runner = Runner(observer)
+    strategy, scheduler = strategy_and_scheduler(request)
+    placed = predict_placement(*run_strategy(request, strategy, runner), runner)
+    scheduled = time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
+    return assemble_plan(request, strategy, scheduler, placed, scheduled, runner)
+
+
 def pass_names(request: Request) -> tuple[str, ...]:
     """The passes of `make_plan`, in the order in which they run."""
     strategy, scheduler = strategy_and_scheduler(request)
@@ -297,20 +218,191 @@ def strategy_and_scheduler(request: Request) -> tuple[Strategy, Scheduler]:
     return request.strategy, request.scheduler
 
 
-def make_plan(request: Request, observer: Observer | None = None) -> PlanResult:
-    """Read the model, cost it, place it, schedule it and simulate a step, as the request names strategy and scheduler.
+def read_for(request: Request, micro_batch_size: int | None, source: Source | None = None) -> Model:
+    """The model on micro-batches of that many samples; on what its file fixes, else one, where that is None.
 
-    Raises ConfigurationError, ModelError or InfeasibleError, naming the pass where the message itself names no place.
+    `source` is the parsed file where it is at hand.
     """
-    runner = Runner(observer or NullObserver())
-    strategy, scheduler = strategy_and_scheduler(request)
-    placed = place(request, strategy, runner)
-    return assemble_plan(request, strategy, scheduler, placed, schedule(placed, scheduler, runner), runner)
+    return read_model(
+        source or request.model,
+        dims=dict(request.dims),
+        batch=micro_batch_size,
+        batch_axes=dict(request.batch_axes),
+        loss=request.loss,
+        mode=request.mode,
+        frozen=request.frozen,
+        trainable=request.trainable,
+    )
 
 
-def place(request: Request, strategy: Strategy, runner: Runner) -> Placed:
-    """The placement that a strategy makes, and what it is expected to take. Raises as `make_plan` does."""
-    return predict_placement(*run_strategy(request, strategy, runner), runner)
+def read(request: Request, runner: Runner) -> Model:
+    """The model on the samples that its file fixes, else on one; read once a run."""
+    if None not in runner.models:
+        runner.models[None] = runner.run("read", lambda: read_for(request, None))
+    return runner.models[None]
+
+
+def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
+    """The model on micro-batches of a division of the batch, and the problem that it poses with its operators costed.
+
+    It is read and costed once a run for each size of micro-batches.
+    """
+    model, size = read(request, runner), None
+    if model.batch not in (None, batching.micro_batch_size):
+        size, source = batching.micro_batch_size, model.source
+        if size not in runner.models:
+            runner.models[size] = runner.run("read", lambda: read_for(request, size, source))
+        model = runner.models[size]
+    settled = request.optimizer, request.precision, request.recompute, request.memory_limit, request.constraints
+    key = batching, *settled, request.time_limit, request.seed
+    if key not in runner.problems:
+        if size not in runner.work:
+            runner.work[size] = runner.run("cost", lambda: _work(request, model))
+        runner.problems[key] = _problem(request, model, batching, runner.work[size])
+    return model, runner.problems[key]
+
+
+def _work(request: Request, model: Model) -> tuple[Work, ...]:
+    """Cost of each node of the model.
+
+    Raises ConfigurationError where it is to train and has no loss, ModelError where nothing of it would be trained.
+    """
+    if model.mode is Mode.TRAIN and not model.loss:
+        raise ConfigurationError(
+            "the model has no output called 'loss' to train", hint="name one by --set loss=NAME, or use --mode infer"
+        )
+    if model.mode is Mode.TRAIN and not any(each.trainable for each in model.graph.parameters):
+        raise ModelError(
+            "nothing in it would be trained",
+            hint="autopipe inspect -v says why; name what is to be trained in model.trainable, or use --mode infer",
+            where=str(model.path),
+        )
+    return costed_work(model.graph, request.precision, request.cluster, request.costs)
+
+
+def _problem(request: Request, model: Model, batching: Batching, work: tuple[Work, ...]) -> Problem:
+    return Problem(
+        graph=model.graph,
+        work=work,
+        cluster=request.cluster,
+        batch_size=batching.batch_size,
+        micro_batches=batching.micro_batches,
+        mode=model.mode,
+        loss=model.loss or None,
+        optimizer=request.optimizer,
+        precision=request.precision,
+        recompute=request.recompute or "none",
+        memory_limit=request.memory_limit,
+        constraints=(*request.constraints, *annotated_constraints(model, request.cluster.size)),
+        time_limit=request.time_limit,
+        seed=request.seed,
+        micro_batch_sizes=batching.sizes,
+        costs=request.costs,
+    )
+
+
+def _divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
+    """Divisions of the batch, best first; `model` is as `read` gives it.
+
+    One sample may be what the file fixes or what an open batch was bound to: first it is taken for open.
+    """
+    given = request.batch_size, request.micro_batches, request.micro_batch_size
+    seen: set[Batching] = set()
+    for own in (None, 1) if model.batch == 1 else (model.batch or 1,):
+        for batching in batchings(*given, own, request.cluster.size, division):
+            if batching not in seen:
+                seen.add(batching)
+                yield batching
+
+
+def open_problem(request: Request, runner: Runner) -> Problem:
+    """The problem with the largest micro-batches that the model takes, whatever the strategy.
+
+    Raises what is wrong with the request itself: its model, its batch, its constraints.
+    """
+    refused: AutopipeError | None = None
+    for batching in _divisions(request, Division.OWN, read(request, runner)):
+        try:
+            _, problem = cost(request, batching, runner)
+        except REFUSALS as error:
+            refused = refused or error
+            continue
+        pipelines = 1 + max((each.pipeline for each in problem.constraints), default=0)
+        resolved_constraints(problem, pipelines, own_sizes=True)
+        return problem
+    assert refused is not None, "there is a division, or an error says why not"
+    raise refused
+
+
+def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterator[tuple[Model, Problem]]:
+    """The problems that the model and the strategy take, with the best division of the batch first.
+
+    Raises the reason against the best division where there is none.
+    """
+    model = read(request, runner)
+    by_model: list[AutopipeError] = []
+    by_strategy: list[AutopipeError] = []
+    found, declined = False, None
+    try:
+        for batching in _divisions(request, strategy.division(model.graph), model):
+            refusals = by_strategy
+            try:
+                if declined is not None:
+                    # What it asks of the division alone is known before the model is read on so many samples.
+                    strategy.requires(replace(declined, micro_batches=batching.micro_batches))
+                refusals, declined = by_model, None
+                model, problem = cost(request, batching, runner)
+                refusals, declined = by_strategy, problem
+                strategy.requires(problem)
+                found, declined = True, None
+            except REFUSALS as error:
+                refusals.append(error)
+            else:
+                yield model, problem
+    except ConfigurationError as error:
+        by_model.insert(0, error)  # That there is no division says more than why one was refused.
+    if not found:
+        raise (by_strategy or by_model)[0]
+
+
+def run_strategy(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem, Placement]:
+    """The placement, of the first division that has one: smaller micro-batches help where memory is short.
+
+    They do so for a strategy that wants as few as there can be, and therefore begins with the largest. One that chooses
+    the size of micro-batches gets the model on those it chose, the largest where stages differ; where the frontend
+    leaves other operators in a model of so few samples, the strategy is asked again, for those. Raises as `make_plan`.
+    """
+
+    def answer(problem: Problem) -> Placement:
+        return runner.run(
+            strategy.name,
+            lambda: strategy.run(problem),
+            lambda: strategy.requires(problem),
+            lambda found: found.verify(problem.graph),
+        )
+
+    refused: OutOfMemoryError | None = None
+    for model, problem in problems_of(request, strategy, runner):
+        try:
+            placement = answer(problem)
+        except OutOfMemoryError as error:
+            if strategy.division(problem.graph) is not Division.FEW:
+                raise
+            refused = error
+            continue
+        while problem.micro_batch_sizes:
+            size = math.lcm(*(stage.micro_batch_size for stage in placement.stages))
+            if size == problem.micro_batch_size:
+                break
+            sizes = tuple(each for each in problem.micro_batch_sizes if size % each == 0)
+            known = [(node.op, node.name, node.outputs) for node in problem.graph.nodes]
+            batching = Batching(problem.batch_size, problem.batch_size // size, sizes)
+            model, problem = cost(request, batching, runner)
+            if [(node.op, node.name, node.outputs) for node in problem.graph.nodes] != known:
+                placement = answer(problem)
+        return model, problem, placement
+    assert refused is not None, "there is a problem, or an error says why not"
+    raise refused
 
 
 def place_as(request: Request, batching: Batching, placement: Placement, runner: Runner) -> Placed:
@@ -318,7 +410,7 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
 
     Raises as `make_plan` does, InfeasibleError where the placement does not fit the graph.
     """
-    model, problem = build_problem(request, runner, batching)
+    model, problem = cost(request, batching, runner)
     if placement.devices > problem.cluster.size:
         raise InfeasibleError(f"the placement is for {placement.devices} devices, of which not all are there")
     placement.verify(problem.graph)
@@ -326,21 +418,13 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
 
 
 def predict_placement(model: Model, problem: Problem, placement: Placement, runner: Runner) -> Placed:
-    """A placement that fits a problem's graph, and what it is expected to take.
+    """Stage and message times of a placement that fits the problem's graph.
 
     Raises ConfigurationError or InfeasibleError where a stage cannot run on micro-batches of its size.
     """
     check_portions(problem.graph, placement)
     prediction = runner.run("predict", lambda: predict(problem, placement))
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
-
-
-def schedule(placed: Placed, scheduler: Scheduler, runner: Runner, known: tuple[Scheduled, ...] = ()) -> Scheduled:
-    """The schedule that a scheduler makes, simulated; the order of one that is `known` makes the same step.
-
-    Raises InfeasibleError where it cannot take the placement, or where memory does not hold what it keeps.
-    """
-    return _timed(placed, run_scheduler(placed, scheduler, runner), runner, known)
 
 
 def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
@@ -353,20 +437,14 @@ def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Sched
     )
 
 
-def verify_and_simulate(
-    placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()
-) -> Scheduled:
-    """A schedule that is at hand, simulated. Raises InfeasibleError where it cannot run or memory does not hold it."""
-    schedule.verify(placed.graph, placed.problem.train)
-    return _timed(placed, schedule, runner, known)
+def time_schedule(placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()) -> Scheduled:
+    """A schedule that can run, simulated; one of the orders of a `known` one makes the same step.
 
-
-def _timed(placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...]) -> Scheduled:
+    Raises InfeasibleError where memory does not hold what it keeps.
+    """
     same = next((each for each in known if each.schedule.has_orders_of(schedule)), None)
-    return _simulated(placed, schedule, runner) if same is None else Scheduled(schedule, same.timeline)
-
-
-def _simulated(placed: Placed, schedule: Schedule, runner: Runner) -> Scheduled:
+    if same is not None:
+        return Scheduled(schedule, same.timeline)
     timeline = runner.run("simulate", lambda: simulate(schedule, placed.graph.stage_devices, placed.prediction))
     check_memory(placed.problem, placed.placement, timeline)
     return Scheduled(schedule, timeline)
@@ -392,97 +470,8 @@ def assemble_plan(
         device_names=tuple(device.name for device in problem.cluster.devices) if problem.cluster.groups else (),
         breakdown=breakdown(problem, placed.placement, scheduled.schedule, prediction, scheduled.timeline.end),
     )
-    strategy_and_scheduler = dataclasses.replace(request, strategy=strategy, scheduler=scheduler)
-    return PlanResult(plan, problem, scheduled.timeline, placed.model, strategy_and_scheduler)
-
-
-def reopen(request: Request, plan: Plan) -> PlanResult:
-    """The plan again, with its problem made anew from the model's file and its step simulated from its predictions.
-
-    `request` must fix what the plan was made with: mode, batch and micro-batches. Raises ConfigurationError where the
-    plan does not belong to the model.
-    """
-    model = read_for(request, plan.summary.micro_batch_size)
-    problem = costed(request, model, Batching(plan.batch_size, plan.summary.micro_batches), work_of(request, model))
-    if problem.graph.digest() != plan.graph_digest:
-        raise ConfigurationError(
-            f"the plan does not belong to this model: the graph of {request.model} is not the one that was planned",
-            hint="plan again, or restore the model's file",
-        )
-    _check_decisions(problem, plan)
-    stage_devices = tuple(stage.devices for stage in plan.placement.stages)
-    return PlanResult(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model, request)
-
-
-def _check_decisions(problem: Problem, plan: Plan) -> None:
-    """Raise ConfigurationError unless the plan's decisions fit the problem: its files may have been edited."""
-    if problem.mode.value != plan.mode:
-        raise ConfigurationError(f"the plan is to {plan.mode}, its configuration to {problem.mode.value}")
-    devices, size = plan.schedule.devices, problem.cluster.size
-    if plan.placement.devices > size or devices != size:
-        raise ConfigurationError(f"the plan is for {devices} devices, its configuration for {size}")
-    if max(max(stage.nodes, default=0) for stage in plan.placement.stages) >= len(problem.graph.nodes):
-        raise ConfigurationError(f"the plan places nodes that the graph of {len(problem.graph.nodes)} nodes has not")
-    try:
-        plan.placement.verify(problem.graph)
-        StageGraph.of(problem, plan.placement)
-    except InfeasibleError as error:
-        raise ConfigurationError(error.message, hint="plan again", where="placement") from error
-
-
-def run_strategy(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem, Placement]:
-    """The placement, of the first division that has one: smaller micro-batches help where memory is short.
-
-    They do so for a strategy that wants as few as there can be, and therefore begins with the largest. Raises as
-    `make_plan` does.
-    """
-    refused: OutOfMemoryError | None = None
-    for model, problem in problems_of(request, strategy, runner):
-        try:
-            placement = _answer(strategy, runner, problem)
-        except OutOfMemoryError as error:
-            if strategy.division(problem.graph) is not Division.FEW:
-                raise
-            refused = error
-        else:
-            return _with_chosen_size(request, strategy, runner, model, problem, placement)
-    assert refused is not None, "there is a problem, or an error says why not"
-    raise refused
-
-
-def _answer(strategy: Strategy, runner: Runner, problem: Problem) -> Placement:
-    """Run the strategy."""
-    return runner.run(
-        strategy.name,
-        lambda: strategy.run(problem),
-        lambda: strategy.requires(problem),
-        lambda found: found.verify(problem.graph),
-    )
-
-
-def _with_chosen_size(
-    request: Request, strategy: Strategy, runner: Runner, model: Model, problem: Problem, placement: Placement
-) -> tuple[Model, Problem, Placement]:
-    """The model and the problem on the micro-batches that the strategy chose, the largest where stages differ.
-
-    Where the frontend leaves other operators in a model of so few samples, the strategy is asked again, for those.
-    """
-    while problem.micro_batch_sizes:
-        size = math.lcm(*(stage.micro_batch_size for stage in placement.stages))
-        if size == problem.micro_batch_size:
-            break
-        sizes = tuple(each for each in problem.micro_batch_sizes if size % each == 0)
-        batching = Batching(problem.batch_size, problem.batch_size // size, sizes)
-        model, smaller = at_batching(request, runner, model, batching)
-        known, problem = _nodes(problem), smaller
-        if _nodes(problem) != known:
-            placement = _answer(strategy, runner, problem)
-    return model, problem, placement
-
-
-def _nodes(problem: Problem) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Signature of a graph's nodes, whatever their shapes."""
-    return [(node.op, node.name, node.outputs) for node in problem.graph.nodes]
+    named = dataclasses.replace(request, strategy=strategy, scheduler=scheduler)
+    return PlanResult(plan, problem, scheduled.timeline, placed.model, named)
 
 
 def _summary(
@@ -526,3 +515,38 @@ def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[
     except CodegenError:
         return None
     return tuple(found.items())
+
+
+def reopen(request: Request, plan: Plan) -> PlanResult:
+    """The plan again, with its problem made anew from the model's file and its step simulated from its predictions.
+
+    `request` must fix what the plan was made with: mode, batch and micro-batches. Raises ConfigurationError where the
+    plan does not belong to the model.
+    """
+    model = read_for(request, plan.summary.micro_batch_size)
+    batching = Batching(plan.batch_size, plan.summary.micro_batches)
+    problem = _problem(request, model, batching, _work(request, model))
+    if problem.graph.digest() != plan.graph_digest:
+        raise ConfigurationError(
+            f"the plan does not belong to this model: the graph of {request.model} is not the one that was planned",
+            hint="plan again, or restore the model's file",
+        )
+    _check_decisions(problem, plan)
+    stage_devices = tuple(stage.devices for stage in plan.placement.stages)
+    return PlanResult(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model, request)
+
+
+def _check_decisions(problem: Problem, plan: Plan) -> None:
+    """Raise ConfigurationError unless the plan's decisions fit the problem: its files may have been edited."""
+    if problem.mode.value != plan.mode:
+        raise ConfigurationError(f"the plan is to {plan.mode}, its configuration to {problem.mode.value}")
+    devices, size = plan.schedule.devices, problem.cluster.size
+    if plan.placement.devices > size or devices != size:
+        raise ConfigurationError(f"the plan is for {devices} devices, its configuration for {size}")
+    if max(max(stage.nodes, default=0) for stage in plan.placement.stages) >= len(problem.graph.nodes):
+        raise ConfigurationError(f"the plan places nodes that the graph of {len(problem.graph.nodes)} nodes has not")
+    try:
+        plan.placement.verify(problem.graph)
+        StageGraph.of(problem, plan.placement)
+    except InfeasibleError as error:
+        raise ConfigurationError(error.message, hint="plan again", where="placement") from error

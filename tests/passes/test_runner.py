@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopipe.ir.errors import AutopipeError, InfeasibleError, ModelError
-from autopipe.passes.runner import NullObserver, Runner
+from autopipe.passes.pipeline import Runner
 
 
 class Recorder:
@@ -21,7 +21,7 @@ class Recorder:
 
 def test_requirements_then_the_pass_then_the_check():
     heard = []
-    runner = Runner(NullObserver())
+    runner = Runner()
     result = runner.run("place", lambda: heard.append("run") or 7, lambda: heard.append("requires"), heard.append)
     assert result == 7
     assert heard == ["requires", "run", 7]
@@ -39,7 +39,7 @@ def test_an_observer_hears_of_every_pass():
 
 
 def test_a_refusal_names_the_pass_and_those_before_it():
-    runner = Runner(NullObserver())
+    runner = Runner()
     runner.run("read", lambda: 1)
     runner.run("cost", lambda: 2)
     with pytest.raises(InfeasibleError) as caught:
@@ -49,13 +49,13 @@ def test_a_refusal_names_the_pass_and_those_before_it():
 
 def test_a_place_that_is_known_is_kept():
     with pytest.raises(ModelError) as caught:
-        Runner(NullObserver()).run("read", lambda: refuse(ModelError("unknown operator", where="gpt.onnx: 'x'")))
+        Runner().run("read", lambda: refuse(ModelError("unknown operator", where="gpt.onnx: 'x'")))
     assert caught.value.where == "gpt.onnx: 'x'"
 
 
 def test_a_mistake_of_ours_names_the_pass_too():
     with pytest.raises(AutopipeError) as caught:
-        Runner(NullObserver()).run("place", lambda: 1 // 0)
+        Runner().run("place", lambda: 1 // 0)
     assert caught.value.exit_code == 70
     assert caught.value.where == "pass place"
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

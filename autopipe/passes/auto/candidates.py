@@ -1,8 +1,5 @@
-"""Which ways to a placement are tried: every strategy, the cheap ones first, in the forms that schedules ask for.
-
-Limits of a search by the size of the problem alone: searches that take too long for their promise are left out.
-
-One way to a placement: a strategy with its options, and what of the request it settles.
+"""Candidates of a search for the best plan: every strategy in the forms that schedules ask for, the cheap ones first;
+and which of them search too long for their promise, by the size of the problem alone.
 """
 
 from __future__ import annotations
@@ -13,10 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopipe.ir.errors import AutopipeError
-from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Choice
-from autopipe.ir.problem import Problem
-from autopipe.passes.pipeline import Request
+from autopipe.passes.pipeline import Placed, Request
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import STRATEGIES, Scheduler, Strategy, strategy_class, strategy_names
 
@@ -34,44 +29,35 @@ class Candidate:
 
     def settled(self, request: Request) -> Request:
         """The request with what this candidate settles of it."""
+        count = request.micro_batches if self.micro_batches is None else self.micro_batches
+        if request.micro_batch_size is not None and request.batch_size is not None:
+            count = request.batch_size // request.micro_batch_size
         return dataclasses.replace(
             request,
             strategy=self.strategy,
-            micro_batches=self._count(request),
+            micro_batches=count,
             recompute=request.recompute or self.recompute,
-            optimizer=dataclasses.replace(request.optimizer, shard=self._shards(request)),
+            optimizer=dataclasses.replace(request.optimizer, shard=request.optimizer.shard or self.shard),
         )
 
     def choice(self, request: Request, schedule: str | None = None) -> Choice:
-        """Command-line choice that reproduces this candidate."""
+        """Command-line choice that reproduces this candidate. JSON's spelling of options is YAML's, too."""
+        assert dataclasses.is_dataclass(self.strategy)
+        settled = self.settled(request)
+        given = {each.name: getattr(self.strategy, each.name) for each in dataclasses.fields(self.strategy)}
+        options = (
+            (each.name, given[each.name] if isinstance(given[each.name], str) else json.dumps(given[each.name]))
+            for each in dataclasses.fields(self.strategy)
+            if given[each.name] != each.default
+        )
         return Choice(
             strategy=self.strategy.name,
-            options=_options(self.strategy),
+            options=tuple(options),
             schedule=schedule,
-            micro_batches=self._count(request),
-            recompute=request.recompute or self.recompute,
-            shard=self._shards(request),
+            micro_batches=settled.micro_batches,
+            recompute=settled.recompute or self.recompute,
+            shard=settled.optimizer.shard,
         )
-
-    def _count(self, request: Request) -> int | None:
-        """The micro-batches that the request or this settles; None where the strategy is to choose."""
-        if request.micro_batch_size is not None and request.batch_size is not None:
-            return request.batch_size // request.micro_batch_size
-        return request.micro_batches if self.micro_batches is None else self.micro_batches
-
-    def _shards(self, request: Request) -> bool:
-        return request.optimizer.shard or self.shard
-
-
-def _options(strategy: Strategy) -> tuple[tuple[str, str], ...]:
-    """The options of a strategy that are not its defaults; each has one. JSON's spelling is YAML's, too."""
-    assert dataclasses.is_dataclass(strategy)
-    given = ((field.name, getattr(strategy, field.name), field.default) for field in dataclasses.fields(strategy))
-    return tuple(
-        (name, value if isinstance(value, str) else json.dumps(value))
-        for name, value, default in given
-        if value != default
-    )
 
 
 _Form = tuple[str, tuple[tuple[str, object], ...]]
@@ -155,11 +141,11 @@ _MOST_SIZE = {
 32 devices with a thousand operators each are below all but the least: those are baselines of pase's.
 """
 
-_QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
-"""Strategies that search nothing."""
+QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
+"""Strategies that search nothing: no other process needs to be asked."""
 
-_LONG = ("tepdist", "piper")
-"""Strategies whose search takes longest."""
+LONG = ("tepdist", "piper")
+"""Strategies whose search takes longest: it is begun early."""
 
 _MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
 """Strategies whose forms read the same from a model on micro-batches of one size."""
@@ -192,16 +178,6 @@ def _form(strategy: Strategy) -> str:
     return "grid with chunks" if is_open else strategy.name
 
 
-def is_quick(strategy: Strategy) -> bool:
-    """True if a strategy answers so soon that no other process needs to be asked."""
-    return strategy.name in _QUICK
-
-
-def takes_long(strategy: Strategy) -> bool:
-    """True if a search should be begun early, so that it is not what the others are waited for in the end."""
-    return strategy.name in _LONG
-
-
 def in_common(candidate: Candidate) -> object:
     """Equal for candidates that have most of their work in common, which a process does once."""
     if candidate.strategy.name in _MUCH_IN_COMMON:
@@ -214,19 +190,20 @@ def is_searched(scheduler: Scheduler) -> bool:
     return scheduler.name == "tessel"
 
 
-def check_scheduler(scheduler: Scheduler, problem: Problem, placement: Placement) -> None:
-    """Raise LeftOutError for a search of the order of too many tasks."""
-    if is_searched(scheduler) and _size(problem, placement) > _MOST_SEARCHED:
-        raise LeftOutError(
-            f"left out: {scheduler.name} would search long for {len(placement.stages)} stages and "
-            f"{problem.micro_batches} micro-batches; name it to have it searched"
-        )
+def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | None:
+    """Reason to leave out a search of the order of too many tasks."""
+    if not is_searched(scheduler) or _size(placed) <= _MOST_SEARCHED:
+        return None
+    return LeftOutError(
+        f"left out: {scheduler.name} would search long for {len(placed.placement.stages)} stages and "
+        f"{placed.problem.micro_batches} micro-batches; name it to have it searched"
+    )
 
 
-def is_large(problem: Problem, placement: Placement) -> bool:
+def is_large(placed: Placed) -> bool:
     """True if a step has enough tasks that it is simulated only where it could be the shortest."""
-    return _size(problem, placement) > _MOST_TASKS
+    return _size(placed) > _MOST_TASKS
 
 
-def _size(problem: Problem, placement: Placement) -> int:
-    return len(placement.stages) * problem.micro_batches
+def _size(placed: Placed) -> int:
+    return len(placed.placement.stages) * placed.problem.micro_batches

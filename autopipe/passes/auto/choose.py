@@ -1,41 +1,33 @@
 """The plan that is chosen where a request leaves the strategy open.
 
-Candidates that depend on earlier results: other micro-batches, recomputation, sharded state.
-
-The first candidate: a plan by rule of thumb, that nearly any memory holds and no search is needed for.
-
-Finer forms of the best grid, in place of a search that is left out as a whole.
-
-True if memory can decide anything.
+A rule of thumb gives the first candidate, then come all strategies; other numbers of micro-batches, recomputation and
+shared state are tried for what these results promise most for, at last all schedules.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import AutopipeError, OutOfMemoryError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.auto.candidates import Candidate, LeftOutError, candidates, strategies_of
 from autopipe.passes.auto.plan_cache import FORMAT, Store, answer_form, answer_key, answer_of
-from autopipe.passes.auto.search import CandidateTrial, PlanSearch
-from autopipe.passes.auto.workers import SpeculativePool, free_cores
+from autopipe.passes.auto.search import CandidateTrial, PlanSearch, SpeculativePool
 from autopipe.passes.batching import AUTO_PER_DEVICE, Division, climb, divisors
 from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stage_work import holders_of, stage_work
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.pipeline import PlanResult, Request, assemble_plan, first_model, open_problem
+from autopipe.passes.pipeline import Observer, PlanResult, Request, Runner, assemble_plan, open_problem, read
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, Scheduler, scheduler_class, scheduler_names
-from autopipe.passes.runner import NullObserver, Observer, Runner
 
 _SHARE = 1 / 4
 """The part of a device's memory that parameters and what is kept beside them may fill."""
@@ -43,6 +35,8 @@ _PER_STAGE = 4
 """Micro-batches a stage, about: a pipeline then idles a fifth of the step."""
 _FEWEST = 16
 """Micro-batches of few stages: one stage needs all at once that backward needs of one."""
+_MARGIN = 2
+"""Times as much as one device needs for all: with more of them, buffers of messages and of collectives come on top."""
 
 
 def first_candidate(request: Request, graph: Graph) -> Candidate | None:
@@ -78,13 +72,7 @@ def refine(search: PlanSearch) -> Iterator[Candidate]:
         form = each.candidate.strategy
         is_left_out = isinstance(each.refused, LeftOutError) and each.candidate == Candidate(form)
         if is_left_out and isinstance(form, Grid) and pipeline > 1:
-            yield dataclasses.replace(
-                best.candidate, strategy=dataclasses.replace(form, pipeline=pipeline), micro_batches=count
-            )
-
-
-_MARGIN = 2
-"""Times as much as one device needs for all: with more of them, buffers of messages and of collectives come on top."""
+            yield replace(best.candidate, strategy=replace(form, pipeline=pipeline), micro_batches=count)
 
 
 def may_be_short(problem: Problem) -> bool:
@@ -306,26 +294,21 @@ def choose(request: Request, observer: Observer | None = None, store: Store | No
     What `store` holds for the same request is not searched again. Raises what speaks against the first candidates
     where none has a plan.
     """
-    runner = Runner(observer or NullObserver())
+    runner = Runner(observer)
     if store is None:
         return _searched(request, runner)
-    name = answer_key(request, first_model(request, runner))
-    kept = _kept(request, runner, store.read(name, FORMAT))
-    if kept is not None:
-        return kept
+    name = answer_key(request, read(request, runner))
+    record = store.read(name, FORMAT)
+    try:
+        if record is not None:
+            return answer_of(record, request, runner)
+    except (AutopipeError, ArithmeticError, LookupError, TypeError, ValueError):
+        pass  # Whatever a damaged file says, there is a plan without it.
     found = _searched(request, runner)
     # What was found in a limited time, or past a mistake of ours, may not be the best.
     if request.time_limit is None and not runner.failures:
         store.write(name, answer_form(found))
     return found
-
-
-def _kept(request: Request, runner: Runner, record: JsonRecord | None) -> PlanResult | None:
-    """The plan that a kept answer gives; None where there is none, or what is kept is not right."""
-    try:
-        return None if record is None else answer_of(record, request, runner)
-    except (AutopipeError, ArithmeticError, LookupError, TypeError, ValueError):
-        return None  # Whatever a damaged file says, there is a plan without it.
 
 
 def _searched(request: Request, runner: Runner) -> PlanResult:
@@ -342,7 +325,14 @@ def chosen(search: PlanSearch, runner: Runner) -> PlanResult:
     settled = best.candidate.settled(request)
     found = assemble_plan(settled, best.candidate.strategy, run.scheduler, best.placed, run.scheduled, runner)
     rows = tuple(row for each in search.tried for row in each.alternatives(request))
-    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=rows))
+    return replace(found, plan=replace(found.plan, alternatives=rows))
+
+
+def free_cores() -> int:
+    """Cores that this process may use; 1 where processes cannot be copied."""
+    if not hasattr(os, "fork"):
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic) -> PlanSearch:
@@ -355,11 +345,11 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
     end = None if request.time_limit is None else clock() + request.time_limit
     with SpeculativePool(free_cores()) as ahead:
         search = PlanSearch(request, runner, partial(_schedulers, request), end, clock, ahead)
-        first = first_candidate(request, first_model(request, runner).graph)
+        first = first_candidate(request, read(request, runner).graph)
         search.try_all(() if first is None else (first,))
         problem = open_problem(request, runner)
         # One batch for all, or steps tell nothing.
-        search.request = request = dataclasses.replace(request, batch_size=problem.batch_size)
+        search.request = request = replace(request, batch_size=problem.batch_size)
         short = problem.train and may_be_short(problem)
         every = tuple(candidates(request, short and request.recompute is None))
         search.expect(every)

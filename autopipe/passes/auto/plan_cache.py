@@ -30,9 +30,8 @@ from autopipe.passes.atomic_file import replacing
 from autopipe.passes.auto.candidates import Candidate
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend import Model
-from autopipe.passes.pipeline import PlanResult, Request, assemble_plan, place_as, verify_and_simulate
+from autopipe.passes.pipeline import PlanResult, Request, Runner, assemble_plan, place_as, time_schedule
 from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
-from autopipe.passes.runner import Runner
 
 FORMAT = "autopipe.answer/1"
 _REFUSALS = {each.__name__: each for each in (*REFUSALS, OutOfMemoryError, InternalError)}
@@ -136,7 +135,8 @@ def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResul
     if placed.problem.graph.digest() != kept.graph_digest:
         raise ConfigurationError("the graph is not the one that was planned", where=record.file)
     scheduler = request.scheduler or scheduler_class(kept.chosen.choice.schedule or "")()
-    scheduled = verify_and_simulate(placed, kept.schedule, runner)
+    kept.schedule.verify(placed.graph, placed.problem.train)
+    scheduled = time_schedule(placed, kept.schedule, runner)
     if scheduled.timeline.end != kept.step_time_s:
         raise ConfigurationError("the step is not the one that was planned", where=record.file)
     found = assemble_plan(settled, candidate.strategy, scheduler, placed, scheduled, runner)

@@ -1,30 +1,34 @@
-"""The search over candidates: a placement each, then every schedule that can still win.
-
-Result of a candidate: its placement, and the step of every schedule that was tried on it.
+"""The search over candidates: a placement each, in other processes where there are cores, then all schedules that can
+still win.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import math
+import multiprocessing
+import os
+import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopipe.ir.codec import JsonRecord, decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
 from autopipe.ir.plan import Alternative
 from autopipe.passes.auto.candidates import (
+    LONG,
+    QUICK,
     Candidate,
     LeftOutError,
-    check_scheduler,
     in_common,
     is_large,
-    is_quick,
     is_searched,
     left_out,
-    takes_long,
+    scheduler_left_out,
 )
 from autopipe.passes.auto.plan_cache import (
     PlacementDecision,
@@ -33,23 +37,123 @@ from autopipe.passes.auto.plan_cache import (
     schedule_form,
     schedule_of,
 )
-from autopipe.passes.auto.workers import SpeculativePool
 from autopipe.passes.batching import Batching
 from autopipe.passes.pipeline import (
     Placed,
     Request,
+    Runner,
     Scheduled,
-    operators_of,
-    place,
     place_as,
+    predict_placement,
+    read,
     run_scheduler,
     run_strategy,
-    schedule,
-    verify_and_simulate,
+    time_schedule,
 )
 from autopipe.passes.registry import Scheduler
-from autopipe.passes.runner import Runner
 from autopipe.passes.schedule.limits import SAME, lower_bound
+
+Answer = dict[str, object]
+"""Lists, dicts and scalars."""
+Work = Callable[[], Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """A process that is a copy of this one, which knows all that has been read and costed so far."""
+
+    pool: ProcessPoolExecutor
+    number: Future[int]
+    """Of the process."""
+    answers: tuple[Future[str], ...]
+
+
+class SpeculativePool:
+    """Work that is wanted soon, some of it begun. All processes are ended with the block that it is used in.
+
+    Answers do not depend on one another, so that they are the same as if each piece were done in its turn.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        """Processes at work at a time; with fewer than two nothing is begun ahead."""
+        self._waiting: deque[dict[str, Work]] = deque()
+        """Work of processes that are to come, by key."""
+        self._running: list[_Worker] = []
+        self._answers: dict[str, Future[str]] = {}
+
+    def __enter__(self) -> SpeculativePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._running:
+            if worker.number.exception() is None:
+                os.kill(worker.number.result(), signal.SIGKILL)
+            worker.pool.shutdown()
+        self._running.clear()
+        self._waiting.clear()
+        self._answers.clear()
+
+    def expect(self, works: dict[str, Work]) -> None:
+        """Have work done as soon as a process is free, one piece after the other; what was expected before comes first.
+
+        Each piece goes with the key to ask for its answer by.
+        """
+        if self.workers > 1 and works:
+            self._waiting.append(works)
+            self._begin()
+
+    def is_coming(self, key: str) -> bool:
+        """True if it is expected and nobody has asked for the answer yet."""
+        return key in self._answers or any(key in works for works in self._waiting)
+
+    def answer(self, key: str, seconds: float | None = None) -> Answer | None:
+        """Result of the work expected as `key`, once it is done.
+
+        None where none was begun, where it or its process failed, and where it takes longer than `seconds` from now.
+        """
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        while self.is_coming(key):
+            awaited = [self._answers[key]] if key in self._answers else self._unanswered()
+            left = None if seconds is None else max(0.0, end - time.monotonic())
+            if not wait(awaited, left, FIRST_COMPLETED).done:
+                return None
+            self._begin()
+            found = self._answers.get(key)
+            if found is not None and found.done():
+                del self._answers[key]
+                return None if found.exception() else json.loads(found.result())
+        return None
+
+    def _unanswered(self) -> list[Future[str]]:
+        return [each for worker in self._running for each in worker.answers if not each.done()]
+
+    def _begin(self) -> None:
+        for worker in [each for each in self._running if all(answer.done() for answer in each.answers)]:
+            worker.pool.shutdown(wait=False)
+            self._running.remove(worker)
+        while self._waiting and len(self._running) < self.workers:
+            works = self._waiting.popleft()
+            # A forked process is given its work as it stands: nothing but the keys and answers is pickled.
+            context = multiprocessing.get_context("fork")
+            pool = ProcessPoolExecutor(1, context, initializer=_take, initargs=(works,))
+            number = pool.submit(os.getpid)
+            answers = {key: pool.submit(_answer, key) for key in works}
+            self._answers |= answers
+            self._running.append(_Worker(pool, number, tuple(answers.values())))
+
+
+_taken: dict[str, Work] = {}
+"""In a process of a pool the work that it does."""
+
+
+def _take(works: dict[str, Work]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _taken.update(works)
+
+
+def _answer(key: str) -> str:
+    return json.dumps(_taken[key]())
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +172,7 @@ class ScheduleOutcome:
 
 @dataclass(slots=True, eq=False)
 class CandidateTrial:
-    """A candidate that was tried."""
+    """A candidate that was tried: its placement, and the step of every schedule that was tried on it."""
 
     candidate: Candidate
     placed: Placed | None = None
@@ -101,36 +205,32 @@ class CandidateTrial:
 
     def alternatives(self, request: Request) -> tuple[Alternative, ...]:
         """Rows kept in the plan: one for every schedule, one where there is none."""
-        placed, runs = self.origin.placed, self.origin.runs
+        choice, placed, bound_s = self.candidate.choice(request), self.origin.placed, self.origin.bound_s
         if placed is None:
-            return (Alternative(self.candidate.choice(request), refused=self.refused.line if self.refused else None),)
-        if not runs:
-            return (self._unscheduled(request, placed),)
-        return tuple(self._row(request, placed, run) for run in runs)
-
-    def _unscheduled(self, request: Request, placed: Placed) -> Alternative:
-        """The row of a placement that cannot have the shortest step, and was not simulated."""
-        return Alternative(
-            choice=self.candidate.choice(request),
-            lower_bound_s=self.origin.bound_s,
+            return (Alternative(choice, refused=self.refused.line if self.refused else None),)
+        row = Alternative(
+            choice,
+            lower_bound_s=bound_s,
             micro_batches=placed.problem.micro_batches,
             stages=len(placed.placement.stages),
-            refused=f"left out: no schedule of it takes less than {self.origin.bound_s:.4g} s",
         )
-
-    def _row(self, request: Request, placed: Placed, run: ScheduleOutcome) -> Alternative:
-        timeline = None if run.scheduled is None else run.scheduled.timeline
-        return Alternative(
-            choice=self.candidate.choice(request, run.scheduler.name),
-            step_time_s=None if timeline is None else timeline.end,
-            lower_bound_s=self.origin.bound_s,
-            micro_batches=placed.problem.micro_batches,
-            stages=len(placed.placement.stages),
-            bubble_rate=None if timeline is None else timeline.bubble_rate,
-            peak_memory_bytes=None if timeline is None else max(timeline.peak_memory),
-            refused=None if run.refused is None else run.refused.line,
-            same_as=self.same_as.candidate.strategy.name if self.same_as else None,
-        )
+        if not self.origin.runs:
+            return (replace(row, refused=f"left out: no schedule of it takes less than {bound_s:.4g} s"),)
+        row = replace(row, same_as=self.same_as.candidate.strategy.name if self.same_as else None)
+        found = []
+        for run in self.origin.runs:
+            timeline = None if run.scheduled is None else run.scheduled.timeline
+            found.append(
+                replace(
+                    row,
+                    choice=self.candidate.choice(request, run.scheduler.name),
+                    step_time_s=None if timeline is None else timeline.end,
+                    bubble_rate=None if timeline is None else timeline.bubble_rate,
+                    peak_memory_bytes=None if timeline is None else max(timeline.peak_memory),
+                    refused=None if run.refused is None else run.refused.line,
+                )
+            )
+        return tuple(found)
 
 
 _REFUSALS = (*REFUSALS, LeftOutError, InternalError)
@@ -171,11 +271,6 @@ class PlanSearch:
         """Seconds of the shortest step; infinite where there is none."""
         return math.inf if self.best is None else self.best.step_s
 
-    @property
-    def bound_s(self) -> float:
-        """Seconds that no placement so far can have a shorter step than; infinite where there is none."""
-        return min((each.bound_s for each in self.tried), default=math.inf)
-
     def is_over(self) -> bool:
         """True if there is a plan and no more time."""
         return self.end is not None and self.best is not None and self.clock() >= self.end
@@ -185,22 +280,26 @@ class PlanSearch:
 
         Those with much in common follow one another in one process, which remembers it.
         """
-        together: dict[object, list[Candidate]] = {}
+        together: dict[object, dict[str, Work]] = {}
+        slow = set()
         for candidate in () if self.is_over() else candidates:
-            if is_quick(candidate.strategy) or self.ahead.is_coming(repr(candidate)):
+            if candidate.strategy.name in QUICK or self.ahead.is_coming(repr(candidate)):
                 continue
             if self._left_out(candidate) is None:
-                together.setdefault(in_common(candidate), []).append(candidate)
+                key = in_common(candidate)
+                together.setdefault(key, {})[repr(candidate)] = partial(self._decide, candidate)
+                slow |= {key} if candidate.strategy.name in LONG else set()
         # The first ones are asked for first, whatever the others take.
-        first, others = list(together.values())[:_SOON], list(together.values())[_SOON:]
-        for some in (*first, *sorted(others, key=lambda some: not takes_long(some[0].strategy))):
-            self.ahead.expect(*((repr(each), partial(self._decide, each)) for each in some))
+        keys = list(together)
+        for key in (*keys[:_SOON], *sorted(keys[_SOON:], key=lambda key: key not in slow)):
+            self.ahead.expect(together[key])
 
-    def _decide(self, candidate: Candidate) -> dict[str, object]:
-        """Decision of a strategy, or its refusal, in a form that processes exchange."""
+    def _decide(self, candidate: Candidate) -> Answer:
+        """Decision of a strategy, or its refusal, in another process."""
+        self.runner.silence()
         asked = self._within_time(candidate.settled(self.request))
         try:
-            _, problem, placement = run_strategy(asked, candidate.strategy, self.runner.silenced())
+            _, problem, placement = run_strategy(asked, candidate.strategy, self.runner)
         except AutopipeError as error:
             return refused_form(error)
         batching = Batching(problem.batch_size, problem.micro_batches, problem.micro_batch_sizes)
@@ -211,12 +310,20 @@ class PlanSearch:
         for candidate in candidates:
             if self.is_over():
                 break
-            self._place(candidate)
+            self._try(candidate)
 
     def schedule_all(self) -> None:
-        """Try all schedules on the placements that can still win, the one with the least bound first."""
+        """Try all schedules on the placements that can still win, the one with the least bound first.
+
+        Schedules that are searched, of placements that can win as yet, are searched meanwhile in other processes.
+        """
         ranked = sorted(self.tried, key=lambda one: (one.step_s, one.bound_s))
-        self._expect_searched(ranked)
+        for each in ranked:
+            if each.placed is not None and not self._cannot_win(each):
+                for scheduler in filter(is_searched, self.schedulers()):
+                    if not each.has_run(scheduler) and scheduler_left_out(scheduler, each.placed) is None:
+                        work = partial(self._order, each.placed, scheduler)
+                        self.ahead.expect({_order_key(each, scheduler): work})
         for each in ranked:
             for scheduler in self.schedulers():
                 if self.is_over() or each.placed is None or self._cannot_win(each):
@@ -224,19 +331,11 @@ class PlanSearch:
                 if not each.has_run(scheduler):
                     self._run(each, each.placed, scheduler)
 
-    def _expect_searched(self, tried: Iterable[CandidateTrial]) -> None:
-        """Have the schedules that are searched, of placements that can win as yet, searched meanwhile."""
-        for each in tried:
-            if each.placed is None or self._cannot_win(each):
-                continue
-            for scheduler in filter(is_searched, self.schedulers()):
-                if _is_left(each, each.placed, scheduler):
-                    self.ahead.expect((_order_key(each, scheduler), partial(self._order, each.placed, scheduler)))
-
-    def _order(self, placed: Placed, scheduler: Scheduler) -> dict[str, object]:
-        """Schedule of a placement, or its refusal, in a form that processes exchange."""
+    def _order(self, placed: Placed, scheduler: Scheduler) -> Answer:
+        """Schedule of a placement, or its refusal, in another process."""
+        self.runner.silence()
         try:
-            return schedule_form(run_scheduler(placed, scheduler, self.runner.silenced()))
+            return schedule_form(run_scheduler(placed, scheduler, self.runner))
         except AutopipeError as error:
             return refused_form(error)
 
@@ -247,13 +346,9 @@ class PlanSearch:
             if not tried.has_run(scheduler):
                 self._run(tried, tried.placed, scheduler)
 
-    def _place(self, candidate: Candidate) -> None:
-        asked = self._within_time(candidate.settled(self.request))
+    def _try(self, candidate: Candidate) -> None:
         try:
-            left_out = self._left_out(candidate)
-            if left_out is not None:
-                raise left_out
-            placed = self._placed(candidate, asked)
+            placed = self._placed(candidate)
         except _REFUSALS as error:
             self._tell(error)
             self.tried.append(CandidateTrial(candidate, refused=error))
@@ -264,7 +359,7 @@ class PlanSearch:
             return
         found = CandidateTrial(candidate, placed, lower_bound(placed.problem, placed.placement, placed.prediction))
         self.tried.append(found)
-        if is_large(placed.problem, placed.placement) and self._cannot_win(found):
+        if is_large(placed) and self._cannot_win(found):
             return
         for scheduler in self.schedulers():
             if is_searched(scheduler) and found.runs and self.best is not None:
@@ -272,23 +367,22 @@ class PlanSearch:
             if self._run(found, placed, scheduler).scheduled:
                 break
 
-    def _tell(self, error: AutopipeError) -> None:
-        if isinstance(error, InternalError):
-            self.runner.failed(error)
-
-    def _left_out(self, candidate: Candidate) -> LeftOutError | None:
-        return left_out(candidate.strategy, operators_of(self.request, self.runner), self.request.cluster.size)
-
-    def _placed(self, candidate: Candidate, asked: Request) -> Placed:
+    def _placed(self, candidate: Candidate) -> Placed:
         """The placement: of another process where it was expected."""
-        name, key = candidate.strategy.name, repr(candidate)
-        if not self.ahead.is_coming(key):
-            return place(asked, candidate.strategy, self.runner)
-        record = self.runner.run(name, lambda: self._awaited(key))
+        asked = self._within_time(candidate.settled(self.request))
+        if (reason := self._left_out(candidate)) is not None:
+            raise reason
+        strategy, key, record = candidate.strategy, repr(candidate), None
+        if self.ahead.is_coming(key):
+            record = self.runner.run(strategy.name, lambda: self._awaited(key))
         if record is None:
-            return place(asked, candidate.strategy, self.runner)
+            return predict_placement(*run_strategy(asked, strategy, self.runner), self.runner)
         decided: PlacementDecision = decode(record, PlacementDecision)
         return place_as(asked, decided.batching, decided.proven, self.runner)
+
+    def _left_out(self, candidate: Candidate) -> LeftOutError | None:
+        operators = len(read(self.request, self.runner).graph.nodes)
+        return left_out(candidate.strategy, operators, self.request.cluster.size)
 
     def _awaited(self, key: str) -> JsonRecord | None:
         """Result of another process; None where it failed. Raises the refusal that it found."""
@@ -307,35 +401,41 @@ class PlanSearch:
         return tried.bound_s >= self.step_s * (1 - SAME)
 
     def _run(self, tried: CandidateTrial, placed: Placed, scheduler: Scheduler) -> ScheduleOutcome:
-        """Run a schedule on a placement, and report it where it is the best so far."""
-        known_s = self.step_s
+        """Run a schedule on a placement, and report it where it is the best so far.
+
+        A schedule is of another process where it was expected.
+        """
+        known_s, key, record = self.step_s, _order_key(tried, scheduler), None
         try:
-            check_scheduler(scheduler, placed.problem, placed.placement)
+            if (reason := scheduler_left_out(scheduler, placed)) is not None:
+                raise reason
+            if self.ahead.is_coming(key):
+                record = self.runner.run(scheduler.name, lambda: self._awaited(key))
+            if record is None:
+                order = run_scheduler(placed, scheduler, self.runner)
+            else:
+                order = schedule_of(record)
+                order.verify(placed.graph, placed.problem.train)
             known = tuple(each.scheduled for each in tried.runs if each.scheduled is not None)
-            run = ScheduleOutcome(scheduler, self._scheduled(tried, placed, scheduler, known))
+            run = ScheduleOutcome(scheduler, time_schedule(placed, order, self.runner, known))
         except _REFUSALS as error:
             self._tell(error)
             run = ScheduleOutcome(scheduler, refused=error)
         tried.runs.append(run)
         if run.step_s < known_s:
-            self.runner.improved(run.step_s, self.bound_s)
+            bound_s = min(each.bound_s for each in self.tried)
+            self.runner.observer.improved(run.step_s, bound_s)
         return run
 
-    def _scheduled(
-        self, tried: CandidateTrial, placed: Placed, scheduler: Scheduler, known: tuple[Scheduled, ...]
-    ) -> Scheduled:
-        """The schedule, simulated: of another process where it was expected."""
-        key, found = _order_key(tried, scheduler), None
-        if self.ahead.is_coming(key):
-            found = self.runner.run(scheduler.name, lambda: self._awaited(key))
-        if found is None:
-            return schedule(placed, scheduler, self.runner, known)
-        return verify_and_simulate(placed, schedule_of(found), self.runner, known)
+    def _tell(self, error: AutopipeError) -> None:
+        if isinstance(error, InternalError):
+            self.runner.failures += 1
+            self.runner.observer.failed(error)
 
     def _within_time(self, request: Request) -> Request:
         if self.end is None:
             return request
-        return dataclasses.replace(request, time_limit=max(0.0, self.end - self.clock()))
+        return replace(request, time_limit=max(0.0, self.end - self.clock()))
 
     def reason(self) -> AutopipeError:
         """Why there is no plan: what speaks against the strategy that takes most models and requests."""
@@ -351,15 +451,6 @@ class PlanSearch:
 def _order_key(tried: CandidateTrial, scheduler: Scheduler) -> str:
     """Key of a schedule that is searched by another process."""
     return f"{scheduler.name} of {tried.candidate!r}"
-
-
-def _is_left(tried: CandidateTrial, placed: Placed, scheduler: Scheduler) -> bool:
-    """True if a schedule was not tried yet, and is one to be tried."""
-    try:
-        check_scheduler(scheduler, placed.problem, placed.placement)
-    except LeftOutError:
-        return False
-    return not tried.has_run(scheduler)
 
 
 def _are_same(first: Placed, second: Placed) -> bool:

@@ -15,9 +15,8 @@ from autopipe.ir.plan_file import plan_digest
 from autopipe.passes.auto import candidates as budget
 from autopipe.passes.auto.choose import choose, weigh
 from autopipe.passes.auto.plan_cache import Store, answer_key, refused_form, refused_of
-from autopipe.passes.pipeline import Request, first_model
+from autopipe.passes.pipeline import Observer, Request, Runner, read
 from autopipe.passes.placement.piper.strategy import Piper
-from autopipe.passes.runner import NullObserver, Runner
 from autopipe.passes.schedule.published.base import GPipe
 from tests.passes.auto.models import cluster, layers
 
@@ -31,7 +30,7 @@ def request_of(model, **given):
     return Request(model, **{"cluster": cluster(2), "strategy": None, "scheduler": None, "batch_size": 8, **given})
 
 
-class Recorder(NullObserver):
+class Recorder(Observer):
     def __init__(self):
         self.names, self.steps = [], []
 
@@ -97,7 +96,7 @@ def test_an_answer_that_is_not_right_is_searched_anew(fresh, model, tmp_path, mo
 
 def test_answers_are_kept_by_what_they_follow_from(model, tmp_path):
     def key(request):
-        return answer_key(request, first_model(request, Runner(NullObserver())))
+        return answer_key(request, read(request, Runner()))
 
     other = layers(tmp_path / "other.onnx", count=4, width=256)
     moved = layers(tmp_path / "moved.onnx", count=4, width=512)
@@ -136,7 +135,7 @@ def test_time_ends_the_search_with_the_best_so_far(model):
     tried = []
     for limit in (2.0, 40.0, 1e9):
         tick = itertools.count().__next__  # The clock goes on by a second whenever it is looked at.
-        tried.append(weigh(request_of(model, time_limit=limit), Runner(NullObserver()), tick))
+        tried.append(weigh(request_of(model, time_limit=limit), Runner(), tick))
     assert len(tried[0].tried) < len(tried[1].tried) < len(tried[2].tried)
     names = [[each.candidate for each in one.tried] for one in tried]
     assert names[2][: len(names[1])] == names[1]

@@ -7,15 +7,14 @@ import dataclasses
 import pytest
 
 from autopipe.passes.auto.choose import may_be_short
-from autopipe.passes.pipeline import Request, open_problem
-from autopipe.passes.runner import NullObserver, Runner
+from autopipe.passes.pipeline import Request, Runner, open_problem
 from tests.passes.auto.models import cluster, layers
 
 
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory):
     path = layers(tmp_path_factory.mktemp("models") / "layers.onnx")
-    return open_problem(Request(path, cluster(4), None, None), Runner(NullObserver()))
+    return open_problem(Request(path, cluster(4), None, None), Runner())
 
 
 def test_a_small_model_fits_wherever_it_is_put(problem):
