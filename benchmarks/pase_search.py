@@ -20,7 +20,7 @@ import onnx
 from command_line import parse_arguments
 
 from autopipe.configs import zoo
-from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.ir.placement import Placement
 from autopipe.passes.pipeline import Request, Runner, problems_of
 from autopipe.passes.placement.pase.strategy import Pase

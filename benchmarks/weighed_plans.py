@@ -28,7 +28,7 @@ from autopipe.cli.profile_programs import exchanges_of, parsed_sizes
 from autopipe.cli.profile_session import Profiling, processor
 from autopipe.cli.request import request_of
 from autopipe.configs import zoo
-from autopipe.configs.load import load_configuration
+from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text, merged, read_costs
 from autopipe.ir.plan import Choice

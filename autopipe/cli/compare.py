@@ -29,7 +29,7 @@ from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output, bytes_text, devices_text, seconds_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_prediction
 from autopipe.cli.request import request_of
-from autopipe.configs.load import load_configuration
+from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split

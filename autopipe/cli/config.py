@@ -12,8 +12,7 @@ from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.cli.request import chosen_scheduler, chosen_strategy
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
-from autopipe.configs.configuration import Configuration
-from autopipe.configs.load import dump_configuration, load_configuration, resolve_cluster
+from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration, resolve_cluster
 from autopipe.configs.yaml_source import format_bytes
 from autopipe.ir.cluster import Cluster, Device, Link
 from autopipe.ir.codec import encode

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from autopipe.configs.configuration import OPTION_FLAGS, Configuration, flags
-from autopipe.configs.load import load_configuration
+from autopipe.configs.configuration import OPTION_FLAGS, Configuration, flags, load_configuration
 from autopipe.configs.schema import field_docs
 from autopipe.ir.errors import ConfigurationError
 

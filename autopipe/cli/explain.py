@@ -37,7 +37,7 @@ from autopipe.cli.plan import prediction_line, schedule_line
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
 from autopipe.cli.plan_text import distance_lines, over_text, strategy_text, weighed_screen
 from autopipe.cli.request import request_of
-from autopipe.configs.load import load_configuration
+from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Alternative, Choice, Plan

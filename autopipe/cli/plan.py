@@ -25,8 +25,7 @@ from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output, Verbosity, bytes_text, counted_text, devices_text, kinds_text, seconds_text
 from autopipe.cli.plan_folder import check_editable
 from autopipe.cli.plan_text import distance_lines, trained_lines, weighed_screen
-from autopipe.configs.configuration import Configuration
-from autopipe.configs.load import load_configuration
+from autopipe.configs.configuration import Configuration, load_configuration
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import SplitProof

@@ -15,8 +15,7 @@ from typing import Any, cast
 import yaml
 
 from autopipe.cli.request import effective, request_of
-from autopipe.configs.configuration import Configuration
-from autopipe.configs.load import dump_configuration, load_configuration
+from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from autopipe.configs.configuration import Choice, Configuration, Loss, build
-from autopipe.configs.load import resolve_cluster
+from autopipe.configs.configuration import Choice, Configuration, Loss, build, resolve_cluster
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.measured_costs import Costs, read_costs

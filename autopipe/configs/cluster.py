@@ -1,9 +1,4 @@
-"""The schema of a cluster's description, in a file or within a configuration, and the cluster made of it.
-
-The schema of a device and of a level of links, and what is planned with made of them.
-
-The clusters and example configurations that ship with autopipe, found by name.
-"""
+"""Clusters: the schema of their description, presets by name, and the cluster that is planned for."""
 
 from __future__ import annotations
 

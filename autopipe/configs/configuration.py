@@ -1,12 +1,6 @@
-"""Schema of the configuration, from which YAML keys, flags, `--set` and the reference are all made.
+"""The configuration: its schema, from which YAML keys, flags, `--set` and the reference are all made, and its loading.
 
-Settings laid over one another: YAML over the defaults, the command line over YAML.
-
-Rules that concern several keys of a configuration at once, or the meaning of a text.
-
-Values of a schema written back as the YAML they can be read from.
-
-A strategy or a scheduler by name, with options that only its own dataclass can check.
+Defaults are laid under a YAML file, that under the command line; then the rules that concern several keys are checked.
 """
 
 from __future__ import annotations
@@ -15,15 +9,24 @@ import dataclasses
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
-from autopipe.configs.cluster import ClusterDescription, DeviceCount, cluster_preset
+from autopipe.configs.cluster import (
+    ClusterDescription,
+    DeviceCount,
+    build_cluster,
+    cluster_preset,
+    read_cluster,
+    with_presets,
+)
 from autopipe.configs.schema import convert
-from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, read_setting, read_text, read_word
+from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, read_file, read_setting, read_text, read_word
 from autopipe.ir import problem
+from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import Above, AtLeast, AtMost, FilePath, Origin, Rest, Shape, encode, keys, unwrap
 from autopipe.ir.errors import ConfigurationError, quote
 
@@ -446,3 +449,55 @@ def _schema(hint: Any) -> Any:
     base, _ = unwrap(hint)
     members = typing.get_args(base) or (base,)
     return next((member for member in members if dataclasses.is_dataclass(member)), None)
+
+
+def load_configuration(
+    file: str | Path | None = None,
+    words: Mapping[str, str] | None = None,
+    dims: Sequence[str] = (),
+    assignments: Sequence[str] = (),
+    over: str | Path | None = None,
+) -> Configuration:
+    """The defaults, overridden by a YAML file, overridden by another one, `over`, overridden by the command line.
+
+    `words` are the flags of `flags()` with what follows them, `dims` the words after each `--dim`,
+    `assignments` those after each `--set`. Raises ConfigurationError with `file:line` or the flag.
+    """
+    documents = [read_file(each) for each in (file, over) if each is not None]
+    return _effective(documents or [Entry({}, Place("the command line"))], settings(words or {}, dims, assignments))
+
+
+def parse_configuration(text: str, source: str) -> Configuration:
+    """The configuration written in a YAML text; `source` names it in errors."""
+    return _effective([read_text(text, source)], [])
+
+
+def dump_configuration(configuration: Configuration) -> str:
+    """The configuration as a YAML file that, loaded, gives the same configuration."""
+    text: str = yaml.safe_dump(encode(configuration), sort_keys=False, width=120, allow_unicode=False)
+    return text
+
+
+def resolve_cluster(configuration: Configuration) -> Cluster:
+    """The devices and links that a configuration plans for.
+
+    Raises ConfigurationError for a cluster that cannot be read, InfeasibleError where it has fewer than `gpus` devices.
+    """
+    choice = configuration.cluster
+    found = build_cluster(_description(choice), configuration.gpus, choice.nodes, choice.devices_per_node)
+    return replace(found, straddle=choice.straddle)
+
+
+def _description(choice: ClusterChoice) -> ClusterDescription:
+    if choice.inline is not None:
+        return with_presets(choice.inline, "cluster.inline")
+    if choice.file is not None:
+        return read_cluster(choice.file)
+    return cluster_preset(choice.preset or "")
+
+
+def _effective(documents: Sequence[Entry], given: Sequence[Setting]) -> Configuration:
+    merged = override(documents, given)
+    configuration = convert(merged, Configuration)
+    check(configuration, merged)
+    return configuration

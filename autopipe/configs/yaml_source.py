@@ -1,10 +1,8 @@
-"""YAML text turned into entries that know where they stand; YAML's own traps are refused here.
+"""YAML text turned into entries that know where they stand; quantities such as `14GiB`, `900GB/s`, `5us`.
 
 The file is untrusted. Beyond `yaml.safe_load`, which takes them silently, these are refused: duplicate keys, keys that
 are not text, anchors, aliases and tags, several documents, numbers in base 8 or 60, not-a-number and infinity, deep
 nesting and large files.
-
-Sizes, rates and times as a person writes them: `14GiB`, `900GB/s`, `15.7TFLOP/s`, `5us`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""The data every pass works on, and nothing else."""
+"""The values every pass works on, frozen and without behaviour of their own: graph, problem, placement, schedule, plan,
+program; `ir/ops` has a row an operator, `codec` reads and writes documents. May import numpy and nothing of ours.
+"""

@@ -1,10 +1,8 @@
-"""Where the samples of a batch are in every value and every iteration space of a graph.
+"""Where the samples of a batch are in every value of a graph, and the graph of a smaller micro-batch.
 
 The inputs' batch axes are followed through the nodes' iteration spaces, forwards to what is computed from them and
 backwards to what meets them (a mask that an exporter expanded to the batch), dimensions merged by a Reshape included.
 Both ways of cutting a batch start here: a micro-batch cuts it in time, a data-parallel replica in space.
-
-The graph of a smaller micro-batch: where an exporter baked the batch into its shapes, or stages differ in theirs.
 """
 
 from __future__ import annotations

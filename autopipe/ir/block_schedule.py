@@ -178,7 +178,6 @@ class BlockSchedule:
 
     @property
     def units(self) -> int:
-        """Number of units."""
         return len(self.starts)
 
     @property

@@ -162,7 +162,6 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
         return len(self.devices)
 
     def __hash__(self) -> int:

@@ -9,8 +9,6 @@ Grammar::
     Constant  = value + its numbers (small, known while compiling)
 
 Each value is written once. Names come from the model: they are untrusted text and serve as keys and in messages only.
-
-Element types of tensors, named as ONNX names them in lower case.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ class DType(enum.Enum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return _ITEMSIZE[self]
 
     @property
@@ -87,12 +84,10 @@ class Value:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Size in bytes."""
         return self.elements * self.dtype.itemsize
 
 
@@ -186,27 +181,21 @@ class Node:
     domain: str = ""
 
     def integer(self, name: str, default: int = 0) -> int:
-        """The integer attribute `name`, or `default` where the file does not state it."""
         return int(self._attribute(name, int, default))
 
     def number(self, name: str, default: float = 0.0) -> float:
-        """The float attribute `name`, or `default`."""
         return float(self._attribute(name, (int, float), default))
 
     def text(self, name: str, default: str = "") -> str:
-        """The string attribute `name`, or `default`."""
         return str(self._attribute(name, str, default))
 
     def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The attribute `name`, a list of integers, or `default`."""
         return tuple(self._attribute(name, tuple, default))
 
     def numbers(self, name: str, default: tuple[float, ...] = ()) -> tuple[float, ...]:
-        """The attribute `name`, a list of floats, or `default`."""
         return tuple(self._attribute(name, tuple, default))
 
     def texts(self, name: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """The attribute `name`, a list of strings, or `default`."""
         return tuple(self._attribute(name, tuple, default))
 
     def has(self, name: str) -> bool:
@@ -264,11 +253,9 @@ class Graph:
         object.__setattr__(self, "_held", held)
 
     def type_of(self, name: str) -> Value:
-        """The value called `name`; raises KeyError if there is none."""
         return self._types[name]
 
     def has(self, name: str) -> bool:
-        """True if there is a value called `name`."""
         return name in self._types
 
     def producer(self, name: str) -> int | None:

@@ -1,16 +1,8 @@
-"""Who holds what of a tensor: boxes, one a device.
+"""Who holds what of a tensor, and what has to move where a group is to hold it in another layout.
 
-The same arithmetic tells what must be exchanged inside a stage, what is sent between stages with different device
-groups, and what either costs, so that what is predicted is what runs.
-
-How much of a tensor has to move for a group to hold it in another layout: t_x of PaSE (IPDPS 2021, section III).
-
-A device lacks what it needs and does not have. At an outer level of the cluster it is a node that lacks what its
-devices need and none of them has: each block enters a node once.
-
-Who sends what where a group holds a tensor in another layout: every device gets each block it lacks once.
-
-A change of layout that one collective makes.
+The volume is t_x of PaSE (IPDPS 2021, section III): what a device needs and does not have. At an outer level of the
+cluster it is a node that lacks what its devices need and none of them has: each block enters a node once. The same
+arithmetic gives exchanges in a stage, messages between stages, and what either costs: what is predicted is what runs.
 """
 
 from __future__ import annotations
@@ -37,16 +29,13 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent in each dimension."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Intersection of both; None where it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -70,7 +59,6 @@ class Box:
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box that is the whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
@@ -213,7 +201,6 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Into how many blocks the tensor is cut."""
         return degree_of(axis for axes in self.cuts for axis in axes)
 
     def reduced(self) -> Layout:

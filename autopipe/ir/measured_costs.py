@@ -61,7 +61,6 @@ class Affine:
         return Affine(self.fixed_s * factor, self.per_byte_s * factor)
 
     def seconds(self, size_bytes: float) -> float:
-        """Amount for `size_bytes` bytes."""
         return self.fixed_s + self.per_byte_s * size_bytes
 
 
@@ -259,7 +258,6 @@ def _latest(entries: tuple[_Entry, ...], key: Callable[[_Entry], object]) -> tup
 
 
 def costs_text(costs: Costs) -> str:
-    """The file's text."""
     devices = ",\n".join(map(_device_text, costs.devices))
     return f'{{"format": {json.dumps(FORMAT)},\n "devices": [\n{devices}\n]}}\n'
 

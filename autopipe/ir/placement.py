@@ -135,7 +135,6 @@ class Placement:
 
     @property
     def pipelines(self) -> int:
-        """Number of pipelines."""
         return 1 + max((stage.pipeline for stage in self.stages), default=0)
 
     @property

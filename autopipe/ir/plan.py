@@ -1,9 +1,4 @@
-"""A finished plan: what was decided, for which graph, and what it is expected to take.
-
-Candidates of a plan's search, each with its result.
-
-Breakdown of a step: the ideal, and all losses on top of it.
-"""
+"""A finished plan: what was decided, for which graph, what it is expected to take, and what else was tried."""
 
 from __future__ import annotations
 

@@ -68,12 +68,10 @@ class Compute:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the values it reads."""
         return tuple(value.name for value in self.signature.operands if value is not None)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Names of the values it writes."""
         return tuple(value.name for value in self.signature.results if value is not None)
 
 
@@ -90,17 +88,14 @@ class Collective:
 
     @property
     def kind(self) -> str:
-        """Kind of the change of layout: see `Relayout`."""
         return self.relayout.kind
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Name of the value it reads."""
         return (self.source.name,)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Name of the value it writes."""
         return (self.result.name,)
 
 
@@ -459,12 +454,10 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """Elements of the row, what it is filled up with included."""
         return self.share * len(self.ranks)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the row."""
         return self.elements * self.blocks[0].itemsize
 
     @property

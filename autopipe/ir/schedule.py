@@ -1,12 +1,6 @@
-"""When each device runs which stage on which micro-batch: the decision a scheduler makes.
+"""When each device runs which stage on which micro-batch: the decision a scheduler makes, and its check.
 
-True if a schedule can run: every task there once, and no circle of waiting.
-
-A placement as schedulers see it: the DAG of stages and the devices of each.
-
-Devices that do the same: what holds for one of them holds for all, so that one stands for a large group.
-
-Which micro-batches of a stage something is for, where a neighbour has micro-batches of another size.
+Schedulers see a placement as a `StageGraph`; devices that do the same are a lane, of which one stands for all.
 """
 
 from __future__ import annotations
@@ -110,7 +104,6 @@ class Schedule:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return len(self.tasks)
 
     def has_orders_of(self, other: Schedule) -> bool:
@@ -220,12 +213,10 @@ class StageGraph:
 
     @property
     def depth(self) -> int:
-        """Stages on the longest path."""
         return max(depths_to_end(len(self.stage_devices), self.edges), default=0)
 
     @property
     def pipeline_count(self) -> int:
-        """Number of pipelines that take micro-batches in turn."""
         return 1 + max(self.pipelines, default=0)
 
     def micro_batch_ratio_at(self, stage: int) -> int:

@@ -107,14 +107,12 @@ class Space:
         return math.prod(axis.extent for axis in self.axes)
 
     def axis(self, name: str) -> Axis:
-        """The axis called `name`; raises KeyError if there is none."""
         for axis in self.axes:
             if axis.name == name:
                 return axis
         raise KeyError(name)
 
     def extents(self) -> dict[str, int]:
-        """Extent by axis name."""
         return {axis.name: axis.extent for axis in self.axes}
 
     def windows_of(self, operand: int) -> tuple[Windowed, ...]:

@@ -1,7 +1,4 @@
-"""A simulated or measured step over time.
-
-Predicted times of a plan's stages and messages: the input of the simulated step.
-"""
+"""A simulated or measured step over time, and the predicted times of stages and messages that it is simulated from."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.cli.request import request_of
-from autopipe.configs.load import load_configuration
+from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text
 from benchmarks import weighed_plans

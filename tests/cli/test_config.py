@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autopipe.cli.config import config
-from autopipe.configs.load import parse_configuration
+from autopipe.configs.configuration import parse_configuration
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes import registry
 

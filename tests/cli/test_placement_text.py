@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopipe.cli.plan_folder import placement_text
 from autopipe.cli.request import chosen_strategy
-from autopipe.configs.load import parse_configuration
+from autopipe.configs.configuration import parse_configuration
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem

@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from autopipe.configs.configuration import build
-from autopipe.configs.load import load_configuration, parse_configuration
+from autopipe.configs.configuration import build, load_configuration, parse_configuration
 from autopipe.configs.reference import table
 from autopipe.ir.errors import ConfigurationError
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.configs import configuration as c
-from autopipe.configs.configuration import Choice
-from autopipe.configs.load import dump_configuration, load_configuration, parse_configuration
+from autopipe.configs.configuration import Choice, dump_configuration, load_configuration, parse_configuration
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir import problem
 from autopipe.ir.codec import keys

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
-from autopipe.configs.load import dump_configuration, parse_configuration, resolve_cluster
+from autopipe.configs.configuration import dump_configuration, parse_configuration, resolve_cluster
 from autopipe.ir.cluster import Level, Link
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 

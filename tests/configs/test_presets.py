@@ -14,7 +14,7 @@ from autopipe.configs.cluster import (
     read_cluster,
     recipe_paths,
 )
-from autopipe.configs.load import dump_configuration, load_configuration, parse_configuration, resolve_cluster
+from autopipe.configs.configuration import dump_configuration, load_configuration, parse_configuration, resolve_cluster
 from autopipe.ir.cluster import OPERATOR_CLASSES, PRECISIONS
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 

@@ -8,7 +8,7 @@ import pytest
 
 from autopipe.cli.plan_folder import placement_text
 from autopipe.cli.request import chosen_strategy
-from autopipe.configs.load import parse_configuration
+from autopipe.configs.configuration import parse_configuration
 from autopipe.ir.placement import Placement, Stage
 from tests.distributed.builder import mlp
 from tests.distributed.pool import Pools

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage

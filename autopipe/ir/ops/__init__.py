@@ -1,10 +1,6 @@
-"""One row an operator: iteration space, operations, what backward keeps.
+"""One row an operator: iteration space, operations, what backward keeps. May import the rest of `ir`.
 
-`operator_named` is the only door; families of rows live in the modules beside this one.
-
-All rows, assembled from the families.
-
-The iteration spaces of a graph's nodes, worked out once for equal uses of an operator.
+This module has all rows; the families stand in the modules beside it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Attention and what goes with it. Heads are (h r): h key-value heads, each shared by r query heads.
+"""Attention and what goes with it, and ONNX Runtime's own operators (domain com.microsoft) that exporters write.
 
-ONNX Runtime's own operators (domain com.microsoft) that exporters and optimisers write.
+Heads are (h r): h key-value heads, each shared by r query heads.
 """
 
 from __future__ import annotations

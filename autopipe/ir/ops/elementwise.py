@@ -1,18 +1,6 @@
-"""Operators that compute each element of the result from the elements at the same place, with broadcasting.
+"""Operators that compute each element from those at the same place, with broadcasting: arithmetic, activations, logic.
 
-Fourier transforms and determinants.
-
-Functions of one number, applied to each element: activations, powers and logarithms, trigonometry, rounding.
-
-Operators that draw numbers: each belongs to its place in the whole result, so that any split draws the same.
-
-Between floats and quantised integers.
-
-Operators that make tensors out of settings.
-
-Images sampled at the points of a grid.
-
-Regions of images, pooled.
+Beside them small families: random numbers, quantisation, tensors made of settings, spectra, samples of images.
 """
 
 from __future__ import annotations

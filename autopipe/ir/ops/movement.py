@@ -1,11 +1,4 @@
-"""Operators that put elements elsewhere without looking at them.
-
-Operators that read or write at places given by another tensor.
-
-Resize and Upsample: resized axes stay whole, others are independent.
-
-Reshape and its like: the same elements in the same order under other dimensions.
-"""
+"""Operators that move elements: by fixed places, by places that a tensor gives, by resizing, by reshaping."""
 
 from __future__ import annotations
 
@@ -123,10 +116,6 @@ def _tile(signature: Signature) -> NotationLine:
     return _resized(signature, [axis for axis, (before, after) in enumerate(shapes) if before != after])
 
 
-def _center_crop_pad(signature: Signature) -> NotationLine:
-    return _tile(signature)
-
-
 def _depth_to_space(signature: Signature) -> NotationLine:
     block = signature.node.integer("blocksize")
     channels = "c r! s!" if signature.node.text("mode", "DCR") == "CRD" else "r! s! c"
@@ -159,18 +148,6 @@ def _compress(signature: Signature) -> NotationLine:
     return _resized(signature, [joined_axis(signature)])
 
 
-def patch_positions(signature: Signature) -> tuple[int, ...]:
-    """Number of places, along each spatial dimension, where a patch of Col2Im lies."""
-    image, block = _integers(signature, 1), _integers(signature, 2)
-    rank = len(block)
-    dilations = signature.node.integers("dilations", (1,) * rank)
-    strides = signature.node.integers("strides", (1,) * rank)
-    pads = signature.node.integers("pads", (0,) * (2 * rank))
-    return tuple(
-        (image[i] + pads[i] + pads[i + rank] - dilations[i] * (block[i] - 1) - 1) // strides[i] + 1 for i in range(rank)
-    )
-
-
 def _col2im(signature: Signature) -> NotationLine:
     points = math.prod(_integers(signature, 2))
     spatial = " ".join(unindexed(signature.result().shape[2:]))
@@ -186,7 +163,7 @@ MOVEMENT = (
     Operator("Slice", _slice, "view", static=(1, 2, 3, 4)),
     Operator("Pad", _pad, "memory", static=(1, 2, 3)),
     Operator("Tile", _tile, "memory", static=(1,)),
-    Operator("CenterCropPad", _center_crop_pad, "memory", static=(1,)),
+    Operator("CenterCropPad", _tile, "memory", static=(1,)),
     Operator("DepthToSpace", _depth_to_space, "memory"),
     Operator("SpaceToDepth", _space_to_depth, "memory"),
     Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",)),

@@ -1,9 +1,4 @@
-"""Normalisations: statistics over some axes, which devices take together, then element by element.
-
-Operators that reduce or order along axes.
-
-Losses over classes (axis 1) and labels.
-"""
+"""Operators with statistics over axes that devices take together: normalisations, reductions, losses over classes."""
 
 from __future__ import annotations
 

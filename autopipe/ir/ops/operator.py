@@ -1,15 +1,6 @@
-"""The shape of a row: everything the compiler knows of one operator.
+"""The row of an operator: everything the compiler knows of it, and the pieces that rows are put together from.
 
 A row is data and small pure functions. How an operator is spelled in PyTorch is not here: see the backends.
-
-Sliding windows of convolution and pooling: how far they reach, how they step, what is padded.
-
-An axis of windows can be split: each device then reads what its windows do, its neighbours' edges and pads included,
-and computes without pads of its own.
-
-Pieces that lines of notation are put together from.
-
-Statistics that devices exchange where each has a part of an operator's joint axes.
 """
 
 from __future__ import annotations
@@ -100,19 +91,16 @@ class Signature:
     opset: int
 
     def operand(self, index: int) -> Value:
-        """Operand `index`, which must be present."""
         value = self.operands[index]
         assert value is not None, f"{self.node.op} lacks operand {index}"
         return value
 
     def result(self, index: int = 0) -> Value:
-        """Result `index`, which must be present."""
         value = self.results[index]
         assert value is not None, f"{self.node.op} lacks result {index}"
         return value
 
     def present(self, index: int) -> bool:
-        """True if operand `index` is present."""
         return index < len(self.operands) and self.operands[index] is not None
 
     def constant(self, index: int) -> np.ndarray | None:
@@ -121,7 +109,6 @@ class Signature:
 
 
 def signature_of(graph: Graph, node: Node) -> Signature:
-    """The signature of `node` in `graph`."""
     constants = [graph.constant(name) if name else None for name in node.inputs]
     return Signature(
         node=node,

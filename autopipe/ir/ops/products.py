@@ -1,10 +1,6 @@
-"""Products: operators that multiply and sum over an axis.
+"""Operators that multiply and sum: matrix products, convolutions, pooling, recurrent layers.
 
-Convolutions. Of the plain one spatial axes can be split: devices read their neighbours' edges.
-
-Pooling. Spatial axes can be split: devices read their neighbours' edges.
-
-Recurrent layers: samples are independent, and devices with some of the hidden units each compute together.
+Rows and columns of images can be split: devices read their neighbours' edges.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.configuration import load_configuration, resolve_cluster
 
 
 def layers(path, count=3, width=64):

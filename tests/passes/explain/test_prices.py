@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.passes.explain import (
     EditPrice,

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import StageGraph

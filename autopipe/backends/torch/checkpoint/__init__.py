@@ -1,1 +1,4 @@
-"""Checkpoints on disk: their form, their folder, and reading them; numpy at most, so that no torch is needed."""
+"""Checkpoints on disk: their form, their folder, and reading them.
+
+May import `ir` and numpy, so that no torch is needed to look at one.
+"""

@@ -1,7 +1,4 @@
-"""Writing a program folder: all files or none.
-
-The side file of a program: what is data rather than code, names from the model above all.
-"""
+"""Writing a program folder, all files or none: code, and the manifest with what is data, such as names of the model."""
 
 from __future__ import annotations
 

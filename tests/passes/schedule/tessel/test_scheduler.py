@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autopipe.configs.load import load_configuration, resolve_cluster
+from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.plan_file import read_plan, write_plan
