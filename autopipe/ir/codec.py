@@ -329,6 +329,10 @@ class Record:
 
     def get(self, key: str, hint: Any) -> Any:
         """The value under `key` of an object as a value of type `hint`."""
+        if self.is_plain and (quick := _quick(hint)) and self.has(key):
+            found = quick(self.value[key])
+            if found is not None:
+                return found
         return decode(self.at(key, hint), hint)
 
     def items(self) -> Iterator[Self]:
@@ -477,6 +481,7 @@ def _key_readers(schema: type[Dataclass]) -> tuple[tuple[Key, Reader, Callable[[
     return tuple((key, _reader(key.hint), _quick(key.hint) if len(key.path) == 1 else None) for key in keys(schema))
 
 
+@functools.cache
 def _quick(hint: Any) -> Callable[[Any], Any] | None:
     """A function from plain values to what `decode` makes of them, or None where they need a closer look.
 
