@@ -1,12 +1,7 @@
-"""Strategies and schedulers by name: the built-in ones, and those that installed packages announce.
+"""Strategies and schedulers: their interfaces, the built-in ones by name, and those that installed packages announce.
 
-A package announces one through the entry point groups `autopipe.strategies` and `autopipe.schedulers`; the entry
-point's name is the name to choose it by, its object the class.
-
-Interfaces of strategies and schedulers, and how they are run.
-
-Each is a frozen dataclass with a `name` whose other fields are its options: the YAML key, the command line's help and
-the documentation come from that one declaration.
+Each is a frozen dataclass with a `name` whose other fields are its options. A package announces one through the entry
+point groups `autopipe.strategies` and `autopipe.schedulers`: the point's name is its name, its object the class.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A graph as a line of blocks: the operators in one order, cut only where few bytes cross.
+"""A graph as a line of blocks, cut only where few bytes cross; and sums over all ranges of its blocks at once.
 
-Sums over all ranges of blocks of a line at once, as matrices indexed by (first block, block after the last).
+Such sums are matrices indexed by (first block, block after the last).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A user's constraints, resolved: which nodes each one means, and whether any two contradict.
-
-The splits that constraints ask for, node by node, checked against what each node can do.
-"""
+"""A user's constraints, resolved: which nodes each means, whether any two contradict, and the splits they ask for."""
 
 from __future__ import annotations
 

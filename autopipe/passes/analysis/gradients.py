@@ -1,8 +1,5 @@
-"""Which values gradients flow through.
-
-Tensors that each node makes backward keep: values, once each, however many views and consumers they have.
-
-Stages whose backward a schedule splits: which of their nodes leave gradients to the second half.
+"""Which values gradients flow through, what backward keeps of each node, and what a split backward leaves to its second
+half: the gradients of parameters that cost a product of their own.
 """
 
 from __future__ import annotations

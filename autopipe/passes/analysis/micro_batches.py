@@ -1,10 +1,5 @@
-"""Which numbers an input may hold, read off the places it goes: rows of tables, classes, one or nought.
-
-Which blocks of a value two stages' micro-batches have in common, where these are of different sizes.
-
-The graph at the size of each stage's own micro-batches.
-
-True if a stage may take a micro-batch in portions: only if that leaves what is computed as it is.
+"""Stages with micro-batches of their own sizes: their graphs, the blocks of values that neighbours share, and whether a
+stage may take fewer samples without changing what is computed. Which numbers an input may hold, by where it is used.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""Data parallelism inside a stage: every node cut along the axis that counts samples.
+"""Each node with its operator's row and iteration space, the axis that counts its samples, and the width of each value.
 
-How wide the elements of each value are while a program runs at a precision.
-
-With `bf16` and `fp16` parameters stay in fp32 and torch's autocast narrows what products, convolutions and recurrent
-operators read and write, a bias that is added in the same call included; normalizations, reductions and losses compute
-in fp32; the rest runs in the widest type of its operands (PyTorch documentation, "Automatic Mixed Precision package",
-op-specific behavior).
-
-Each node with its operator's row, its iteration space and its operations; equal uses are worked out once.
-
-Biases that programs add in the same call as a matrix product.
+With `bf16` and `fp16` parameters stay in fp32; autocast narrows what products, convolutions and recurrent operators
+read and write, a bias added in the same call included; normalizations, reductions and losses compute in fp32, the rest
+in the widest type of its operands (PyTorch documentation, "Automatic Mixed Precision package").
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Where a stage that recomputes is cut: each of its segments runs its forward again by itself.
+"""Where a stage that recomputes is cut into segments, each of which runs its forward again by itself.
 
-What a stage keeps then is what passes from one segment to the next, and of what its operators keep no more than one
-segment's is there at a time: for a chain of n equal operators about the square root of n times what one keeps (Chen et
-al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.1).
-
-Which of a stage's values gradients come back to.
-
-Stages that recompute, with the segments that run again each by itself.
+A stage keeps what passes between segments, and one segment's activations at a time: for n equal operators about the
+square root of n times what one keeps (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.1).
 """
 
 from __future__ import annotations

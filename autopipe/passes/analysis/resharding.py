@@ -1,13 +1,8 @@
-"""From one layout of a value to another: the fewest collectives that do it, or blocks sent from device to device.
+"""Changes of layout inside a stage: the fewest collectives between two layouts of a value, and a stage's exchanges.
 
-No step brings a device more than it lacks, so what a change of layout moves is told by the two layouts alone
-(`ir/layout.py`), whichever steps it takes.
-
-Which exchanges a stage's group makes between its nodes: one answer, for what is run and for what it costs.
-
-A value changes its layout where the next node wants it in another. Partial sums are added up at once: scattered where
-all readers want the same blocks, else to copies. After that the steps of `relayout.py` bring a value to each layout
-that is asked for, from the form of it that lacks least.
+No step brings a device more than it lacks, and what runs is what costs are told of. Partial sums are added up at once:
+scattered where all readers want the same blocks, else to copies. After that a value is brought to each layout that is
+asked for from the form of it that lacks least.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""The best plan that any strategy and any schedule give, and what every other one would have cost."""
+"""The best plan over all strategies and schedules: candidates, their search, and answers kept between runs.
+
+Imports everything a plan is made with; only explain, export and cli stand above it.
+"""

@@ -1,1 +1,4 @@
-"""Costs of work, communication and memory: of a node, of a stage, of a placement; and parts that strategies share."""
+"""Seconds and bytes of nodes, stages and exchanges: rooflines or measurements, collectives, memory.
+
+`stages` is read by strategies and schedulers, `range_tables` by searches over chains. Imports ir and passes/analysis.
+"""

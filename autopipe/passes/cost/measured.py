@@ -1,11 +1,7 @@
-"""Planning with measured costs: each node has what its operation took, at every share that was measured of it.
+"""Costs from measurements: each node takes what its operation took, at every share that was measured of it.
 
-What was not measured takes what the roofline says, times how much longer than that the measured operations of the same
-operator took; of the same class where there are none of the operator; all of them where there are none of the class.
-
-The operations that a graph's nodes are: what is measured of it, and what measured costs are looked up by.
-
-The same problem on micro-batches of another size.
+What was not measured takes the roofline's seconds times the ratio of measured to roofline of the same operator; of the
+same class where there are none of the operator; of all where there are none of the class.
 """
 
 from __future__ import annotations

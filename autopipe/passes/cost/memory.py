@@ -1,9 +1,5 @@
-"""Memory on a device of a stage: state, saved activations, and the working memory of one task.
-
-How many samples a stage keeps between forward and backward under kFkB schedules, whatever its successors run.
-
-A kFkB schedule starts with some forwards, goes on with k backwards and k forwards alternately, and drains. Jeon et al.,
-"GraphPipe" (2024), section 6 and appendix A.1.
+"""Memory on a device of a stage: state, saved activations, the working memory of one task; and how many samples a stage
+keeps under kFkB schedules (Jeon et al., "GraphPipe", 2024, section 6 and appendix A.1).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""True if a placement fits into memory, and what recomputation does about it.
+"""Memory of a placement against its limits, with recomputation where that helps; and which devices a stage may share.
 
-Devices of different kinds in one cluster: which neighbours a stage may have without being asked to straddle them.
+Without being asked to, no stage straddles devices of different kinds.
 """
 
 from __future__ import annotations

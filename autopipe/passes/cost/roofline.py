@@ -1,9 +1,6 @@
-"""How long work takes on a device: the slower of computing and moving bytes, plus the launch.
+"""Work of each node, and the seconds a device takes for it: the slower of computing and moving bytes, plus the launch.
 
-Williams, Waterman, Patterson: "Roofline: an insightful visual performance model for multicore architectures",
-Communications of the ACM 52(4), 2009.
-
-The costed graph: what each node's forward and backward compute, move and keep, whatever the device.
+Williams, Waterman, Patterson, "Roofline", Communications of the ACM 52(4), 2009.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
-"""Work of each stage, with everything the costs of a stage are read from.
+"""Work of each stage: its nodes as its group shares them, the collectives between them, and the sums of gradients at a
+step's end. Backward runs each exchange's transpose, which costs the same, where gradients flow.
 
-The collectives inside a stage: what they take where neighbours want a value in different layouts.
-
-They are those that lowering inserts (`passes/analysis/resharding.py`), and the statistics of a node split along a joint
-axis. Backward runs each exchange's transpose, which costs the same: all-reduce for
-all-reduce, reduce-scatter for all-gather and the reverse, nothing for a cut; and none where no gradient flows.
-
-Joint work, at a step's end, of devices that hold the same block of a parameter.
-
-Without sharding they add up gradients, and each updates all. Where the optimizer's state is sharded (ZeRO-1, see
-`Optimizer.shard`), each gets the sum of a shard of the gradients and updates that; then all gather the parameters.
-
-Signature of a device group: all that decides how fast it computes and exchanges.
+With ZeRO-1 (`Optimizer.shard`) each holder of a block gets the sum of a shard of the gradients and updates that; then
+all gather the parameters.
 """
 
 from __future__ import annotations

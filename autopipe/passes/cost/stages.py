@@ -1,11 +1,7 @@
-"""Costs of each stage of a placement: seconds of a micro-batch, seconds of a step's end, bytes on a device.
+"""Costs of each stage of a placement: seconds of a micro-batch and of a step's end, bytes on a device.
 
-Which stages cost the same: those of a model of equal layers are costed once.
-
-Work of the second half of a split backward, and the memory held until then (see `autopipe.passes.analysis.gradients`).
-
-Qi et al., "Zero Bubble Pipeline Parallelism" (2024), section 2: of a product's backward, half gives the gradient of
-what flows, half that of the weight.
+Stages that compute, keep and send the same are costed once. A split backward leaves the gradients of weights, half of
+a product's backward, to its second half (Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2).
 """
 
 from __future__ import annotations

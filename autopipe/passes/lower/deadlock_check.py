@@ -1,14 +1,8 @@
-"""A rank's instructions as actions, loops unrolled.
+"""All ranks' instructions run against each other, computing nothing, to show that every rank comes to its end.
 
-Visible actions of a rank's instructions: post receives, send, and run tasks that wait for both.
-
-All ranks' instructions run against each other, computing nothing.
-
-Sends never wait, receives are matched with sends channel by channel in order, tasks wait for their messages and for
-their group. As no choice is left, one run shows for all whether every rank comes to its end. What orders instructions
-(`posting`, `order`) has no part in it, so a fault there is found here.
-
-Synchronisation between ranks: messages in order, and barriers of groups.
+Sends never wait, messages of a channel are received in the order in which they are sent, tasks wait for their messages
+and for their group: as no choice is left, one run stands for all. What orders instructions has no part in it, so that
+a fault there is found here.
 """
 
 from __future__ import annotations

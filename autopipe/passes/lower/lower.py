@@ -1,19 +1,15 @@
-"""A `Program` from a plan: the only place that knows all of its parts.
-
-Parts of a program from the stages of a placement: their local forwards, the message blocks between them, and the
-ranks' parameters.
-
-A whole model on one device.
-
-Requirements on a plan for generated programs to run it.
+"""A `Program` from a plan: stages on local shards, messages between them, and each rank's instructions in its
+schedule's order with communication placed around them, rolled up into loops.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
@@ -22,6 +18,8 @@ from autopipe.ir.layout import degree_of
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import (
     DataInput,
+    Instruction,
+    Loop,
     MessageBlock,
     Output,
     OutputPlace,
@@ -49,19 +47,14 @@ from autopipe.passes.lower.deadlock_check import prove
 from autopipe.passes.lower.messages import (
     HeldMessages,
     RankPeers,
+    SendingOrders,
     channels_of,
     held_messages,
+    postings,
     sending_orders,
     transfer_pieces,
 )
-from autopipe.passes.lower.order import instructions, sections
 from autopipe.passes.lower.shard import Demands, ShardedStage, parameter_shards, shard_stage, torn_parameters
-
-
-def check_tasks(placement: Placement, schedule: Schedule) -> None:
-    """Raise CodegenError unless the schedule has a row for each device of the placement."""
-    if placement.devices > schedule.devices:
-        raise CodegenError(f"the placement uses {placement.devices} devices, the schedule has {schedule.devices}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +137,8 @@ def lower(
     InfeasibleError where stages' own micro-batches would change what is computed.
     """
     _check_loss(graph, loss)
-    check_tasks(placement, schedule)
+    if placement.devices > schedule.devices:
+        raise CodegenError(f"the placement uses {placement.devices} devices, the schedule has {schedule.devices}")
     check_portions(graph, placement)
     parts = parts_of(graph, placement, schedule.devices, loss)
     stages, codes = parts.stages, tuple(stage.code for stage in parts.stages)
@@ -266,6 +260,105 @@ def _batch_axis(graph: Graph, name: str, batch: BatchAxes) -> int | None:
         samples = batch.of(name)
         return samples.dimension if samples is not None and samples.outer == 1 else None
     return 0 if graph.type_of(name).shape[:1] == (1,) else dict(graph.batch_axes).get(name)
+
+
+_COMPUTE = {
+    Phase.FORWARD: Verb.FORWARD,
+    Phase.BACKWARD: Verb.BACKWARD,
+    Phase.INPUT_GRADIENT: Verb.INPUT_GRADIENT,
+    Phase.WEIGHT_GRADIENT: Verb.WEIGHT_GRADIENT,
+}
+_AFTER = {
+    Phase.FORWARD: Verb.SEND,
+    Phase.BACKWARD: Verb.SEND_GRADIENT,
+    Phase.INPUT_GRADIENT: Verb.SEND_GRADIENT,
+}
+"""How a task's results leave; the gradients of parameters stay."""
+
+
+def instructions(tasks: Sequence[Task], talking: RankPeers, orders: SendingOrders) -> tuple[Instruction, ...]:
+    """The rank's instructions for a step: its tasks, with receives before them (see `postings`) and sends behind."""
+    found: list[Instruction] = []
+    for task, asked in zip(tasks, postings(tasks, talking, orders), strict=True):
+        found += asked
+        found.append(Instruction(_COMPUTE[task.phase], task.stage, task.micro_batch))
+        after = _AFTER.get(task.phase)
+        if after is not None and (task.stage, after) in talking.sends:
+            found.append(Instruction(after, task.stage, task.micro_batch))
+    return tuple(found)
+
+
+def sections(flat: Sequence[Instruction], turns: Sequence[int] = ()) -> tuple[Section, Section, Section]:
+    """Warm-up, repetend and cool-down: the loop that covers most, what stands before it and after, rolled up too.
+
+    `turns` are the micro-batches that each stage makes of one of the program's, where that is not one.
+    """
+    period = math.lcm(*turns)
+    units = {stage: period // each for stage, each in enumerate(turns)}
+    before, loop, after = _parted(flat, units)
+    if loop is None:
+        return tuple(flat), (), ()
+    return _rolled(before, units), (loop,), _rolled(after, units)
+
+
+def _rolled(flat: Sequence[Instruction], units: Mapping[int, int]) -> Section:
+    before, loop, after = _parted(flat, units)
+    if loop is None:
+        return tuple(flat)
+    return (*_rolled(before, units), loop, *_rolled(after, units))
+
+
+def _parted(
+    flat: Sequence[Instruction], units: Mapping[int, int]
+) -> tuple[Sequence[Instruction], Loop | None, Sequence[Instruction]]:
+    """The loop that covers most, and what stands before it and after.
+
+    `units` are the lengths of stages' micro-batches, so that what moves on together moves by one distance.
+    """
+    found = _longest_loop(flat, units)
+    if found is None:
+        return flat, None, ()
+    start, length, count, distance = found
+    body = tuple(flat[start : start + length])
+    strides = tuple(distance // units.get(each.stage, 1) for each in body)
+    loop = Loop(body, count, strides[0], () if len(set(strides)) == 1 else strides)
+    return flat[:start], loop, flat[start + length * count :]
+
+
+_LONGEST_BODY = 2048
+"""A group of micro-batches of Chimera or of interleaved 1F1B on 32 devices takes some hundred instructions."""
+
+
+def _longest_loop(flat: Sequence[Instruction], units: Mapping[int, int]) -> tuple[int, int, int, int] | None:
+    """(start, body length, count, distance) of the loop that covers most, the shortest body among equals."""
+    kinds: dict[tuple[int, Verb, int | None], int] = {}
+    keys = ((each.stage, each.verb, each.source) for each in flat)
+    codes = np.array([kinds.setdefault(key, len(kinds)) for key in keys], np.int32)
+    indices = np.array([each.micro_batch * units.get(each.stage, 1) for each in flat], np.int64)
+    best: tuple[int, int, int, int] | None = None
+    covered = 0
+    for length in range(1, min(_LONGEST_BODY, len(flat) // 2) + 1):
+        same = codes[length:] == codes[:-length]
+        if np.count_nonzero(same) < max(length, covered + 1 - length):
+            continue  # too few for a loop that covers more
+        start, count, distance = _longest_run(same, indices, length)
+        if length * count > covered:
+            best, covered = (start, length, count, distance), length * count
+    return best
+
+
+def _longest_run(same: np.ndarray, indices: np.ndarray, length: int) -> tuple[int, int, int]:
+    """(start, count, distance) of the longest run of bodies of `length`, the first among equals; count 0 for none.
+
+    In a run each instruction is the `same` as the one `length` before it but for its index, which is moved on by one
+    same distance.
+    """
+    distances = np.where(same, np.maximum(indices[length:] - indices[:-length], 0), 0)
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(distances)) + 1))
+    spans = np.diff(np.concatenate((starts, [len(distances)])))
+    counts = np.where((distances[starts] > 0) & (spans >= length), 1 + spans // length, 0)
+    found = int(np.argmax(counts))
+    return int(starts[found]), int(counts[found]), int(distances[starts[found]])
 
 
 def one_device_program(graph: Graph, micro_batches: int, micro_batch_size: int, loss: str | None) -> Program:

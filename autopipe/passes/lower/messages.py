@@ -1,17 +1,8 @@
-"""Both ends of every message, as tasks: which send gives what a receive asks for.
-
-When a rank asks for what other ranks send it.
+"""Messages between stages: the blocks that ranks exchange, when receives are posted, and how many are held at once.
 
 Messages of one channel arrive in the order in which they are sent, so a rank asks for them in the order in which the
-stage that sends them runs: the order of send and receive pairs is one for both ends, whatever order the rank itself
-takes micro-batches in (Lin et al., "Tessel" (HPCA 2024), section V).
-
-Channels between ranks, and how many messages of each are held at once: that many buffers serve all of a step.
-
-A message is held from where its receive is posted to the end of the last task that may use it. Messages in blocks are
-put together for the first task that uses them; a whole tensor is used as it came, and kept for later tasks.
-
-Messages between stages: boxes from the devices that hold them to the devices that need them.
+sending stage runs, whatever its own order (Lin et al., "Tessel", HPCA 2024, section V). A message is held from its
+receive's posting to the end of the last task that may use it; that many buffers serve all of a step.
 """
 
 from __future__ import annotations

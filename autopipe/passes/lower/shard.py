@@ -1,11 +1,8 @@
-"""A stage's nodes on local shards, with the exchanges that its splits ask for.
+"""A stage's nodes on local shards, with the exchanges that its splits ask for; and the ranks' blocks of parameters.
 
-Gradients follow one rule: the ranks of a group together compute one function, and each rank's gradient of a value it
-holds is its own share: shares of copies add up to the whole. Then the backward of every exchange is its transpose
-(all-reduce of all-reduce, reduce-scatter of all-gather and the reverse, padding of slice), and a parameter's gradient
+The ranks of a group together compute one function, and each rank's gradient of a value it holds is its own share:
+shares of copies add up to the whole. Then the backward of every exchange is its transpose, and a parameter's gradient
 is the sum over the ranks that hold it, whatever is split.
-
-Which rank holds which block of which parameter, and whose gradients add up.
 """
 
 from __future__ import annotations

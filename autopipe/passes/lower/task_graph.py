@@ -1,7 +1,4 @@
-"""The task graph of a rank, from its program: what `autopipe show --tasks` shows.
-
-Memory along a rank's tasks: each value from the task that makes it to the end of the last one that uses it.
-"""
+"""The task graph of a rank, from its program, and the memory along it: what `autopipe show --tasks` shows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The bytes that a step's exchanges will move, by kind (`ir/program.py`), from the parts its program is made of.
-
-The buckets in which ranks exchange gradients of parameters at a step's end, and what that moves.
-"""
+"""The bytes that a step's exchanges move, by kind (`ir/program.py`), from the parts its program is made of."""
 
 from __future__ import annotations
 

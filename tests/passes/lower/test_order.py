@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Instruction, Loop, Verb
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
-from autopipe.passes.lower.lower import lower
-from autopipe.passes.lower.order import sections
+from autopipe.passes.lower.lower import lower, sections
 from tests.distributed.builder import Builder, mlp
 from tests.distributed.drawing import Case, cases
 from tests.distributed.drawing_sizes import unequal_cases

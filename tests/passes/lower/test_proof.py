@@ -13,8 +13,7 @@ from autopipe.ir.errors import CodegenError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Instruction, Loop, Program, Verb
 from autopipe.passes.lower.deadlock_check import prove
-from autopipe.passes.lower.lower import lower
-from autopipe.passes.lower.order import sections
+from autopipe.passes.lower.lower import lower, sections
 from tests.distributed.builder import mlp
 from tests.distributed.drawing import Case, cases
 from tests.distributed.portions import forwards_first

@@ -15,8 +15,7 @@ from autopipe.ir.program import Instruction, Program
 from autopipe.ir.task_graph import TaskGraph
 from autopipe.ir.timeline import Prediction, StagePrediction
 from autopipe.passes.lower.deadlock_check import prove
-from autopipe.passes.lower.lower import lower
-from autopipe.passes.lower.order import sections
+from autopipe.passes.lower.lower import lower, sections
 from autopipe.passes.lower.task_graph import TaskSource
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.schedule.simulate import simulate

@@ -7,7 +7,7 @@ import pytest
 from autopipe.ir.program import Instruction, Loop, Verb
 from autopipe.ir.schedule import Phase, StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.lower.order import sections
+from autopipe.passes.lower.lower import sections
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
