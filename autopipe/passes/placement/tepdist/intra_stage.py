@@ -1,13 +1,11 @@
-"""The splits inside all stages of a placement, equal stages searched once.
-
-Which stages are equal: layers that repeat are searched once.
-"""
+"""The splits inside all stages of a placement; equal stages, layers that repeat, are searched once."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, SplitProof, Stage
@@ -36,7 +34,6 @@ class NodeContents:
 
     @staticmethod
     def of(problem: Problem) -> NodeContents:
-        """The contents of a problem's graph."""
         samples = sample_axes(problem.graph)
         gradient = differentiable_values(problem.graph) if problem.train else frozenset()
         return NodeContents(problem, samples, gradient, element_bytes(problem.graph, samples.uses, problem.precision))
@@ -103,59 +100,57 @@ class IntraStageSearch:
 
     @staticmethod
     def of(problem: Problem, solver: Level) -> IntraStageSearch:
-        """The search on micro-batches of the problem's size."""
         return IntraStageSearch(problem, solver, NodeContents.of(problem), sample_axes(problem.graph))
 
-    def placements(self, skeleton: Placement, wished: Mapping[int, Splits], limit_s: float) -> list[CostedPlacement]:
-        """Placements with the stages of `skeleton` that memory holds under 1F1B, `wished` nodes split as asked.
+    def placements(self, skeleton: Placement, required: Mapping[int, Splits], limit_s: float) -> list[CostedPlacement]:
+        """Placements with the stages of `skeleton` that memory holds under 1F1B, `required` nodes split as asked.
 
         Every stage is split as the solver finds it best, or by its samples, or the faster of both. Where memory is
         short for the first, stages recompute if they may, and splits are searched within memory, unless a step of it as
         it is would take `limit_s` already. Raises InfeasibleError where there is none, with the least excess.
         """
-        plain = self._unlimited(skeleton, wished)
+        plain = self._unlimited(skeleton, required)
         fitting = [each for each in plain if each.fits]
         if plain[0].fits or step_s(self.problem, plain[0].placement, plain[0].costs) >= limit_s:
             return fitting
         # A single stage fits in smaller micro-batches, too: a plan that recomputes would end the search before these.
         if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:
-            fitting += self._recomputing(plain[0], wished)
+            fitting += self._recomputing(plain[0], required)
         try:
-            fitting.append(self._within(plain[0], wished, limit_s))
+            fitting.append(self._within(plain[0], required, limit_s))
         except InfeasibleError:
             if not fitting:
                 raise
         return fitting
 
-    def proof(self, placement: Placement, wished: Mapping[int, Splits]) -> SplitProof:
+    def proof(self, placement: Placement, required: Mapping[int, Splits]) -> SplitProof:
         """Proof of the splits of a single stage, from the solver's bound where memory is no limit."""
-        inside = split_problem(self.problem, placement, wished)
+        inside = split_problem(self.problem, placement, required)
         _, proof = self._searched(inside, placement, 0)
         (cost,) = stage_costs(self.problem, placement)
         seconds = max(step_seconds(cost, self.problem.micro_batches), proof.lower_bound)
         return SplitProof(seconds, proof.lower_bound, seconds <= proof.lower_bound * (1 + 1e-9))
 
-    def _unlimited(self, skeleton: Placement, wished: Mapping[int, Splits]) -> list[CostedPlacement]:
+    def _unlimited(self, skeleton: Placement, required: Mapping[int, Splits]) -> list[CostedPlacement]:
         """Placements without regard to memory, as the solver finds it best first."""
-        inside = split_problem(self.problem, skeleton, wished)
+        inside = split_problem(self.problem, skeleton, required)
         numbers = range(len(skeleton.stages))
         searched = self._weighed(_with_stages(skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers]))
-        by_samples = [self._by_samples(stage, wished) for stage in skeleton.stages]
+        by_samples = [self._by_samples(stage, required) for stage in skeleton.stages]
         others = [other or own for other, own in zip(by_samples, searched.placement.stages, strict=True)]
         if others == list(searched.placement.stages):
             return [searched]
         sampled = self._weighed(_with_stages(skeleton, others))
-        faster = [min(enumerate((searched, sampled)), key=lambda each: self._seconds(each, i))[0] for i in numbers]
+
+        def rank(which: int, stage: int) -> tuple[bool, float]:
+            seconds = step_seconds((searched, sampled)[which].costs[stage], self.problem.micro_batches)
+            return (searched, sampled)[which].excess[stage][0] > 0, seconds
+
+        faster = [min(0, 1, key=partial(rank, stage=stage)) for stage in numbers]
         if len(set(faster)) == 1:
             return [searched, sampled]
         stages = [(searched, sampled)[which].placement.stages[i] for i, which in enumerate(faster)]
         return [searched, sampled, self._weighed(_with_stages(skeleton, stages))]
-
-    def _seconds(self, candidate: tuple[int, CostedPlacement], stage: int) -> tuple[bool, float, int]:
-        """By what the ways of a stage are compared."""
-        number, weighed = candidate
-        seconds = step_seconds(weighed.costs[stage], self.problem.micro_batches)
-        return weighed.excess[stage][0] > 0, seconds, number
 
     def _searched(self, inside: SplitProblem, placement: Placement, index: int) -> tuple[Stage, SplitProof]:
         """A stage as the solver finds it best without regard to memory."""
@@ -171,31 +166,31 @@ class IntraStageSearch:
         splits, proof = self._found[key]
         return replace(stage, splits=_of_nodes(nodes, splits)), proof
 
-    def _by_samples(self, stage: Stage, wished: Mapping[int, Splits]) -> Stage | None:
+    def _by_samples(self, stage: Stage, required: Mapping[int, Splits]) -> Stage | None:
         """The stage with nothing but its samples shared; None where they cannot be, or something else is asked for."""
         width = len(stage.devices)
-        if any(node in wished or not self.samples.divides(node, width) for node in stage.nodes):
+        if any(node in required or not self.samples.divides(node, width) for node in stage.nodes):
             return None
         return replace(stage, splits=self.samples.splits(stage.nodes, width))
 
-    def _recomputing(self, plain: CostedPlacement, wished: Mapping[int, Splits]) -> list[CostedPlacement]:
+    def _recomputing(self, plain: CostedPlacement, required: Mapping[int, Splits]) -> list[CostedPlacement]:
         """The same with recomputation in the stages that memory does not hold, in all where that is not enough."""
         stages = plain.placement.stages
         full = [replace(stage, recompute=excess > 0) for stage, (excess, _) in zip(stages, plain.excess, strict=True)]
         for some in (full, [replace(stage, recompute=True) for stage in stages]):
             bare = [replace(stage, splits=()) for stage in some]
-            fitting = [each for each in self._unlimited(_with_stages(plain.placement, bare), wished) if each.fits]
+            fitting = [each for each in self._unlimited(_with_stages(plain.placement, bare), required) if each.fits]
             if fitting:
                 return fitting
         return []
 
-    def _within(self, plain: CostedPlacement, wished: Mapping[int, Splits], limit_s: float) -> CostedPlacement:
+    def _within(self, plain: CostedPlacement, required: Mapping[int, Splits], limit_s: float) -> CostedPlacement:
         """The placement with other splits in the stages that memory does not hold: in equal ones those of the fullest.
 
         Splits under which a stage alone takes `limit_s` a step are as good as any others that do.
         Raises InfeasibleError, with the least excess, where nothing fits.
         """
-        inside = split_problem(self.problem, plain.placement, wished)
+        inside = split_problem(self.problem, plain.placement, required)
         keys = [
             self.contents.key([node for node, _ in plan.nodes], stage.devices, terms)
             for plan, stage, terms in zip(inside.plans, plain.placement.stages, inside.options, strict=True)

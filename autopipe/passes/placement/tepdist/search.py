@@ -1,42 +1,145 @@
-"""The outer search: every factorisation of the devices, with the micro-batches under which its step is shortest.
-
-Lower bound and estimate of a factorisation, before any of its splits are searched.
-
-The problem on micro-batches of one size, and the best placement of a factorisation there.
-
-How the outer search divides a model's nodes among stages.
+"""The outer search: the factorisations of a cluster's devices into stages and the mesh of each, a bound and an estimate
+of each before any of its splits are searched, and the micro-batches under which its step is shortest.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.cluster import Device
+from autopipe.ir.cluster import Cluster, Device
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, resolved_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.analysis.stage_nodes import assign_nodes
+from autopipe.passes.batching import divisors
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.memory_check import out_of_memory
+from autopipe.passes.cost.memory_check import equal_device_runs, out_of_memory
 from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.partition.min_cut_ilp import divide
 from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
 from autopipe.passes.placement.tepdist.levels import Level
-from autopipe.passes.placement.tepdist.meshes import Mesh
 from autopipe.passes.schedule.limits import busy_s, quick_step_seconds
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_degrees, settled_stages
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The devices of each stage, in the order in which splits count them: what is split outermost, samples first, goes
+    over the outer level of the mesh."""
+
+    groups: tuple[tuple[int, ...], ...]
+    name: str
+    """Stages and the levels of each one's mesh, such as `2 stages of 2 x 4 devices`."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.groups)
+
+
+def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
+    """Every way to make equal groups of all devices, into `stages` stages where that is given.
+
+    Groups are neighbours in the cluster, so that a stage's mesh lies in one node where it can. One of several whole
+    nodes has two levels, and both orders of them: nodes outside, so that samples are shared among nodes and other axes
+    within one, and the other way around. Where devices are of several kinds, groups are equal within each kind.
+    """
+    runs = equal_device_runs(cluster)
+    # The widest groups first, so that few stages come first.
+    for widths in itertools.product(*(divisors(len(run))[::-1] for run in runs)):
+        count = sum(len(run) // width for run, width in zip(runs, widths, strict=True))
+        if stages not in (None, count):
+            continue
+        ways = [_ways(cluster, run, width) for run, width in zip(runs, widths, strict=True)]
+        yield _mesh([way[0] for way in ways])
+        if any(len(way) > 1 for way in ways):
+            yield _mesh([way[-1] for way in ways])
+
+
+_Groups = tuple[tuple[int, ...], ...]
+
+
+def _ways(cluster: Cluster, run: range, width: int) -> list[tuple[_Groups, str]]:
+    """The ways to count the devices of equal groups of a run, along nodes, and across where it has whole ones; and the
+    extents of each one's mesh, such as `2 x 4`.
+    """
+    groups = tuple(tuple(range(first, first + width)) for first in range(run.start, run.stop, width))
+    first, levels = cluster.part(run.start)
+    of_node = levels[0].size
+    nodes, rest = divmod(width, of_node)
+    if nodes <= 1 or rest or of_node == 1 or cluster.part(run.stop - 1)[0] != first:
+        return [(groups, str(width))]
+    crossed = tuple(
+        tuple(group[node * of_node + place] for place in range(of_node) for node in range(nodes)) for group in groups
+    )
+    return [(groups, f"{nodes} x {of_node}"), (crossed, f"{of_node} x {nodes}")]
+
+
+def _mesh(parts: Sequence[tuple[_Groups, str]]) -> Mesh:
+    names = " and ".join(
+        f"{len(groups)} stage{'s' * (len(groups) > 1)} of {levels} device{'s' * (len(groups[0]) > 1)}"
+        for groups, levels in parts
+    )
+    return Mesh(tuple(group for groups, _ in parts for group in groups), names)
+
+
+def constrained_meshes(
+    cluster: Cluster, stages: int | None, resolved: Sequence[ResolvedConstraint]
+) -> tuple[Mesh, ...]:
+    """The meshes of `cluster`, into `stages` stages where that is given, that constraints leave.
+
+    Where they ask for devices, each group asked for is a stage's, in the order asked for: in equal groups of all
+    devices, or in stages of just these groups, which need not be equal. Raises ConfigurationError, naming a constraint,
+    where no mesh has them.
+    """
+    found = tuple(meshes(cluster, stages))
+    asked = _groups(resolved)
+    if not asked:
+        return found
+    by_members = {frozenset(group): group for group in asked}
+    with_them = [
+        replace(mesh, groups=tuple(by_members.get(frozenset(group), group) for group in mesh.groups))
+        for mesh in found
+        if by_members.keys() <= set(map(frozenset, mesh.groups))
+    ]
+    if not with_them and stages in (None, len(asked)):
+        of_them = Mesh(tuple(asked), f"{len(asked)} stage{'s' if len(asked) > 1 else ''} as asked for")
+        with_them = [of_them] if sum(map(len, asked)) == len({device for group in asked for device in group}) else []
+    if with_them:
+        return tuple(dict.fromkeys(with_them))
+    constraint = next(each for each in resolved if each.devices is not None)
+    many = f" with {stages} stages" if stages else ""
+    raise ConfigurationError(
+        f"{constraint} asks for devices {list(constraint.devices or ())}, which no stage can have{many}",
+        hint="stages have equal groups of neighbours, or just the groups asked for, if no two of them overlap; "
+        "strategy manual follows any constraint",
+    )
+
+
+def _groups(resolved: Sequence[ResolvedConstraint]) -> list[tuple[int, ...]]:
+    """The groups of devices, each once, by the stage that is asked for with them, else by their first node."""
+    ranks: dict[frozenset[int], tuple[tuple[int, int], tuple[int, ...]]] = {}
+    for each in resolved:
+        if each.devices is not None:
+            stage = each.constraint.stage
+            rank = (each.nodes[0], 0) if stage is None else (-1, stage)
+            members = frozenset(each.devices)
+            before, group = ranks.get(members, (rank, each.devices))
+            ranks[members] = min(before, rank), group
+    return [group for _, group in sorted(ranks.values())]
+
 
 Nodes = tuple[tuple[int, ...], ...]
 """The nodes of each stage, ascending."""
@@ -51,7 +154,7 @@ class SizedProblem:
 
     problem: Problem
     resolved: tuple[ResolvedConstraint, ...]
-    wished: dict[int, Splits]
+    required: dict[int, Splits]
     """The splits that constraints ask for, by node."""
     insides: IntraStageSearch
 
@@ -63,8 +166,8 @@ class SizedProblem:
         """
         own = resized(problem, size)
         resolved = resolved_constraints(own)
-        wished = required_splits(resolved, sample_axes(own.graph)) if resolved else {}
-        return SizedProblem(own, resolved, wished, IntraStageSearch.of(own, solver))
+        required = required_splits(resolved, sample_axes(own.graph)) if resolved else {}
+        return SizedProblem(own, resolved, required, IntraStageSearch.of(own, solver))
 
     def stages(self, mesh: Mesh, divide: Divide) -> Nodes:
         """The nodes of each stage. Raises ConfigurationError for constraints that the mesh cannot follow."""
@@ -85,9 +188,9 @@ class SizedProblem:
                 for nodes, group in zip(stages, mesh.groups, strict=True)
             )
         )
-        check_degrees(self.problem, self.wished, skeleton)
+        check_degrees(self.problem, self.required, skeleton)
         found, refused = [], None
-        for each in self.insides.placements(skeleton, self.wished, limit_s):
+        for each in self.insides.placements(skeleton, self.required, limit_s):
             if busy_s(each.costs, self.problem.micro_batches) >= limit_s:
                 continue
             try:
@@ -119,7 +222,6 @@ class Bounds:
 
     @staticmethod
     def of(problem: Problem) -> Bounds:
-        """The bounds of a problem."""
         whole = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
         wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
         (plan,) = assign_nodes(problem.graph, Placement((whole,)), wanted)

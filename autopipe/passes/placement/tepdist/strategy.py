@@ -1,7 +1,4 @@
-"""TePDist: the strategy and its options (Alibaba PAI, "TePDist", 2023).
-
-Notes of the outer search: a line for each factorisation.
-"""
+"""TePDist: the strategy, its options, and the notes of its outer search (Alibaba PAI, "TePDist", 2023)."""
 
 from __future__ import annotations
 
@@ -19,8 +16,15 @@ from autopipe.passes.analysis.constraints import required_sizes, resolved_constr
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators
 from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
-from autopipe.passes.placement.tepdist.meshes import constrained_meshes, meshes
-from autopipe.passes.placement.tepdist.search import Bounds, LeastCrossing, MeshTrial, Outer, linear_cut
+from autopipe.passes.placement.tepdist.search import (
+    Bounds,
+    LeastCrossing,
+    MeshTrial,
+    Outer,
+    constrained_meshes,
+    linear_cut,
+    meshes,
+)
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import check_constraints_met
 
@@ -80,7 +84,6 @@ class TePDist:
     name: ClassVar[str] = "tepdist"
 
     def division(self, graph: Graph) -> Division:
-        """It chooses the size of micro-batches."""
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
@@ -130,5 +133,5 @@ class TePDist:
         """The placement with what is known of it, checked against the constraints."""
         sized = outer.of(best.micro_batches)
         check_constraints_met(sized.problem, placement, self.name)
-        proof = sized.insides.proof(placement, sized.wished) if len(placement.stages) == 1 else None
+        proof = sized.insides.proof(placement, sized.required) if len(placement.stages) == 1 else None
         return replace(placement, proof=proof, notes=search_notes(outer.tried, best, outer.undivided))

@@ -14,8 +14,7 @@ from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.placement.tepdist.intra_stage import NodeContents
-from autopipe.passes.placement.tepdist.meshes import meshes
-from autopipe.passes.placement.tepdist.search import Bounds
+from autopipe.passes.placement.tepdist.search import Bounds, meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.limits import step_s
 from autopipe.passes.sharding.search import split_problem
@@ -54,7 +53,7 @@ def test_no_step_is_shorter_than_its_bound(micro_batches: int) -> None:
         step = step_s(both, alone, stage_costs(both, alone))
         least = bounds.step_s(mesh, micro_batches)
         assert 0 < least <= bounds.divided_s(mesh, micro_batches, stages) <= step
-        if mesh.width == 1 and micro_batches == 32:
+        if max(map(len, mesh.groups)) == 1 and micro_batches == 32:
             # Devices differ by one factor, and filling and draining is little: a fair share of all is close.
             assert least > 0.5 * step
 

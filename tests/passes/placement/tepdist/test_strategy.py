@@ -23,8 +23,7 @@ from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.pipedream import PipeDream
-from autopipe.passes.placement.tepdist.meshes import meshes
-from autopipe.passes.placement.tepdist.search import Bounds
+from autopipe.passes.placement.tepdist.search import Bounds, meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.limits import step_s
 from autopipe.passes.schedule.tessel.scheduler import Tessel
