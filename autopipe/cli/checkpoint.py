@@ -1,11 +1,4 @@
-"""`autopipe checkpoint`: the commands. None of them needs torch.
-
-Contents of checkpoints, for the terminal and as JSON.
-
-The checkpoint that a command line means.
-
-From a checkpoint to what an export needs: the model's file, and each parameter's numbers.
-"""
+"""`autopipe checkpoint`: look at checkpoints, check them, export trained weights. None of it needs torch."""
 
 from __future__ import annotations
 
@@ -32,7 +25,7 @@ from autopipe.backends.torch.checkpoint.format import (
 )
 from autopipe.backends.torch.checkpoint.read import Reader
 from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output, bytes_text
+from autopipe.cli.output import Output, bytes_text, facts_table, plain_table
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import whole
@@ -286,9 +279,7 @@ def screen(all_found: Sequence[FoundCheckpoint], shown: FoundCheckpoint) -> Iter
     for each in all_found:
         yield Text(step_line(each))
     checkpoint = shown.checkpoint
-    about = Table(box=None, show_header=False, pad_edge=False)
-    about.add_column(style="bold", no_wrap=True)
-    about.add_column(overflow="fold")
+    about = facts_table()
     for name, text in (
         ("of step", str(checkpoint.step)),
         ("model", checkpoint.model),
@@ -308,7 +299,7 @@ def screen(all_found: Sequence[FoundCheckpoint], shown: FoundCheckpoint) -> Iter
 
 
 def _parameters(checkpoint: Checkpoint) -> Table:
-    table = Table("parameter", "type and shape", "shards", "optimizer's state", box=None, pad_edge=False)
+    table = plain_table("parameter", "type and shape", "shards", "optimizer's state")
     for each in checkpoint.parameters[:SHOWN]:
         state = sum(_bytes(tensor) for _, tensor in each.state)
         kept = ", ".join(name for name, _ in each.state)

@@ -1,7 +1,4 @@
-"""`autopipe codegen`: from a plan folder to one program a device.
-
-A program folder from a plan: the ranks' programs, and the one-device programs that they are verified against.
-"""
+"""`autopipe codegen`: from a plan folder to one program a device, and those on one device to verify them against."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""`autopipe compare`: plans side by side.
-
-Differences between the decisions of two plans of one model, in a few lines.
-
-Plans side by side: their figures, and what of a step goes where.
-
-The page of plans side by side.
-
-Plans side by side, for the terminal.
-"""
+"""`autopipe compare`: plans side by side, their figures, decisions, timelines and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +17,7 @@ from autopipe.cli.drawing.report import Report
 from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output, bytes_text, devices_text, seconds_text
+from autopipe.cli.output import Output, bytes_text, devices_text, plain_table, seconds_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_prediction
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
@@ -398,7 +389,7 @@ def compare_screen(
 
 
 def _table(head: str, folders: Sequence[Path], rows: Iterable[ComparisonRow]) -> Table:
-    table = Table(head, *map(str, folders), box=None, pad_edge=False)
+    table = plain_table(head, *map(str, folders))
     for row in rows:
         cells = (Text(text, "bold green" if place in row.best else "") for place, text in enumerate(row.texts))
         table.add_row(row.name, *cells)

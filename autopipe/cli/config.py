@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.table import Table
 
 from autopipe.cli.configuration_flags import configuration_options
 from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output
+from autopipe.cli.output import Output, plain_table
 from autopipe.cli.request import chosen_scheduler, chosen_strategy
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration, resolve_cluster
@@ -72,7 +71,7 @@ def clusters(output: Output) -> None:
       autopipe config clusters
       autopipe config clusters --json
     """
-    table = Table("preset", "device", "memory", "fp32 TFLOP/s", "GB/s", "GB/s by link", box=None, pad_edge=False)
+    table = plain_table("preset", "device", "memory", "fp32 TFLOP/s", "GB/s", "GB/s by link")
     entries = []
     for name in cluster_names():
         description = cluster_preset(name)

@@ -1,19 +1,4 @@
-"""`autopipe explain`: why a plan is as it is, and what other choices would have cost.
-
-From what a user asks about to its explanation.
-
-Why a plan was chosen, what was next, and what would help most.
-
-Why a stage is as it is.
-
-Why a node is where and split as it is.
-
-Report of a device's step.
-
-The command line that gives an alternative.
-
-Prices of other choices, as a table.
-"""
+"""`autopipe explain`: why a plan, a stage, a node or a device's step is as it is, and what else would have cost."""
 
 from __future__ import annotations
 
@@ -32,10 +17,16 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output, bytes_text, group_text, printable, seconds_text
-from autopipe.cli.plan import prediction_line, schedule_line
+from autopipe.cli.output import Output, bytes_text, group_text, plain_table, printable, seconds_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
-from autopipe.cli.plan_text import distance_lines, over_text, strategy_text, weighed_screen
+from autopipe.cli.plan_text import (
+    distance_lines,
+    over_text,
+    prediction_line,
+    schedule_line,
+    strategy_text,
+    weighed_screen,
+)
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
@@ -125,9 +116,7 @@ class DeviceExplanation:
             f" {bytes_text(report.static_bytes)} of it all through the step"
         )
         yield f"busy {report.busy_s / step_s if step_s else 0.0:.1%} of the step of {seconds_text(step_s)}:"
-        table = Table("does", "tasks", "seconds", "of the step", box=None, pad_edge=False)
-        for column in table.columns[1:]:
-            column.justify = "right"
+        table = plain_table("does", "tasks", "seconds", "of the step", right=1)
         for name, count, seconds in self._rows():
             if seconds > _LEAST_S:
                 table.add_row(name, count, seconds_text(seconds), f"{seconds / step_s:.1%}" if step_s else "-")
@@ -161,9 +150,7 @@ class DeviceExplanation:
 
 def price_table(prices: Sequence[EditPrice], chosen_s: float) -> Table:
     """A row a change: its step, how much longer than the chosen one, and the most memory on any device."""
-    table = Table("what else", "step", "longer", "memory", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+    table = plain_table("what else", "step", "longer", "memory", right=1, no_wrap=True)
     for each in prices:
         if each.step_s is None:
             table.add_row(f"{each.what}: {each.refused}")
@@ -233,7 +220,7 @@ class NodeExplanation:
         return predicted.forward_s + predicted.backward_s
 
     def _edges(self) -> Table:
-        table = Table("value", "bytes", "other end", "what moves", box=None, pad_edge=False)
+        table = plain_table("value", "bytes", "other end", "what moves")
         table.columns[1].justify = "right"
         for edge in self.report.edges[:_MOST_EDGES]:
             value = f"{'reads' if edge.reads else 'gives'} {printable(edge.value)}"
@@ -347,9 +334,7 @@ class PlanExplanation:
         now = self.planned.plan.summary.samples_per_s
         again = any(each.planned_again for each in self.helps)
         how = "planned again, by the same strategy and schedule" if again else "the same placement, ordered anew"
-        table = Table(f"what would help ({how})", "samples/s", "faster", box=None, pad_edge=False)
-        for column in table.columns[1:]:
-            column.justify, column.no_wrap = "right", True
+        table = plain_table(f"what would help ({how})", "samples/s", "faster", right=1, no_wrap=True)
         for each in sorted(self.helps, key=lambda one: -(one.samples_per_s or 0.0)):
             if each.samples_per_s is None:
                 table.add_row(f"{each.what}: {each.refused}")

@@ -1,7 +1,4 @@
-"""`autopipe inspect`: what a model is, in one screen.
-
-How a model's parameters begin, counted.
-"""
+"""`autopipe inspect`: what a model is, in one screen."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output, Verbosity
+from autopipe.cli.output import Output, Verbosity, facts_table
 from autopipe.cli.plan_text import tensors_form, trained_lines
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import FileSlice, Fill, Graph, Storage
@@ -127,9 +124,7 @@ def _operator(domain: str, name: str) -> str:
 
 def _screen(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], every: bool) -> tuple[Table, ...]:
     graph = model.graph
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = facts_table()
     samples = f", {model.batch} sample{'s' if model.batch != 1 else ''} an evaluation" if model.batch else ""
     row = _Rows(table)
     row.add("model", f"{model.path} (opset {graph.opset}{samples})")

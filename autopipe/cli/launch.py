@@ -1,7 +1,4 @@
-"""`autopipe launch`: runs the ranks of a program.
-
-Arguments of the ranks for a launch, and the results they leave.
-"""
+"""`autopipe launch`: run the ranks of a program."""
 
 from __future__ import annotations
 
@@ -31,6 +28,7 @@ from autopipe.backends.torch.runtime.heartbeat import Timeouts
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
+from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError
 
 _KEY_BYTES = 32
@@ -310,10 +308,9 @@ def rehearsal_table(report: Mapping[str, Any]) -> Table:
 
 def _write_json(path: Path, form: object) -> None:
     """Write a JSON file, whole or not at all."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(form), encoding="utf-8")
-        os.replace(scratch, path)
+        with replacing(path) as file:
+            file.write(json.dumps(form).encode())
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from error

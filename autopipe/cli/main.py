@@ -1,9 +1,4 @@
-"""The `autopipe` command: finds the sub-command, and turns what goes wrong into one line and an exit code.
-
-The table of commands, so that the group can list them without importing any.
-
-The stream that results go to.
-"""
+"""The `autopipe` command: the table of sub-commands, and what goes wrong as one line and an exit code."""
 
 from __future__ import annotations
 

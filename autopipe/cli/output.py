@@ -1,9 +1,4 @@
-"""Terminal output: results on stdout, progress and warnings on stderr.
-
-Figures as a person reads them.
-
-Writing files whole or not at all.
-"""
+"""Output of commands: results on stdout, notes, progress and warnings on stderr; figures, tables and files of text."""
 
 from __future__ import annotations
 
@@ -12,12 +7,12 @@ import enum
 import json
 import math
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -25,8 +20,12 @@ from rich.progress import TimeRemainingColumn as EstimateColumn
 from rich.segment import Segment
 from rich.text import Text
 
+from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import node_ranges
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _PIPED_WIDTH = 160
 """Characters a line where stdout is no terminal."""
@@ -192,6 +191,26 @@ def _plain(value: object) -> object:
             raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
+def plain_table(*heads: str, right: int | None = None, no_wrap: bool = False) -> Table:
+    """A table without lines; its columns from number `right` on stand to the right, on one line with `no_wrap`."""
+    from rich.table import Table
+
+    table = Table(*heads, box=None, pad_edge=False)
+    for column in table.columns[right:] if right is not None else ():
+        column.justify, column.no_wrap = "right", no_wrap
+    return table
+
+
+def facts_table() -> Table:
+    """A table of two columns without heads: a name, and what is said of it."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
 _LONGEST_GROUP = 32
 """Characters of a group of devices within a sentence."""
 
@@ -249,18 +268,16 @@ def write_texts(texts: Mapping[Path, str]) -> None:
 
     Raises ConfigurationError where one cannot be written; none of them is then.
     """
-    made: dict[Path, str] = {}
     try:
-        for path, text in texts.items():
-            made[path] = _written(path, text)
-        for path in texts:
-            os.replace(made[path], path)
-            del made[path]
+        with ExitStack() as stack:
+            for path, text in texts.items():
+                if path.is_dir():
+                    raise ConfigurationError(f"{path} is a folder", hint="name a file")
+                file = stack.enter_context(replacing(path))
+                file.write(text.encode())
+                file.flush()
     except OSError as error:
         raise ConfigurationError(f"cannot write {path}: {error.strerror}", hint="choose another place") from error
-    finally:
-        for name in made.values():
-            os.unlink(name)
 
 
 def check_writable(path: Path) -> None:
@@ -271,18 +288,3 @@ def check_writable(path: Path) -> None:
     if not os.access(parent, os.W_OK | os.X_OK):
         why = "it may not be written to" if parent.is_dir() else "there is no such folder"
         raise ConfigurationError(f"cannot write {path}: {parent}: {why}", hint="choose another place")
-
-
-def _written(path: Path, text: str) -> str:
-    """The temporary file beside `path` that holds `text`; it vanishes where it cannot be written."""
-    if path.is_dir():
-        raise ConfigurationError(f"{path} is a folder", hint="name a file")
-    handle, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(made, 0o644)
-    except BaseException:
-        os.unlink(made)
-        raise
-    return made

@@ -1,13 +1,8 @@
-"""The plan folder: written whole or not at all, and opened again.
-
-The placement of a plan as YAML that a person can edit: a configuration whose strategy gives it.
-"""
+"""The plan folder: written whole or not at all, and opened again; its placement as YAML that a person can edit."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +11,7 @@ import yaml
 
 from autopipe.cli.request import effective, request_of
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration
+from autopipe.ir.atomic_file import replacing_folder
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
@@ -135,7 +131,9 @@ def check_target(folder: Path) -> None:
 
     A folder that exists is replaced only if it holds a plan or nothing.
     """
-    replaceable = not folder.exists() or (folder.is_dir() and (_is_plan(folder) or not any(folder.iterdir())))
+    replaceable = not folder.exists() or (
+        folder.is_dir() and ((folder / PLAN_FILE).is_file() or not any(folder.iterdir()))
+    )
     if not replaceable or folder.is_symlink():
         raise ConfigurationError(f"{folder} exists and is no plan folder", hint="choose another one with -o")
     parent = folder.absolute().parent
@@ -154,42 +152,11 @@ def write_plan_folder(folder: Path, planned: PlanResult, configuration: Configur
     check_target(folder)
     target = folder.absolute()
     try:
-        made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            made.chmod(0o777 & ~_umask())
+        with replacing_folder(target) as made:
             text = dump_configuration(effective(configuration, planned))
             (made / CONFIGURATION_FILE).write_text(text, encoding="utf-8")
             stages = placement_text(planned.problem.graph, planned.plan.placement)
             (made / PLACEMENT_FILE).write_text(stages, encoding="utf-8")
             write_plan(made, planned.plan, planned.timeline, home=target)
-            _replace(target, made)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
         raise ConfigurationError(f"cannot write the plan: {error.strerror}", where=str(folder)) from error
-
-
-def _replace(target: Path, made: Path) -> None:
-    """Put `made` where `target` is; the former one is removed once the new one stands."""
-    if not target.exists():
-        made.rename(target)
-        return
-    former = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)) / "former"
-    target.rename(former)
-    try:
-        made.rename(target)
-    except OSError:
-        former.rename(target)
-        raise
-    finally:
-        shutil.rmtree(former.parent, ignore_errors=True)
-
-
-def _is_plan(folder: Path) -> bool:
-    return (folder / PLAN_FILE).is_file()
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -1,7 +1,4 @@
-"""`autopipe profile`: measure what a model's operators and the exchanges between ranks take on the machine at hand.
-
-Measured costs, for the terminal.
-"""
+"""`autopipe profile`: measure what a model's operators and the exchanges between ranks take on the machine at hand."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from rich.table import Table
 
 from autopipe.cli.configuration_flags import configuration_options
 from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output, bytes_text, seconds_text
+from autopipe.cli.output import Output, bytes_text, plain_table, seconds_text
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.measured_costs import Costs, DeviceCosts, OperationCost
 
@@ -134,9 +131,7 @@ def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator
 
 def _slowest(operations: Sequence[OperationCost]) -> Table:
     """The operations that take longest, backward included."""
-    table = Table("operator", "operands", "forward", "backward", "spread", box=None, pad_edge=False)
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = plain_table("operator", "operands", "forward", "backward", "spread", right=2)
     for each in sorted(operations, key=_total, reverse=True)[:_ROWS]:
         operands = " ".join(text for text in each.operation.operands if text)
         backward = "-" if each.backward is None else seconds_text(each.backward.seconds)

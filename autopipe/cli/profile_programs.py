@@ -1,20 +1,8 @@
-"""A small program of many operators, by which it is measured what tasks take besides them.
+"""Programs that the profiler runs: laps of operators, synthetic stages, the whole model, the model on two ranks.
 
-The model as a whole, by which what its operators take one by one is set right.
-
-One by one they find operands in the caches, and gradients leave them, otherwise than in the model, where the operator
-before has just written what the next one reads.
-
-The samples of a model that are measured, in groups.
-
-The model in two stages on two ranks, by which it is set right what messages take of a rank's own time.
-
-They take more than a rank spends on them: what moves them interrupts its tasks, ranks that wait for one another take
-the slower one's time, and with several micro-batches under way each finds less of its own in the caches.
-
-Measure messages and collectives between ranks of this machine.
-
-Programs of the model that run to be timed.
+Operators one by one find operands in the caches, and gradients leave them, otherwise than in the model, where the
+operator before has just written what the next one reads: the model as a whole corrects them. Likewise the model's
+pipeline corrects what messages take of a rank's own time: moving them interrupts its tasks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How a user follows the passes: a bar, timings with -v, and the values asked for by --dump-after.
-
-Results of passes as text.
-"""
+"""How a user follows the passes: a bar, timings with -v, and the values asked for by --dump-after."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Translate a configuration into a request to the pipeline.
-
-The strategy and the scheduler that a configuration names, with its options.
-"""
+"""From a configuration to a request to the pipeline, with the strategy and the scheduler that it names; and back."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""`autopipe show`: the timeline and the memory of a plan, or of a schedule of blocks.
-
-View of a plan or of a schedule of blocks, for `autopipe show`.
-
-One placement under every schedule that takes it.
-
-One screen about a schedule of blocks.
-"""
+"""`autopipe show`: the timeline and the memory of a plan, or of a schedule of blocks, beside other schedules."""
 
 from __future__ import annotations
 
@@ -23,8 +16,8 @@ from autopipe.cli.drawing.report import ScheduleResult
 from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
-from autopipe.cli.plan import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.cli.plan_folder import open_plan, open_prediction
+from autopipe.cli.plan_text import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.ir.block_schedule import BlockSchedule, block_schedule_form, check_blocks, read_block_schedule
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError

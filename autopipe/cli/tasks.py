@@ -1,9 +1,4 @@
-"""`autopipe show --tasks`: the task graphs of a plan's ranks.
-
-A rank's task graph in the terminal: its three sections, each loop once.
-
-Task graphs as JSON.
-"""
+"""`autopipe show --tasks`: the task graphs of a plan's ranks, in the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopipe.cli.output import bytes_text, devices_text
+from autopipe.cli.output import bytes_text, devices_text, plain_table
 from autopipe.cli.plan_folder import open_plan
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Program
@@ -78,11 +73,7 @@ def selected_ranks(count: int) -> tuple[int, ...]:
 
 def rank_table(graphs: Sequence[TaskGraph], count: int) -> Table:
     """A row a rank, of `count`."""
-    table = Table(
-        "rank", "stages", "tasks", "sends", "receives", "exchanges", "sums", "memory", box=None, pad_edge=False
-    )
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = plain_table("rank", "stages", "tasks", "sends", "receives", "exchanges", "sums", "memory", right=2)
     for position, graph in enumerate(graphs):
         if len(graphs) < count and position == len(graphs) // 2:
             table.add_row("...")

@@ -1,7 +1,4 @@
-"""`autopipe verify`: the ranks against one device, and one device against ONNX Runtime.
-
-The runs that verification compares.
-"""
+"""`autopipe verify`: the ranks against one device, and one device against ONNX Runtime."""
 
 from __future__ import annotations
 

@@ -6,10 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import click
-from rich.table import Table
 
 from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output
+from autopipe.cli.output import Output, plain_table
 from autopipe.configs import zoo as models
 from autopipe.configs.schema import field_docs
 from autopipe.configs.zoo.settings import ZooModel, parse_words
@@ -38,7 +37,7 @@ def list_models(output: Output) -> None:
       autopipe zoo list --json
     """
     shared = [key.name for key in keys(ZooModel)]
-    table = Table("model", "what it is", "sizes", "settings of its own", box=None, pad_edge=False)
+    table = plain_table("model", "what it is", "sizes", "settings of its own")
     entries = []
     for name, (_, summary) in models.MODELS.items():
         kind = models.model_class(name)

@@ -1,14 +1,6 @@
-"""Annotations as constraints on a graph's nodes: obeyed by strategies as a user's own are, or refused.
+"""ONNX's multi-device annotations: read as constraints on nodes, and written for a plan into a copy of its file.
 
-A placement as annotations of the nodes of the file that its graph was read from.
-
-Annotations put between the bytes of a serialised model, of which all others are copied unread, weights included.
-
-From layouts of a node's tensors to cuts of the axes of its iteration space.
-
-From who holds which part to the order of a group's devices and the splits over it that say the same.
-
-A plan's annotations as a copy of the model's file.
+All other bytes of the serialised model are copied unread, weights included.
 """
 
 from __future__ import annotations
@@ -20,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, MeshAxes, degree_of, mesh_of, operand_layout, result_layout
@@ -28,7 +21,6 @@ from autopipe.ir.problem import Constraint
 from autopipe.ir.space import Dimension, Space
 from autopipe.passes.analysis.constraints import BATCH_AXIS
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes, uses_of
-from autopipe.passes.atomic_file import replacing
 from autopipe.passes.frontend.device_annotations import (
     Annotation,
     Configuration,

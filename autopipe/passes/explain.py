@@ -1,14 +1,4 @@
-"""Alternatives for a node: other splits, another stage.
-
-What-if analysis: the plan made again, or its placement scheduled again, under a changed problem.
-
-Tasks of a device in a step, and the devices it waits for.
-
-Report of a node in a plan: its place, its time, and the bytes its values move.
-
-Alternatives for a stage: other ends, devices, splits, recomputation.
-
-Step of a plan under another placement, everything else as it is.
+"""Why a plan is as it is: reports of devices and nodes, and what other choices and other problems would give.
 
 The price of a change is the step of the edited placement, ordered by the plan's own scheduler.
 """

@@ -1,19 +1,10 @@
 """A copy of an ONNX file with trained numbers, streamed: no tensor is ever whole in memory.
 
-A model and its tensors as bytes, one piece after the other.
-
 A message's fields may stand in any order (https://protobuf.dev/programming-guides/encoding): a tensor's numbers come
 last in it, the tensors last in the graph, and the graph last in the model, so that all lengths are known beforehand.
 
-The numbers of a tensor, read a block at a time from wherever they are.
-
-Which tensors of the file hold a model's parameters.
-
-Reading a model gives most parameters the name of a tensor in the file. Three kinds do not stand there as they are: what
-an exporter folded operators into is computed from a parameter again, copies of a parameter follow it, and a constant in
-the middle of the graph is a node's result.
-
-Tensors of a file that were not trained, and whose numbers do not stand in its small part.
+Most parameters have the name of a tensor in the file. Of the others, those into which an exporter folded operators are
+computed from a parameter again, copies follow their parameter, and a constant amid the graph is a node's result.
 """
 
 from __future__ import annotations
@@ -31,10 +22,10 @@ from typing import IO, TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
+from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import DType, FileSlice, Value
 from autopipe.ir.layout import Box
-from autopipe.passes.atomic_file import replacing
 from autopipe.passes.frontend.elements import NUMBERS, dtype_of, external_slice, stored_numbers
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.load import Source, load, located, opened

@@ -1,1 +1,4 @@
-"""Pictures of a plan: in the terminal, as SVG, as a page, as a trace."""
+"""A step as a picture (bars on devices over time, memory below) and its forms: terminal, SVG, page, trace, CSV.
+
+It may import `ir` and the command line's figures (`cli.output`).
+"""

@@ -1,17 +1,4 @@
-"""A picture: bars on devices over time, and the memory below them.
-
-Time on a row of characters, cut to warm-up, some repetitions and cool-down where it does not fit.
-
-A schedule of blocks as something to draw: no model, no seconds.
-
-The part of a step in which all devices repeat.
-
-Of many devices that do the same, one.
-
-Colours of stages and of the phases of their tasks.
-
-Which devices have a row in the terminal.
-"""
+"""A picture: bars on devices over time and the memory below them, its steady state, its axis of time, its colours."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""A step as one self-contained page: timeline and memory to zoom into, and what is told beside them.
-
-Page about a plan.
-
-Page about a schedule of blocks.
-
-One placement under several schedules, side by side on a page.
-"""
+"""A step as one self-contained page: timeline and memory to zoom into, stages or blocks, other schedules."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The timeline of a step as an SVG picture, for light and dark pages.
-
-A DAG as SVG: the stages of a plan, or the blocks of a unit.
-
-Points of two figures against one another as an SVG picture, both axes logarithmic, for light and dark pages.
-
-Tables of a page.
-"""
+"""SVG for light and dark pages: the timeline of a step, a DAG of stages or blocks, a scatter plot; and HTML tables."""
 
 from __future__ import annotations
 

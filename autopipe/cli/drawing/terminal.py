@@ -1,9 +1,4 @@
-"""The timeline of a step as text: a row a device.
-
-Several steps as text on one scale: where one ends and another goes on, all can see.
-
-Memory over time as text: a line of bars a device.
-"""
+"""Timelines and memory over time as text: a row a device; several steps on one scale."""
 
 from __future__ import annotations
 

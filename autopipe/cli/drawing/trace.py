@@ -1,9 +1,4 @@
-"""A step as Chrome's trace events, which Perfetto opens too.
-
-Tasks as ranks measured them: what `launch --trace` wrote.
-
-A schedule in the CSV of `torch.distributed.pipelining`: a row a rank, computation alone.
-"""
+"""A step as Chrome's trace events (Perfetto), measured tasks read from one, and the CSV of PyTorch's schedules."""
 
 from __future__ import annotations
 

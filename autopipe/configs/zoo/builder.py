@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError
 
 IR_VERSION: Final = 10
@@ -361,7 +360,7 @@ class BuiltModel:
         _require_room(path, self.data_bytes)
         try:
             proto = self._with_data_beside(path, progress) if self.data_bytes > inline_limit else self.to_proto()
-            with _replacing(path) as file:
+            with replacing(path) as file:
                 file.write(proto.SerializeToString(deterministic=True))
         except OSError as error:
             raise ConfigurationError(f"cannot write the model: {error.strerror or error}", where=str(path)) from error
@@ -375,7 +374,7 @@ class BuiltModel:
         proto = onnx.ModelProto()
         proto.CopyFrom(self.skeleton)
         _forget_types(proto, self.parameters)
-        with _replacing(data_path) as file:
+        with replacing(data_path) as file:
             for parameter in self.parameters:
                 file.write(bytes(-file.tell() % ALIGNMENT))
                 tensor = _declared(proto, parameter)
@@ -440,20 +439,6 @@ def _require_room(path: Path, size: int) -> None:
     if size > free:
         message = f"its weights need {size / 2**30:.3g} GiB and {free / 2**30:.3g} GiB are free"
         raise ConfigurationError(message, hint="--set weights=none plans without them", where=str(folder))
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that becomes `path` when the block ends well, and vanishes when it does not."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def classify(graph: GraphBuilder, logits: ir.Value, loss: bool, *positions: int) -> None:

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import autopipe
+from autopipe.ir.atomic_file import replacing
 from autopipe.ir.codec import Coded, Count, Flat, Index, JsonRecord, Record, decode, encode, read_record, record_text
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InternalError, OutOfMemoryError
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Alternative
 from autopipe.ir.schedule import Proof, Repetends, Schedule, Task
 from autopipe.passes.annotations import annotated_constraints
-from autopipe.passes.atomic_file import replacing
 from autopipe.passes.auto.candidates import Candidate
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend import Model

@@ -6,7 +6,6 @@ import ast
 import contextlib
 import json
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from autopipe.backends.torch.emission.call import meshes_of
 from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_module
 from autopipe.backends.torch.emission.stage import emit_stage
+from autopipe.ir.atomic_file import replacing_folder
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import Constant, DType, FileSlice, Fill, Parameter
@@ -203,13 +203,8 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     absent = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
-        ) as scratch:
-            made = Path(scratch, "made")
-            made.mkdir()
+        with replacing_folder(folder) as made:
             write(made)
-            _put(made, folder, Path(scratch, "former"))
     except OSError as error:
         raise ConfigurationError(
             f"{folder} cannot be written: {error.strerror}", hint="choose another with -o"
@@ -219,19 +214,6 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
             for parent in absent:
                 with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
                     parent.rmdir()
-
-
-def _put(made: Path, folder: Path, former: Path) -> None:
-    """Rename `made` to `folder`; what stood there becomes `former`, or stays where the renaming fails."""
-    if not folder.exists():
-        made.rename(folder)
-        return
-    folder.rename(former)
-    try:
-        made.rename(folder)
-    except OSError:
-        former.rename(folder)
-        raise
 
 
 _OURS = re.compile(r"rank_\d+\.py|stage_\d+\.py|run\.py|manifest\.json|constants\.npz|__pycache__")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from autopipe.backends.torch.runtime.manifest import Manifest, OutputEntry, Outp
 from autopipe.backends.torch.runtime.parameters import torch_dtype
 from autopipe.backends.torch.runtime.stage import RankContext
 from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.program import KINDS, by_kind
 
@@ -232,13 +232,8 @@ class OutputCollector:
         if self._transport.rank == 0:
             names = np.array([entry.name for entry in self._manifest.outputs])
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            made = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            try:
-                with made.open("wb") as file:
-                    np.savez(file, names=names, **found)  # type: ignore[arg-type]
-                os.replace(made, self._path)
-            finally:
-                made.unlink(missing_ok=True)
+            with replacing(self._path) as file:
+                np.savez(file, names=names, **found)  # type: ignore[arg-type]
 
     def _fetch(self, index: int, entry: OutputEntry, place: OutputPlace, shard: OutputShard) -> torch.Tensor | None:
         """A rank's blocks of all micro-batches that a place had, stacked, on rank 0; None elsewhere."""

@@ -1,0 +1,51 @@
+"""Files and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that becomes `path` when the block ends well, and vanishes when it does not.
+
+    Raises OSError where it cannot be written.
+    """
+    handle, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+        os.chmod(made, 0o644)
+        os.replace(made, path)
+    except BaseException:
+        os.unlink(made)
+        raise
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill that takes the place of `folder` when the block ends well, and vanishes when it does not.
+
+    Raises OSError where that cannot be done; what was at `folder` is then still there.
+    """
+    folder = folder.absolute()
+    with tempfile.TemporaryDirectory(
+        prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+    ) as scratch:
+        made, former = Path(scratch, "made"), Path(scratch, "former")
+        made.mkdir()
+        yield made
+        replaced = folder.exists()
+        if replaced:
+            folder.rename(former)
+        try:
+            made.rename(folder)
+        except OSError:
+            if replaced:
+                former.rename(folder)
+            raise
