@@ -221,7 +221,6 @@ class Difference:
 
     @property
     def count(self) -> int:
-        """Number of nodes."""
         return sum(len(change.nodes) for change in self.changes)
 
     @property
@@ -263,7 +262,6 @@ class PlanDiff:
 
     @property
     def lines(self) -> Iterator[str]:
-        """Lines for the terminal."""
         if self.same:
             yield "the same decisions"
         elif not self.known:
@@ -274,7 +272,6 @@ class PlanDiff:
             yield from difference.lines
 
     def form(self) -> dict[str, object]:
-        """The same for a program."""
         kinds = {
             each.what: [
                 {"before": change.before, "after": change.after, "nodes": len(change.nodes), "named": change.entries}

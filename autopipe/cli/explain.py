@@ -98,15 +98,12 @@ _LEAST_S = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class DeviceExplanation:
-    """The explanation of a device's step."""
-
     plan: Plan
     kind: str
     """The product that it is."""
     report: DeviceReport
 
     def screen(self) -> Iterator[RenderableType]:
-        """Lines for the terminal."""
         report, step_s = self.report, self.plan.summary.step_time_s
         stages = f"stage{'s' if len(report.stages) > 1 else ''} {', '.join(map(str, report.stages))}"
         yield f"device {report.device}, {self.kind}: {stages if report.stages else 'no stage'}"
@@ -123,7 +120,6 @@ class DeviceExplanation:
         yield table
 
     def data(self) -> dict[str, object]:
-        """The same for a program."""
         return {
             "device": self.report,
             "kind": self.kind,
@@ -161,7 +157,6 @@ def price_table(prices: Sequence[EditPrice], chosen_s: float) -> Table:
 
 
 def price_forms(prices: Sequence[EditPrice], chosen_s: float) -> list[dict[str, object]]:
-    """The same for a program."""
     return [
         {
             "what": each.what,
@@ -179,14 +174,11 @@ _MOST_EDGES = 12
 
 @dataclass(frozen=True, slots=True)
 class NodeExplanation:
-    """The explanation of a node's place."""
-
     plan: Plan
     report: NodeReport
     prices: Sequence[EditPrice]
 
     def screen(self) -> Iterator[RenderableType]:
-        """Lines for the terminal."""
         report, summary = self.report, self.plan.summary
         split = ", ".join(map(str, report.splits)) or ("not split" if len(report.devices) > 1 else "whole")
         each = "" if report.share == 1 else f": each computes {Fraction(report.share).limit_denominator(1 << 20)} of it"
@@ -210,7 +202,6 @@ class NodeExplanation:
             yield "nothing else can be done with it in this plan"
 
     def data(self) -> dict[str, object]:
-        """The same for a program."""
         step_s = self.plan.summary.step_time_s
         splits = {split.axis: split.degree for split in self.report.splits}
         return {"node": self.report, "split": splits, "step_time_s": step_s, "others": price_forms(self.prices, step_s)}
@@ -286,14 +277,11 @@ def _short(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlanExplanation:
-    """The explanation of a whole plan."""
-
     folder: Path
     planned: PlanResult
     helps: Sequence[WhatIfResult]
 
     def screen(self) -> Iterator[RenderableType]:
-        """Lines for the terminal."""
         plan, summary = self.planned.plan, self.planned.plan.summary
         yield f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, {summary.devices} devices"
         yield prediction_line(summary)
@@ -314,7 +302,6 @@ class PlanExplanation:
         yield f"more: autopipe explain {self.folder} --node NAME, --stage K or --device D"
 
     def data(self) -> dict[str, object]:
-        """The same for a program."""
         plan = self.planned.plan
         following = next_best(plan.alternatives)
         forms = [encode(each) for each in plan.alternatives]
@@ -351,8 +338,6 @@ def next_best(alternatives: Sequence[Alternative]) -> Alternative | None:
 
 @dataclass(frozen=True, slots=True)
 class StageExplanation:
-    """The explanation of a stage."""
-
     planned: PlanResult
     stage: int
     parts: StageParts
@@ -361,7 +346,6 @@ class StageExplanation:
     prices: Sequence[EditPrice]
 
     def screen(self) -> Iterator[RenderableType]:
-        """Lines for the terminal."""
         plan = self.planned.plan
         stage, predicted = plan.placement.stages[self.stage], plan.prediction.stages[self.stage]
         nodes = self.planned.problem.graph.nodes
@@ -386,7 +370,6 @@ class StageExplanation:
         yield price_table(self.prices, plan.summary.step_time_s)
 
     def data(self) -> dict[str, object]:
-        """The same for a program."""
         plan = self.planned.plan
         stage, step_s = plan.placement.stages[self.stage], plan.summary.step_time_s
         return {

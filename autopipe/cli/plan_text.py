@@ -216,7 +216,6 @@ class PlanDelta:
         yield f"{self._verdict()} what {self.folder} held"
 
     def form(self) -> dict[str, object]:
-        """The same for a program."""
         before = encode(self.before.summary)
         return {"plan": self.folder, "same": self.same, "worse": self.slowdown > 1, "before": before}
 
@@ -295,7 +294,6 @@ def _room(plan: Plan) -> str:
 
 
 def prediction_line(summary: Summary) -> str:
-    """Predicted step, throughput, bubble and memory."""
     return (
         f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, at best"
         f" {seconds_text(summary.lower_bound_s)}), bubble {summary.bubble_rate:.1%}, peak memory"
@@ -304,7 +302,6 @@ def prediction_line(summary: Summary) -> str:
 
 
 def traffic_line(summary: Summary) -> str:
-    """Bytes that devices exchange in a step."""
     if summary.communication_bytes is None:
         return "exchanged in a step: unknown, as some of the splits cannot be executed"
     parts = (f"{kind.replace('_', '-')} {bytes_text(size)}" for kind, size in summary.communication_bytes if size)
@@ -312,7 +309,6 @@ def traffic_line(summary: Summary) -> str:
 
 
 def splits_line(proof: SplitProof) -> str:
-    """Proof of the splits."""
     counted = seconds_text(proof.cost) if proof.unit == "s" else f"{proof.cost:.6g} {proof.unit}"
     if proof.optimal:
         return f"splits: {counted} a step as the search counts, proven the least"

@@ -61,7 +61,6 @@ def _placement(placement: Placement) -> str:
 
 
 def names_of(request: Request) -> tuple[str, ...]:
-    """The passes that a request goes through."""
     return pass_names(request) if request.strategy else weighed_names(request)
 
 

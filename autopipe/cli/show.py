@@ -191,7 +191,6 @@ class PlanView:
 
     @property
     def picture(self) -> Picture:
-        """Its timeline and memory."""
         return plan_picture(self.plan, self.timeline)
 
     def report(self, output: Output) -> Report:
@@ -223,7 +222,6 @@ class PlanView:
         yield stage_table(plan)
 
     def data(self) -> dict[str, object]:
-        """Decisions, predictions, and each device's tasks."""
         plan = self.plan
         stages = zip(plan.placement.stages, plan.prediction.stages, strict=True)
         return {
@@ -255,7 +253,6 @@ class BlockView:
 
     @property
     def picture(self) -> Picture:
-        """Its timeline and memory."""
         return block_picture(self.schedule, self._title)
 
     @property
@@ -263,7 +260,6 @@ class BlockView:
         return block_title(self.schedule, self.file.name)
 
     def report(self, output: Output) -> Report:
-        """Its page."""
         from autopipe.cli.drawing.report import block_report
 
         return block_report(self.schedule, self._title, str(self.file), compare_block_schedules(self.schedule, output))

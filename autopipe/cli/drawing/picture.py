@@ -157,15 +157,12 @@ class Picture:
         return found
 
     def device_of(self, row: int) -> int:
-        """The device that a row is."""
         return self.devices[row] if self.devices else row
 
     def time_text(self, time: float) -> str:
-        """A time as a person reads it."""
         return seconds_text(time) if self.physical else f"{time:g}"
 
     def memory_text(self, used: float) -> str:
-        """Memory as a person reads it."""
         return bytes_text(used) if self.physical else f"{used:g}"
 
 
