@@ -18,7 +18,7 @@ from typing import Final
 
 from autopipe.configs import zoo
 from autopipe.configs.cluster import build_cluster, cluster_preset
-from autopipe.configs.zoo.settings import Setting
+from autopipe.configs.zoo import Setting
 from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage

@@ -1,7 +1,4 @@
-"""Reference execution: the model as ONNX Runtime runs it on the CPU.
-
-Operator costs measured by ONNX Runtime's own profiler: a second source of measured costs, for inference.
-"""
+"""Models and single operators under ONNX Runtime: the reference of `verify`, and times for the profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Attribute, DType, Value
+from autopipe.ir.graph import DType, Value
 from autopipe.ir.measured_costs import OperationCost, Sample, Timing
 from autopipe.ir.ops import OPERATORS
 from autopipe.ir.ops.operator import Signature
@@ -51,7 +48,6 @@ def measure_operations(
 
 
 def version() -> str:
-    """Of ONNX Runtime."""
     import onnxruntime
 
     return str(onnxruntime.__version__)
@@ -89,7 +85,11 @@ def _kernel_times(path: Path, runs: int) -> Timing:
 
 def _model(sample: Sample) -> bytes:
     """The operation as an ONNX model, its known numbers stored in it."""
-    from onnx import helper, numpy_helper
+    from onnx import TensorProto, helper, numpy_helper
+
+    def info(value: Value) -> Any:
+        name = _ONNX_NAMES.get(value.dtype, value.dtype.name)
+        return helper.make_tensor_value_info(value.name, TensorProto.DataType.Value(name), value.shape)
 
     known, inputs = _operands(sample)
     outputs = [value for value in sample.signatures[-1].results if value is not None]
@@ -97,9 +97,12 @@ def _model(sample: Sample) -> bytes:
     for place, each in enumerate(sample.signatures):
         node = each.node
         proto = helper.make_node(node.op, node.inputs, node.outputs, name=f"node_{place}", domain=node.domain)
-        proto.attribute.extend(helper.make_attribute(name, _plain(value)) for name, value in node.attributes)
+        proto.attribute.extend(
+            helper.make_attribute(name, list(value) if isinstance(value, tuple) else value)
+            for name, value in node.attributes
+        )
         protos.append(proto)
-    graph = helper.make_graph(protos, "operator", list(map(_info, inputs.values())), list(map(_info, outputs)))
+    graph = helper.make_graph(protos, "operator", list(map(info, inputs.values())), list(map(info, outputs)))
     graph.initializer.extend(
         numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in known.items()
     )
@@ -133,23 +136,8 @@ def _opset(signature: Signature) -> int:
     node, opset = signature.node, signature.opset
     if node.domain not in ("", "ai.onnx") or not defs.has(node.op):
         return opset
-    versions = [each.since_version for each in defs.get_all_schemas_with_history() if _is_of(each, node.op)]
-    return max(opset, min(versions))
-
-
-def _is_of(schema: Any, op: str) -> bool:
-    return bool(schema.name == op and schema.domain == "")
-
-
-def _plain(value: Attribute) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _info(value: Value) -> Any:
-    from onnx import TensorProto, helper
-
-    name = _ONNX_NAMES.get(value.dtype, value.dtype.name)
-    return helper.make_tensor_value_info(value.name, TensorProto.DataType.Value(name), value.shape)
+    schemas = (each for each in defs.get_all_schemas_with_history() if (each.name, each.domain) == (node.op, ""))
+    return max(opset, min(each.since_version for each in schemas))
 
 
 def _feeds(sample: Sample) -> dict[str, np.ndarray]:
@@ -179,13 +167,8 @@ class ReferenceModel:
     def __init__(self, model: Path, weights: Mapping[str, np.ndarray], train: bool = True) -> None:
         """`weights` are parameters that the file names without storing. Unless `train`, batches are normalised by
         running statistics. Raises ModelError where it cannot be opened."""
-        import onnx
-
         self._scratch = tempfile.TemporaryDirectory()
-        try:
-            proto = onnx.load(str(model), load_external_data=False)
-        except Exception as error:
-            raise _unreadable(model, error) from error
+        proto = _loaded(model)
         self.random = tuple(sorted({node.op_type for node in _nodes(proto)} & _RANDOM))
         """Operators of it that draw numbers, which are none of ours."""
         self.dropouts = sum(map(_switch_off_dropout, _nodes(proto)))
@@ -212,13 +195,18 @@ class ReferenceModel:
 
 def precision_of(model: Path) -> tuple[str, int]:
     """A file's coarsest floating type, and how many of its nodes follow one another."""
+    proto = _loaded(model)
+    return _coarsest_type(proto), _depth(proto)
+
+
+def _loaded(model: Path) -> onnx.ModelProto:
+    """Without external data."""
     import onnx
 
     try:
-        proto = onnx.load(str(model), load_external_data=False)
+        return onnx.load(str(model), load_external_data=False)
     except Exception as error:
         raise _unreadable(model, error) from error
-    return _coarsest_type(proto), _depth(proto)
 
 
 _FLOATS = {11: "float64", 1: "float32", 10: "float16", 16: "bfloat16"}
@@ -288,8 +276,7 @@ def _open(path: Path, optimized: bool = False) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> ModelError:
-    reason = str(error).splitlines()[0]
-    return ModelError(f"ONNX Runtime cannot open the model: {reason}", where=str(path))
+    return ModelError(f"ONNX Runtime cannot open the model: {str(error).splitlines()[0]}", where=str(path))
 
 
 def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
@@ -304,7 +291,7 @@ def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def _switch_off_dropout(node: onnx.NodeProto) -> bool:
-    """Have a Dropout drop nothing; whether that was to be said."""
+    """Have a Dropout drop nothing; True if that was to be said."""
     if node.op_type != "Dropout" or node.domain not in ("", "ai.onnx") or len(node.input) < 3:
         return False
     del node.input[2:]
@@ -312,7 +299,7 @@ def _switch_off_dropout(node: onnx.NodeProto) -> bool:
 
 
 def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
-    """Have a BatchNormalization do as at inference; whether that was to be said."""
+    """Have a BatchNormalization do as at inference; True if that was to be said."""
     if node.op_type != "BatchNormalization" or not used.isdisjoint(node.output[1:]):
         return False
     if len(node.output) == 1 and not any(each.name == "training_mode" and each.i for each in node.attribute):

@@ -430,7 +430,7 @@ def measure_whole(
     if program is None:
         return None
     try:
-        forward, backward, around_forward, around_backward = numbers_of("whole_worker", program, device, seconds)
+        forward, backward, around_forward, around_backward = numbers_of("whole", program, device, seconds)
     except AutopipeError:
         return None
     if tasks is not None:

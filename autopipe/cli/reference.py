@@ -15,7 +15,7 @@ from autopipe.cli.output import write_texts
 from autopipe.configs import zoo
 from autopipe.configs.reference import reference as configuration_page
 from autopipe.configs.reference import table
-from autopipe.configs.zoo.settings import ZooModel
+from autopipe.configs.zoo import ZooModel
 from autopipe.ir.codec import Dataclass
 from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
 

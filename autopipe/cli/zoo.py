@@ -11,7 +11,7 @@ from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output, plain_table
 from autopipe.configs import zoo as models
 from autopipe.configs.schema import field_docs
-from autopipe.configs.zoo.settings import ZooModel, parse_words
+from autopipe.configs.zoo import ZooModel, parse_words
 from autopipe.ir.codec import describe, keys
 
 

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 
 from autopipe.configs import zoo
-from autopipe.configs.zoo.settings import parse_words
+from autopipe.configs.zoo import parse_words
 from autopipe.ir.errors import ConfigurationError
 
 SIZES = {

@@ -77,7 +77,7 @@ class Deferred(BackendRep):
             **{f"w{index}": to_tensor(array, self.device) for index, array in enumerate(imported.weights)},
             **{f"c{index}": to_tensor(each.array, self.device) for index, each in enumerate(graph.constants)},
         )
-        forward = forward_of(emit_forward(stage_of(graph)))
+        forward = forward_of(emit_forward(stage_of(graph)).text)
         results = forward(held, *(to_tensor(given[name], self.device) for name in names))
         for name, result in zip(graph.outputs, results, strict=True):
             assert tuple(result.shape) == graph.type_of(name).shape, f"{name}: inferred {graph.type_of(name).shape}"

@@ -31,7 +31,7 @@ def test_results_stay_on_the_device_of_the_operands(kind: str, name: str) -> Non
         f"w{index}": to_tensor(use.arrays[each.value.name]).to("meta") for index, each in enumerate(graph.parameters)
     }
     operands = [to_tensor(use.arrays[each.name]).to("meta") for each in graph.inputs]
-    forward = forward_of(emit_forward(stage_of(graph)))
+    forward = forward_of(emit_forward(stage_of(graph)).text)
     results = forward(SimpleNamespace(device=torch.device("meta"), **held), *operands)
     for output, result in zip(graph.outputs, results, strict=True):
         value = graph.type_of(output)

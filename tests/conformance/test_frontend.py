@@ -52,7 +52,7 @@ def test_case(kind: str, name: str, tmp_path: Path) -> None:
         **{f"w{index}": to_tensor(parameter_array(each, path)) for index, each in enumerate(graph.parameters)},
         **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
     )
-    forward = forward_of(emit_forward(stage_of(graph)))
+    forward = forward_of(emit_forward(stage_of(graph)).text)
     results = forward(place, *(to_tensor(given[each.name]) for each in graph.inputs))
     rtol, atol = tolerances().get(name, (case.rtol, case.atol))
     Runner.assert_similar_outputs(expected, [to_array(result) for result in results], rtol=rtol, atol=atol)

@@ -1,13 +1,12 @@
-"""Torch elastic's agent, told which failures are worth another try, and what to say of them.
+"""Torch elastic's agent, told which failures are worth another try and which rank hangs.
 
 `torch.distributed.launcher.api.elastic_launch` starts ranks again whatever they ended with. A loss that is no number or
 a data file that is missing would only fail again, so this agent stops at those.
 
-Which of a node's ranks hangs: told from their pulses, by no more than looking at them.
-
-A rank that waits for others is not to blame, however long it waits. One is that does not get on with something of its
-own (an endless loop, a call that never returns), or gives no sign of life at all (stopped, or stuck while it holds
-Python's lock), or never began. Where all wait for one another, the one that has waited longest is named.
+It reads the ranks' heartbeats. A rank that waits for others is not to blame, however long it waits. One is that does
+not progress in a task of its own (an endless loop, a call that never returns), or gives no sign of life at all
+(stopped, or stuck while it holds Python's lock), or never began. Where all wait for one another, the one that has
+waited longest is named.
 """
 
 from __future__ import annotations
@@ -69,49 +68,36 @@ class HungRank:
 
 
 def find_hung_rank(
-    beats: Mapping[int, HeartbeatRecord | None], began: float, now: float, timeouts: Timeouts, nodes: int
+    records: Mapping[int, HeartbeatRecord | None], began: float, now: float, timeouts: Timeouts, nodes: int
 ) -> HungRank | None:
     """The rank that hangs, of those that began at `began`, by rank; of several the one that has done so longest.
 
     Where other nodes have ranks too, all of this one's may wait twice as long, for theirs to be found there.
     """
-    running = {
-        rank: sign_of_life for rank, sign_of_life in beats.items() if sign_of_life is None or sign_of_life.task != ENDED
-    }
+    running = {rank: record for rank, record in records.items() if record is None or record.task != ENDED}
     found = []
-    for rank, sign_of_life in running.items():
-        if sign_of_life is None:
+    for rank, record in running.items():
+        if record is None:
             hang, limit = HungRank(rank, "", now - began), timeouts.start_s
         else:
-            last = sign_of_life.at if sign_of_life.waits else min(sign_of_life.at, sign_of_life.since)
-            hang, limit = HungRank(rank, sign_of_life.task, now - last), timeouts.of(sign_of_life.task)
+            last = record.at if record.waits else min(record.at, record.since)
+            hang, limit = HungRank(rank, record.task, now - last), timeouts.of(record.task)
         if hang.seconds > limit:
             found.append(hang)
     if not found:
-        found = _all_waiting(running, now, timeouts, nodes)
+        patience = 1 if nodes == 1 else 2
+        waiting = [
+            HungRank(rank, record.task, now - record.since, waits=True)
+            for rank, record in running.items()
+            if record is not None and record.waits and now - record.since > patience * timeouts.of(record.task)
+        ]
+        found = waiting if len(waiting) == len(running) else []
     return max(found, key=lambda hang: hang.seconds, default=None)
-
-
-def _all_waiting(
-    running: Mapping[int, HeartbeatRecord | None], now: float, timeouts: Timeouts, nodes: int
-) -> list[HungRank]:
-    """All ranks, where each of them waits and has done so for too long."""
-    patience = 1 if nodes == 1 else 2
-    found = []
-    for rank, sign_of_life in running.items():
-        if (
-            sign_of_life is None
-            or not sign_of_life.waits
-            or now - sign_of_life.since <= patience * timeouts.of(sign_of_life.task)
-        ):
-            return []
-        found.append(HungRank(rank, sign_of_life.task, now - sign_of_life.since, waits=True))
-    return found
 
 
 @dataclass(slots=True)
 class Watchdog:
-    """Looks at the pulses of ranks, from when they were started."""
+    """Looks at the heartbeats of ranks, from when they were started."""
 
     folder: Path
     ranks: tuple[int, ...]
@@ -128,20 +114,15 @@ class Watchdog:
         if now - self._looked > _ABSENCE_S:
             self._began = now
         self._looked = now
-        beats = {rank: self._latest_record(rank) for rank in self.ranks}
-        return find_hung_rank(beats, self._began, now, self.timeouts, self.nodes)
+        records = {rank: self._latest_record(rank) for rank in self.ranks}
+        return find_hung_rank(records, self._began, now, self.timeouts, self.nodes)
 
     def _latest_record(self, rank: int) -> HeartbeatRecord | None:
         """Latest record of a rank; nothing in it counts as older than the time since watching began."""
-        sign_of_life = read_heartbeat(heartbeat_file(self.folder, rank))
-        if sign_of_life is None:
+        record = read_heartbeat(heartbeat_file(self.folder, rank))
+        if record is None:
             return None
-        return HeartbeatRecord(
-            max(sign_of_life.at, self._began),
-            max(sign_of_life.since, self._began),
-            sign_of_life.waits,
-            sign_of_life.task,
-        )
+        return HeartbeatRecord(max(record.at, self._began), max(record.since, self._began), record.waits, record.task)
 
 
 _POLL_S = 0.1
@@ -178,19 +159,12 @@ class Agent(LocalElasticAgent):
         os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
         self._hang = None
         if self._timeouts is None:
-            return self._started(worker_group)
+            return super()._start_workers(worker_group)  # type: ignore[no-any-return]
         pulses = Path(tempfile.mkdtemp(prefix="pulses_", dir=self._logs))
-        os.environ[PULSES] = str(pulses)
-        try:
-            started = self._started(worker_group)
-        finally:
-            del os.environ[PULSES]
+        with environment({PULSES: str(pulses)}):
+            started: dict[int, Any] = super()._start_workers(worker_group)
         ranks = tuple(worker.global_rank for worker in worker_group.workers)
         self._watch = Watchdog(pulses, ranks, self._timeouts, worker_group.group_world_size or 1)
-        return started
-
-    def _started(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -274,11 +248,11 @@ def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
     }
     names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-    asked = {} if place.nodes == 1 else {name: os.environ[name] for name in names if os.environ.get(name)}
-    if len(asked) < len(names):
+    given = {} if place.nodes == 1 else {name: os.environ[name] for name in names if os.environ.get(name)}
+    if len(given) < len(names):
         interface = interface_of(handler.address)
         found |= {name: form.format(interface) for name, form in names.items()}
-    return found | asked
+    return found | given
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure:

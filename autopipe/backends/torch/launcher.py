@@ -1,7 +1,4 @@
-"""Starting the ranks of a program through torch elastic.
-
-Measured spans of all ranks as one Chrome trace, which Perfetto and chrome://tracing open.
-"""
+"""Starting the ranks of a program through torch elastic, and reading what they report."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +22,6 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 _TAKEN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-def _say_nothing(text: str) -> None:
-    """Take no note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +45,28 @@ class LaunchConfig:
     """Elastic's own log lines are shown."""
 
 
-def local_ranks(manifest: Manifest, gang: LaunchConfig) -> tuple[int, int]:
+def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
     """(nodes, ranks on each). Raises ConfigurationError where they do not make up the program's world size."""
-    low, high = gang.nodes
+    low, high = config.nodes
     world = manifest.world_size
-    ranks = gang.ranks_per_node or (world // high if world % high == 0 else 0)
+    ranks = config.ranks_per_node or (world // high if world % high == 0 else 0)
     if not ranks or world % ranks or not low <= world // ranks <= high:
         spread = f"{low}" if low == high else f"{low} to {high}"
-        each = f" with {gang.ranks_per_node} ranks each" if gang.ranks_per_node else ""
+        each = f" with {config.ranks_per_node} ranks each" if config.ranks_per_node else ""
         raise ConfigurationError(
             f"the program's {world} ranks do not fit {spread} nodes{each}",
             hint="nodes times --nproc-per-node must be the number of devices of the plan",
         )
     nodes = world // ranks
-    if nodes > 1 and not gang.rendezvous_endpoint:
+    if nodes > 1 and not config.rendezvous_endpoint:
         raise ConfigurationError("several nodes need a meeting point", hint="--rdzv-endpoint HOST:PORT, alike on all")
-    if nodes > 1 and not gang.rendezvous_key:
+    if nodes > 1 and not config.rendezvous_key:
         raise ConfigurationError("several nodes need a key that they share", hint="--rdzv-key FILE, alike on all")
     return nodes, ranks
 
 
 def launch_program(
-    manifest: Manifest, arguments: list[str], gang: LaunchConfig, note: Callable[[str], None] = _say_nothing
+    manifest: Manifest, arguments: list[str], config: LaunchConfig, note: Callable[[str], None] = lambda _: None
 ) -> None:
     """Run the program's ranks of this node to their end. `arguments` are those of a rank's file.
 
@@ -86,18 +79,18 @@ def launch_program(
     from autopipe.backends.torch.elastic_agent import run_agent
     from autopipe.backends.torch.rendezvous import Place
 
-    nodes, ranks = local_ranks(manifest, gang)
+    nodes, ranks = local_ranks(manifest, config)
     logs = Path(tempfile.mkdtemp(prefix="autopipe-logs-"))
     command = (str(manifest.folder / "run.py"), *arguments)
     place = Place()
     if nodes > 1:
-        name = gang.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
-        place = Place(nodes, gang.rendezvous_endpoint, name, gang.rendezvous_key)
+        name = config.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
+        place = Place(nodes, config.rendezvous_endpoint, name, config.rendezvous_key)
     failure: Failure | None = None
     try:
-        with rank_environment(), _signals_kept(), _elastic_quiet(gang.debug):
-            restarts, timeouts = gang.max_restarts, gang.timeouts
-            failure = run_agent(command, ranks, place, restarts, timeouts, logs, gang.live, note)
+        with rank_environment(), _elastic_contained(config.debug):
+            restarts, timeouts = config.max_restarts, config.timeouts
+            failure = run_agent(command, ranks, place, restarts, timeouts, logs, config.live, note)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
@@ -117,19 +110,10 @@ def launch_program(
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Put back the handlers of signals that elastic takes for itself."""
+def _elastic_contained(debug: bool) -> Iterator[None]:
+    """Put back the signal handlers that elastic takes for itself, and keep its log lines off the terminal unless
+    `debug` wants them."""
     saved = {each: signal.getsignal(each) for each in _TAKEN_SIGNALS}
-    try:
-        yield
-    finally:
-        for each, handler in saved.items():
-            signal.signal(each, handler)
-
-
-@contextmanager
-def _elastic_quiet(debug: bool) -> Iterator[None]:
-    """Keep elastic's log lines off the terminal, unless they are wanted."""
     logger = logging.getLogger("torch.distributed.elastic")
     before = logger.level
     if not debug:
@@ -138,6 +122,8 @@ def _elastic_quiet(debug: bool) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+        for each, handler in saved.items():
+            signal.signal(each, handler)
 
 
 @contextmanager
@@ -158,6 +144,18 @@ def rank_environment() -> Iterator[None]:
         yield
 
 
+def run_child(words: Sequence[str], changes: dict[str, str]) -> str:
+    """Run `words`, as `python_command` takes them, to the end with changes to the environment.
+
+    Returns the last line that it wrote where it failed, "" where all went well.
+    """
+    done = subprocess.run(
+        python_command(*words),
+        env=dict(os.environ) | changes, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return (done.stderr.strip().splitlines() or ["failed without a word"])[-1] if done.returncode else ""
+
+
 def run_alone(folder: Path, arguments: list[str], rank: int = 0, world_size: int = 1) -> None:
     """Run one rank of a program in a process of its own: all of a one-rank program, or one rank of a dry run.
 
@@ -167,21 +165,15 @@ def run_alone(folder: Path, arguments: list[str], rank: int = 0, world_size: int
         failed = Path(scratch) / "error.json"
         world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
         world |= {"LOCAL_WORLD_SIZE": str(world_size), ERROR_FILE: str(failed)}
-        done = subprocess.run(
-            python_command(str(folder / "run.py"), *arguments),
-            env=dict(os.environ) | world, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if not done.returncode:
+        last_words = run_child((str(folder / "run.py"), *arguments), world)
+        if not last_words:
             return
         failure = read_failure(json.loads(failed.read_text(encoding="utf-8"))) if failed.exists() else None
-    if failure is not None:
-        raise failure.error()
-    lines = done.stderr.strip().splitlines() or ["failed without a word"]
-    raise LaunchError(lines[-1], where=str(folder))
+    raise LaunchError(last_words, where=str(folder)) if failure is None else failure.error()
 
 
-def read_reports(path: Path) -> list[dict[str, object]]:
-    """The reports of the steps in a report file, one a step: a step done again after a restart counts once."""
+def read_reports(path: Path) -> list[dict[str, Any]]:
+    """A JSON line for each step, in order: of a step done again after a restart, the last."""
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
@@ -190,29 +182,15 @@ def read_reports(path: Path) -> list[dict[str, object]]:
 
 def chrome_trace(folder: Path) -> dict[str, Any]:
     """The trace of the span files that ranks wrote into `folder`: one row a rank, times in microseconds."""
-    ranks = {int(path.stem.removeprefix("rank_")): _steps(path) for path in sorted(folder.glob("rank_*.jsonl"))}
+    ranks = {int(path.stem.removeprefix("rank_")): read_reports(path) for path in sorted(folder.glob("rank_*.jsonl"))}
     origin = min((step["began"] for steps in ranks.values() for step in steps), default=0.0)
     events: list[dict[str, Any]] = []
     for rank, steps in ranks.items():
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        row = {"pid": 0, "tid": rank}
+        events.append({"name": "thread_name", "ph": "M", **row, "args": {"name": f"rank {rank}"}})
         for step in steps:
             for span in step["spans"]:
-                events.append(
-                    {
-                        "name": span["task"],
-                        "cat": "measured",
-                        "ph": "X",
-                        "pid": 0,
-                        "tid": rank,
-                        "ts": (step["began"] - origin + span["start"]) * 1e6,
-                        "dur": (span["end"] - span["start"]) * 1e6,
-                        "args": {"step": step["step"]},
-                    }
-                )
+                start, length = step["began"] - origin + span["start"], span["end"] - span["start"]
+                task = {"name": span["task"], "cat": "measured", "ph": "X", **row, "ts": start * 1e6}
+                events.append(task | {"dur": length * 1e6, "args": {"step": step["step"]}})
     return {"displayTimeUnit": "ms", "traceEvents": events}
-
-
-def _steps(path: Path) -> list[dict[str, Any]]:
-    """A rank's steps; of a step done again after a restart, the last."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    return [step for _, step in sorted({int(line["step"]): line for line in lines}.items())]

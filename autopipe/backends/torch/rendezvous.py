@@ -1,8 +1,7 @@
 """How nodes meet: torch elastic's rendezvous, with its state as signed JSON in a store of one interface.
 
-Elastic's own `c10d` backend listens on all interfaces and unpickles what it finds there.
-
-Addresses of this machine: where a launch listens, and on no other.
+Elastic's own `c10d` backend listens on all interfaces and unpickles what it finds there. A launch listens at one
+address of this machine, and at no other.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -63,19 +62,21 @@ def endpoint_of(text: str) -> Endpoint:
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(f"the meeting point has no address: {error}", where=where) from error
     address = str(found[0])
-    if ipaddress.ip_address(address).is_unspecified or _is_hidden(host, address):
+    found_address = ipaddress.ip_address(address)
+    # A name of this machine may stand for its loopback address here alone.
+    hidden = host != "localhost" and found_address.is_loopback and not _is_address(host)
+    if found_address.is_unspecified or hidden:
         hint = "give the address of the interface that the nodes shall use"
         raise ConfigurationError(f"{host} is {address} here, where no other machine comes", hint=hint, where=where)
     return Endpoint(address, int(digits), _own_address(address, int(digits), where))
 
 
-def _is_hidden(host: str, address: str) -> bool:
-    """True if a name of this machine stands for its loopback address here alone."""
+def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return host != "localhost" and ipaddress.ip_address(address).is_loopback
-    return False
+        return False
+    return True
 
 
 def _own_address(address: str, port: int, where: str) -> str:
@@ -123,10 +124,9 @@ def _first_address(interface: str) -> ipaddress.IPv4Address | None:
     request = struct.pack(f"{_REQUEST}s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+            return ipaddress.IPv4Address(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
         except OSError:
             return None
-    return ipaddress.IPv4Address(answer[20:24])
 
 
 def _long_addresses(interface: str) -> list[ipaddress.IPv6Address]:
@@ -146,10 +146,6 @@ _LOOKS_S = 1.0
 _RUN, _STATE = "autopipe/run", "autopipe/state"
 
 
-def _own_key() -> bytes:
-    return secrets.token_bytes(32)
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the nodes of a launch meet, and what they alone know."""
@@ -158,7 +154,7 @@ class Place:
     endpoint: str = ""
     """HOST:PORT. One node needs none: it listens on its loopback interface."""
     name: str = "autopipe"
-    key: bytes = field(default_factory=_own_key, repr=False)
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
 
 class Handler(DynamicRendezvousHandler):
@@ -300,15 +296,19 @@ def _ask_store(ask: Callable[[], bytes]) -> bytes:
 
 def _form_of(state: _RendezvousState) -> dict[str, Any]:
     """The state as JSON."""
+
+    def words(node: _NodeDesc) -> list[str | int]:
+        return [node.addr, node.pid, node.local_id]
+
     return {
         "round": state.round,
         "complete": state.complete,
         "closed": state.closed,
         "deadline": None if state.deadline is None else state.deadline.isoformat(),
-        "participants": [[*_words(node), rank] for node, rank in state.participants.items()],
-        "waiting": [_words(node) for node in state.wait_list],
-        "redundant": [_words(node) for node in state.redundancy_list],
-        "heartbeats": [[*_words(node), at.isoformat()] for node, at in state.last_heartbeats.items()],
+        "participants": [[*words(node), rank] for node, rank in state.participants.items()],
+        "waiting": [words(node) for node in state.wait_list],
+        "redundant": [words(node) for node in state.redundancy_list],
+        "heartbeats": [[*words(node), at.isoformat()] for node, at in state.last_heartbeats.items()],
     }
 
 
@@ -317,15 +317,7 @@ def _state_of(form: dict[str, Any]) -> _RendezvousState:
     state.round, state.complete, state.closed = form["round"], form["complete"], form["closed"]
     state.deadline = None if form["deadline"] is None else datetime.fromisoformat(form["deadline"])
     state.participants = {_NodeDesc(*words): rank for *words, rank in form["participants"]}
-    state.wait_list = set(_nodes(form["waiting"]))
-    state.redundancy_list = set(_nodes(form["redundant"]))
+    state.wait_list = {_NodeDesc(*words) for words in form["waiting"]}
+    state.redundancy_list = {_NodeDesc(*words) for words in form["redundant"]}
     state.last_heartbeats = {_NodeDesc(*words): datetime.fromisoformat(at) for *words, at in form["heartbeats"]}
     return state
-
-
-def _words(node: _NodeDesc) -> list[str | int]:
-    return [node.addr, node.pid, node.local_id]
-
-
-def _nodes(rows: Iterable[list[Any]]) -> Iterable[_NodeDesc]:
-    return (_NodeDesc(*words) for words in rows)

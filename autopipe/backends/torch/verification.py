@@ -105,7 +105,7 @@ def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Ite
 
     Raises VerificationError where a trained parameter has no recorded gradient, or no rank has the parameter.
     """
-    whole = _blocks(expected)
+    whole = {int(index): array for index, array in _read(expected, 0).items()}
     scale = float(np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in whole.values())))
     worst: dict[int, Difference] = {}
     for rank, shards in enumerate(ranks.shards):
@@ -125,11 +125,6 @@ def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Ite
         if index not in worst:
             raise VerificationError(f"no rank holds {ranks.parameters[index].name!r}", where=str(recorded))
         yield worst[index]
-
-
-def _blocks(folder: Path) -> dict[int, np.ndarray]:
-    """The one-device program's gradients, whole, by parameter."""
-    return {int(index): array for index, array in _read(folder, 0).items()}
 
 
 def _read(folder: Path, rank: int) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The models of the papers as ONNX graphs of any size, with or without weights.
+"""The models of the papers as ONNX graphs of any size, with or without weights; may import ir and the YAML schema.
 
 A model is a frozen dataclass of its sizes in a module of its own, imported when it is asked for:
 
@@ -11,36 +11,88 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
-from autopipe.configs.zoo import settings as zoo_settings
-from autopipe.configs.zoo.settings import Setting, ZooModel
+from autopipe.configs.schema import convert, unknown_key
+from autopipe.configs.yaml_source import Entry, Place, read_setting
+from autopipe.ir.codec import AtLeast, AtMost, keys
 from autopipe.ir.errors import ConfigurationError, nearest, quote
 
 if TYPE_CHECKING:
-    from autopipe.configs.zoo.builder import BuiltModel
+    from autopipe.configs.zoo.builder import BuiltModel, GraphBuilder
 
 MODELS: Final[Mapping[str, tuple[str, str]]] = {
     "alexnet": ("vision:AlexNet", "convolutions and three large linear layers (PaSE)"),
     "bert": ("transformers:Bert", "masked-language-model encoder; DNABert by its preset (TePDist)"),
-    "candle-uno": ("multimodal:CandleUno", "regression from several branches of linear layers (GraphPipe)"),
-    "dlrm": ("recommender:Dlrm", "recommendation: dense branches and embedding bags (GraphPipe)"),
-    "flava": ("multimodal:Flava", "text and image encoders joined by a cross encoder (Tessel)"),
+    "candle-uno": ("branches:CandleUno", "regression from several branches of linear layers (GraphPipe)"),
+    "dlrm": ("branches:Dlrm", "recommendation: dense branches and embedding bags (GraphPipe)"),
+    "flava": ("branches:Flava", "text and image encoders joined by a cross encoder (Tessel)"),
     "gpt": ("transformers:Gpt", "decoder-only language model with a tied head (Tessel, TePDist)"),
     "inceptionv3": ("vision:InceptionV3", "convolutional branches, no auxiliary head (PaSE)"),
     "llama": ("transformers:Llama", "RMS norms, rotary positions, SwiGLU, grouped-query attention"),
-    "mmt": ("multimodal:MultiModalTransformer", "several transformer branches, concatenated (GraphPipe)"),
+    "mmt": ("branches:MultiModalTransformer", "several transformer branches, concatenated (GraphPipe)"),
     "moe": ("transformers:MixtureOfExperts", "language model whose feed-forward layers are gated experts (TePDist)"),
-    "mt5": ("encoder_decoder:Mt5", "encoder-decoder with one shared embedding (Tessel)"),
-    "rnnlm": ("recommender:RnnLm", "LSTM language model (PaSE)"),
-    "transformer": ("encoder_decoder:Transformer", "the encoder-decoder translation model of 2017 (PaSE)"),
-    "two-branch": ("multimodal:TwoBranch", "two branches of attention and linear layers (GraphPipe's case study)"),
+    "mt5": ("sequences:Mt5", "encoder-decoder with one shared embedding (Tessel)"),
+    "rnnlm": ("sequences:RnnLm", "LSTM language model (PaSE)"),
+    "transformer": ("sequences:Transformer", "the encoder-decoder translation model of 2017 (PaSE)"),
+    "two-branch": ("branches:TwoBranch", "two branches of attention and linear layers (GraphPipe's case study)"),
     "unet": ("vision:UNet", "segmentation with skip connections (TePDist)"),
     "vgg19": ("vision:Vgg19", "convolutions and a classifier of any number of classes (TePDist)"),
     "wide-resnet": ("vision:WideResNet", "residual network of wide bottlenecks (TePDist)"),
 }
 """A model's name -> (`module:class` in this package, what the list of models says of it)."""
+
+Count = Annotated[int, AtLeast(1), AtMost(2**28)]
+"""A size; the product of two still counts bytes in 64 bits."""
+
+Setting = int | float | bool | str | tuple[int, ...] | None
+"""The value of a field of a model."""
+
+Settings = Mapping[str, Setting]
+"""Keys of a model's fields, or `size`, -> values, which may be text as typed by a user."""
+
+SIZE_KEY: Final = "size"
+
+
+def preset(names: str, *values: Setting) -> Settings:
+    """A row of a table of sizes, under the fields' `names`."""
+    return dict(zip(names.split(), values, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZooModel(ABC):
+    """A model as a value: its fields are its sizes and what `zoo build --set KEY=VALUE` changes."""
+
+    presets: ClassVar[Mapping[str, Settings]] = {}
+    """A published size's name -> the fields it sets, for `--set size=NAME`."""
+
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of fields of which the first must be a multiple of the second."""
+
+    limits: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of fields of which the first must not exceed the second."""
+
+    batch: Count | None = None
+    """Extent of axis 0 of every data input; null leaves it a dimension called `batch`."""
+
+    loss: bool = False
+    """True if labels are an input and the scalar `loss` is the output."""
+
+    weights: Literal["random", "none"] = "random"
+    """`random` initialises the parameters; `none` writes the graph without their data."""
+
+    seed: Annotated[int, AtLeast(0), AtMost(2**63 - 1)] = 0
+    """Seed of the initial values."""
+
+    opset: Annotated[int, AtLeast(20), AtMost(23)] = 20
+    """Version of the operator set."""
+
+    @abstractmethod
+    def build(self, graph: GraphBuilder) -> None:
+        """Add the model's inputs, operators and outputs to `graph`."""
 
 
 def model_class(name: str) -> type[ZooModel]:
@@ -49,20 +101,62 @@ def model_class(name: str) -> type[ZooModel]:
         raise ConfigurationError(f"no model called {quote(name)} in the zoo", hint=nearest(name, MODELS))
     module, attribute = MODELS[name][0].split(":")
     kind: type[ZooModel] = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
-    assert issubclass(kind, ZooModel), f"{attribute} is no model of the zoo"
     return kind
 
 
-Settings = Mapping[str, Setting]
-"""Keys of a model's fields, or `size`, -> values, which may be text as typed by a user."""
+def parse_words(words: Iterable[str]) -> dict[str, str]:
+    """`KEY=VALUE` words as a mapping; a later word for the same key wins."""
+    settings = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ConfigurationError(f"--set {quote(word)} is not of the form KEY=VALUE")
+        settings[key] = value
+    return settings
 
 
 def configure(name: str, settings: Settings | None = None) -> ZooModel:
     """Model `name` with `settings`; `size` names a preset, which the other keys then change.
 
-    Raises ConfigurationError for an unknown name, key or size and for values that do not fit.
+    A value that is text is read as YAML, as on a command line. Raises ConfigurationError for an unknown name, key or
+    preset (with the nearest match), a value of the wrong type, and sizes that contradict each other.
     """
-    return zoo_settings.configure(model_class(name), settings or {})
+    kind, given = model_class(name), dict(settings or {})
+    chosen: Settings = {}
+    if SIZE_KEY in given:
+        size = str(given.pop(SIZE_KEY))
+        if size not in kind.presets:
+            hint = nearest(size, kind.presets)
+            raise ConfigurationError(f"no such size {quote(size)}", hint=hint, where="--set size")
+        chosen = kind.presets[size]
+    known = [key.name for key in keys(kind)]
+    entries = {}
+    for field, value in {**chosen, **given}.items():
+        entries[field] = _entry(field, value)
+        if field not in known:
+            raise unknown_key(field, [*known, SIZE_KEY], entries[field].place, "")
+    model = convert(Entry(entries, Place("--set")), kind)
+    for whole, part in kind.multiples:
+        extent, divisor = getattr(model, whole), getattr(model, part)
+        if extent % divisor:
+            message = f"{whole} = {extent} is not a multiple of {part} = {divisor}"
+            hint = f"{whole}={max(1, round(extent / divisor)) * divisor} would be"
+            raise ConfigurationError(message, hint=hint, where="--set")
+    for lower, upper in kind.limits:
+        extent, limit = getattr(model, lower), getattr(model, upper)
+        if extent > limit:
+            raise ConfigurationError(f"{lower} = {extent} exceeds {upper} = {limit}", where="--set")
+    return model
+
+
+def _entry(name: str, value: Setting) -> Entry:
+    """`value` as what was read; text is YAML that is still to be read."""
+    if isinstance(value, str):
+        return read_setting(value, f"--set {name}={value}")
+    place = Place(f"--set {name}")
+    if isinstance(value, tuple):
+        return Entry(tuple(_entry(name, item) for item in value), place)
+    return Entry(value, place, str(value))
 
 
 def build(model: ZooModel) -> BuiltModel:

@@ -1,10 +1,6 @@
-"""Builds an ONNX graph one operator at a time, with hierarchical names and a type and shape for every value.
+"""Builds an ONNX graph one operator at a time, with hierarchical names, and writes it with drawn parameters.
 
-Initial values of a model's parameters, drawn in pieces, inside the file or beside it.
-
-Layers that several models share, written as the operators an exporter would give.
-
-Losses that stand in the graph: labels become an input, the scalar `loss` the only output.
+Layers and losses that several models share are written as the operators an exporter would give.
 """
 
 from __future__ import annotations
@@ -39,20 +35,13 @@ class Initializer:
     """How a parameter's values are drawn before training."""
 
     scheme: Literal["normal", "uniform", "zeros", "ones"]
-    """Its distribution, with mean 0 where it is random."""
-
     scale: float = 0.0
     """The standard deviation of `normal`, the half-width of `uniform`; unused otherwise."""
 
     def described(self) -> dict[str, str | float]:
         """The entry of the model's `autopipe.init` metadata."""
-        match self.scheme:
-            case "normal":
-                return {"scheme": "normal", "std": self.scale}
-            case "uniform":
-                return {"scheme": "uniform", "bound": self.scale}
-            case _:
-                return {"scheme": self.scheme}
+        size = {"normal": "std", "uniform": "bound"}.get(self.scheme)
+        return {"scheme": self.scheme, **({size: self.scale} if size else {})}
 
 
 ZEROS: Final = Initializer("zeros")
@@ -60,12 +49,10 @@ ONES: Final = Initializer("ones")
 
 
 def normal(std: float) -> Initializer:
-    """A normal distribution of standard deviation `std`."""
     return Initializer("normal", std)
 
 
 def uniform(bound: float) -> Initializer:
-    """A uniform distribution over [-bound, bound]."""
     return Initializer("uniform", bound)
 
 
@@ -81,7 +68,7 @@ def lecun(fan_in: int) -> Initializer:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A float32 parameter: its name, shape and how it is initialised."""
+    """A float32 parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -89,7 +76,6 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -144,7 +130,7 @@ class GraphBuilder:
         return self._node("Constant", (), {"value": ir.tensor(array)}, 1)[0]
 
     def op(self, op_type: str, *inputs: ir.Value | None, **attributes: Attribute) -> ir.Value:
-        """Append an operator and return its only (or first) output."""
+        """Append an operator; returns its only (or first) output."""
         return self._node(op_type, inputs, attributes, 1)[0]
 
     def split_op(self, op_type: str, outputs: int, *inputs: ir.Value, **attributes: Attribute) -> tuple[ir.Value, ...]:
@@ -264,6 +250,10 @@ def rms_norm(graph: GraphBuilder, name: str, data: ir.Value, width: int, epsilon
         return graph.op("Mul", graph.op("Div", data, deviation), graph.parameter("weight", width, init=ONES))
 
 
+Extent = int | tuple[int, int]
+"""Of height and width; one number for both."""
+
+
 def convolution(
     graph: GraphBuilder,
     name: str,
@@ -271,17 +261,19 @@ def convolution(
     inputs: int,
     outputs: int,
     *,
-    kernel: tuple[int, int],
+    kernel: Extent,
     stride: int = 1,
-    padding: tuple[int, int] = (0, 0),
+    padding: Extent = 0,
     bias: bool = True,
 ) -> ir.Value:
     """Conv of [batch, inputs, height, width] with `padding` on both sides of height and width."""
+    kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
+    padding = (padding, padding) if isinstance(padding, int) else padding
     with graph.scope(name):
         weight = graph.parameter("weight", outputs, inputs, *kernel, init=kaiming(inputs * kernel[0] * kernel[1]))
         shift = [graph.parameter("bias", outputs, init=ZEROS)] if bias else []
         pads = [*padding, *padding]
-        return graph.op("Conv", data, weight, *shift, kernel_shape=kernel, strides=[stride, stride], pads=pads)
+        return graph.op("Conv", data, weight, *shift, kernel_shape=kernel, strides=[stride] * 2, pads=pads)
 
 
 def batch_norm(graph: GraphBuilder, name: str, data: ir.Value, channels: int, epsilon: float = 1e-5) -> ir.Value:
@@ -322,17 +314,16 @@ class BuiltModel:
     """A model of the zoo: the graph with shapes for all its values, and how its parameters are initialised."""
 
     skeleton: onnx.ModelProto
-    """The graph; its parameters have a type and a shape but no data."""
+    """Its parameters have a type and a shape but no data."""
 
     parameters: tuple[Parameter, ...]
-    """All parameters in the order in which they were made."""
+    """In the order in which they were made."""
 
     seed: int | None
     """Seed of the initial values; None leaves parameters without data."""
 
     @property
     def parameter_count(self) -> int:
-        """Number of elements of all parameters."""
         return sum(parameter.size for parameter in self.parameters)
 
     @property
@@ -342,14 +333,11 @@ class BuiltModel:
 
     def to_proto(self) -> onnx.ModelProto:
         """The model in memory, its parameters inside; only for models below 2 GiB."""
-        proto = onnx.ModelProto()
-        proto.CopyFrom(self.skeleton)
-        if self.seed is not None:
-            _forget_types(proto, self.parameters)
-            for parameter in self.parameters:
-                tensor = _declared(proto, parameter)
-                tensor.raw_data = b"".join(piece.tobytes() for piece in drawn(parameter, self.seed))
-        return proto
+
+        def inside(tensor: onnx.TensorProto, pieces: Iterator[npt.NDArray[np.float32]]) -> None:
+            tensor.raw_data = b"".join(piece.tobytes() for piece in pieces)
+
+        return self._filled(inside)
 
     def save(self, path: Path, progress: Progress = lambda _: None, inline_limit: int = INLINE_LIMIT) -> None:
         """Write the model to `path`, and its parameters to `path`.data where they exceed `inline_limit` bytes.
@@ -358,33 +346,48 @@ class BuiltModel:
         cannot be written or the disk has too little room.
         """
         _require_room(path, self.data_bytes)
+        beside = self.data_bytes > inline_limit
         try:
-            proto = self._with_data_beside(path, progress) if self.data_bytes > inline_limit else self.to_proto()
+            proto = self._with_data_beside(path, progress) if beside else self.to_proto()
             with replacing(path) as file:
                 file.write(proto.SerializeToString(deterministic=True))
         except OSError as error:
             raise ConfigurationError(f"cannot write the model: {error.strerror or error}", where=str(path)) from error
-        if self.data_bytes <= inline_limit:
+        if not beside:
             progress(self.data_bytes)
 
     def _with_data_beside(self, path: Path, progress: Progress) -> onnx.ModelProto:
         """Write the parameters next to `path` and return the model that refers to them."""
-        assert self.seed is not None, "parameters without a seed have no data to write"
         data_path = path.with_name(path.name + ".data")
-        proto = onnx.ModelProto()
-        proto.CopyFrom(self.skeleton)
-        _forget_types(proto, self.parameters)
         with replacing(data_path) as file:
-            for parameter in self.parameters:
+
+            def outside(tensor: onnx.TensorProto, pieces: Iterator[npt.NDArray[np.float32]]) -> None:
                 file.write(bytes(-file.tell() % ALIGNMENT))
-                tensor = _declared(proto, parameter)
                 tensor.data_location = onnx.TensorProto.EXTERNAL
-                entries = {"location": data_path.name, "offset": file.tell(), "length": 4 * parameter.size}
+                entries = {"location": data_path.name, "offset": file.tell(), "length": 4 * math.prod(tensor.dims)}
                 for key, entry in entries.items():
                     tensor.external_data.add(key=key, value=str(entry))
-                for piece in drawn(parameter, self.seed):
+                for piece in pieces:
                     file.write(piece.data)
                     progress(piece.nbytes)
+
+            return self._filled(outside)
+
+    def _filled(self, store: Callable[[onnx.TensorProto, Iterator[npt.NDArray[np.float32]]], None]) -> onnx.ModelProto:
+        """The model whose parameters are initializers, each of which `store` gave its numbers."""
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self.skeleton)
+        if self.seed is None:
+            return proto
+        names = {parameter.name for parameter in self.parameters}
+        kept = [info for info in proto.graph.value_info if info.name not in names]
+        del proto.graph.value_info[:]
+        proto.graph.value_info.extend(kept)
+        for parameter in self.parameters:
+            tensor = proto.graph.initializer.add(
+                name=parameter.name, data_type=onnx.TensorProto.FLOAT, dims=parameter.shape
+            )
+            store(tensor, drawn(parameter, self.seed))
         return proto
 
 
@@ -409,23 +412,6 @@ def drawn(parameter: Parameter, seed: int) -> Iterator[npt.NDArray[np.float32]]:
                 yield np.zeros(count, dtype=np.float32)
             case "ones":
                 yield np.ones(count, dtype=np.float32)
-
-
-def _declared(proto: onnx.ModelProto, parameter: Parameter) -> onnx.TensorProto:
-    """A new initializer of `proto` for `parameter`, still without data."""
-    tensor: onnx.TensorProto = proto.graph.initializer.add()
-    tensor.name = parameter.name
-    tensor.data_type = onnx.TensorProto.FLOAT
-    tensor.dims.extend(parameter.shape)
-    return tensor
-
-
-def _forget_types(proto: onnx.ModelProto, parameters: tuple[Parameter, ...]) -> None:
-    """Drop the types of `parameters`, which their initializers are going to say."""
-    names = {parameter.name for parameter in parameters}
-    kept = [info for info in proto.graph.value_info if info.name not in names]
-    del proto.graph.value_info[:]
-    proto.graph.value_info.extend(kept)
 
 
 def _require_room(path: Path, size: int) -> None:

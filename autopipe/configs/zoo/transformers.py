@@ -1,21 +1,14 @@
-"""Llama: RMS norms, rotary positions, SwiGLU and grouped-query attention (Touvron et al., 2023).
-
-Multi-head attention spelled out as products, scaling, mask and softmax, and the blocks around it.
-
-A language model whose feed-forward layers are experts chosen by a gate (Lepikhin et al., 2021: GShard).
-
-GPT: a decoder-only language model whose head is its embedding, transposed (Brown et al., 2020).
-
-BERT with its masked-language-model head (Devlin et al., 2019).
-"""
+"""Transformer layers as data, and the models that are one stack of them: GPT, BERT, a mixture of experts, Llama."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
+from autopipe.configs.zoo import Count, Setting, ZooModel, preset
 from autopipe.configs.zoo.builder import (
     ZEROS,
     GraphBuilder,
@@ -29,7 +22,6 @@ from autopipe.configs.zoo.builder import (
     predict_tokens,
     rms_norm,
 )
-from autopipe.configs.zoo.settings import Count, Setting, ZooModel
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -42,35 +34,48 @@ SPREAD: Final = normal(0.02)
 """How the weights of GPT and BERT are drawn."""
 
 
+class Rotation(NamedTuple):
+    """Rotary positions: cosine and sine [sequence, head width]."""
+
+    cosine: ir.Value
+    sine: ir.Value
+
+
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """The sizes of one attention layer."""
+class Layer:
+    """The sizes of a model's transformer layers, and how they differ from those of GPT-2."""
 
     hidden: int
-    """Width of its input and output."""
-
+    """Width of the residual stream."""
     heads: int
-    """Number of heads, each of `hidden` / `heads` unless `head_size` says otherwise."""
-
-    head_size: int = 0
-    """Width of a head; 0 for `hidden` / `heads`."""
-
+    inner: int = 0
+    """Width inside the feed-forward layer; 0 where a model has none or its own."""
+    key_value_heads: int = 0
+    """Heads of keys and values, each shared by several query heads; 0 for as many as these."""
+    norm: Callable[[GraphBuilder, str, ir.Value, int], ir.Value] = layer_norm
+    norm_first: bool = True
+    """True if the norm stands before attention and feed-forward, False if after the residual sums."""
     bias: bool = True
-    """True if its four projections have one."""
-
+    """True if the products of attention have one."""
+    inner_bias: bool = True
+    """True if those of the feed-forward layer have."""
     scaled: bool = True
     """True if scores are divided by the root of the head's width."""
-
+    activation: str = "Gelu"
+    """Operator of the feed-forward layer, or `SwiGLU`: x sigmoid(x) of a third product gates it."""
     init: Initializer = SPREAD
-    """How its weights are drawn."""
-
     closing: Initializer | None = None
     """How the weights that end in a residual sum are drawn; None: as the others."""
 
     @property
     def width(self) -> int:
         """Width of a head."""
-        return self.head_size or self.hidden // self.heads
+        return self.hidden // self.heads
+
+    @property
+    def end(self) -> Initializer:
+        """How weights are drawn whose results are added to the residual stream."""
+        return self.closing or self.init
 
 
 def closing_spread(layers: int) -> Initializer:
@@ -91,135 +96,252 @@ def causal_mask(graph: GraphBuilder, length: int) -> ir.Value:
         return graph.op("Where", future, graph.constant(FORBIDDEN), graph.constant(0.0))
 
 
-def split_heads(graph: GraphBuilder, data: ir.Value, heads: int, width: int) -> ir.Value:
-    """[batch, length, heads * width] -> [batch, heads, length, width]."""
-    return graph.op("Transpose", graph.reshape(data, [0, 0, heads, width]), perm=[0, 2, 1, 3])
-
-
-def weighted_sum(
-    graph: GraphBuilder,
-    query: ir.Value,
-    key: ir.Value,
-    value: ir.Value,
-    *,
-    scale: float | None,
-    mask: ir.Value | None,
+def add_positions(
+    graph: GraphBuilder, data: ir.Value, length: int, width: int, order: ir.Value | None = None
 ) -> ir.Value:
-    """softmax(query key^T * scale + mask) value, on [batch, heads, length, width]."""
-    scores = graph.op("MatMul", query, graph.op("Transpose", key, perm=[0, 1, 3, 2]))
-    if scale is not None:
-        scores = graph.op("Mul", scores, graph.constant(scale))
-    if mask is not None:
-        scores = graph.op("Add", scores, mask)
-    return graph.op("MatMul", graph.op("Softmax", scores, axis=-1), value)
+    """`data` [batch, length, width] plus a learned vector for each position; `order` is 0 … length - 1."""
+    order = positions(graph, length) if order is None else order
+    places, _ = embedding(graph, "position_embedding", order, length, width, init=SPREAD)
+    return graph.op("Add", data, places)
 
 
-def merge_heads(graph: GraphBuilder, data: ir.Value, total: int) -> ir.Value:
-    """[batch, heads, length, width] -> [batch, length, total]."""
-    return graph.reshape(graph.op("Transpose", data, perm=[0, 2, 1, 3]), [0, 0, total])
+def tied_logits(graph: GraphBuilder, data: ir.Value, table: ir.Value) -> ir.Value:
+    """The product with the embedding's `table`, transposed."""
+    return graph.op("MatMul", data, graph.op("Transpose", table, perm=[1, 0]))
+
+
+Sublayer = Callable[[GraphBuilder, str, Layer, "ir.Value"], "ir.Value"]
 
 
 def attention(
     graph: GraphBuilder,
     name: str,
-    sizes: Attention,
+    layer: Layer,
     data: ir.Value,
     *,
     memory: ir.Value | None = None,
     mask: ir.Value | None = None,
+    rotation: Rotation | None = None,
+    length: int = 0,
 ) -> ir.Value:
-    """Attention of `data` [batch, length, hidden] to `memory` (itself by default); `mask` is added to the scores."""
-    total = sizes.heads * sizes.width
+    """Attention of `data` [batch, length, hidden] to `memory` (itself by default): softmax(q kᵀ / √width + mask) v.
+
+    `length` is needed where key-value heads are fewer.
+    """
     source = data if memory is None else memory
+    groups = layer.key_value_heads or layer.heads
     with graph.scope(name):
-        query = _projected(graph, "query", sizes, data)
-        key = _projected(graph, "key", sizes, source)
-        value = _projected(graph, "value", sizes, source)
-        scale = 1.0 / math.sqrt(sizes.width) if sizes.scaled else None
-        merged = merge_heads(graph, weighted_sum(graph, query, key, value, scale=scale, mask=mask), total)
-        closing = sizes.closing or sizes.init
-        return linear(graph, "output", merged, total, sizes.hidden, init=closing, bias=sizes.bias)
+        query = _heads(graph, "query", layer, data, layer.heads)
+        key, value = (_heads(graph, each, layer, source, groups) for each in ("key", "value"))
+        if rotation is not None:
+            query, key = _rotated(graph, query, rotation), _rotated(graph, key, rotation)
+        if groups < layer.heads:
+            key, value = (_repeated(graph, each, layer, length) for each in (key, value))
+        scores = graph.op("MatMul", query, graph.op("Transpose", key, perm=[0, 1, 3, 2]))
+        if layer.scaled:
+            scores = graph.op("Mul", scores, graph.constant(1.0 / math.sqrt(layer.width)))
+        if mask is not None:
+            scores = graph.op("Add", scores, mask)
+        mixed = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), value)
+        merged = graph.reshape(graph.op("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, layer.hidden])
+        return linear(graph, "output", merged, layer.hidden, layer.hidden, init=layer.end, bias=layer.bias)
 
 
-def _projected(graph: GraphBuilder, name: str, sizes: Attention, data: ir.Value) -> ir.Value:
+def _heads(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, heads: int) -> ir.Value:
     """[batch, length, hidden] -> [batch, heads, length, width]."""
-    total = sizes.heads * sizes.width
-    rows = linear(graph, name, data, sizes.hidden, total, init=sizes.init, bias=sizes.bias)
-    return split_heads(graph, rows, sizes.heads, sizes.width)
+    rows = linear(graph, name, data, layer.hidden, heads * layer.width, init=layer.init, bias=layer.bias)
+    return graph.op("Transpose", graph.reshape(rows, [0, 0, heads, layer.width]), perm=[0, 2, 1, 3])
 
 
-def feed_forward(
+def _rotated(graph: GraphBuilder, data: ir.Value, rotation: Rotation) -> ir.Value:
+    """Each pair (i, i + width / 2) of the last axis turned by its position's angle (Su et al., 2021)."""
+    lower, upper = graph.split_op("Split", 2, data, axis=-1, num_outputs=2)
+    turned = graph.op("Concat", graph.op("Neg", upper), lower, axis=-1)
+    return graph.op("Add", graph.op("Mul", data, rotation.cosine), graph.op("Mul", turned, rotation.sine))
+
+
+def _repeated(graph: GraphBuilder, data: ir.Value, layer: Layer, length: int) -> ir.Value:
+    """[batch, key_value_heads, …] -> [batch, heads, …], each head standing `heads` / `key_value_heads` times."""
+    spread = graph.op("Unsqueeze", data, graph.constant([2]))
+    target = [1, 1, layer.heads // layer.key_value_heads, 1, 1]
+    spread = graph.op("Expand", spread, graph.constant(target))
+    return graph.reshape(spread, [0, layer.heads, length, layer.width])
+
+
+def feed_forward(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -> ir.Value:
+    """hidden -> inner, activation, inner -> hidden."""
+    bias = layer.inner_bias
+    with graph.scope(name):
+        if layer.activation == "SwiGLU":
+            gate = linear(graph, "gate", data, layer.hidden, layer.inner, init=layer.init, bias=bias)
+            gate = graph.op("Mul", gate, graph.op("Sigmoid", gate))
+        raised = linear(graph, "up", data, layer.hidden, layer.inner, init=layer.init, bias=bias)
+        raised = graph.op("Mul", gate, raised) if layer.activation == "SwiGLU" else graph.op(layer.activation, raised)
+        return linear(graph, "down", raised, layer.inner, layer.hidden, init=layer.end, bias=bias)
+
+
+def residual(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, sublayer: Sublayer) -> ir.Value:
+    """`data` plus the sublayer called `name` of it, with the layer's norm before the one or after the sum."""
+    normed = layer.norm(graph, f"{name}_norm", data, layer.hidden) if layer.norm_first else data
+    total = graph.op("Add", data, sublayer(graph, name, layer, normed))
+    return total if layer.norm_first else layer.norm(graph, f"{name}_norm", total, layer.hidden)
+
+
+def transformer_layer(
     graph: GraphBuilder,
     name: str,
+    layer: Layer,
     data: ir.Value,
-    hidden: int,
-    inner: int,
     *,
-    activation: str = "Gelu",
-    init: Initializer = SPREAD,
-    closing: Initializer | None = None,
-    bias: bool = True,
+    mask: ir.Value | None = None,
+    memory: ir.Value | None = None,
 ) -> ir.Value:
-    """hidden -> inner, activation, inner -> hidden; `closing` draws the second product's weights if it is given."""
+    """Attention of `data` to itself under `mask`, to `memory` if there is one, and feed-forward."""
     with graph.scope(name):
-        raised = graph.op(activation, linear(graph, "up", data, hidden, inner, init=init, bias=bias))
-        return linear(graph, "down", raised, inner, hidden, init=closing or init, bias=bias)
+        data = residual(graph, "attention", layer, data, partial(attention, mask=mask))
+        if memory is not None:
+            data = residual(graph, "cross_attention", layer, data, partial(attention, memory=memory))
+        return residual(graph, "feed_forward", layer, data, feed_forward)
 
 
-def pre_norm_block(
-    graph: GraphBuilder, name: str, sizes: Attention, inner: int, data: ir.Value, *, mask: ir.Value | None = None
-) -> ir.Value:
-    """A transformer layer with the norm before attention and feed-forward, as in GPT-2 and ViT."""
-    with graph.scope(name):
-        normed = layer_norm(graph, "attention_norm", data, sizes.hidden)
-        data = graph.op("Add", data, attention(graph, "attention", sizes, normed, mask=mask))
-        normed = layer_norm(graph, "feed_forward_norm", data, sizes.hidden)
-        raised = feed_forward(graph, "feed_forward", normed, sizes.hidden, inner, closing=sizes.closing)
-        return graph.op("Add", data, raised)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel(ZooModel):
+    """Fields of a model that reads `tokens` [batch, sequence]."""
+
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
+
+    layers: Count = 4
+    """Transformer layers."""
+
+    hidden: Count = 64
+    """Width of the residual stream."""
+
+    heads: Count = 4
+    """Attention heads of a layer."""
+
+    vocabulary: Count = 256
+    """Rows of the embedding, and extent of the logits."""
+
+    sequence: Count = 32
+    """Tokens of a sample."""
 
 
-def post_norm_block(
-    graph: GraphBuilder, name: str, sizes: Attention, inner: int, data: ir.Value, *, mask: ir.Value | None = None
-) -> ir.Value:
-    """A transformer layer with the norm after each residual sum, as in BERT."""
-    with graph.scope(name):
-        attended = attention(graph, "attention", sizes, data, mask=mask)
-        data = layer_norm(graph, "attention_norm", graph.op("Add", data, attended), sizes.hidden, 1e-12)
-        raised = feed_forward(graph, "feed_forward", data, sizes.hidden, inner)
-        return layer_norm(graph, "feed_forward_norm", graph.op("Add", data, raised), sizes.hidden, 1e-12)
+_GPT = "layers hidden heads vocabulary sequence"
 
 
-def _sizes(layers: int, hidden: int, experts: int) -> dict[str, Setting]:
-    """Two experts a token, room for twice their even share, as GShard has it."""
-    return {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": 16,
-        "experts": experts,
-        "choices": 2,
-        "capacity": -(-2 * 2 * 1024 // experts),
-        "vocabulary": 32000,
-        "sequence": 1024,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpt(LanguageModel):
+    """GPT, whose head is its embedding, transposed (Brown et al., 2020).
+
+    tokens [batch, sequence] -> logits [batch, sequence, vocabulary].
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # GPT-2 (Radford et al., 2019).
+        "gpt2": preset(_GPT, 12, 768, 12, 50257, 1024),
+        "gpt2-xl": preset(_GPT, 48, 1600, 25, 50257, 1024),
+        # GPT-3, table 2.1. The paper's 24 heads of 128 (1.3B) and hidden 5140 (13B) do not divide: 16 and 5120 do.
+        "125m": preset(_GPT, 12, 768, 12, 50257, 2048),
+        "350m": preset(_GPT, 24, 1024, 16, 50257, 2048),
+        "760m": preset(_GPT, 24, 1536, 16, 50257, 2048),
+        "1.3b": preset(_GPT, 24, 2048, 16, 50257, 2048),
+        "2.7b": preset(_GPT, 32, 2560, 32, 50257, 2048),
+        "6.7b": preset(_GPT, 32, 4096, 32, 50257, 2048),
+        "13b": preset(_GPT, 40, 5120, 40, 50257, 2048),
+        "175b": preset(_GPT, 96, 12288, 96, 50257, 2048),
+        # Between the two, as Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022) have it.
+        "39b": preset(_GPT, 48, 8192, 64, 50257, 2048),
+        # Tessel (HPCA 2024), table III; "1M" read as 1,000,000, which gives the parameter counts it names.
+        "11b": preset(_GPT, 32, 4096, 32, 1_000_000, 2048),
+        "24b": preset(_GPT, 40, 6144, 48, 1_000_000, 2048),
+        "47b": preset(_GPT, 48, 8192, 64, 1_000_000, 2048),
+        "77b": preset(_GPT, 80, 8192, 64, 1_500_000, 2048),
+        # Tessel, figure 2: layers of GPT 6.7B under an embedding of 768K rows.
+        "tessel-figure-2": preset(_GPT, 32, 4096, 32, 768_000, 2048),
     }
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Embeddings, pre-norm layers, norm, product with the transposed embedding."""
+        tokens = graph.input("tokens", self.sequence, integer=True)
+        data, table = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+        with graph.scope("position_embedding"):
+            order = positions(graph, self.sequence)
+        data = add_positions(graph, data, self.sequence, self.hidden, order)
+        mask = causal_mask(graph, self.sequence)
+        layer = Layer(self.hidden, self.heads, 4 * self.hidden, closing=closing_spread(self.layers))
+        for index in range(self.layers):
+            data = transformer_layer(graph, f"layers.{index}", layer, data, mask=mask)
+        data = layer_norm(graph, "norm", data, self.hidden)
+        with graph.scope("head"):
+            logits = tied_logits(graph, data, table)
+        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bert(LanguageModel):
+    """BERT with its masked-language-model head (Devlin et al., 2019).
+
+    tokens, token_types, attention_mask [batch, sequence] -> logits [batch, sequence, vocabulary].
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        "base": preset(_GPT, 12, 768, 12, 30522, 512),
+        "large": preset(_GPT, 24, 1024, 16, 30522, 512),
+        # DNABERT (Ji et al., 2021), over all words of six bases and five special tokens; one of TePDist's models.
+        "dnabert": preset(_GPT, 12, 768, 12, 4**6 + 5, 512),
+    }
+
+    hidden: Count = 64
+    """Width of the residual stream; the feed-forward layers are four times as wide."""
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Embeddings, post-norm layers, head: a layer, norm, the product with the embedding, a bias."""
+        tokens, token_types, present = (
+            graph.input(name, self.sequence, integer=True) for name in ("tokens", "token_types", "attention_mask")
+        )
+        norm = partial(layer_norm, epsilon=1e-12)
+        with graph.scope("embeddings"):
+            words, table = embedding(graph, "word", tokens, self.vocabulary, self.hidden, init=SPREAD)
+            order = positions(graph, self.sequence)
+            places, _ = embedding(graph, "position", order, self.sequence, self.hidden, init=SPREAD)
+            kinds, _ = embedding(graph, "token_type", token_types, 2, self.hidden, init=SPREAD)
+            data = norm(graph, "norm", graph.op("Add", graph.op("Add", words, kinds), places), self.hidden)
+        with graph.scope("padding_mask"):  # [batch, 1, 1, sequence]
+            spread = graph.op("Cast", graph.op("Unsqueeze", present, graph.constant([1, 2])), to=1)
+            mask = graph.op("Mul", graph.op("Sub", graph.constant(1.0), spread), graph.constant(FORBIDDEN))
+        layer = Layer(self.hidden, self.heads, 4 * self.hidden, norm=norm, norm_first=False)
+        for index in range(self.layers):
+            data = transformer_layer(graph, f"layers.{index}", layer, data, mask=mask)
+        with graph.scope("head"):
+            data = graph.op("Gelu", linear(graph, "transform", data, self.hidden, self.hidden, init=SPREAD))
+            logits = tied_logits(graph, norm(graph, "norm", data, self.hidden), table)
+            logits = graph.op("Add", logits, graph.parameter("bias", self.vocabulary, init=ZEROS))
+        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
+
+
+def _moe_sizes(layers: int, hidden: int, experts: int) -> Mapping[str, Setting]:
+    """Two experts a token, room for twice their even share, as GShard has it."""
+    names = "layers hidden heads experts choices capacity vocabulary sequence"
+    return preset(names, layers, hidden, 16, experts, 2, -(-2 * 2 * 1024 // experts), 32000, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts(ZooModel):
-    """tokens [batch, sequence] -> logits [batch, sequence, vocabulary].
+    """A language model whose feed-forward layers are experts chosen by a gate (Lepikhin et al., 2021: GShard).
 
-    Each sample is a group of its own: its tokens compete for the experts' places, those of other samples do not, so
-    that a batch may be split anywhere.
+    tokens [batch, sequence] -> logits [batch, sequence, vocabulary]. Each sample is a group of its own: its tokens
+    compete for the experts' places, those of other samples do not, so that a batch may be split anywhere.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         # The family of Alpa (OSDI 2022) against which TePDist measures, named by the number of parameters.
-        "380m": _sizes(8, 768, 8),
-        "690m": _sizes(8, 768, 16),
-        "1.3b": _sizes(16, 768, 16),
-        "2.4b": _sizes(16, 1024, 16),
-        "10b": _sizes(16, 1536, 32),
-        "27b": _sizes(16, 2048, 48),
-        "70b": _sizes(32, 2048, 64),
+        "380m": _moe_sizes(8, 768, 8),
+        "690m": _moe_sizes(8, 768, 16),
+        "1.3b": _moe_sizes(16, 768, 16),
+        "2.4b": _moe_sizes(16, 1024, 16),
+        "10b": _moe_sizes(16, 1536, 32),
+        "27b": _moe_sizes(16, 2048, 48),
+        "70b": _moe_sizes(32, 2048, 64),
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
     limits: ClassVar[tuple[tuple[str, str], ...]] = (("choices", "experts"),)
@@ -252,31 +374,27 @@ class MixtureOfExperts(ZooModel):
         """Embeddings, layers of attention and experts, norm, head."""
         tokens = graph.input("tokens", self.sequence, integer=True)
         data, _ = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
-        order = positions(graph, self.sequence)
-        places, _ = embedding(graph, "position_embedding", order, self.sequence, self.hidden, init=SPREAD)
-        data = graph.op("Add", data, places)
+        data = add_positions(graph, data, self.sequence, self.hidden)
         mask = causal_mask(graph, self.sequence)
-        sizes = Attention(self.hidden, self.heads, closing=closing_spread(self.layers))
+        layer = Layer(self.hidden, self.heads, 4 * self.hidden, closing=closing_spread(self.layers))
         for index in range(self.layers):
             with graph.scope(f"layers.{index}"):
-                normed = layer_norm(graph, "attention_norm", data, self.hidden)
-                data = graph.op("Add", data, attention(graph, "attention", sizes, normed, mask=mask))
-                normed = layer_norm(graph, "experts_norm", data, self.hidden)
-                data = graph.op("Add", data, self._mixture(graph, normed))
+                data = residual(graph, "attention", layer, data, partial(attention, mask=mask))
+                data = residual(graph, "experts", layer, data, self._mixture)
         data = layer_norm(graph, "norm", data, self.hidden)
         logits = linear(graph, "head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
         predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
 
-    def _mixture(self, graph: GraphBuilder, data: ir.Value) -> ir.Value:
+    def _mixture(self, graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -> ir.Value:
         """Tokens to the places of their experts, through the experts, and back weighted by the gate."""
-        with graph.scope("experts"):
+        inner, closing = layer.inner, layer.end
+        with graph.scope(name):
             weights, chosen = self._gate(graph, data)
             dispatch, combine = self._places(graph, weights, chosen)
             sent = graph.op("Einsum", dispatch, data, equation="bsec,bsh->bech")
-            inner = 4 * self.hidden
             raised = graph.op("MatMul", sent, graph.parameter("up", self.experts, self.hidden, inner, init=SPREAD))
             raised = graph.op("Add", raised, graph.parameter("up_bias", self.experts, 1, inner, init=ZEROS))
-            down = graph.parameter("down", self.experts, inner, self.hidden, init=closing_spread(self.layers))
+            down = graph.parameter("down", self.experts, inner, self.hidden, init=closing)
             lowered = graph.op("MatMul", graph.op("Gelu", raised), down)
             lowered = graph.op("Add", lowered, graph.parameter("down_bias", self.experts, 1, self.hidden, init=ZEROS))
             return graph.op("Einsum", combine, lowered, equation="bsec,bech->bsh")
@@ -294,7 +412,7 @@ class MixtureOfExperts(ZooModel):
             weights = graph.op("Transpose", weights, perm=[0, 2, 1])
             which = graph.op("Transpose", which, perm=[0, 2, 1])
             rows = self.choices * self.sequence
-            chosen = self._one_hot(graph, graph.reshape(which, [0, rows]), self.experts)
+            chosen = _one_hot(graph, graph.reshape(which, [0, rows]), self.experts)
             return graph.reshape(weights, [0, rows]), chosen
 
     def _places(self, graph: GraphBuilder, weights: ir.Value, chosen: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -306,7 +424,7 @@ class MixtureOfExperts(ZooModel):
         with graph.scope("places"):
             before = graph.op("CumSum", chosen, graph.constant(1), exclusive=1)
             place = graph.op("ReduceSum", graph.op("Mul", before, chosen), graph.constant([-1]), keepdims=0)
-            seat = self._one_hot(graph, graph.op("Cast", place, to=7), self.capacity)
+            seat = _one_hot(graph, graph.op("Cast", place, to=7), self.capacity)
             seats = graph.op("Einsum", chosen, seat, equation="bte,btc->btec")
             weighted = graph.op("Mul", seats, graph.op("Unsqueeze", weights, graph.constant([2, 3])))
             return self._over_choices(graph, seats), self._over_choices(graph, weighted)
@@ -316,50 +434,31 @@ class MixtureOfExperts(ZooModel):
         apart = graph.reshape(seats, [0, self.choices, self.sequence, self.experts, self.capacity])
         return graph.op("ReduceSum", apart, graph.constant([1]), keepdims=0)
 
-    def _one_hot(self, graph: GraphBuilder, indices: ir.Value, depth: int) -> ir.Value:
-        """float32 [*indices, depth]."""
-        return graph.op("OneHot", indices, graph.constant([depth]), graph.constant([0.0, 1.0]), axis=-1)
+
+def _one_hot(graph: GraphBuilder, indices: ir.Value, depth: int) -> ir.Value:
+    """float32 [*indices, depth]."""
+    return graph.op("OneHot", indices, graph.constant([depth]), graph.constant([0.0, 1.0]), axis=-1)
 
 
-EPSILON = 1e-5
-"""Of the RMS norms."""
-
-
-def _llama_sizes(
-    layers: int,
-    hidden: int,
-    heads: int,
-    key_value_heads: int,
-    feed_forward: int,
-    *,
-    vocabulary: Count = 32000,
-    rotary_base: Count = 10000,
-) -> dict[str, Setting]:
-    return {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "key_value_heads": key_value_heads,
-        "feed_forward": feed_forward,
-        "vocabulary": vocabulary,
-        "rotary_base": rotary_base,
-        "sequence": 4096,
-    }
+_LLAMA = "layers hidden heads key_value_heads feed_forward vocabulary rotary_base sequence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama(ZooModel):
-    """tokens [batch, sequence] -> logits [batch, sequence, vocabulary]; the head is not tied to the embedding."""
+    """Llama: RMS norms, rotary positions, SwiGLU and grouped-query attention (Touvron et al., 2023).
+
+    tokens [batch, sequence] -> logits [batch, sequence, vocabulary]; the head is not tied to the embedding.
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         # Llama 2 (Touvron et al., 2023b).
-        "7b": _llama_sizes(32, 4096, 32, 32, 11008),
-        "13b": _llama_sizes(40, 5120, 40, 40, 13824),
-        "70b": _llama_sizes(80, 8192, 64, 8, 28672),
+        "7b": preset(_LLAMA, 32, 4096, 32, 32, 11008, 32000, 10000, 4096),
+        "13b": preset(_LLAMA, 40, 5120, 40, 40, 13824, 32000, 10000, 4096),
+        "70b": preset(_LLAMA, 80, 8192, 64, 8, 28672, 32000, 10000, 4096),
         # Llama 3 (Grattafiori et al., 2024), table 3.
-        "3-8b": _llama_sizes(32, 4096, 32, 8, 14336, vocabulary=128256, rotary_base=500000),
-        "3-70b": _llama_sizes(80, 8192, 64, 8, 28672, vocabulary=128256, rotary_base=500000),
-        "3-405b": _llama_sizes(126, 16384, 128, 8, 53248, vocabulary=128256, rotary_base=500000),
+        "3-8b": preset(_LLAMA, 32, 4096, 32, 8, 14336, 128256, 500000, 4096),
+        "3-70b": preset(_LLAMA, 80, 8192, 64, 8, 28672, 128256, 500000, 4096),
+        "3-405b": preset(_LLAMA, 126, 16384, 128, 8, 53248, 128256, 500000, 4096),
     }
 
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -406,217 +505,33 @@ class Llama(ZooModel):
         """Embedding, layers, norm, head."""
         tokens = graph.input("tokens", self.sequence, integer=True)
         data, _ = embedding(graph, "embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
-        mask = causal_mask(graph, self.sequence)
-        rotation = self._rotation(graph)
+        norm = partial(rms_norm, epsilon=1e-5)
+        layer = Layer(
+            self.hidden,
+            self.heads,
+            self.feed_forward,
+            self.key_value_heads,
+            norm,
+            bias=False,
+            inner_bias=False,
+            activation="SwiGLU",
+        )
+        mask, rotation = causal_mask(graph, self.sequence), self._rotation(graph)
+        attended = partial(attention, mask=mask, rotation=rotation, length=self.sequence)
         for index in range(self.layers):
             with graph.scope(f"layers.{index}"):
-                data = self._layer(graph, data, rotation, mask)
-        data = rms_norm(graph, "norm", data, self.hidden, EPSILON)
+                data = residual(graph, "attention", layer, data, attended)
+                data = residual(graph, "feed_forward", layer, data, feed_forward)
+        data = norm(graph, "norm", data, self.hidden)
         logits = linear(graph, "head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
         predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
 
-    def _layer(
-        self, graph: GraphBuilder, data: ir.Value, rotation: tuple[ir.Value, ir.Value], mask: ir.Value
-    ) -> ir.Value:
-        normed = rms_norm(graph, "attention_norm", data, self.hidden, EPSILON)
-        data = graph.op("Add", data, self._attention(graph, normed, rotation, mask))
-        normed = rms_norm(graph, "feed_forward_norm", data, self.hidden, EPSILON)
-        with graph.scope("feed_forward"):
-            gate = linear(graph, "gate", normed, self.hidden, self.feed_forward, init=SPREAD, bias=False)
-            gate = graph.op("Mul", gate, graph.op("Sigmoid", gate))
-            raised = linear(graph, "up", normed, self.hidden, self.feed_forward, init=SPREAD, bias=False)
-            gated = graph.op("Mul", gate, raised)
-            lowered = linear(graph, "down", gated, self.feed_forward, self.hidden, init=SPREAD, bias=False)
-        return graph.op("Add", data, lowered)
-
-    def _attention(
-        self, graph: GraphBuilder, data: ir.Value, rotation: tuple[ir.Value, ir.Value], mask: ir.Value
-    ) -> ir.Value:
-        with graph.scope("attention"):
-            query = self._projected(graph, "query", data, self.heads)
-            key = self._projected(graph, "key", data, self.key_value_heads)
-            value = self._projected(graph, "value", data, self.key_value_heads)
-            query, key = self._rotated(graph, query, rotation), self._rotated(graph, key, rotation)
-            key, value = self._repeated(graph, key), self._repeated(graph, value)
-            mixed = weighted_sum(graph, query, key, value, scale=1.0 / math.sqrt(self.head_size), mask=mask)
-            merged = merge_heads(graph, mixed, self.hidden)
-            return linear(graph, "output", merged, self.hidden, self.hidden, init=SPREAD, bias=False)
-
-    def _projected(self, graph: GraphBuilder, name: str, data: ir.Value, heads: int) -> ir.Value:
-        width = heads * self.head_size
-        return split_heads(
-            graph, linear(graph, name, data, self.hidden, width, init=SPREAD, bias=False), heads, self.head_size
-        )
-
-    def _rotation(self, graph: GraphBuilder) -> tuple[ir.Value, ir.Value]:
-        """Cosine and sine [sequence, head_size] of position times frequency base^(-2 i / head_size)."""
+    def _rotation(self, graph: GraphBuilder) -> Rotation:
+        """Of position times frequency base^(-2 i / head_size)."""
         half = self.head_size // 2
         with graph.scope("rotary"):
             place = graph.op("Unsqueeze", float_positions(graph, self.sequence), graph.constant([1]))
             frequency = graph.constant([self.rotary_base ** (-step / half) for step in range(half)])
             angle = graph.op("Mul", place, frequency)
             angle = graph.op("Concat", angle, angle, axis=-1)
-            return graph.op("Cos", angle), graph.op("Sin", angle)
-
-    def _rotated(self, graph: GraphBuilder, data: ir.Value, rotation: tuple[ir.Value, ir.Value]) -> ir.Value:
-        """Each pair (i, i + head_size / 2) of the last axis turned by its position's angle (Su et al., 2021)."""
-        cosine, sine = rotation
-        lower, upper = graph.split_op("Split", 2, data, axis=-1, num_outputs=2)
-        turned = graph.op("Concat", graph.op("Neg", upper), lower, axis=-1)
-        return graph.op("Add", graph.op("Mul", data, cosine), graph.op("Mul", turned, sine))
-
-    def _repeated(self, graph: GraphBuilder, data: ir.Value) -> ir.Value:
-        """[batch, key_value_heads, …] -> [batch, heads, …], each head standing `heads` / `key_value_heads` times."""
-        copies = self.heads // self.key_value_heads
-        if copies == 1:
-            return data
-        spread = graph.op("Unsqueeze", data, graph.constant([2]))
-        target = [1, 1, copies, 1, 1]
-        spread = graph.op("Expand", spread, graph.constant(target))
-        return graph.reshape(spread, [0, self.heads, self.sequence, self.head_size])
-
-
-def _gpt_sizes(
-    layers: int, hidden: int, heads: int, vocabulary: int = 50257, sequence: int = 2048
-) -> dict[str, Setting]:
-    return {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "vocabulary": vocabulary,
-        "sequence": sequence,
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpt(ZooModel):
-    """tokens [batch, sequence] -> logits [batch, sequence, vocabulary]."""
-
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
-        # GPT-2 (Radford et al., 2019).
-        "gpt2": _gpt_sizes(12, 768, 12, sequence=1024),
-        "gpt2-xl": _gpt_sizes(48, 1600, 25, sequence=1024),
-        # GPT-3, table 2.1. The paper's 24 heads of 128 (1.3B) and hidden 5140 (13B) do not divide: 16 and 5120 do.
-        "125m": _gpt_sizes(12, 768, 12),
-        "350m": _gpt_sizes(24, 1024, 16),
-        "760m": _gpt_sizes(24, 1536, 16),
-        "1.3b": _gpt_sizes(24, 2048, 16),
-        "2.7b": _gpt_sizes(32, 2560, 32),
-        "6.7b": _gpt_sizes(32, 4096, 32),
-        "13b": _gpt_sizes(40, 5120, 40),
-        "175b": _gpt_sizes(96, 12288, 96),
-        # Between the two, as Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022) have it.
-        "39b": _gpt_sizes(48, 8192, 64),
-        # Tessel (HPCA 2024), table III; "1M" read as 1,000,000, which gives the parameter counts it names.
-        "11b": _gpt_sizes(32, 4096, 32, 1_000_000),
-        "24b": _gpt_sizes(40, 6144, 48, 1_000_000),
-        "47b": _gpt_sizes(48, 8192, 64, 1_000_000),
-        "77b": _gpt_sizes(80, 8192, 64, 1_500_000),
-        # Tessel, figure 2: layers of GPT 6.7B under an embedding of 768K rows.
-        "tessel-figure-2": _gpt_sizes(32, 4096, 32, 768_000),
-    }
-
-    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
-
-    layers: Count = 4
-    """Transformer layers."""
-
-    hidden: Count = 64
-    """Width of the residual stream."""
-
-    heads: Count = 4
-    """Attention heads of a layer."""
-
-    vocabulary: Count = 256
-    """Rows of the embedding, and extent of the logits."""
-
-    sequence: Count = 32
-    """Tokens of a sample."""
-
-    def build(self, graph: GraphBuilder) -> None:
-        """Embeddings, pre-norm layers, norm, product with the transposed embedding."""
-        tokens = graph.input("tokens", self.sequence, integer=True)
-        data, table = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
-        with graph.scope("position_embedding"):
-            order = positions(graph, self.sequence)
-        places, _ = embedding(graph, "position_embedding", order, self.sequence, self.hidden, init=SPREAD)
-        data = graph.op("Add", data, places)
-        mask = causal_mask(graph, self.sequence)
-        sizes = Attention(self.hidden, self.heads, closing=closing_spread(self.layers))
-        for index in range(self.layers):
-            data = pre_norm_block(graph, f"layers.{index}", sizes, 4 * self.hidden, data, mask=mask)
-        data = layer_norm(graph, "norm", data, self.hidden)
-        with graph.scope("head"):
-            logits = graph.op("MatMul", data, graph.op("Transpose", table, perm=[1, 0]))
-        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
-
-
-BERT_EPSILON = 1e-12
-"""Of the layer norms."""
-
-
-def _bert_sizes(layers: int, hidden: int, heads: int, vocabulary: int = 30522) -> dict[str, Setting]:
-    return {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary, "sequence": 512}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bert(ZooModel):
-    """tokens, token_types, attention_mask [batch, sequence] -> logits [batch, sequence, vocabulary]."""
-
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
-        "base": _bert_sizes(12, 768, 12),
-        "large": _bert_sizes(24, 1024, 16),
-        # DNABERT (Ji et al., 2021), over all words of six bases and five special tokens; one of TePDist's models.
-        "dnabert": _bert_sizes(12, 768, 12, 4**6 + 5),
-    }
-    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
-
-    layers: Count = 4
-    """Transformer layers."""
-
-    hidden: Count = 64
-    """Width of the residual stream; the feed-forward layers are four times as wide."""
-
-    heads: Count = 4
-    """Attention heads of a layer."""
-
-    vocabulary: Count = 256
-    """Rows of the embedding, and extent of the logits."""
-
-    sequence: Count = 32
-    """Tokens of a sample."""
-
-    def build(self, graph: GraphBuilder) -> None:
-        """Embeddings, post-norm layers, head."""
-        tokens = graph.input("tokens", self.sequence, integer=True)
-        token_types = graph.input("token_types", self.sequence, integer=True)
-        present = graph.input("attention_mask", self.sequence, integer=True)
-        data, table = self._embedded(graph, tokens, token_types)
-        mask = self._padding_mask(graph, present)
-        sizes = Attention(self.hidden, self.heads)
-        for index in range(self.layers):
-            data = post_norm_block(graph, f"layers.{index}", sizes, 4 * self.hidden, data, mask=mask)
-        logits = self._head(graph, data, table)
-        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
-
-    def _embedded(self, graph: GraphBuilder, tokens: ir.Value, token_types: ir.Value) -> tuple[ir.Value, ir.Value]:
-        with graph.scope("embeddings"):
-            words, table = embedding(graph, "word", tokens, self.vocabulary, self.hidden, init=SPREAD)
-            order = positions(graph, self.sequence)
-            places, _ = embedding(graph, "position", order, self.sequence, self.hidden, init=SPREAD)
-            kinds, _ = embedding(graph, "token_type", token_types, 2, self.hidden, init=SPREAD)
-            summed = graph.op("Add", graph.op("Add", words, kinds), places)
-            return layer_norm(graph, "norm", summed, self.hidden, BERT_EPSILON), table
-
-    def _padding_mask(self, graph: GraphBuilder, present: ir.Value) -> ir.Value:
-        """[batch, 1, 1, sequence]: 0 where a token is, FORBIDDEN where padding is."""
-        with graph.scope("padding_mask"):
-            spread = graph.op("Cast", graph.op("Unsqueeze", present, graph.constant([1, 2])), to=1)
-            return graph.op("Mul", graph.op("Sub", graph.constant(1.0), spread), graph.constant(FORBIDDEN))
-
-    def _head(self, graph: GraphBuilder, data: ir.Value, table: ir.Value) -> ir.Value:
-        with graph.scope("head"):
-            data = graph.op("Gelu", linear(graph, "transform", data, self.hidden, self.hidden, init=SPREAD))
-            data = layer_norm(graph, "norm", data, self.hidden, BERT_EPSILON)
-            logits = graph.op("MatMul", data, graph.op("Transpose", table, perm=[1, 0]))
-            return graph.op("Add", logits, graph.parameter("bias", self.vocabulary, init=ZEROS))
+            return Rotation(graph.op("Cos", angle), graph.op("Sin", angle))

@@ -1,13 +1,4 @@
-"""Inception-v3 without its auxiliary head (Szegedy et al., 2016).
-
-Wide residual networks of bottlenecks (He et al., 2016; Zagoruyko and Komodakis, 2016).
-
-U-Net: segmentation by a contracting and an expanding path (Ronneberger et al., 2015), with padded borders.
-
-AlexNet as PaSE takes it: one tower, without response normalisation (Krizhevsky et al., 2012).
-
-VGG-19 with any number of classes (Simonyan and Zisserman, 2015).
-"""
+"""Convolutional networks: Inception-v3, VGG-19, AlexNet, U-Net and wide residual networks."""
 
 from __future__ import annotations
 
@@ -15,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from autopipe.configs.zoo import Count, Setting, ZooModel
 from autopipe.configs.zoo.builder import (
     ZEROS,
+    Extent,
     GraphBuilder,
     batch_norm,
     classify,
@@ -26,15 +19,34 @@ from autopipe.configs.zoo.builder import (
     max_pool,
     pooled,
 )
-from autopipe.configs.zoo.settings import Count, Setting, ZooModel
 from autopipe.ir.codec import AtLeast
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-Unit = tuple[int, tuple[int, int]]
-"""Channels (at full width) and kernel of a convolution that keeps height and width."""
+def conv_norm(
+    graph: GraphBuilder,
+    name: str,
+    data: ir.Value,
+    inputs: int,
+    outputs: int,
+    *,
+    kernel: Extent,
+    stride: int = 1,
+    padding: Extent = 0,
+    epsilon: float = 1e-5,
+) -> ir.Value:
+    """Convolution without bias, then batch norm."""
+    with graph.scope(name):
+        data = convolution(
+            graph, "conv", data, inputs, outputs, kernel=kernel, stride=stride, padding=padding, bias=False
+        )
+        return batch_norm(graph, "norm", data, outputs, epsilon)
+
+
+Branch = tuple["ir.Value", int]
+"""A value and its channels."""
 
 FULL_WIDTH = 32
 """Channels of the first convolution in the paper, to which all others are in proportion."""
@@ -42,7 +54,10 @@ FULL_WIDTH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InceptionV3(ZooModel):
-    """image [batch, 3, image, image] -> logits [batch, classes]."""
+    """Inception-v3 without its auxiliary head (Szegedy et al., 2016).
+
+    image [batch, 3, image, image] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         # PaSE (IPDPS 2021), which uses batches of 128.
@@ -63,11 +78,14 @@ class InceptionV3(ZooModel):
         network = _Network(graph, self.width)
         data = network.stem(graph.input("image", 3, self.image, self.image))
         for index, pool in enumerate((32, 64, 64)):
-            data = network.module_a(f"mixed_a.{index}", data, pool)
-        data = network.module_b("mixed_b", data)
+            branches = "one 64:1x1", "five 48:1x1 64:5x5", "three 64:1x1 96:3x3 96:3x3", f"pool {pool}:1x1"
+            data = network.module(f"mixed_a.{index}", data, *branches)
+        data = network.module("mixed_b", data, "three 384/2", "double 64:1x1 96:3x3 96/2", "max")
         for index, inner in enumerate((128, 160, 160, 192)):
-            data = network.module_c(f"mixed_c.{index}", data, inner)
-        data = network.module_d("mixed_d", data)
+            seven = f"seven {inner}:1x1 {inner}:1x7 192:7x1"
+            double = f"double {inner}:1x1 {inner}:7x1 {inner}:1x7 {inner}:7x1 192:1x7"
+            data = network.module(f"mixed_c.{index}", data, "one 192:1x1", seven, double, "pool 192:1x1")
+        data = network.module("mixed_d", data, "three 192:1x1 320/2", "seven 192:1x1 192:1x7 192:7x1 192/2", "max")
         for index in range(2):
             data = network.module_e(f"mixed_e.{index}", data)
         data = graph.op("Flatten", graph.op("GlobalAveragePool", data), axis=1)
@@ -88,81 +106,54 @@ class _Network:
         with graph.scope("stem"):
             data, channels = self._unit("0", image, 3, 32, stride=2)
             data, channels = self._unit("1", data, channels, 32)
-            data, channels = self._unit("2", data, channels, 64, padding=(1, 1))
-            data, channels = self._unit("3", max_pool(graph, data, 3, 2), channels, 80, kernel=(1, 1))
+            data, channels = self._unit("2", data, channels, 64, padding=1)
+            data, channels = self._unit("3", max_pool(graph, data, 3, 2), channels, 80, kernel=1)
             data, self.channels = self._unit("4", data, channels, 192)
             return max_pool(graph, data, 3, 2)
 
-    def module_a(self, name: str, data: ir.Value, pool: int) -> ir.Value:
-        """1x1, 5x5, two 3x3, and pooling."""
+    def module(self, name: str, data: ir.Value, *branches: str) -> ir.Value:
+        """The channels of several branches one after the other."""
         with self.graph.scope(name):
-            return self._joined(
-                self._chain("one", data, (64, (1, 1))),
-                self._chain("five", data, (48, (1, 1)), (64, (5, 5))),
-                self._chain("three", data, (64, (1, 1)), (96, (3, 3)), (96, (3, 3))),
-                self._chain("pool", self._averaged(data), (pool, (1, 1))),
-            )
-
-    def module_b(self, name: str, data: ir.Value) -> ir.Value:
-        """Halves height and width by 3x3, two 3x3, and pooling."""
-        with self.graph.scope(name):
-            return self._joined(
-                self._unit("three", data, self.channels, 384, stride=2),
-                self._reduced("double", self._chain("double", data, (64, (1, 1)), (96, (3, 3))), 96),
-                (max_pool(self.graph, data, 3, 2), self.channels),
-            )
-
-    def module_c(self, name: str, data: ir.Value, inner: int) -> ir.Value:
-        """1x1, one and two factorised 7x7, and pooling."""
-        row, column = (1, 7), (7, 1)
-        with self.graph.scope(name):
-            return self._joined(
-                self._chain("one", data, (192, (1, 1))),
-                self._chain("seven", data, (inner, (1, 1)), (inner, row), (192, column)),
-                self._chain(
-                    "double", data, (inner, (1, 1)), (inner, column), (inner, row), (inner, column), (192, row)
-                ),
-                self._chain("pool", self._averaged(data), (192, (1, 1))),
-            )
-
-    def module_d(self, name: str, data: ir.Value) -> ir.Value:
-        """Halves height and width by 3x3, factorised 7x7 and 3x3, and pooling."""
-        with self.graph.scope(name):
-            return self._joined(
-                self._reduced("three", self._chain("three", data, (192, (1, 1))), 320),
-                self._reduced("seven", self._chain("seven", data, (192, (1, 1)), (192, (1, 7)), (192, (7, 1))), 192),
-                (max_pool(self.graph, data, 3, 2), self.channels),
-            )
+            return self._joined(*(self._branch(branch, data) for branch in branches))
 
     def module_e(self, name: str, data: ir.Value) -> ir.Value:
-        """1x1, branches that fan out into 1x3 and 3x1, and pooling."""
+        """1x1, two branches that fan out into 1x3 and 3x1, and pooling."""
         with self.graph.scope(name):
-            three, three_channels = self._chain("three", data, (384, (1, 1)))
-            double, double_channels = self._chain("double", data, (448, (1, 1)), (384, (3, 3)))
-            return self._joined(
-                self._chain("one", data, (320, (1, 1))),
-                self._fan("three", three, three_channels),
-                self._fan("double", double, double_channels),
-                self._chain("pool", self._averaged(data), (192, (1, 1))),
-            )
+            three, double = (self._branch(each, data) for each in ("three 384:1x1", "double 448:1x1 384:3x3"))
+            one, fans = self._branch("one 320:1x1", data), (self._fan("three", *three), self._fan("double", *double))
+            return self._joined(one, *fans, self._branch("pool 192:1x1", data))
 
-    def _chain(self, name: str, data: ir.Value, *units: Unit) -> tuple[ir.Value, int]:
-        """Convolutions one after the other that keep height and width."""
+    def _branch(self, text: str, data: ir.Value) -> Branch:
+        """A branch's name, then its convolutions: `64:1x7` has 64 channels (at full width), a kernel of 1 x 7 and keeps
+        the image's extent, `96/2` halves it by 3 x 3. `pool` starts with an average of 3 x 3 windows, the border as
+        zeros; `max` is a pooling that halves the extent.
+        """
+        name, *units = text.split()
         channels = self.channels
-        for index, (full, kernel) in enumerate(units):
-            padding = (kernel[0] // 2, kernel[1] // 2)
-            data, channels = self._unit(f"{name}.{index}", data, channels, full, kernel=kernel, padding=padding)
+        if name == "max":
+            return max_pool(self.graph, data, 3, 2), channels
+        if name == "pool":
+            data = self.graph.op(
+                "AveragePool", data, kernel_shape=[3, 3], strides=[1, 1], pads=[1, 1, 1, 1], count_include_pad=1
+            )
+        for index, unit in enumerate(units):
+            full, colon, size = unit.partition(":")
+            if colon:
+                height, width = map(int, size.split("x"))
+                kernel, padding = (height, width), (height // 2, width // 2)
+                data, channels = self._unit(
+                    f"{name}.{index}", data, channels, int(full), kernel=kernel, padding=padding
+                )
+            else:
+                end = f"{name}.reduce" if index else name
+                data, channels = self._unit(end, data, channels, int(unit.removesuffix("/2")), stride=2)
         return data, channels
 
-    def _reduced(self, name: str, branch: tuple[ir.Value, int], full: int) -> tuple[ir.Value, int]:
-        """A 3x3 convolution of stride 2 at the end of a branch."""
-        return self._unit(f"{name}.reduce", *branch, full, stride=2)
-
-    def _fan(self, name: str, data: ir.Value, channels: int) -> tuple[ir.Value, int]:
+    def _fan(self, name: str, data: ir.Value, channels: int) -> Branch:
         """1x3 and 3x1 side by side."""
-        row, row_channels = self._unit(f"{name}.row", data, channels, 384, kernel=(1, 3), padding=(0, 1))
-        column, column_channels = self._unit(f"{name}.column", data, channels, 384, kernel=(3, 1), padding=(1, 0))
-        return self._put_together((row, row_channels), (column, column_channels))
+        row = self._unit(f"{name}.row", data, channels, 384, kernel=(1, 3), padding=(0, 1))
+        column = self._unit(f"{name}.column", data, channels, 384, kernel=(3, 1), padding=(1, 0))
+        return self._concatenated(row, column)
 
     def _unit(
         self,
@@ -171,46 +162,32 @@ class _Network:
         channels: int,
         full: int,
         *,
-        kernel: tuple[int, int] = (3, 3),
+        kernel: Extent = 3,
         stride: int = 1,
-        padding: tuple[int, int] = (0, 0),
-    ) -> tuple[ir.Value, int]:
+        padding: Extent = 0,
+    ) -> Branch:
         """Convolution to `full` channels (scaled by the width) without bias, batch norm, Relu."""
         outputs = max(1, full * self.width // FULL_WIDTH)
+        data = conv_norm(
+            self.graph, name, data, channels, outputs, kernel=kernel, stride=stride, padding=padding, epsilon=1e-3
+        )
         with self.graph.scope(name):
-            data = convolution(
-                self.graph,
-                "conv",
-                data,
-                channels,
-                outputs,
-                kernel=kernel,
-                stride=stride,
-                padding=padding,
-                bias=False,
-            )
-            data = batch_norm(self.graph, "norm", data, outputs, 1e-3)
             return self.graph.op("Relu", data), outputs
 
-    def _averaged(self, data: ir.Value) -> ir.Value:
-        """Mean over 3x3 windows, the border counted as zeros."""
-        return self.graph.op(
-            "AveragePool", data, kernel_shape=[3, 3], strides=[1, 1], pads=[1, 1, 1, 1], count_include_pad=1
-        )
-
-    def _joined(self, *branches: tuple[ir.Value, int]) -> ir.Value:
-        """The end of a module: its branches' channels one after the other."""
-        data, self.channels = self._put_together(*branches)
+    def _joined(self, *branches: Branch) -> ir.Value:
+        data, self.channels = self._concatenated(*branches)
         return data
 
-    def _put_together(self, *branches: tuple[ir.Value, int]) -> tuple[ir.Value, int]:
-        """The branches' channels one after the other."""
+    def _concatenated(self, *branches: Branch) -> Branch:
         return self.graph.op("Concat", *(data for data, _ in branches), axis=1), sum(count for _, count in branches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vgg19(ZooModel):
-    """image [batch, 3, image, image] -> logits [batch, classes]."""
+    """VGG-19 with any number of classes (Simonyan and Zisserman, 2015).
+
+    image [batch, 3, image, image] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         # Configuration E.
@@ -238,7 +215,7 @@ class Vgg19(ZooModel):
         for group, (depth, factor) in enumerate(((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))):
             for index in range(depth):
                 name = f"features.{group}.{index}"
-                data = convolution(graph, name, data, channels, factor * self.width, kernel=(3, 3), padding=(1, 1))
+                data = convolution(graph, name, data, channels, factor * self.width, kernel=3, padding=1)
                 data = graph.op("Relu", data)
                 channels = factor * self.width
             data = max_pool(graph, data, 2, 2)
@@ -250,7 +227,10 @@ class Vgg19(ZooModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlexNet(ZooModel):
-    """image [batch, 3, image, image] -> logits [batch, classes]."""
+    """AlexNet as PaSE takes it: one tower, without response normalisation (Krizhevsky et al., 2012).
+
+    image [batch, 3, image, image] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         # PaSE (IPDPS 2021), which uses batches of 128.
@@ -273,13 +253,22 @@ class AlexNet(ZooModel):
         """Five convolutions, three of them pooled, and three linear layers."""
         wide, widest = 8 * self.width // 3, 4 * self.width
         data = graph.input("image", 3, self.image, self.image)
-        data = self._convolved(graph, "conv1", data, 3, self.width, kernel=11, stride=4, padding=0)
-        data = max_pool(graph, data, 3, 2)
-        data = self._convolved(graph, "conv2", data, self.width, wide, kernel=5, padding=2)
-        data = max_pool(graph, data, 3, 2)
-        data = self._convolved(graph, "conv3", data, wide, widest)
-        data = self._convolved(graph, "conv4", data, widest, widest)
-        data = self._convolved(graph, "conv5", data, widest, wide)
+        # Channels, kernel, stride and padding of each convolution; the first two are pooled, and the last.
+        rows = (
+            (self.width, 11, 4, 0),
+            (wide, 5, 1, 2),
+            (widest, 3, 1, 1),
+            (widest, 3, 1, 1),
+            (wide, 3, 1, 1),
+        )
+        channels = 3
+        for number, (outputs, kernel, stride, padding) in enumerate(rows, 1):
+            data = convolution(
+                graph, f"conv{number}", data, channels, outputs, kernel=kernel, stride=stride, padding=padding
+            )
+            data, channels = graph.op("Relu", data), outputs
+            if number < 3:
+                data = max_pool(graph, data, 3, 2)
         data = graph.op("Flatten", max_pool(graph, data, 3, 2), axis=1)
         extent = pooled(self.image, 11, 4)
         for _ in range(3):
@@ -288,26 +277,13 @@ class AlexNet(ZooModel):
         data = dense(graph, "fc7", data, self.hidden, self.hidden)
         classify(graph, dense(graph, "fc8", data, self.hidden, self.classes, relu=False), self.loss)
 
-    def _convolved(
-        self,
-        graph: GraphBuilder,
-        name: str,
-        data: ir.Value,
-        inputs: int,
-        outputs: int,
-        *,
-        kernel: int = 3,
-        stride: int = 1,
-        padding: int = 1,
-    ) -> ir.Value:
-        window, border = (kernel, kernel), (padding, padding)
-        result = convolution(graph, name, data, inputs, outputs, kernel=window, stride=stride, padding=border)
-        return graph.op("Relu", result)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UNet(ZooModel):
-    """image [batch, channels, image, image] -> logits [batch, classes, image, image]."""
+    """U-Net: a contracting and an expanding path (Ronneberger et al., 2015), with padded borders.
+
+    image [batch, channels, image, image] -> logits [batch, classes, image, image].
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         # Figure 1 of the paper; 512 instead of its 572 because borders are padded.
@@ -351,18 +327,13 @@ class UNet(ZooModel):
             data = self._enlarged(graph, f"up.{level}", data, outputs)
             data = graph.op("Concat", skipped[level], data, axis=1)
             data = self._pair(graph, f"up.{level}", data, 2 * outputs, outputs)
-        classify(
-            graph,
-            convolution(graph, "head", data, self.width, self.classes, kernel=(1, 1)),
-            self.loss,
-            self.image,
-            self.image,
-        )
+        logits = convolution(graph, "head", data, self.width, self.classes, kernel=1)
+        classify(graph, logits, self.loss, self.image, self.image)
 
     def _pair(self, graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int) -> ir.Value:
         with graph.scope(name):
             for index, channels in enumerate((inputs, outputs)):
-                data = convolution(graph, f"{index}", data, channels, outputs, kernel=(3, 3), padding=(1, 1))
+                data = convolution(graph, f"{index}", data, channels, outputs, kernel=3, padding=1)
                 data = graph.op("Relu", data)
         return data
 
@@ -384,7 +355,10 @@ def _sizes(width: int, factor: int, stages: tuple[int, ...] = (3, 4, 6, 3)) -> d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideResNet(ZooModel):
-    """image [batch, 3, image, image] -> logits [batch, classes]."""
+    """Residual networks of wide bottlenecks (He et al., 2016; Zagoruyko and Komodakis, 2016).
+
+    image [batch, 3, image, image] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         "resnet50": _sizes(64, 1),
@@ -418,7 +392,7 @@ class WideResNet(ZooModel):
         """A 7x7 convolution and pooling, stages of bottlenecks, mean over the image, classifier."""
         data = graph.input("image", 3, self.image, self.image)
         with graph.scope("stem"):
-            data = convolution(graph, "conv", data, 3, self.width, kernel=(7, 7), stride=2, padding=(3, 3), bias=False)
+            data = convolution(graph, "conv", data, 3, self.width, kernel=7, stride=2, padding=3, bias=False)
             data = max_pool(graph, graph.op("Relu", batch_norm(graph, "norm", data, self.width)), 3, 2, 1)
         channels = self.width
         for stage, depth in enumerate(self.stages):
@@ -432,28 +406,9 @@ class WideResNet(ZooModel):
 
     def _bottleneck(self, graph: GraphBuilder, data: ir.Value, inputs: int, width: int, stride: int) -> ir.Value:
         inner, outputs = self.factor * width, EXPANSION * width
-        branch = graph.op("Relu", self._unit(graph, "1", data, inputs, width))
-        branch = graph.op("Relu", self._unit(graph, "2", branch, width, inner, kernel=3, stride=stride))
-        branch = self._unit(graph, "3", branch, inner, outputs)
+        branch = graph.op("Relu", conv_norm(graph, "1", data, inputs, width, kernel=1))
+        branch = graph.op("Relu", conv_norm(graph, "2", branch, width, inner, kernel=3, stride=stride, padding=1))
+        branch = conv_norm(graph, "3", branch, inner, outputs, kernel=1)
         if stride != 1 or inputs != outputs:
-            data = self._unit(graph, "shortcut", data, inputs, outputs, stride=stride)
+            data = conv_norm(graph, "shortcut", data, inputs, outputs, kernel=1, stride=stride)
         return graph.op("Relu", graph.op("Add", branch, data))
-
-    def _unit(
-        self,
-        graph: GraphBuilder,
-        name: str,
-        data: ir.Value,
-        inputs: int,
-        outputs: int,
-        *,
-        kernel: int = 1,
-        stride: int = 1,
-    ) -> ir.Value:
-        """Convolution without bias, then batch norm."""
-        window, border = (kernel, kernel), (kernel // 2, kernel // 2)
-        with graph.scope(name):
-            data = convolution(
-                graph, "conv", data, inputs, outputs, kernel=window, stride=stride, padding=border, bias=False
-            )
-            return batch_norm(graph, "norm", data, outputs)

@@ -78,7 +78,7 @@ def counted(graph: Graph) -> tuple[int, int]:
         **{f"w{index}": parameter(each.value, each.trainable) for index, each in enumerate(graph.parameters)},
         **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
     )
-    forward = forward_of(emit_forward(stage_of(graph)))
+    forward = forward_of(emit_forward(stage_of(graph)).text)
     with torch.backends.mkldnn.flags(enabled=False):
         with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
             results = forward(held, *inputs)

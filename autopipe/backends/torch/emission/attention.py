@@ -1,18 +1,12 @@
-"""Emission of attention: torch's fused kernel wherever it computes what ONNX asks.
-
-Emission of ONNX Runtime's own operators.
-"""
+"""Emission of attention, by torch's fused kernel where it computes what ONNX asks, and of ONNX Runtime's operators."""
 
 from __future__ import annotations
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, shared
+from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, shared, torch_dtype
 from autopipe.backends.torch.emission.normalization import rms_norm
 from autopipe.backends.torch.emission.products import multiply
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.attention import is_positional
-
-_PRECISION = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
-"""Element types by ONNX's TensorProto.DataType."""
 
 
 def _local_heads(call: Call) -> tuple[int, int]:
@@ -33,10 +27,9 @@ def _by_head(call: Call, index: int, heads: int) -> str:
 
 def _attention(call: Call) -> str:
     query_heads, groups = _local_heads(call)
-    operands = [_by_head(call, 0, query_heads), _by_head(call, 1, groups), _by_head(call, 2, groups)]
+    words = [_by_head(call, 0, query_heads), _by_head(call, 1, groups), _by_head(call, 2, groups)]
     if not _is_fused(call):
-        return _general(call, operands)
-    words = list(operands)
+        return _general(call, words)
     if call.present(3):
         words.append(f"attn_mask={call.arg(3)}")
     if call.node.integer("is_causal"):
@@ -68,7 +61,7 @@ def _is_fused(call: Call) -> bool:
 
 def _precision(call: Call) -> DType | None:
     """Type of the softmax, where it is not that of the operands."""
-    found = _PRECISION.get(call.node.integer("softmax_precision"))
+    found = PRECISIONS.get(call.node.integer("softmax_precision"))
     return None if found is call.operand(0).dtype else found
 
 
@@ -88,69 +81,19 @@ def _general(call: Call, operands: list[str]) -> str:
         words.append(f"window={window}")
     precision = _precision(call)
     if precision is not None:
-        words.append(f"precision=torch.{precision.value}")
+        words.append(f"precision={torch_dtype(precision)}")
     if len(outputs) > 3 and outputs[3]:
         words.append(f"capture={node.integer('qk_matmul_output_mode')}")
     if len(call.operand(0).shape) == 3:
         words.append("merge=True")
     if call.is_split("q") and is_positional(call.signature):
         words.append(f"group={call.group('q')}")
-    code = f"operators.attention({', '.join(words)})"
-    return f"{code}[0]" if len(outputs) == 1 else f"{code}[:{len(outputs)}]"
+    return called("operators.attention", ", ".join(words), call)
 
 
 def _rotary_embedding(call: Call) -> str:
-    x, shape = call.arg(0), call.operand(0).shape
-    words = [call.arg(1), call.arg(2), call.optional(3)]
-    if call.node.integer("interleaved"):
-        words.append("interleaved=True")
-    if call.node.integer("rotary_embedding_dim"):
-        words.append(f"width={call.node.integer('rotary_embedding_dim')}")
-    if len(shape) == 4:
-        return f"operators.rotary_embedding({', '.join([x, *words])})"
     heads = call.share(call.node.integer("num_heads"), "h")
-    split = f"{x}.unflatten(2, ({heads}, {shape[2] // heads}))"
-    return f"operators.rotary_embedding({', '.join([split, *words])}, head_axis=2).flatten(2)"
-
-
-ATTENTION: dict[str, Emitter] = {"Attention": _attention, "RotaryEmbedding": _rotary_embedding}
-
-
-def _gelu(approximate: str) -> Emitter:
-    def emit(call: Call) -> str:
-        x = f"{call.arg(0)} + {call.arg(1)}" if call.present(1) else call.arg(0)
-        return f"F.gelu({x}{approximate})"
-
-    return emit
-
-
-def _quick_gelu(call: Call) -> str:
-    return f"{call.arg(0)} * torch.sigmoid({call.stated('alpha', 1.702)} * {call.arg(0)})"
-
-
-def _fused_matmul(call: Call) -> str:
-    left = f"{call.arg(0)}.mT" if call.node.integer("transA") else call.arg(0)
-    right = f"{call.arg(1)}.mT" if call.node.integer("transB") else call.arg(1)
-    product = multiply(call, left, right)
-    return product if call.node.number("alpha", 1.0) == 1.0 else f"{call.stated('alpha', 1.0)} * {product}"
-
-
-def _skip_layer_norm(call: Call) -> str:
-    """gamma and beta are operands 2 and 3, the bias of the sum is operand 4."""
-    return _skip(call, "skip_layer_norm", [call.arg(2), call.optional(3), call.optional(4)])
-
-
-def _skip_rms_norm(call: Call) -> str:
-    """gamma is operand 2, the bias of the sum operand 3."""
-    return _skip(call, "skip_rms_norm", [call.arg(2), call.optional(3)])
-
-
-def _skip(call: Call, function: str, vectors: list[str]) -> str:
-    operands = ", ".join([call.arg(0), call.arg(1), *vectors, call.stated("epsilon", 1e-12)])
-    group = shared(call, [f"d{len(call.operand(0).shape) - 1}"])
-    if group:
-        return called(f"operators.{function}_part", f"{operands}, {group}", call)
-    return called(f"operators.{function}", operands, call)
+    return _rotary(call, [call.arg(1), call.arg(2), call.optional(3)], heads)
 
 
 def _contrib_rotary_embedding(call: Call) -> str:
@@ -161,27 +104,65 @@ def _contrib_rotary_embedding(call: Call) -> str:
         if call.is_split("s"):
             start += f" + {call.group('s')}.position * {seq}"
         positions = f"({start} + torch.arange({seq}, device=p.device)).expand({shape[0]}, {seq})"
-    words = [call.arg(2), call.arg(3), positions]
+    stated = call.node.integer("num_heads")
+    heads = call.share(stated, "h") if stated else shape[-1] // (2 * call.operand(2).shape[1])
+    return _rotary(call, [call.arg(2), call.arg(3), positions], heads)
+
+
+def _rotary(call: Call, words: list[str], heads: int) -> str:
+    """Operand 0 turned by cosines, sines and positions, whose code are `words`; of three dimensions it has `heads`."""
+    x, shape = call.arg(0), call.operand(0).shape
     if call.node.integer("interleaved"):
         words.append("interleaved=True")
     if call.node.integer("rotary_embedding_dim"):
         words.append(f"width={call.node.integer('rotary_embedding_dim')}")
     if len(shape) == 4:
-        return f"operators.rotary_embedding({call.arg(0)}, {', '.join(words)})"
-    stated = call.node.integer("num_heads")
-    heads = call.share(stated, "h") if stated else shape[2] // (2 * call.operand(2).shape[1])
-    split = f"{call.arg(0)}.unflatten(2, ({heads}, {shape[2] // heads}))"
-    return f"operators.rotary_embedding({split}, {', '.join(words)}, head_axis=2).flatten(2)"
+        return f"operators.rotary_embedding({', '.join([x, *words])})"
+    split = f"{x}.unflatten(2, ({heads}, {shape[2] // heads}))"
+    return f"operators.rotary_embedding({', '.join([split, *words])}, head_axis=2).flatten(2)"
 
 
-CONTRIB: dict[str, Emitter] = {
+def _gelu(approximate: str) -> Emitter:
+    def emit(call: Call) -> str:
+        x = f"{call.arg(0)} + {call.arg(1)}" if call.present(1) else call.arg(0)
+        return f"F.gelu({x}{approximate})"
+
+    return emit
+
+
+def _fused_matmul(call: Call) -> str:
+    left = f"{call.arg(0)}.mT" if call.node.integer("transA") else call.arg(0)
+    right = f"{call.arg(1)}.mT" if call.node.integer("transB") else call.arg(1)
+    product = multiply(call, left, right)
+    return product if call.node.number("alpha", 1.0) == 1.0 else f"{call.stated('alpha', 1.0)} * {product}"
+
+
+def _skip(function: str, last: int) -> Emitter:
+    """The norm of a sum; operands from 2 to `last` are gamma, for the layer norm beta, and the bias of the sum."""
+
+    def emit(call: Call) -> str:
+        vectors = (call.optional(index) for index in range(3, last + 1))
+        operands = ", ".join([call.args(3), *vectors, call.stated("epsilon", 1e-12)])
+        group = shared(call, [f"d{len(call.operand(0).shape) - 1}"])
+        if group:
+            return called(f"operators.{function}_part", f"{operands}, {group}", call)
+        return called(f"operators.{function}", operands, call)
+
+    return emit
+
+
+ATTENTION: dict[str, Emitter] = {
+    "Attention": _attention,
+    "RotaryEmbedding": _rotary_embedding,
     "com.microsoft.Gelu": _gelu(""),
-    "com.microsoft.QuickGelu": _quick_gelu,
+    "com.microsoft.QuickGelu": lambda call: (
+        f"{call.arg(0)} * torch.sigmoid({call.stated('alpha', 1.702)} * {call.arg(0)})"
+    ),
     "com.microsoft.FastGelu": _gelu(', approximate="tanh"'),
     "com.microsoft.BiasGelu": _gelu(""),
     "com.microsoft.FusedMatMul": _fused_matmul,
-    "com.microsoft.SkipLayerNormalization": _skip_layer_norm,
-    "com.microsoft.SkipSimplifiedLayerNormalization": _skip_rms_norm,
+    "com.microsoft.SkipLayerNormalization": _skip("skip_layer_norm", 4),
+    "com.microsoft.SkipSimplifiedLayerNormalization": _skip("skip_rms_norm", 3),
     "com.microsoft.RotaryEmbedding": _contrib_rotary_embedding,
     "SimplifiedLayerNormalization": rms_norm,
 }

@@ -1,13 +1,10 @@
-"""One use of an operator as an emitter sees it: local types and the code of its operands.
-
-How generated code spells the ranks that exchange something: a stage's group, or those along axes of its mesh.
-"""
+"""One use of an operator as an emitter sees it: local types, the code of its operands, and of groups of ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,16 +28,13 @@ def group_code(axes: MeshAxes, group: int) -> str:
 
 def meshes_of(stage: StageCode) -> tuple[MeshAxes, ...]:
     """The axes along which ranks of a stage exchange anything, but for those of the whole group; each once, sorted."""
-    whole = (MeshAxis(len(stage.devices), 1),)
-    return tuple(sorted({axes for axes in _exchanged(stage) if axes and axes != whole}))
-
-
-def _exchanged(stage: StageCode) -> Iterator[MeshAxes]:
+    found: set[MeshAxes] = set()
     for operation in stage.operations:
         if isinstance(operation, Compute):
-            yield from map(operation.mesh_of, operation.joint)
+            found.update(map(operation.mesh_of, operation.joint))
         elif operation.kind != "slice":
-            yield operation.relayout.over
+            found.add(operation.relayout.over)
+    return tuple(sorted(found - {(), (MeshAxis(len(stage.devices), 1),)}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +59,10 @@ class Call:
 
     @property
     def node(self) -> Node:
-        """The node: attributes are read from it."""
         return self.signature.node
 
     @property
     def opset(self) -> int:
-        """Version of ONNX's own operators."""
         return self.signature.opset
 
     def arg(self, index: int) -> str:
@@ -84,16 +76,21 @@ class Call:
         code = self.codes[index] if index < len(self.codes) else None
         return "None" if code is None else code
 
+    def args(self, count: int | None = None) -> str:
+        """The codes of the first `count` operands, or of all, which must be present."""
+        return ", ".join(self.arg(index) for index in range(len(self.codes) if count is None else count))
+
+    def optionals(self, count: int) -> str:
+        """The codes of the first `count` operands, "None" where one is not present."""
+        return ", ".join(map(self.optional, range(count)))
+
     def present(self, index: int) -> bool:
-        """True if operand `index` is present."""
         return self.signature.present(index)
 
     def operand(self, index: int) -> Value:
-        """Local type of operand `index`."""
         return self.signature.operand(index)
 
     def result(self, index: int = 0) -> Value:
-        """Local type of result `index`."""
         return self.signature.result(index)
 
     def constant(self, index: int) -> np.ndarray | None:
@@ -118,25 +115,19 @@ class Call:
         """The code of the numbers that this random operator draws: those of its node, at its place in the whole."""
         name = next(filter(None, self.node.outputs))
         words = [f"{int.from_bytes(hashlib.sha256(name.encode('utf-8', 'surrogatepass')).digest()[:8], 'big'):#018x}"]
-        cuts = self._cuts()
+        # For each dimension of the first result the mesh's axes that cut it, outer to inner, as degree and stride.
+        places = {split.axis: place for split, place in zip(self.splits, self.mesh, strict=True)}
+        results = OPERATORS[qualified_name(self.node)].space(self.signature).results if places else ()
+        cuts = tuple(
+            tuple((axis.degree, axis.stride) for axis in merged(places[name] for name in names if name in places))
+            for names in next((each for each in results if each is not None), ())
+        )
         if any(cuts):
             words.append(f"cuts={cuts!r}")
         if self.samples is not None:
             place = (self.samples.dimension, self.samples.outer, self.samples.inner)
             words.append(f"samples={place[0] if place[1:] == (1, 1) else place!r}")
         return f"p.random({', '.join(words)})"
-
-    def _cuts(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each dimension of the first result the mesh's axes that cut it, outer to inner, as degree and stride."""
-        if not self.splits:
-            return ()
-        results = OPERATORS[qualified_name(self.node)].space(self.signature).results
-        dimensions = next(each for each in results if each is not None)
-        places = {split.axis: place for split, place in zip(self.splits, self.mesh, strict=True)}
-        return tuple(
-            tuple((axis.degree, axis.stride) for axis in merged(places[name] for name in names if name in places))
-            for names in dimensions
-        )
 
     def bias(self, index: int, axis: str) -> str:
         """The code of operand `index`, or "None", as what is added once to shares of a sum over `axis`."""
@@ -202,8 +193,10 @@ def number(value: float) -> str:
 
 
 def torch_dtype(dtype: DType) -> str:
-    """The torch type's code: `torch.float32`."""
     return f"torch.{dtype.value}"
 
+
+PRECISIONS = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
+"""Element types by ONNX's TensorProto.DataType."""
 
 Emitter = Callable[[Call], str]

@@ -1,28 +1,12 @@
-"""Emission of operators that combine operands element by element.
-
-Emission of operators that make tensors out of settings.
-
-Emission of functions of one number.
-
-Emission of operators that draw numbers.
-
-Emission of quantisation.
-
-Emission of Fourier transforms and determinants.
-
-Emission of operators that sample images at the points of a grid.
-
-Emission of pooled regions.
-"""
+"""Emission of operators that work element by element, make tensors, draw numbers, quantise, transform or sample."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
 
-from autopipe.backends.torch.emission.call import Call, Emitter, literal, number, torch_dtype
+from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, literal, number, torch_dtype
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.elementwise import is_active, transformed_axis
 
@@ -45,14 +29,9 @@ def infix(symbol: str) -> Emitter:
     return lambda call: f" {symbol} ".join(element(call, index) for index in range(len(call.codes)))
 
 
-def unary(function: str) -> Emitter:
-    """`torch.relu(x)`."""
-    return lambda call: f"{function}({call.arg(0)})"
-
-
-def _tensors(function: str) -> Emitter:
-    """A function of two tensors."""
-    return lambda call: f"{function}({call.arg(0)}, {call.arg(1)})"
+def _function(name: str) -> Emitter:
+    """`torch.relu(x)`, of all operands."""
+    return lambda call: f"{name}({call.args()})"
 
 
 def _div(call: Call) -> str:
@@ -77,7 +56,7 @@ def _cast(code: str, dtype: DType) -> str:
 
 
 def _mean(call: Call) -> str:
-    total = " + ".join(call.arg(index) for index in range(len(call.codes)))
+    total = " + ".join(map(call.arg, range(len(call.codes))))
     return f"({total}) / {len(call.codes)}" if len(call.codes) > 1 else total
 
 
@@ -90,7 +69,7 @@ def _extreme(function: str, bound: str) -> Emitter:
                 value = element(call, place)
                 if value != call.arg(place):
                     return f"torch.clamp({call.arg(1 - place)}, {bound}={value})"
-        codes = [call.arg(index) for index in range(len(call.codes))]
+        codes = map(call.arg, range(len(call.codes)))
         return functools.reduce(lambda left, right: f"{function}({left}, {right})", codes)
 
     return emit
@@ -164,11 +143,6 @@ def widened(emit: Emitter) -> Emitter:
     return emit_widened
 
 
-def _each_widened(table: dict[str, Emitter]) -> dict[str, Emitter]:
-    widen: Callable[[Emitter], Emitter] = widened
-    return {name: widen(emit) for name, emit in table.items()}
-
-
 _NUMERIC: dict[str, Emitter] = {
     "Add": infix("+"),
     "Sub": infix("-"),
@@ -186,25 +160,10 @@ _NUMERIC: dict[str, Emitter] = {
     "Less": infix("<"),
     "LessOrEqual": infix("<="),
     "BitShift": _shift,
-    "BitwiseAnd": _tensors("torch.bitwise_and"),
-    "BitwiseOr": _tensors("torch.bitwise_or"),
-    "BitwiseXor": _tensors("torch.bitwise_xor"),
-    "BitwiseNot": unary("torch.bitwise_not"),
-}
-
-ELEMENTWISE: dict[str, Emitter] = {
-    **_each_widened(_NUMERIC),
-    "And": infix("&"),
-    "Or": infix("|"),
-    "Xor": infix("^"),
-    "Not": unary("torch.logical_not"),
-    "IsNaN": unary("torch.isnan"),
-    "IsInf": _is_inf,
-    "Where": _where,
-    "Clip": _clip,
-    "Cast": _convert,
-    "CastLike": _convert,
-    "BitCast": lambda call: f"{call.arg(0)}.view({torch_dtype(call.result().dtype)})",
+    "BitwiseAnd": _function("torch.bitwise_and"),
+    "BitwiseOr": _function("torch.bitwise_or"),
+    "BitwiseXor": _function("torch.bitwise_xor"),
+    "BitwiseNot": _function("torch.bitwise_not"),
 }
 
 
@@ -239,10 +198,6 @@ def _selu(call: Call) -> str:
     return f"F.selu({call.arg(0)})"
 
 
-def _thresholded_relu(call: Call) -> str:
-    return f"F.threshold({call.arg(0)}, {call.stated('alpha', 1.0)}, 0.0)"
-
-
 def _shrink(call: Call) -> str:
     return f"operators.shrink({call.arg(0)}, {call.stated('lambd', 0.5)}, {call.stated('bias', 0.0)})"
 
@@ -252,10 +207,6 @@ def _swish(call: Call) -> str:
     return f"F.silu({data})" if alpha == "1.0" else f"{data} * torch.sigmoid({alpha} * {data})"
 
 
-def _swiglu(call: Call) -> str:
-    return f"{_swish(call)} * {call.arg(1)}"
-
-
 _TORCH = {
     "Abs": "abs", "Reciprocal": "reciprocal", "Sqrt": "sqrt", "Exp": "exp", "Log": "log",
     "Sin": "sin", "Cos": "cos", "Tan": "tan", "Asin": "asin", "Acos": "acos", "Atan": "atan",
@@ -263,26 +214,6 @@ _TORCH = {
     "Ceil": "ceil", "Floor": "floor", "Round": "round", "Sign": "sign",
     "Relu": "relu", "Sigmoid": "sigmoid", "Tanh": "tanh",
 }  # fmt: skip
-
-ACTIVATION: dict[str, Emitter] = {
-    **{name: unary(f"torch.{function}") for name, function in _TORCH.items()},
-    "Neg": lambda call: f"-{call.arg(0)}",
-    "Gelu": _gelu,
-    "HardSigmoid": _hard_sigmoid,
-    "HardSwish": unary("F.hardswish"),
-    "LeakyRelu": lambda call: f"F.leaky_relu({call.arg(0)}, {call.stated('alpha', 0.01)})",
-    "PRelu": _prelu,
-    "Elu": _elu("F.elu", 1.0),
-    "Celu": _elu("F.celu", 1.0),
-    "Selu": _selu,
-    "ThresholdedRelu": _thresholded_relu,
-    "Shrink": _shrink,
-    "Softplus": unary("F.softplus"),
-    "Softsign": unary("F.softsign"),
-    "Mish": unary("F.mish"),
-    "Swish": _swish,
-    "SwiGLU": _swiglu,
-}
 
 
 def _made(call: Call) -> str:
@@ -348,25 +279,6 @@ def _window(function: str) -> Emitter:
     return emit
 
 
-def _mel_weights(call: Call) -> str:
-    settings = ", ".join(str(call.scalar(index)) for index in range(5))
-    return f"operators.mel_weights({settings}, {_made(call)})"
-
-
-GENERATION: dict[str, Emitter] = {
-    "ConstantOfShape": _filled,
-    "Constant": _constant,
-    "Range": _range,
-    "EyeLike": _eye_like,
-    "Shape": _shape,
-    "Size": lambda call: f"torch.tensor({call.operand(0).elements}, {_made(call)})",
-    "HannWindow": _window("torch.hann_window"),
-    "HammingWindow": _window("operators.hamming_window"),
-    "BlackmanWindow": _window("torch.blackman_window"),
-    "MelWeightMatrix": _mel_weights,
-}
-
-
 _MODES = {"linear": "bilinear", "bilinear": "bilinear", "nearest": "nearest", "cubic": "bicubic", "bicubic": "bicubic"}
 """ONNX's words, of both spellings it has had, and torch's."""
 
@@ -386,13 +298,6 @@ def _affine_grid(call: Call) -> str:
     return f"F.affine_grid({call.arg(0)}, {local}, align_corners={bool(call.node.integer('align_corners'))})"
 
 
-SAMPLING: dict[str, Emitter] = {"GridSample": _grid_sample, "AffineGrid": _affine_grid}
-
-
-_PRECISION = {1: "torch.float32", 10: "torch.float16", 16: "torch.bfloat16", 11: "torch.float64"}
-"""torch's types by ONNX's TensorProto.DataType."""
-
-
 def _linear(function: str) -> Emitter:
     def emit(call: Call) -> str:
         operands = f"{call.arg(0)}, {call.arg(1)}, {call.optional(2)}"
@@ -402,17 +307,10 @@ def _linear(function: str) -> Emitter:
         if call.node.integer("block_size"):
             words.append(f"block_size={call.node.integer('block_size')}")
         if call.node.integer("precision"):
-            words.append(f"precision={_PRECISION[call.node.integer('precision')]}")
+            words.append(f"precision={torch_dtype(PRECISIONS[call.node.integer('precision')])}")
         return f"operators.{function}({', '.join(words)})"
 
     return emit
-
-
-QUANTIZATION: dict[str, Emitter] = {
-    "QuantizeLinear": _linear("quantize_linear"),
-    "DequantizeLinear": _linear("dequantize_linear"),
-    "DynamicQuantizeLinear": lambda call: f"operators.dynamic_quantize_linear({call.arg(0)})",
-}
 
 
 def _dft(call: Call) -> str:
@@ -431,13 +329,6 @@ def _stft(call: Call) -> str:
     return f"operators.stft({call.arg(0)}, {call.scalar(1)}, {window}, {length}, onesided={onesided})"
 
 
-SPECTRAL: dict[str, Emitter] = {
-    "DFT": _dft,
-    "STFT": _stft,
-    "Det": lambda call: f"torch.linalg.det({call.arg(0)})",
-}
-
-
 def _roi_align(call: Call) -> str:
     node = call.node
     half_pixel = node.text("coordinate_transformation_mode", "half_pixel" if call.opset >= 16 else "output_half_pixel")
@@ -452,16 +343,16 @@ def _roi_align(call: Call) -> str:
     return f"operators.roi_align({', '.join(words)})"
 
 
-REGIONS: dict[str, Emitter] = {"RoiAlign": _roi_align}
-
-
 def _dropout(call: Call) -> str:
     data = call.arg(0)
     both = len(call.signature.results) > 1
     mask = call.signature.results[1] if both else None
-    ratio = _ratio(call)
+    # A number where it is known: an attribute before opset 12, then an operand.
+    stated = call.opset < 12 or not call.present(1)
+    ratio = call.stated("ratio", 0.5) if stated else call.scalar(1) or call.arg(1)
     if not is_active(call.signature) or ratio == "0.0":
-        return f"({data}, torch.ones_like({data}, dtype={_mask_type(call)}))" if both else data
+        kind = torch_dtype(DType.BOOL if mask is None else mask.dtype)
+        return f"({data}, torch.ones_like({data}, dtype={kind}))" if both else data
     words = [data, ratio, call.stream()]
     if call.present(2) and call.constant(2) is None:
         words.append(f"training={call.arg(2)}")
@@ -472,33 +363,23 @@ def _dropout(call: Call) -> str:
     return f"operators.dropout_and_mask({', '.join(words)})"
 
 
-def _mask_type(call: Call) -> str:
-    mask = call.signature.results[1]
-    return torch_dtype(DType.BOOL if mask is None else mask.dtype)
-
-
-def _ratio(call: Call) -> str:
-    """A number where it is known: an attribute before opset 12, then an operand."""
-    if call.opset < 12 or not call.present(1):
-        return call.stated("ratio", 0.5)
-    return call.scalar(1) or call.arg(1)
-
-
 def _bernoulli(call: Call) -> str:
     return f"operators.bernoulli({call.arg(0)}, {call.stream()}, {torch_dtype(call.result().dtype)})"
 
 
-def _uniform(call: Call) -> str:
-    return _randomness_made(call, "uniform", call.stated("low", 0.0), call.stated("high", 1.0))
+def _drawn(function: str, first: tuple[str, float], second: tuple[str, float]) -> Emitter:
+    """Numbers of a distribution with two parameters: attributes with their defaults."""
+
+    def emit(call: Call) -> str:
+        result = call.result()
+        settings = f"{call.stated(*first)}, {call.stated(*second)}, {call.stream()}, {torch_dtype(result.dtype)}"
+        return f"operators.{function}({result.shape}, {settings})"
+
+    return emit
 
 
-def _normal(call: Call) -> str:
-    return _randomness_made(call, "normal", call.stated("mean", 0.0), call.stated("scale", 1.0))
-
-
-def _randomness_made(call: Call, function: str, *settings: str) -> str:
-    result = call.result()
-    return f"operators.{function}({result.shape}, {', '.join(settings)}, {call.stream()}, {torch_dtype(result.dtype)})"
+_UNIFORM = _drawn("uniform", ("low", 0.0), ("high", 1.0))
+_NORMAL = _drawn("normal", ("mean", 0.0), ("scale", 1.0))
 
 
 def _multinomial(call: Call) -> str:
@@ -506,12 +387,62 @@ def _multinomial(call: Call) -> str:
     return f"operators.multinomial({call.arg(0)}, {count}, {call.stream()}, {dtype})"
 
 
-RANDOM: dict[str, Emitter] = {
+ELEMENTWISE: dict[str, Emitter] = {
+    **{name: widened(emit) for name, emit in _NUMERIC.items()},
+    "And": infix("&"),
+    "Or": infix("|"),
+    "Xor": infix("^"),
+    "Not": _function("torch.logical_not"),
+    "IsNaN": _function("torch.isnan"),
+    "IsInf": _is_inf,
+    "Where": _where,
+    "Clip": _clip,
+    "Cast": _convert,
+    "CastLike": _convert,
+    "BitCast": lambda call: f"{call.arg(0)}.view({torch_dtype(call.result().dtype)})",
+    **{name: _function(f"torch.{function}") for name, function in _TORCH.items()},
+    "Neg": lambda call: f"-{call.arg(0)}",
+    "Gelu": _gelu,
+    "HardSigmoid": _hard_sigmoid,
+    "HardSwish": _function("F.hardswish"),
+    "LeakyRelu": lambda call: f"F.leaky_relu({call.arg(0)}, {call.stated('alpha', 0.01)})",
+    "PRelu": _prelu,
+    "Elu": _elu("F.elu", 1.0),
+    "Celu": _elu("F.celu", 1.0),
+    "Selu": _selu,
+    "ThresholdedRelu": lambda call: f"F.threshold({call.arg(0)}, {call.stated('alpha', 1.0)}, 0.0)",
+    "Shrink": _shrink,
+    "Softplus": _function("F.softplus"),
+    "Softsign": _function("F.softsign"),
+    "Mish": _function("F.mish"),
+    "Swish": _swish,
+    "SwiGLU": lambda call: f"{_swish(call)} * {call.arg(1)}",
+    "ConstantOfShape": _filled,
+    "Constant": _constant,
+    "Range": _range,
+    "EyeLike": _eye_like,
+    "Shape": _shape,
+    "Size": lambda call: f"torch.tensor({call.operand(0).elements}, {_made(call)})",
+    "HannWindow": _window("torch.hann_window"),
+    "HammingWindow": _window("operators.hamming_window"),
+    "BlackmanWindow": _window("torch.blackman_window"),
+    "MelWeightMatrix": lambda call: (
+        f"operators.mel_weights({', '.join(str(call.scalar(index)) for index in range(5))}, {_made(call)})"
+    ),
+    "GridSample": _grid_sample,
+    "AffineGrid": _affine_grid,
+    "QuantizeLinear": _linear("quantize_linear"),
+    "DequantizeLinear": _linear("dequantize_linear"),
+    "DynamicQuantizeLinear": lambda call: f"operators.dynamic_quantize_linear({call.arg(0)})",
+    "DFT": _dft,
+    "STFT": _stft,
+    "Det": lambda call: f"torch.linalg.det({call.arg(0)})",
+    "RoiAlign": _roi_align,
     "Dropout": _dropout,
     "Bernoulli": _bernoulli,
-    "RandomUniform": _uniform,
-    "RandomUniformLike": _uniform,
-    "RandomNormal": _normal,
-    "RandomNormalLike": _normal,
+    "RandomUniform": _UNIFORM,
+    "RandomUniformLike": _UNIFORM,
+    "RandomNormal": _NORMAL,
+    "RandomNormalLike": _NORMAL,
     "Multinomial": _multinomial,
 }

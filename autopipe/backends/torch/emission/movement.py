@@ -1,11 +1,4 @@
-"""Emission of operators that put elements elsewhere.
-
-Emission of operators that read or write at places given by another tensor.
-
-Emission of Resize and Upsample: `F.interpolate` where it computes the same, else the runtime's own.
-
-Emission of Reshape and its like, always from the local shape of the result.
-"""
+"""Emission of operators that put elements elsewhere: reshape, slice and pad, index, resize."""
 
 from __future__ import annotations
 
@@ -31,22 +24,12 @@ def _reshape(call: Call) -> str:
     return reshaped(call.arg(0), call.result().shape)
 
 
-def _unsqueeze(call: Call) -> str:
-    axes = axes_of(call.signature, 1) or ()
-    return f"{call.arg(0)}.unsqueeze({axes[0]})" if len(axes) == 1 else _reshape(call)
+def _squeezed(method: str) -> Emitter:
+    def emit(call: Call) -> str:
+        axes = axes_of(call.signature, 1) or ()
+        return f"{call.arg(0)}.{method}({axes[0]})" if len(axes) == 1 else _reshape(call)
 
-
-def _squeeze(call: Call) -> str:
-    axes = axes_of(call.signature, 1) or ()
-    return f"{call.arg(0)}.squeeze({axes[0]})" if len(axes) == 1 else _reshape(call)
-
-
-REGROUP: dict[str, Emitter] = {
-    "Reshape": _reshape,
-    "Flatten": _reshape,
-    "Squeeze": _squeeze,
-    "Unsqueeze": _unsqueeze,
-}
+    return emit
 
 
 def _transpose(call: Call) -> str:
@@ -68,8 +51,7 @@ def _expand(call: Call) -> str:
 def _concat(call: Call) -> str:
     if len(call.codes) == 1:
         return call.arg(0)
-    parts = ", ".join(call.arg(index) for index in range(len(call.codes)))
-    return f"torch.cat([{parts}], dim={joined_axis(call.signature)})"
+    return f"torch.cat([{call.args()}], dim={joined_axis(call.signature)})"
 
 
 def _split(call: Call) -> str:
@@ -207,25 +189,6 @@ def _col2im(call: Call) -> str:
     return f"operators.col2im({call.arg(0)}, {sizes}, {', '.join(f'{key}={value}' for key, value in settings.items())})"
 
 
-MOVEMENT: dict[str, Emitter] = {
-    "Identity": lambda call: call.arg(0),
-    "Transpose": _transpose,
-    "Expand": _expand,
-    "Concat": _concat,
-    "Split": _split,
-    "Slice": _slice,
-    "Pad": _pad,
-    "Tile": _tile,
-    "CenterCropPad": _center_crop_pad,
-    "DepthToSpace": _depth_to_space,
-    "SpaceToDepth": _space_to_depth,
-    "ReverseSequence": _reverse_sequence,
-    "Trilu": _trilu,
-    "Compress": _compress,
-    "Col2Im": _col2im,
-}
-
-
 def _gather(call: Call) -> str:
     axis = indexed_axis(call.signature)
     data = call.operand(0)
@@ -235,7 +198,9 @@ def _gather(call: Call) -> str:
     fixed = _indexing_range(call, axis)
     if fixed:
         return f"{call.arg(0)}[{', '.join([*before, fixed])}]"
-    if axis == 0 and len(data.shape) == 2 and data.dtype.is_floating and _may_count_from_front(call):
+    # Indices that are not known are taken to be those of an embedding, which are not negative (torch checks).
+    may_count = call.constant(1) is None or _counted_from_front(call)
+    if axis == 0 and len(data.shape) == 2 and data.dtype.is_floating and may_count:
         return f"F.embedding({call.arg(1)}, {call.arg(0)})"
     return f"{call.arg(0)}[{', '.join([*before, call.arg(1)])}]"
 
@@ -251,11 +216,6 @@ def _indexing_range(call: Call, axis: int) -> str:
         return str(places[0])
     neighbours = places == list(range(places[0], places[0] + len(places)))
     return f"{places[0]}:{places[-1] + 1}" if neighbours else ""
-
-
-def _may_count_from_front(call: Call) -> bool:
-    """Indices that are not known are taken to be those of an embedding, which are not negative (torch checks)."""
-    return call.constant(1) is None or _counted_from_front(call)
 
 
 def _counted_from_front(call: Call) -> bool:
@@ -278,21 +238,18 @@ def _gather_nd(call: Call) -> str:
     return f"{call.arg(0)}[{call.arg(1)}.unbind(-1)]"
 
 
-def _scatter_elements(call: Call) -> str:
-    axis = indexed_axis(call.signature)
-    reduction = call.choice("reduction", "none", ("none", *_REDUCTIONS))
-    ending = f', "{_REDUCTIONS[reduction]}"' if reduction != "none" else ""
-    return f"operators.scatter_elements({call.arg(0)}, {axis}, {call.arg(1)}, {call.arg(2)}{ending})"
-
-
-def _scatter_nd(call: Call) -> str:
-    reduction = call.choice("reduction", "none", ("none", *_REDUCTIONS))
-    ending = f', "{_REDUCTIONS[reduction]}"' if reduction != "none" else ""
-    return f"operators.scatter_nd({call.arg(0)}, {call.arg(1)}, {call.arg(2)}{ending})"
-
-
 _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 """ONNX's words for what happens to elements written several times, and torch's."""
+
+
+def _reduced(call: Call) -> str:
+    reduction = call.choice("reduction", "none", ("none", *_REDUCTIONS))
+    return f', "{_REDUCTIONS[reduction]}"' if reduction != "none" else ""
+
+
+def _scatter_elements(call: Call) -> str:
+    axis = indexed_axis(call.signature)
+    return f"operators.scatter_elements({call.arg(0)}, {axis}, {call.arg(1)}, {call.arg(2)}{_reduced(call)})"
 
 
 def _tensor_scatter(call: Call) -> str:
@@ -307,19 +264,6 @@ def _one_hot(call: Call) -> str:
     depth = call.result().shape[axis]
     group = f", {call.group('v')}" if call.is_split("v") else ""
     return f"operators.one_hot({call.arg(0)}, {depth}, {call.arg(2)}, {axis}{group})"
-
-
-INDEXING: dict[str, Emitter] = {
-    "Gather": _gather,
-    "GatherElements": _gather_elements,
-    "GatherND": _gather_nd,
-    "Scatter": _scatter_elements,
-    "ScatterElements": _scatter_elements,
-    "ScatterND": _scatter_nd,
-    "TensorScatter": _tensor_scatter,
-    "OneHot": _one_hot,
-    "NonZero": lambda call: f"torch.nonzero({call.arg(0)}).T",
-}
 
 
 _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
@@ -346,41 +290,44 @@ def _settings(call: Call) -> _Settings:
     return _Settings(node.text("mode", "nearest"), places, rounding, plain)
 
 
-def _emit(call: Call) -> str:
+def _resize(call: Call) -> str:
     axes, settings = resized_axes(call.signature), _settings(call)
     if not axes:
         return call.arg(0)
-    fused = _interpolate(call, axes, settings)
-    return fused if fused is not None else _general(call, axes, settings)
+    return _interpolate(call, axes, settings) or _general(call, axes, settings)
 
 
-def _interpolate(call: Call, axes: tuple[ResizedAxis, ...], settings: _Settings) -> str | None:
-    """A call of `F.interpolate`, or None where it computes something else."""
+def _interpolate(call: Call, axes: tuple[ResizedAxis, ...], settings: _Settings) -> str:
+    """A call of `F.interpolate`, or "" where it computes something else."""
     shape = call.operand(0).shape
     exact = all(each.axis > 1 and each.scale == each.result / each.source for each in axes)
     floating = call.operand(0).dtype in (DType.FLOAT32, DType.FLOAT64)
     if not (exact and floating and settings.is_plain and len(shape) in _LINEAR):
-        return None
+        return ""
     size = call.result().shape[2:]
     if settings.mode == "nearest":
         whole = all(each.scale == int(each.scale) for each in axes)
         rounds = settings.places == "half_pixel" and settings.rounding.startswith("round")
         floors = settings.places == "asymmetric" and settings.rounding == "floor"
-        return f"F.interpolate({call.arg(0)}, {size})" if whole and (rounds or floors) else None
+        return f"F.interpolate({call.arg(0)}, {size})" if whole and (rounds or floors) else ""
     if settings.mode == "cubic" and len(shape) != 4:
-        return None
+        return ""
     mode = "bicubic" if settings.mode == "cubic" else _LINEAR[len(shape)]
     centred = settings.places == "half_pixel" or (settings.places == "pytorch_half_pixel" and min(size) > 1)
     if centred:
         return f"F.interpolate({call.arg(0)}, {size}, mode={mode!r})"
     if settings.places == "align_corners":
         return f"F.interpolate({call.arg(0)}, {size}, mode={mode!r}, align_corners=True)"
-    return None
+    return ""
 
 
 def _general(call: Call, axes: tuple[ResizedAxis, ...], settings: _Settings) -> str:
     node = call.node
-    words = [call.arg(0), _axes_code(axes), repr(settings.mode), repr(settings.places)]
+    entries = ", ".join(
+        f"({each.axis}, {each.result}, {literal(each.scale)}, {literal(each.region[0])}, {literal(each.region[1])})"
+        for each in axes
+    )
+    words = [call.arg(0), f"[{entries}]", repr(settings.mode), repr(settings.places)]
     if settings.mode == "nearest":
         words.append(f"rounding={settings.rounding!r}")
     if settings.mode == "cubic":
@@ -391,12 +338,35 @@ def _general(call: Call, axes: tuple[ResizedAxis, ...], settings: _Settings) -> 
     return f"operators.resize({', '.join(words)})"
 
 
-def _axes_code(axes: tuple[ResizedAxis, ...]) -> str:
-    entries = [
-        f"({each.axis}, {each.result}, {literal(each.scale)}, {literal(each.region[0])}, {literal(each.region[1])})"
-        for each in axes
-    ]
-    return f"[{', '.join(entries)}]"
-
-
-RESIZE: dict[str, Emitter] = {"Resize": _emit, "Upsample": _emit}
+MOVEMENT: dict[str, Emitter] = {
+    "Reshape": _reshape,
+    "Flatten": _reshape,
+    "Squeeze": _squeezed("squeeze"),
+    "Unsqueeze": _squeezed("unsqueeze"),
+    "Identity": lambda call: call.arg(0),
+    "Transpose": _transpose,
+    "Expand": _expand,
+    "Concat": _concat,
+    "Split": _split,
+    "Slice": _slice,
+    "Pad": _pad,
+    "Tile": _tile,
+    "CenterCropPad": _center_crop_pad,
+    "DepthToSpace": _depth_to_space,
+    "SpaceToDepth": _space_to_depth,
+    "ReverseSequence": _reverse_sequence,
+    "Trilu": _trilu,
+    "Compress": _compress,
+    "Col2Im": _col2im,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "Scatter": _scatter_elements,
+    "ScatterElements": _scatter_elements,
+    "ScatterND": lambda call: f"operators.scatter_nd({call.args(3)}{_reduced(call)})",
+    "TensorScatter": _tensor_scatter,
+    "OneHot": _one_hot,
+    "NonZero": lambda call: f"torch.nonzero({call.arg(0)}).T",
+    "Resize": _resize,
+    "Upsample": _resize,
+}

@@ -1,9 +1,4 @@
-"""Emission of normalisations.
-
-Emission of operators that reduce or order along axes.
-
-Emission of losses.
-"""
+"""Emission of normalisations, of reductions and orders along axes, and of losses."""
 
 from __future__ import annotations
 
@@ -29,53 +24,44 @@ from autopipe.ir.ops.operator import positive
 
 def _batch_norm(call: Call) -> str:
     x, scale, bias, mean, variance = (call.arg(index) for index in range(5))
-    epsilon = call.stated("epsilon", 1e-5)
+    momentum, epsilon = call.stated("momentum", 0.9), call.stated("epsilon", 1e-5)
     if not trains(call.signature):
         return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
+    operands = f"{call.args(5)}, {momentum}, {epsilon}"
     group = shared(call, ("n", *_spatial(call)))
     if group:
-        operands = f"{x}, {scale}, {bias}, {mean}, {variance}, {call.stated('momentum', 0.9)}, {epsilon}, {group}"
-        return called("operators.batch_norm_part", operands, call)
+        return called("operators.batch_norm_part", f"{operands}, {group}", call)
     if len(call.node.outputs) == 1:
         return f"F.batch_norm({x}, None, None, {scale}, {bias}, training=True, eps={epsilon})"
-    settings = f"{call.stated('momentum', 0.9)}, {epsilon}"
-    return called("operators.batch_norm", f"{x}, {scale}, {bias}, {mean}, {variance}, {settings}", call)
+    return called("operators.batch_norm", operands, call)
 
 
 def _spatial(call: Call) -> list[str]:
     return [f"i{axis}" for axis in range(len(call.operand(0).shape) - 2)]
 
 
-def _normalized(call: Call) -> tuple[int, ...]:
-    axes = normalized_axes(call.signature)
-    return call.operand(0).shape[axes.start :]
+def _normalized(call: Call) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """The normalised axes, their local extents, and the code of the ranks that have them together."""
+    axes = tuple(normalized_axes(call.signature))
+    return axes, call.operand(0).shape[axes[0] :], shared(call, (f"d{axis}" for axis in axes))
 
 
 def _layer_norm(call: Call) -> str:
-    shape, epsilon = _normalized(call), call.stated("epsilon", 1e-5)
-    scales = [call.operand(index).shape for index in (1, 2) if call.present(index)]
-    several = len(call.node.outputs) > 1
-    axes = tuple(normalized_axes(call.signature))
-    group = shared(call, (f"d{axis}" for axis in axes))
+    (axes, shape, group), epsilon = _normalized(call), call.stated("epsilon", 1e-5)
+    x, weight, bias = call.arg(0), call.arg(1), call.optional(2)
     if group:
-        operands = f"{call.arg(0)}, {axes}, {call.arg(1)}, {call.optional(2)}, {epsilon}, {group}"
-        return called("operators.layer_norm_part", operands, call)
-    if any(scale != shape for scale in scales):
-        operands = f"{call.arg(0)}, {shape}, {call.arg(1)}, {call.optional(2)}, {epsilon}"
+        return called("operators.layer_norm_part", f"{x}, {axes}, {weight}, {bias}, {epsilon}, {group}", call)
+    operands = f"{x}, {shape}, {weight}, {bias}, {epsilon}"
+    if any(call.operand(index).shape != shape for index in (1, 2) if call.present(index)):
         return called("operators.layer_norm", operands, call)
-    weight, bias = call.arg(1), call.optional(2)
-    if several:
-        return (
-            f"torch.native_layer_norm({call.arg(0)}, {shape}, {weight}, {bias}, {epsilon})[:{len(call.node.outputs)}]"
-        )
-    return f"F.layer_norm({call.arg(0)}, {shape}, {weight}, {bias}, {epsilon})"
+    if len(call.node.outputs) > 1:
+        return called("torch.native_layer_norm", operands, call)
+    return f"F.layer_norm({operands})"
 
 
 def rms_norm(call: Call) -> str:
     """`F.rms_norm`, with a scale of another shape multiplied behind it."""
-    shape, epsilon = _normalized(call), call.stated("epsilon", 1e-5)
-    axes = tuple(normalized_axes(call.signature))
-    group = shared(call, (f"d{axis}" for axis in axes))
+    (axes, shape, group), epsilon = _normalized(call), call.stated("epsilon", 1e-5)
     if group:
         return f"operators.rms_norm_part({call.arg(0)}, {axes}, {call.arg(1)}, {epsilon}, {group})"
     if call.operand(1).shape == shape:
@@ -98,7 +84,7 @@ def _instance_norm(call: Call) -> str:
     epsilon = call.stated("epsilon", 1e-5)
     group = shared(call, _spatial(call))
     if group:
-        return f"operators.instance_norm_part({call.arg(0)}, {call.arg(1)}, {call.arg(2)}, {epsilon}, {group})"
+        return f"operators.instance_norm_part({call.args(3)}, {epsilon}, {group})"
     return f"F.instance_norm({call.arg(0)}, weight={call.arg(1)}, bias={call.arg(2)}, eps={epsilon})"
 
 
@@ -144,20 +130,6 @@ def _softmax(function: str) -> Emitter:
     return emit
 
 
-NORMALIZATION: dict[str, Emitter] = {
-    "BatchNormalization": _batch_norm,
-    "LayerNormalization": _layer_norm,
-    "RMSNormalization": rms_norm,
-    "GroupNormalization": _group_norm,
-    "InstanceNormalization": _instance_norm,
-    "MeanVarianceNormalization": _variance,
-    "LpNormalization": _norm,
-    "LRN": _response,
-    "Softmax": _softmax("F.softmax"),
-    "LogSoftmax": _softmax("F.log_softmax"),
-}
-
-
 def _axes(call: Call) -> str:
     """`dim=1, keepdim=True`."""
     axes = reduced_axes(call.signature)
@@ -184,20 +156,17 @@ def _sum(call: Call, code: str) -> str:
 
 
 def _mean(call: Call) -> str:
-    if call.result().dtype.is_integer:
-        return f"{call.arg(0)}.mean({_axes(call)}, dtype=torch.float64).to({torch_dtype(call.result().dtype)})"
+    dtype = call.result().dtype
+    if dtype.is_integer:
+        return f"{call.arg(0)}.mean({_axes(call)}, dtype=torch.float64).to({torch_dtype(dtype)})"
     return f"{call.arg(0)}.mean({_axes(call)})"
 
 
 def _reduction_norm(call: Call) -> str:
-    if call.result().dtype.is_integer:
-        total = f"{call.arg(0)}.double().square().sum({_axes(call)}).sqrt()"
-        return f"{total}.to({torch_dtype(call.result().dtype)})"
+    dtype = call.result().dtype
+    if dtype.is_integer:
+        return f"{call.arg(0)}.double().square().sum({_axes(call)}).sqrt().to({torch_dtype(dtype)})"
     return _together(call, "norm_part") or f"torch.linalg.vector_norm({call.arg(0)}, {_axes(call)})"
-
-
-def _log_sum_exp(call: Call) -> str:
-    return _together(call, "log_sum_exp_part") or f"torch.logsumexp({call.arg(0)}, {_axes(call)})"
 
 
 def _log_sum(call: Call) -> str:
@@ -270,30 +239,6 @@ def _top_k(call: Call) -> str:
     return f"operators.top_k({call.arg(0)}, {count}, {axis}, largest={largest})"
 
 
-def _hardmax(call: Call) -> str:
-    return f"operators.hardmax({call.arg(0)}, {flattened_axes(call.signature)})"
-
-
-REDUCTION: dict[str, Emitter] = {
-    "ReduceSum": _reduction(lambda call: _sum(call, call.arg(0))),
-    "ReduceMean": _reduction(_mean),
-    "ReduceL1": _reduction(lambda call: _sum(call, f"{call.arg(0)}.abs()"), lambda code: f"{code}.abs()"),
-    "ReduceL2": _reduction(_reduction_norm, lambda code: f"{code}.abs()"),
-    "ReduceSumSquare": _reduction(lambda call: _sum(call, f"{call.arg(0)}.square()"), lambda code: f"{code}.square()"),
-    "ReduceLogSum": _reduction(_log_sum, lambda code: f"{code}.log()"),
-    "ReduceLogSumExp": _reduction(_log_sum_exp),
-    "ReduceMax": _reduction(_extreme("amax")),
-    "ReduceMin": _reduction(_extreme("amin")),
-    "ReduceProd": _reduction(_product),
-    "ArgMax": _index("argmax"),
-    "ArgMin": _index("argmin"),
-    "CumSum": _running("cumsum"),
-    "CumProd": _running("cumprod"),
-    "TopK": _top_k,
-    "Hardmax": _hardmax,
-}
-
-
 def _operands(call: Call) -> str:
     """Scores, labels as torch wants them (int64), weights, and what differs from torch's defaults."""
     labels = call.arg(1) if call.operand(1).dtype is DType.INT64 else f"{call.arg(1)}.long()"
@@ -328,11 +273,37 @@ def _cross_entropy(call: Call) -> str:
     return _shared(call, "cross_entropy_and_logarithms" if both else "cross_entropy") or alone
 
 
-def _likelihood(call: Call) -> str:
-    return _shared(call, "nll") or f"F.nll_loss({_operands(call)})"
-
-
-LOSSES: dict[str, Emitter] = {
+NORMALIZATION: dict[str, Emitter] = {
+    "BatchNormalization": _batch_norm,
+    "LayerNormalization": _layer_norm,
+    "RMSNormalization": rms_norm,
+    "GroupNormalization": _group_norm,
+    "InstanceNormalization": _instance_norm,
+    "MeanVarianceNormalization": _variance,
+    "LpNormalization": _norm,
+    "LRN": _response,
+    "Softmax": _softmax("F.softmax"),
+    "LogSoftmax": _softmax("F.log_softmax"),
+    "ReduceSum": _reduction(lambda call: _sum(call, call.arg(0))),
+    "ReduceMean": _reduction(_mean),
+    "ReduceL1": _reduction(lambda call: _sum(call, f"{call.arg(0)}.abs()"), lambda code: f"{code}.abs()"),
+    "ReduceL2": _reduction(_reduction_norm, lambda code: f"{code}.abs()"),
+    "ReduceSumSquare": _reduction(lambda call: _sum(call, f"{call.arg(0)}.square()"), lambda code: f"{code}.square()"),
+    "ReduceLogSum": _reduction(
+        lambda call: _together(call, "log_sum_part") or f"{_sum(call, call.arg(0))}.log()", lambda code: f"{code}.log()"
+    ),
+    "ReduceLogSumExp": _reduction(
+        lambda call: _together(call, "log_sum_exp_part") or f"torch.logsumexp({call.arg(0)}, {_axes(call)})"
+    ),
+    "ReduceMax": _reduction(_extreme("amax")),
+    "ReduceMin": _reduction(_extreme("amin")),
+    "ReduceProd": _reduction(_product),
+    "ArgMax": _index("argmax"),
+    "ArgMin": _index("argmin"),
+    "CumSum": _running("cumsum"),
+    "CumProd": _running("cumprod"),
+    "TopK": _top_k,
+    "Hardmax": lambda call: f"operators.hardmax({call.arg(0)}, {flattened_axes(call.signature)})",
     "SoftmaxCrossEntropyLoss": _cross_entropy,
-    "NegativeLogLikelihoodLoss": _likelihood,
+    "NegativeLogLikelihoodLoss": lambda call: _shared(call, "nll") or f"F.nll_loss({_operands(call)})",
 }

@@ -1,51 +1,39 @@
-"""Emission of products.
-
-Emission of pooling.
-
-Emission of convolutions.
-
-Emission of recurrent layers: calls of the runtime, which uses torch's fused layers where they fit.
-"""
+"""Emission of products, convolutions, pooling and recurrent layers."""
 
 from __future__ import annotations
 
 from string import ascii_lowercase
 
-from autopipe.backends.torch.emission.call import Call, Emitter, literal, number, shared, torch_dtype
+from autopipe.backends.torch.emission.call import Call, Emitter, called, literal, number, shared, torch_dtype
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.operator import SpatialWindow, window_of
 from autopipe.ir.ops.products import equation_of, has_bias
 
+# Products of matrices.
+
 
 def _matmul(call: Call) -> str:
     if call.result().dtype.is_integer:
-        return f"operators.matmul_whole({call.arg(0)}, {call.arg(1)})"
+        return f"operators.matmul_whole({call.args(2)})"
     return multiply(call, call.arg(0), call.arg(1))
 
 
 def multiply(call: Call, left: str, right: str) -> str:
-    """The product of the first two operands, each as it is or transposed, as `left` and `right` write them."""
-    equation = _stacked(call.operand(0).shape, call.operand(1).shape)
-    if equation is None:
-        return f"torch.matmul({left}, {right})"
-    return f"torch.einsum({equation!r}, {left}, {right})"
+    """The product of the first two operands, each as it is or transposed, as `left` and `right` write them.
 
-
-def _stacked(left: tuple[int, ...], right: tuple[int, ...]) -> str | None:
-    """The equation of a product of stacks of matrices, one of which is read again along an axis only the other has.
-
-    None where there is no such axis. `torch.matmul` writes a copy of the matrices for each time they are read, and
-    sums gradients as many; `torch.einsum` takes such an axis for rows of the other factor, as one would by hand.
+    `torch.matmul` writes a copy of stacked matrices for each time they are read along an axis only the other factor
+    has, and sums gradients as many; `torch.einsum` takes such an axis for rows of the other factor, as one would by
+    hand.
     """
-    rank = max(len(left), len(right))
-    if min(len(left), len(right)) < 3 or rank >= len(ascii_lowercase):
-        return None
-    stacks = [(1,) * (rank - len(shape)) + shape[:-2] for shape in (left, right)]
-    if stacks[0] == stacks[1]:
-        return None
+    shapes = call.operand(0).shape, call.operand(1).shape
+    rank = max(map(len, shapes))
+    stacks = [(1,) * (rank - len(shape)) + shape[:-2] for shape in shapes]
+    if min(map(len, shapes)) < 3 or rank >= len(ascii_lowercase) or stacks[0] == stacks[1]:
+        return f"torch.matmul({left}, {right})"
     lead, row, inner, column = ascii_lowercase[: rank - 2], *ascii_lowercase[rank - 2 : rank + 1]
-    first, second = (lead[rank - len(shape) :] for shape in (left, right))
-    return f"{first}{row}{inner},{second}{inner}{column}->{lead}{row}{column}"
+    first, second = (lead[rank - len(shape) :] for shape in shapes)
+    equation = f"{first}{row}{inner},{second}{inner}{column}->{lead}{row}{column}"
+    return f"torch.einsum({equation!r}, {left}, {right})"
 
 
 def _gemm(call: Call) -> str:
@@ -54,47 +42,24 @@ def _gemm(call: Call) -> str:
     alpha, beta = node.number("alpha", 1.0), node.number("beta", 1.0)
     left = f"{call.arg(0)}.t()" if node.integer("transA") else call.arg(0)
     right = f"{call.arg(1)}.t()" if node.integer("transB") else call.arg(1)
+
+    def factor(value: float) -> str:
+        return literal(int(value)) if call.result().dtype.is_integer else number(value)
+
     if not has_bias(call.signature):
         if node.integer("transB") and alpha == 1.0:
             return f"F.linear({left}, {call.arg(1)})"
         product = f"torch.mm({left}, {right})"
-        return product if alpha == 1.0 else f"{_factor(call, alpha)} * {product}"
+        return product if alpha == 1.0 else f"{factor(alpha)} * {product}"
     bias = call.bias(2, "k")
     if node.integer("transB") and alpha == beta == 1.0 and call.operand(2).shape == call.result().shape[1:]:
         return f"F.linear({left}, {call.arg(1)}, {bias})"
-    factors = f", beta={_factor(call, beta)}" if beta != 1.0 else ""
-    factors += f", alpha={_factor(call, alpha)}" if alpha != 1.0 else ""
+    factors = f", beta={factor(beta)}" if beta != 1.0 else ""
+    factors += f", alpha={factor(alpha)}" if alpha != 1.0 else ""
     return f"torch.addmm({bias}, {left}, {right}{factors})"
 
 
-def _factor(call: Call, value: float) -> str:
-    return literal(int(value)) if call.result().dtype.is_integer else number(value)
-
-
-def _einsum(call: Call) -> str:
-    operands = ", ".join(call.arg(index) for index in range(len(call.codes)))
-    return f"torch.einsum({str(equation_of(call.signature))!r}, {operands})"
-
-
-def _matmul_integer(call: Call) -> str:
-    arguments = ", ".join((call.arg(0), call.arg(1), call.optional(2), call.optional(3)))
-    return f"operators.matmul_integer({arguments})"
-
-
-def _matmul_quantized(call: Call) -> str:
-    arguments = ", ".join(call.arg(index) for index in range(8))
-    return f"operators.matmul_quantized({arguments}, {torch_dtype(call.result().dtype)})"
-
-
-PRODUCTS: dict[str, Emitter] = {
-    "MatMul": _matmul,
-    "autopipe.Linear": lambda call: f"F.linear({call.arg(0)}, {call.arg(1)}.t(), {call.arg(2)})",
-    "Gemm": _gemm,
-    "Einsum": _einsum,
-    "MatMulInteger": _matmul_integer,
-    "QLinearMatMul": _matmul_quantized,
-}
-
+# Convolutions.
 
 Extents = tuple[int, ...]
 
@@ -109,25 +74,29 @@ def pads(begin: Extents, end: Extents) -> str:
     return repr(tuple(pad for axis in reversed(range(len(begin))) for pad in (begin[axis], end[axis])))
 
 
-def _window(call: Call, weight: int = 1) -> SpatialWindow:
-    kernel = call.operand(weight).shape[2:]
+def _window(call: Call, kernel: Extents) -> SpatialWindow:
+    """The part of the windows that this rank computes."""
     window = window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
     return window.inside(call.is_split)
 
 
+def _kernel(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]:
+    """The windows and the number of groups of a convolution whose weight is this operand."""
+    shape = call.operand(weight).shape
+    return _window(call, shape[2:]), call.operand(0).shape[1] // shape[1]
+
+
 def _settings(window: SpatialWindow, groups: int, padding: Extents) -> str:
     """Stride, padding, dilation and groups as keywords, where they are not torch's defaults."""
-    found = {"stride": window.strides, "padding": padding, "dilation": window.dilations}
-    neutral = {"stride": 1, "padding": 0, "dilation": 1}
-    words = [f"{name}={each(values)}" for name, values in found.items() if set(values) != {neutral[name]}]
+    found = {"stride": (window.strides, 1), "padding": (padding, 0), "dilation": (window.dilations, 1)}
+    words = [f"{name}={each(values)}" for name, (values, neutral) in found.items() if set(values) != {neutral}]
     if groups != 1:
         words.append(f"groups={groups}")
     return "".join(f", {word}" for word in words)
 
 
 def _conv(call: Call) -> str:
-    window = _window(call)
-    groups = call.operand(0).shape[1] // call.operand(1).shape[1]
+    window, groups = _kernel(call)
     source, padding = call.arg(0), window.begin
     if window.begin != window.end:
         source, padding = f"F.pad({source}, {pads(window.begin, window.end)})", (0,) * len(window.kernel)
@@ -139,56 +108,43 @@ def _conv_transpose(call: Call) -> str:
     """torch pads both ends alike and adds what is left at the end; other crops are cut out by the runtime."""
     node = call.node
     source, kernel, result = call.operand(0).shape[2:], call.operand(1).shape[2:], call.result().shape[2:]
-    begin = _transpose_begin(call)
-    ones = (1,) * len(kernel)
-    window = SpatialWindow(kernel, node.integers("strides") or ones, node.integers("dilations") or ones, begin, begin)
-    groups = call.result().shape[1] // call.operand(1).shape[1]
+    none, ones = (0,) * len(kernel), (1,) * len(kernel)
+    window = SpatialWindow(kernel, node.integers("strides") or ones, node.integers("dilations") or ones, none, none)
     full = window.spread(source)
+    # Elements cut off before the first of the result.
+    policy = node.text("auto_pad", "NOTSET")
+    if policy == "NOTSET" and not node.has("output_shape"):
+        begin = node.integers("pads")[: len(kernel)] or none
+    elif policy == "VALID":
+        begin = none
+    else:
+        more = node.integers("output_padding") or none
+        totals = [size + extra - kept for size, extra, kept in zip(full, more, result, strict=True)]
+        begin = tuple(total // 2 if policy == "SAME_UPPER" else total - total // 2 for total in totals)
+    groups = call.result().shape[1] // call.operand(1).shape[1]
     extra = tuple(extent - (size - 2 * pad) for extent, size, pad in zip(result, full, begin, strict=True))
     fits = all(
         0 <= more < max(stride, dilation)
         for more, stride, dilation in zip(extra, window.strides, window.dilations, strict=True)
     )
-    operands = ", ".join((call.arg(0), call.arg(1), *([call.bias(2, "c")] if call.present(2) else [])))
     if fits and all(pad >= 0 for pad in begin):
+        bias = f", {call.bias(2, 'c')}" if call.present(2) else ""
         output = f", output_padding={each(extra)}" if any(extra) else ""
-        return f"F.conv_transpose{len(kernel)}d({operands}{_settings(window, groups, begin)}{output})"
+        settings = _settings(window, groups, begin)
+        return f"F.conv_transpose{len(kernel)}d({call.args(2)}{bias}{settings}{output})"
     end = tuple(extent - size + pad for extent, size, pad in zip(result, full, begin, strict=True))
     crop = pads(tuple(-pad for pad in begin), end)
-    operands = f"{call.arg(0)}, {call.arg(1)}, {call.bias(2, 'c')}"
+    operands = f"{call.args(2)}, {call.bias(2, 'c')}"
     return f"operators.conv_transpose({operands}, {window.strides}, {window.dilations}, {groups}, {crop})"
 
 
-def _transpose_begin(call: Call) -> Extents:
-    """Elements cut off before the first of the result."""
-    node = call.node
-    source, kernel, result = call.operand(0).shape[2:], call.operand(1).shape[2:], call.result().shape[2:]
-    rank = len(kernel)
-    policy = node.text("auto_pad", "NOTSET")
-    if policy == "NOTSET" and not node.has("output_shape"):
-        return node.integers("pads")[:rank] or (0,) * rank
-    if policy == "VALID":
-        return (0,) * rank
-    none, ones = (0,) * rank, (1,) * rank
-    bare = SpatialWindow(kernel, node.integers("strides") or ones, node.integers("dilations") or ones, none, none)
-    more = node.integers("output_padding") or none
-    totals = [full + extra - kept for full, extra, kept in zip(bare.spread(source), more, result, strict=True)]
-    return tuple(total // 2 if policy == "SAME_UPPER" else total - total // 2 for total in totals)
-
-
 def _conv_integer(call: Call) -> str:
-    window = _window(call)
-    groups = call.operand(0).shape[1] // call.operand(1).shape[1]
-    operands = f"{call.arg(0)}, {call.arg(1)}, {call.optional(2)}, {call.optional(3)}"
-    return f"operators.conv_integer({operands}, {_runtime_settings(window, groups)})"
+    return f"operators.conv_integer({call.optionals(4)}, {_runtime_settings(*_kernel(call))})"
 
 
 def _conv_quantized(call: Call) -> str:
-    window = _window(call, 3)
-    groups = call.operand(0).shape[1] // call.operand(3).shape[1]
-    operands = ", ".join(call.optional(index) for index in range(9))
-    dtype = torch_dtype(call.result().dtype)
-    return f"operators.conv_quantized({operands}, {dtype}, {_runtime_settings(window, groups)})"
+    dtype, settings = torch_dtype(call.result().dtype), _runtime_settings(*_kernel(call, 3))
+    return f"operators.conv_quantized({call.optionals(9)}, {dtype}, {settings})"
 
 
 def _runtime_settings(window: SpatialWindow, groups: int) -> str:
@@ -196,30 +152,16 @@ def _runtime_settings(window: SpatialWindow, groups: int) -> str:
 
 
 def _deform_conv(call: Call) -> str:
-    window = _window(call)
-    groups = call.operand(0).shape[1] // call.operand(1).shape[1]
-    offset_groups = call.node.integer("offset_group", 1)
-    operands = ", ".join(call.optional(index) for index in range(5))
-    settings = f"{window.strides}, {window.begin}, {window.dilations}, {groups}, {offset_groups}"
-    return f"operators.deform_conv({operands}, {settings})"
+    window, groups = _kernel(call)
+    settings = f"{window.strides}, {window.begin}, {window.dilations}, {groups}, {call.node.integer('offset_group', 1)}"
+    return f"operators.deform_conv({call.optionals(5)}, {settings})"
 
 
-CONVOLUTION: dict[str, Emitter] = {
-    "Conv": _conv,
-    "ConvTranspose": _conv_transpose,
-    "ConvInteger": _conv_integer,
-    "QLinearConv": _conv_quantized,
-    "DeformConv": _deform_conv,
-}
-
-
-_LOWEST = 'float("-inf")'
+# Pooling.
 
 
 def _pooling_window(call: Call) -> SpatialWindow:
-    kernel = call.node.integers("kernel_shape")
-    window = window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
-    return window.inside(call.is_split)
+    return _window(call, call.node.integers("kernel_shape"))
 
 
 def _fits(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
@@ -245,6 +187,10 @@ def _exact_pads(call: Call, window: SpatialWindow) -> str:
     return pads(window.begin, tuple(max(extent, 0) for extent in end))
 
 
+def _general(call: Call, window: SpatialWindow) -> str:
+    return f"{window.kernel}, {window.strides}, {window.dilations}, {_exact_pads(call, window)}"
+
+
 def _pooling_settings(window: SpatialWindow, padding: bool) -> str:
     words = [each(window.kernel), each(window.strides)]
     dilated = set(window.dilations) != {1}
@@ -257,21 +203,19 @@ def _pooling_settings(window: SpatialWindow, padding: bool) -> str:
 
 def _max_pool(call: Call) -> str:
     window = _pooling_window(call)
-    rank = len(window.kernel)
     if len(call.node.outputs) > 1 and call.node.outputs[1]:
         order = call.node.integer("storage_order")
-        settings = f"{window.kernel}, {window.strides}, {window.dilations}, {_exact_pads(call, window)}, {order}"
-        return f"operators.max_pool_with_indices({call.arg(0)}, {settings})"
+        return f"operators.max_pool_with_indices({call.arg(0)}, {_general(call, window)}, {order})"
     source = call.arg(0)
     narrow = call.operand(0).dtype in (DType.INT8, DType.UINT8)
     if narrow:
         source = f"{source}.float()"
     fits, fits_up = _fits(call, window), _fits(call, window, ceil=True)
     if not fits and not fits_up:
-        source = f"F.pad({source}, {_exact_pads(call, window)}, value={_LOWEST})"
+        source = f'F.pad({source}, {_exact_pads(call, window)}, value=float("-inf"))'
     up = ", ceil_mode=True" if fits_up and not fits else ""
-    pooled = f"F.max_pool{rank}d({source}, {_pooling_settings(window, fits or fits_up)}{up})"
-    pooled = f"{pooled}.to(torch.{call.operand(0).dtype.value})" if narrow else pooled
+    pooled = f"F.max_pool{len(window.kernel)}d({source}, {_pooling_settings(window, fits or fits_up)}{up})"
+    pooled = f"{pooled}.to({torch_dtype(call.operand(0).dtype)})" if narrow else pooled
     return f"({pooled}, None)" if len(call.node.outputs) > 1 else pooled
 
 
@@ -281,17 +225,12 @@ def _average_pool(call: Call) -> str:
     if _fits(call, window) and set(window.dilations) == {1}:
         excluded = ", count_include_pad=False" if window.is_padded and not counted else ""
         return f"F.avg_pool{len(window.kernel)}d({call.arg(0)}, {_pooling_settings(window, True)}{excluded})"
-    settings = _general(call, window)
     stated = pads(window.begin, window.end) if counted else pads(*[(0,) * len(window.kernel)] * 2)
-    return f"operators.average_pool({call.arg(0)}, {settings}, {stated})"
+    return f"operators.average_pool({call.arg(0)}, {_general(call, window)}, {stated})"
 
 
 def _lp_pool(call: Call) -> str:
     return f"operators.lp_pool({call.arg(0)}, {_general(call, _pooling_window(call))}, {call.node.integer('p', 2)})"
-
-
-def _general(call: Call, window: SpatialWindow) -> str:
-    return f"{window.kernel}, {window.strides}, {window.dilations}, {_exact_pads(call, window)}"
 
 
 def _global(template: str) -> Emitter:
@@ -311,32 +250,18 @@ def _global_max(call: Call) -> str:
 
 
 def _unpool(call: Call) -> str:
-    inferred = _unpooled(call)
-    return f"operators.max_unpool({call.arg(0)}, {call.arg(1)}, {inferred}, {call.result().shape})"
-
-
-def _unpooled(call: Call) -> tuple[int, ...]:
-    """Shape of the tensor in which the indices count."""
+    """The indices count in a tensor whose shape follows from the window; the result may be another."""
     node, source = call.node, call.operand(0).shape
     kernel = node.integers("kernel_shape")
-    strides, edges = node.integers("strides") or (1,) * len(kernel), node.integers("pads") or (0,) * (2 * len(kernel))
+    rank = len(kernel)
+    strides, edges = node.integers("strides") or (1,) * rank, node.integers("pads") or (0,) * (2 * rank)
     extents = [
-        (source[axis + 2] - 1) * strides[axis] - edges[axis] - edges[len(kernel) + axis] + kernel[axis]
-        for axis in range(len(kernel))
+        (source[axis + 2] - 1) * strides[axis] - edges[axis] - edges[rank + axis] + kernel[axis] for axis in range(rank)
     ]
-    return (*source[:2], *extents)
+    return f"operators.max_unpool({call.args(2)}, {(*source[:2], *extents)}, {call.result().shape})"
 
 
-POOLING: dict[str, Emitter] = {
-    "MaxPool": _max_pool,
-    "AveragePool": _average_pool,
-    "LpPool": _lp_pool,
-    "GlobalAveragePool": _global("torch.mean({x}, {axes}, keepdim=True)"),
-    "GlobalMaxPool": _global_max,
-    "GlobalLpPool": _global("torch.linalg.vector_norm({x}, {p}, {axes}, keepdim=True)"),
-    "MaxUnpool": _unpool,
-}
-
+# Recurrent layers: the runtime uses torch's fused ones where they fit.
 
 _OPERANDS = ("x", "weight", "recurrence", "bias", "lengths", "hidden", "cell", "peepholes")
 
@@ -344,24 +269,11 @@ _USUAL = {"RNN": ("tanh",), "GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tan
 """Activations of one direction where none are stated."""
 
 
-def _recurrent(function: str) -> Emitter:
-    def emit(call: Call) -> str:
-        words = [call.arg(index) for index in range(3)]
-        words += [f"{_OPERANDS[index]}={call.arg(index)}" for index in range(3, len(call.codes)) if call.present(index)]
-        words += _recurrent_settings(call)
-        if call.is_split("h"):
-            words.append(f"group={call.group('h')}")
-        code = f"operators.{function}({', '.join(words)})"
-        count = len(call.node.outputs)
-        return f"{code}[0]" if count == 1 else f"{code}[:{count}]"
-
-    return emit
-
-
-def _recurrent_settings(call: Call) -> list[str]:
-    """Attributes that differ from their defaults, as keywords."""
+def _recurrent(call: Call) -> str:
+    """Optional operands, and attributes that differ from their defaults, as keywords."""
     node = call.node
-    words = []
+    words = [call.args(3)]
+    words += [f"{_OPERANDS[index]}={call.arg(index)}" for index in range(3, len(call.codes)) if call.present(index)]
     if node.text("direction", "forward") != "forward":
         words.append(f"direction={node.text('direction')!r}")
     activations = tuple(name.lower() for name in node.texts("activations"))
@@ -374,7 +286,29 @@ def _recurrent_settings(call: Call) -> list[str]:
         words.append(f"clip={number(node.number('clip'))}")
     flags = {"linear_before_reset": "reset_after", "input_forget": "coupled", "layout": "batch_first"}
     words += [f"{word}=True" for name, word in flags.items() if node.integer(name)]
-    return words
+    if call.is_split("h"):
+        words.append(f"group={call.group('h')}")
+    return called(f"operators.{node.op.lower()}", ", ".join(words), call)
 
 
-RECURRENT: dict[str, Emitter] = {name: _recurrent(name.lower()) for name in ("RNN", "GRU", "LSTM")}
+PRODUCTS: dict[str, Emitter] = {
+    "MatMul": _matmul,
+    "autopipe.Linear": lambda call: f"F.linear({call.arg(0)}, {call.arg(1)}.t(), {call.arg(2)})",
+    "Gemm": _gemm,
+    "Einsum": lambda call: f"torch.einsum({str(equation_of(call.signature))!r}, {call.args()})",
+    "MatMulInteger": lambda call: f"operators.matmul_integer({call.optionals(4)})",
+    "QLinearMatMul": lambda call: f"operators.matmul_quantized({call.args(8)}, {torch_dtype(call.result().dtype)})",
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "ConvInteger": _conv_integer,
+    "QLinearConv": _conv_quantized,
+    "DeformConv": _deform_conv,
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
+    "LpPool": _lp_pool,
+    "GlobalAveragePool": _global("torch.mean({x}, {axes}, keepdim=True)"),
+    "GlobalMaxPool": _global_max,
+    "GlobalLpPool": _global("torch.linalg.vector_norm({x}, {p}, {axes}, keepdim=True)"),
+    "MaxUnpool": _unpool,
+    **dict.fromkeys(("RNN", "GRU", "LSTM"), _recurrent),
+}

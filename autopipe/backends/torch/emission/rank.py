@@ -1,15 +1,9 @@
-"""The *when* of a rank as text: what each stage exchanges, and the step in three sections.
-
-Operators whose parameters' gradients are left to the second half of a split backward.
-"""
+"""A rank as text: what each of its stages exchanges, and the step in three sections."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
-from dataclasses import replace
 
-from autopipe.backends.torch.emission.call import Call, Emitter
 from autopipe.ir.layout import Box
 from autopipe.ir.program import (
     Instruction,
@@ -18,13 +12,10 @@ from autopipe.ir.program import (
     Program,
     RankCode,
     Section,
-    StageCode,
     StageOnRank,
     Verb,
 )
 from autopipe.ir.schedule import MicroBatchSlice
-
-_LINE = 112
 
 
 def stage_module(stage: int) -> str:
@@ -40,7 +31,7 @@ def rank_module(rank: int) -> str:
 def emit_rank(program: Program, rank: RankCode, title: str) -> str:
     """The whole file of a rank. `title` is the docstring's text; it must be plain text of our own."""
     modules = "".join(f"import {stage_module(stage.stage)}\n" for stage in rank.stages)
-    stages = "\n".join(_stage(program, rank.rank, stage) for stage in rank.stages)
+    stages = "\n".join(_stage(program, stage) for stage in rank.stages)
     return (
         f'"""{title}"""\n\n'
         f"{modules}"
@@ -53,46 +44,37 @@ def emit_rank(program: Program, rank: RankCode, title: str) -> str:
     )
 
 
-def _stage(program: Program, rank: int, wired: StageOnRank) -> str:
+def _stage(program: Program, wired: StageOnRank) -> str:
     code = program.stages[wired.stage]
-    arguments = {value.name: f"x{position}" for position, value in enumerate(code.inputs)}
-    module = stage_module(wired.stage)
-    lines = [f"s{wired.stage} = rank.stage(", f"    {wired.stage},", f"    {module},"]
-    lines += [
-        f"    runtime.Data({arguments[data.tensor]!r}, {data.tensor!r}, {_slices(data.box)})," for data in wired.data
-    ]
-    lines += [
-        f"    runtime.Receive({arguments[piece.tensor]!r}, {_piece(piece, piece.source_rank, piece.source_stage)}"
-        f"{_part(piece.received, code.inputs[_position(code, piece)].shape)}{_turn(piece.target_turn)}),"
-        for piece in wired.receives
-    ]
+    inputs = {value.name: (f"x{position}", value) for position, value in enumerate(code.inputs)}
     outputs = [value.name for value in code.outputs]
-    for piece in wired.sends:
-        position = outputs.index(piece.tensor)
-        part = _part(piece.sent, code.outputs[position].shape) + _turn(piece.source_turn)
-        lines.append(f"    runtime.Send({position}, {_piece(piece, piece.target_rank, piece.target_stage)}{part}),")
+    lines = [f"s{wired.stage} = rank.stage(", f"    {wired.stage},", f"    {stage_module(wired.stage)},"]
+    for data in wired.data:
+        lines.append(f"    runtime.Data({inputs[data.tensor][0]!r}, {data.tensor!r}, {_slices(data.box)}),")
+    for block in wired.receives:
+        argument, value = inputs[block.tensor]
+        part = _part(block.received, value.shape, block.target_turn)
+        lines.append(
+            f"    runtime.Receive({argument!r}, {_block(block, block.source_rank, block.source_stage)}{part}),"
+        )
+    for block in wired.sends:
+        position = outputs.index(block.tensor)
+        part = _part(block.sent, code.outputs[position].shape, block.source_turn)
+        lines.append(f"    runtime.Send({position}, {_block(block, block.target_rank, block.target_stage)}{part}),")
     if program.loss in outputs:
         share = _loss_share(program, wired.stage)
         lines.append(f"    runtime.Loss({outputs.index(program.loss)}, share={share!r}),")
-    lines.append(")")
-    return "\n".join(lines)
+    return "\n".join([*lines, ")"])
 
 
-def _position(code: StageCode, piece: MessageBlock) -> int:
-    return next(index for index, value in enumerate(code.inputs) if value.name == piece.tensor)
+def _block(block: MessageBlock, rank: int, stage: int) -> str:
+    gradient = "" if block.needs_gradient else ", gradient=False"
+    return f"rank={rank}, stage={stage}, channel={block.channel}{gradient}"
 
 
-def _piece(piece: MessageBlock, rank: int, stage: int) -> str:
-    gradient = "" if piece.needs_gradient else ", gradient=False"
-    return f"rank={rank}, stage={stage}, channel={piece.channel}{gradient}"
-
-
-def _part(box: Box, shape: tuple[int, ...]) -> str:
-    return "" if box.shape == shape else f", box={_slices(box)}"
-
-
-def _turn(turn: MicroBatchSlice) -> str:
-    return "" if turn.of == 1 else f", slice=({turn.index}, {turn.of})"
+def _part(box: Box, shape: tuple[int, ...], turn: MicroBatchSlice) -> str:
+    part = "" if box.shape == shape else f", box={_slices(box)}"
+    return part if turn.of == 1 else f"{part}, slice=({turn.index}, {turn.of})"
 
 
 def _slices(box: Box) -> str:
@@ -174,32 +156,3 @@ def _indices(loop: Loop) -> list[str]:
 
 def _moved(term: str, offset: int) -> str:
     return f"{term} {'+' if offset > 0 else '-'} {abs(offset)}" if offset else term
-
-
-_LIBRARIES = ("torch", "F", "operators")
-
-
-def deferred(emitter: Emitter, call: Call) -> str:
-    """The expression of `call` for the `WeightGradQueue`: `p.weight_grads(F.linear, x0, p.w1.t(), p.w2)`.
-
-    What is not one call of a function becomes one of the tensors it reads.
-    """
-    code = emitter(call)
-    function = _function(code)
-    if function:
-        return f"p.weight_grads({function}, {code[len(function) + 1 :]}"
-    present = [index for index, each in enumerate(call.codes) if each is not None]
-    names = tuple(None if each is None else f"y{index}" for index, each in enumerate(call.codes))
-    tensors = ", ".join(call.arg(index) for index in present)
-    arguments = ", ".join(f"y{index}" for index in present)
-    return f"p.weight_grads(lambda {arguments}: {emitter(replace(call, codes=names))}, {tensors})"
-
-
-def _function(code: str) -> str:
-    """The library function that an expression is one call of; "" where it is something else."""
-    tree = ast.parse(code, mode="eval").body
-    if not isinstance(tree, ast.Call) or not tree.args:
-        return ""
-    function = ast.unparse(tree.func)
-    is_name = all(each.isidentifier() for each in function.split("."))
-    return function if is_name and function.split(".")[0] in _LIBRARIES and code.startswith(f"{function}(") else ""

@@ -1,24 +1,34 @@
-"""CPU time of posting sends and receives in a pipeline, which messages alone do not show.
+"""Times of messages and collectives between ranks of this machine, and of posting them in a pipeline.
 
-Times of messages and collectives between ranks of this machine by size, and the lines fitted through them.
+`torchrun … -m autopipe.backends.torch.profiler.communication FILE DEVICE SECONDS` is one of several ranks that time
+messages and collectives together; rank 0 writes what they took.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, rank_environment
+from autopipe.backends.torch.profiler.timed_program import timing_of
+from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import save_samples
-from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.ir.measured_costs import Affine, ExchangeCost, TimedBytes, Timing
+from autopipe.backends.torch.runtime.manifest import ChannelEntry, read_manifest
+from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
+from autopipe.ir.measured_costs import COLLECTIVES, Affine, ExchangeCost, TimedBytes, Timing
 
 
 def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
@@ -29,19 +39,18 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
     from autopipe.backends.torch.elastic_agent import run_agent
     from autopipe.backends.torch.rendezvous import Place
 
-    worker = "autopipe.backends.torch.profiler.exchange_worker"
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as name, rank_environment():
         found, logs = Path(name) / "exchanges.json", Path(name) / "logs"
         logs.mkdir()
-        command = (worker, str(found), device, str(seconds))
-        failure = run_agent(command, ranks, Place(), 0, None, logs, False, _silent)
+        command = (__name__, str(found), device, str(seconds))
+        failure = run_agent(command, ranks, Place(), 0, None, logs, False, lambda _: None)
         if failure is not None:
             raise failure.error()
         rows = json.loads(found.read_text(encoding="utf-8"))
     samples: dict[tuple[str, int], list[tuple[int, Timing]]] = {}
     for row in rows:
-        timing = Timing(row["seconds"], row["spread"], row["repetitions"])
-        samples.setdefault((row["kind"], row["ranks"]), []).append((row["bytes"], timing))
+        case = row.pop("kind"), row.pop("ranks")
+        samples.setdefault(case, []).append((row.pop("bytes"), Timing(**row)))
     return tuple(
         ExchangeCost(kind, size, fit_line(each), tuple(TimedBytes(*one) for one in each))
         for (kind, size), each in samples.items()
@@ -61,12 +70,8 @@ def fit_line(samples: Sequence[tuple[int, Timing]]) -> Affine:
     return Affine(float(fixed), float(per_byte))
 
 
-def _silent(_: str) -> None:
-    """No restarts to tell of."""
-
-
 _STEPS = 32
-_WARM_UP = 4
+_WARM_UP_STEPS = 4
 Spans = dict[str, tuple[float, float]]
 """When tasks of a step began and ended, in seconds."""
 
@@ -100,9 +105,23 @@ def measure_post_overhead(pairs: StagePairs, device: str) -> PostOverhead:
 
     Raises LaunchError where a program fails.
     """
-    own = _of_steps(pairs.together, device, 0, _own)
-    with_one, with_all = (_of_steps(each, device, 1, _cycle) for each in (pairs.apart, pairs.laden))
-    return PostOverhead(max(0.0, (with_one - own) / 2), max(0.0, (with_all - with_one) / (2 * (pairs.messages - 1))))
+
+    def between(spans: Spans, index: int, until: str) -> float:
+        """Seconds from a micro-batch's forward in the second stage until a task, without its own two tasks."""
+        forward, backward = spans[f"1F{index}"], spans[f"1B{index}"]
+        return (spans[until][0] - backward[1]) + (backward[0] - forward[1])
+
+    def own(spans: Spans, micro_batches: int) -> float:
+        """Until a backward of the first stage begins."""
+        return statistics.median(between(spans, index, f"0B{index}") for index in range(1, micro_batches))
+
+    def cycle(spans: Spans, micro_batches: int) -> float:
+        """Until the second stage's next forward begins."""
+        return statistics.median(between(spans, index, f"1F{index + 1}") for index in range(1, micro_batches - 1))
+
+    alone = _of_steps(pairs.together, device, 0, own)
+    with_one, with_all = (_of_steps(each, device, 1, cycle) for each in (pairs.apart, pairs.laden))
+    return PostOverhead(max(0.0, (with_one - alone) / 2), max(0.0, (with_all - with_one) / (2 * (pairs.messages - 1))))
 
 
 def measure_period(program: Path, device: str) -> float:
@@ -111,27 +130,11 @@ def measure_period(program: Path, device: str) -> float:
 
     Raises LaunchError where the program fails.
     """
-    return _of_steps(program, device, 1, _period)
 
+    def period(spans: Spans, micro_batches: int) -> float:
+        return period_of([spans[f"1F{index}"][0] for index in range(micro_batches)])
 
-def _own(spans: Spans, micro_batches: int) -> float:
-    """Seconds around a forward and a backward of the second stage, until one of the first begins."""
-    return statistics.median(_between(spans, index, f"0B{index}") for index in range(1, micro_batches))
-
-
-def _cycle(spans: Spans, micro_batches: int) -> float:
-    """The same until the second stage's next forward."""
-    return statistics.median(_between(spans, index, f"1F{index + 1}") for index in range(1, micro_batches - 1))
-
-
-def _between(spans: Spans, index: int, until: str) -> float:
-    """Seconds from a micro-batch's forward in the second stage until a task, without those of its own two tasks."""
-    forward, backward = spans[f"1F{index}"], spans[f"1B{index}"]
-    return (spans[until][0] - backward[1]) + (backward[0] - forward[1])
-
-
-def _period(spans: Spans, micro_batches: int) -> float:
-    return period_of([spans[f"1F{index}"][0] for index in range(micro_batches)])
+    return _of_steps(program, device, 1, period)
 
 
 def period_of(starts: Sequence[float]) -> float:
@@ -148,9 +151,216 @@ def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, i
         words = ["--device", device, "--steps", str(_STEPS), "--data", str(data), "--trace", str(spans)]
         launch_program(manifest, words, LaunchConfig())
         steps = (spans / f"rank_{rank:03d}.jsonl").read_text(encoding="utf-8").splitlines()
-    return statistics.median(seconds(_spans(line), manifest.micro_batches) for line in steps[_WARM_UP:])
+
+    def spans_of(line: str) -> Spans:
+        tasks: Sequence[dict[str, float | str]] = json.loads(line)["spans"]
+        return {str(task["task"]): (float(task["start"]), float(task["end"])) for task in tasks}
+
+    return statistics.median(seconds(spans_of(line), manifest.micro_batches) for line in steps[_WARM_UP_STEPS:])
 
 
-def _spans(line: str) -> Spans:
-    spans: Sequence[dict[str, float | str]] = json.loads(line)["spans"]
-    return {str(span["task"]): (float(span["start"]), float(span["end"])) for span in spans}
+# One of several ranks that time exchanges.
+
+SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
+"""Bytes."""
+_LEAST, _MOST, _WARM_UP = 7, 100, 2
+_TURNS = 8
+"""How often ranks compute and exchange messages while it is measured what ends take."""
+_TASKS = 6
+"""Computation between messages, about half a millisecond."""
+_LEAST_WAY = 0.1
+"""Part of the time from rank to rank that a message is on its way at least, whatever its ends take."""
+
+
+def group_sizes(ranks: int) -> Iterator[int]:
+    """Ranks of the groups whose collectives are measured: powers of two, and all."""
+    size = 2
+    while size < ranks:
+        yield size
+        size *= 2
+    yield ranks
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeCase:
+    """A collective or message and its group size, timed by `exchange` in each of its kinds."""
+
+    kind: str
+    ranks: int
+    bytes: int
+    exchange: Callable[[], float]
+
+
+def _runs(transport: Transport, sizes: tuple[int, ...]) -> Iterator[ExchangeCase]:
+    for number, size in enumerate(SIZES):
+        yield ExchangeCase("send", 2, size, partial(_way, transport, number, size))
+        yield ExchangeCase("post", 2, size, partial(_end, transport, number, size))
+    for ranks in sizes:
+        members = tuple(range(ranks))
+        group = Group(members, transport) if transport.rank < ranks else None
+        for size in SIZES:
+            tensor = torch.ones(ranks, size // 4 // ranks, device=transport.device)
+            for kind in COLLECTIVES:
+                yield ExchangeCase(
+                    kind, ranks, size, partial(_alone, transport, partial(_collective, kind, tensor, group))
+                )
+
+
+def _synchronize(transport: Transport) -> None:
+    if transport.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _alone(transport: Transport, exchange: Callable[[], None]) -> float:
+    """Seconds of an exchange that a rank waits for."""
+    start = time.perf_counter()
+    exchange()
+    _synchronize(transport)
+    return time.perf_counter() - start
+
+
+def _collective(kind: str, tensor: torch.Tensor, group: Group | None) -> None:
+    """One collective of a tensor with as many rows as ranks; nothing on a rank outside of the group."""
+    if group is None:
+        return
+    if kind == "all_reduce":
+        group.all_reduce(tensor)
+    elif kind == "all_gather":
+        group.all_gather(tensor[:1], 0)
+    elif kind == "reduce_scatter":
+        group.reduce_scatter(tensor, 0)
+    else:
+        group.all_to_all(tensor.T, 0, 1)
+
+
+def _way(transport: Transport, channel: int, size: int) -> float:
+    """Seconds that a message between ranks 0 and 1 is on its way.
+
+    Ends of a large message work at the same time, so that little may be left of its way.
+    """
+    there, end = _there_and_back(transport, channel, size)
+    return max(_LEAST_WAY * there, there - 2 * end)
+
+
+def _end(transport: Transport, channel: int, size: int) -> float:
+    """CPU time of rank 0 for one end of a message between ranks 0 and 1: the difference between its turns with and
+    without messages. It includes the calls and, on a CPU, gloo's threads and waking the other rank.
+    """
+    alone = _turn_seconds(transport, None, size)
+    return (_turn_seconds(transport, channel, size) - alone) / 2
+
+
+def _turn_seconds(transport: Transport, channel: int | None, size: int) -> float:
+    """Seconds of a turn of rank 0's: it computes all the time, and in between sends a message over the channel.
+
+    As in a pipeline's slowest stage what comes from rank 1 is there when rank 0 waits for it: rank 1 computes half as
+    long and waits for the rest of a turn. Others compute alone.
+    """
+    tensor = torch.ones(size // 4, device=transport.device)
+    slow, peer = transport.rank == 0, 1 - transport.rank
+    channel = channel if peer in (0, 1) else None
+
+    def post_receive() -> PendingRecv | None:
+        if channel is None:
+            return None
+        return transport.receive((tensor.dtype, tuple(tensor.shape)), peer, channel, slow)
+
+    def send() -> None:
+        if channel is not None:
+            transport.send(tensor, peer, channel, not slow)
+
+    coming: PendingRecv | None = None
+    start = time.perf_counter()
+    for turn in range(_TURNS):
+        # The last turn's message of rank 1 would be waited for by nobody.
+        goes_on = turn + 1 < _TURNS
+        if slow:
+            if coming is not None:
+                coming.wait()
+            _work(transport, _TASKS)
+            coming = post_receive() if goes_on else None
+            _work(transport, _TASKS)
+            send()
+        else:
+            coming = post_receive()
+            _work(transport, _TASKS)
+            if goes_on:
+                send()
+            if coming is not None:
+                coming.wait()
+    transport.finish()
+    _synchronize(transport)
+    return (time.perf_counter() - start) / _TURNS
+
+
+def _there_and_back(transport: Transport, channel: int, size: int) -> tuple[float, float]:
+    """Seconds from rank 0 to 1, and what an end of a message takes of its rank's own time; nothing on other ranks.
+
+    There and back has four ends. On a CPU all that a rank's threads do for an end counts, gloo's among them, since they
+    run on the rank's processor; elsewhere the call alone does.
+    """
+    tensor = torch.ones(size // 4, device=transport.device)
+    like = (tensor.dtype, tuple(tensor.shape))
+    peer, first = 1 - transport.rank, transport.rank == 0
+    if peer not in (0, 1):
+        return 0.0, 0.0
+    _work(transport)
+    start, whole, own = time.perf_counter(), time.process_time(), time.thread_time()
+    arrival = transport.receive(like, peer, channel, first)
+    if not first:
+        tensor = arrival.wait()
+    transport.send(tensor, peer, channel, not first)
+    called = time.thread_time() - own
+    if first:
+        arrival.wait()
+    transport.finish()
+    _synchronize(transport)
+    end = (time.process_time() - whole if transport.device.type == "cpu" else called) / 2
+    return (time.perf_counter() - start) / 2, end
+
+
+def _work(transport: Transport, tasks: int = 1) -> None:
+    """Fill the caches as a task before the message would."""
+    for _ in range(tasks):
+        rows = torch.ones(64, 64, device=transport.device)
+        for _ in range(4):
+            rows = torch.softmax(torch.tanh(rows @ rows) + rows, -1) * torch.layer_norm(rows, (64,))
+        _synchronize(transport)
+
+
+def _timed(transport: Transport, run: ExchangeCase, seconds: float) -> Timing:
+    """The median on rank 0; the others run as often as it does."""
+    found: list[float] = []
+    started = time.perf_counter()
+    again = torch.ones(1)
+    while again.item():
+        dist.barrier()
+        found.append(run.exchange())
+        short = time.perf_counter() - started < seconds
+        again.fill_(float(len(found) < _LEAST + _WARM_UP or (len(found) < _MOST and short)))
+        dist.broadcast(again, 0)
+    return timing_of([max(1e-9, each) for each in found[_WARM_UP:]])
+
+
+def main(target: Path, device: str, seconds: float) -> None:
+    """Measure, and write the samples from rank 0."""
+    transport = Transport(device)
+    transport.start()
+    sizes = tuple(group_sizes(transport.world_size))
+    transport.make_groups(tuple(range(size)) for size in sizes)
+    transport.make_channels(ChannelEntry(number, 0, 1, 2, 2) for number in range(len(SIZES)))
+    each = seconds / (len(SIZES) * (2 + 4 * len(sizes)))
+    with torch.no_grad():
+        found = [
+            {"kind": run.kind, "ranks": run.ranks, "bytes": run.bytes, **asdict(_timed(transport, run, each))}
+            for run in _runs(transport, sizes)
+        ]
+    if transport.rank == 0:
+        target.write_text(json.dumps(found), encoding="utf-8")
+    transport.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,15 +1,8 @@
-"""Time operators, forward and backward, as generated code runs them.
+"""Time operators, forward and backward, as generated code runs them, and what a rank's tasks take besides them.
 
-They run one after the other as often and in the order in which the model has them, all forwards and then all backwards:
-run again and again by itself, an operator finds its code and its operands in the caches, and a small one takes half of
-its time in a model; run once among all the others, it takes twice.
-
-One operation ready to run: a generated stage of one node, and numbers for its operands.
-
-Time of a rank's step besides its operators: starting tasks, adding up gradients, copying them to buckets, updating
-parameters.
-
-CPU time of a rank's gradient buckets, besides the exchange itself.
+Operators run one after the other as often and in the order in which the model has them, all forwards and then all
+backwards: run again and again by itself, an operator finds its code and its operands in the caches, and a small one
+takes half of its time in a model; run once among all the others, it takes twice.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ import contextlib
 import hashlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +27,7 @@ from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.graph import Constant, DType, Value
+from autopipe.ir.graph import Constant, DType
 from autopipe.ir.layout import mesh_of
 from autopipe.ir.measured_costs import Operation, OperationCost, Sample, TaskCosts, TensorCosts
 from autopipe.ir.program import Block, Bucket, Compute, StageCode
@@ -91,10 +84,6 @@ class Runnable:
         """True if there is a backward."""
         return any(each.wanted for each in self.operands)
 
-    def leaves(self) -> Tensors:
-        """Operands of its own, as every layer of a model has them."""
-        return tuple(each.leaf() for each in self.operands)
-
 
 def _stage_of(sample: Sample) -> StageCode:
     """The operation as a stage, all of whose operands but known numbers are arguments."""
@@ -137,27 +126,24 @@ def _generated(text: str, folder: Path) -> Callable[..., Tensors]:
 
 
 def _operands(sample: Sample, stage: StageCode, device: torch.device, train: bool, pool: Pool) -> tuple[Operand, ...]:
-    """Numbers for the stage's inputs."""
-    below = dict(sample.below)
+    """Numbers for the stage's inputs: indices below their limit; of all else, for which every operator is defined."""
+    limits = dict(sample.below)
     generator = torch.Generator().manual_seed(0)
     found = []
     for value in stage.inputs:
-        key = value.dtype, value.shape, below.get(value.name)
+        below, dtype = limits.get(value.name), torch_dtype(value.dtype.value)
+        key = value.dtype, value.shape, below
         if key not in pool:
-            pool[key] = _numbers(value, below.get(value.name), generator).to(device)
+            if below is not None:
+                numbers = torch.randint(below, value.shape, generator=generator).to(dtype)
+            elif value.dtype.is_floating:
+                numbers = (torch.rand(value.shape, generator=generator) + 0.5).to(dtype)
+            else:
+                numbers = torch.ones(value.shape, dtype=dtype)
+            pool[key] = numbers.to(device)
         wanted = train and bool(sample.operation.gradients) and value.name in sample.wanted
         found.append(Operand(pool[key], wanted, value.name in sample.parameters))
     return tuple(found)
-
-
-def _numbers(value: Value, below: int | None, generator: torch.Generator) -> torch.Tensor:
-    """Indices below their limit; of all else, numbers for which every operator is defined."""
-    dtype = torch_dtype(value.dtype.value)
-    if below is not None:
-        return torch.randint(below, value.shape, generator=generator).to(dtype)
-    if value.dtype.is_floating:
-        return (torch.rand(value.shape, generator=generator) + 0.5).to(dtype)
-    return torch.ones(value.shape, dtype=dtype)
 
 
 _CHAIN, _CHAIN_S = 64, 0.05
@@ -187,7 +173,7 @@ def measure_operations(
     if not known:
         return (), tuple(refused.values())
     run = [sample for sample in lap if sample.operation in known]
-    steps = [_Step.of(known[sample.operation]) for sample in run]
+    steps = [_step(known[sample.operation]) for sample in run]
     noting = _noting_seconds(watch)
     with _as_run(lap[0].operation.precision, watch.device):
         timings = repeated(lambda: _run(steps, watch, noting), seconds)
@@ -201,16 +187,12 @@ def measure_operations(
     return tuple(found), tuple(refused.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One operation at one place of a lap."""
+_Step = tuple[Runnable, Tensors]
+"""One operation at one place of a lap, with operands of its own, as every layer of a model has them."""
 
-    runnable: Runnable
-    leaves: Tensors
 
-    @staticmethod
-    def of(runnable: Runnable) -> _Step:
-        return _Step(runnable, runnable.leaves())
+def _step(runnable: Runnable) -> _Step:
+    return runnable, tuple(each.leaf() for each in runnable.operands)
 
 
 def _run(steps: Sequence[_Step], watch: Stopwatch, noting: float) -> list[float]:
@@ -220,10 +202,10 @@ def _run(steps: Sequence[_Step], watch: Stopwatch, noting: float) -> list[float]
     """
     results: list[Tensors] = []
     marks = [watch.mark()]
-    for step in steps:
-        results.append(step.runnable.forward(step.runnable.place, *step.leaves))
+    for runnable, leaves in steps:
+        results.append(runnable.forward(runnable.place, *leaves))
         marks.append(watch.mark())
-    backward = _backwards(results, [leaf for step in steps for leaf in step.leaves], watch)
+    backward = _backwards(results, [leaf for _, leaves in steps for leaf in leaves], watch)
     return watch.spans(marks) + [max(0.0, each - noting) for each in backward]
 
 
@@ -237,19 +219,16 @@ def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch
     order: list[int] = []
     ends: list[torch.Tensor] = []
 
-    def begins(index: int) -> Callable[[object], None]:
-        def note(_: object) -> None:
-            order.append(index)
-            marks.append(watch.mark())
-
-        return note
+    def note(index: int, _: object) -> None:
+        order.append(index)
+        marks.append(watch.mark())
 
     for index, each in enumerate(results):
         own = [result for result in each if result.requires_grad]
         ends += own
         nodes = [result.grad_fn for result in own if result.grad_fn is not None]
         if nodes:
-            max(nodes, key=lambda node: node._sequence_nr()).register_prehook(begins(index))
+            max(nodes, key=lambda node: node._sequence_nr()).register_prehook(partial(note, index))
     found = [0.0] * len(results)
     if ends:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -296,56 +275,17 @@ def _make_runnable(sample: Sample, watch: Stopwatch, folder: Path, train: bool, 
     runnable = Runnable.of(sample, watch.device, folder, train, pool)
     try:
         with _as_run(sample.operation.precision, watch.device):
-            _run([_Step.of(runnable)], watch, 0.0)
+            _run([_step(runnable)], watch, 0.0)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CodegenError(f"{sample.operation.operator} does not run by itself: {reason}") from error
     return runnable
 
 
-@contextlib.contextmanager
-def _as_run(precision: str, device: torch.device) -> Iterator[None]:
+def _as_run(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The context in which a rank runs its forwards."""
     dtype = _AUTOCAST.get(precision)
-    with contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
-        yield
-
-
-class _Alone(Transport):
-    """A rank whose gradients are the sums already."""
-
-    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
-        return PendingRecv(None, tensor, tensor.device)
-
-
-def bucketing_seconds(watch: Stopwatch, seconds: float, tensors: int, elements: int) -> float:
-    """Extra seconds of a backward that copies the gradients of `tensors` parameters with `elements` each into a bucket
-    as they come, and copies the sums back.
-    """
-    own = [torch.ones(elements, device=watch.device, requires_grad=True) for _ in range(tensors)]
-    shared = [torch.ones_like(each, requires_grad=True) for each in own]
-    gradients = [torch.full((elements,), 1e-6, device=watch.device) for _ in range(tensors)]
-    blocks = tuple(Block(index, elements, "fp32", 4, (0, 1), 0) for index in range(tensors))
-    reduction = GradientReduction(_Alone(watch.device.type), dict(enumerate(shared)), [Bucket(blocks)], shared=False)
-
-    def run() -> list[float]:
-        marks = [watch.mark()]
-        _backward(own, gradients)
-        marks.append(watch.mark())
-        reduction.arm(0, {})
-        _backward(shared, gradients)
-        reduction.finish()
-        marks.append(watch.mark())
-        for parameter in (*own, *shared):
-            parameter.grad = None
-        alone, together = watch.spans(marks)
-        return [max(0.0, together - alone)]
-
-    return repeated(run, seconds)[0].seconds
-
-
-def _backward(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    torch.autograd.backward([each.neg() for each in parameters], gradients)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 _TENSORS = 16
@@ -379,7 +319,7 @@ def measure_starts(watch: Stopwatch, short: Path, long: Path, longer: int, secon
     The programs have one stage each on one device; `long` has `longer` times the operators of `short`. Raises
     LaunchError where one does not run.
     """
-    few, many = (numbers_of("whole_worker", each, watch.device.type, seconds / 2)[:2] for each in (short, long))
+    few, many = (numbers_of("whole", each, watch.device.type, seconds / 2)[:2] for each in (short, long))
     return TaskStartOverhead(
         *(max(0.0, (longer * one - all_) / (longer - 1)) for one, all_ in zip(few, many, strict=True))
     )
@@ -391,56 +331,52 @@ def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float)
     `program` is a one-device program of two equal stages of a few small operators; the backward of the second is split,
     and `waiting` of its operators defer their weight gradients. Raises LaunchError where it does not run.
     """
-    forward, backward, split, update = numbers_of("task_worker", program, watch.device.type, seconds / 2)
-    sums, buckets = _accumulations(watch, seconds / 8), _bucketing(watch, seconds / 8)
-    updates = _updates(watch, seconds / 4)
+    forward, backward, split, update = numbers_of("tasks", program, watch.device.type, seconds / 2)
+    sums, buckets = (_by_tensor(watch, timed, seconds / 16) for timed in (_accumulation, _bucketing))
+    updates = tuple(_by_tensor(watch, partial(_update, make), seconds / 24) for make in _OPTIMIZERS)
     return TaskCosts(forward, backward, split / waiting, update, sums, buckets, updates)
 
 
-def _updates(watch: Stopwatch, seconds: float) -> tuple[TensorCosts, ...]:
-    """Updates of optimizers without states, with one and with two, as a rank makes them, with what it does to the
-    gradients."""
-    return tuple(_by_tensor(partial(_update, watch, make, seconds / 6)) for make in _OPTIMIZERS)
+Timed = Callable[[Stopwatch, int], Callable[[], list[float]]]
+"""From a number of elements to a run over `_TENSORS` tensors of that size, which gives its seconds."""
 
 
-def _accumulations(watch: Stopwatch, seconds: float) -> TensorCosts:
-    """Adding a micro-batch's gradients to those before."""
-    return _by_tensor(partial(_accumulation, watch, seconds / 2))
-
-
-def _bucketing(watch: Stopwatch, seconds: float) -> TensorCosts:
-    """Putting gradients into a bucket and having them back."""
-    return _by_tensor(partial(bucketing_seconds, watch, seconds / 2, _TENSORS))
-
-
-def _by_tensor(measure: Callable[[int], float]) -> TensorCosts:
-    """From tensors of few and of many elements."""
-    few, many = (measure(count) / _TENSORS for count in _ELEMENTS)
+def _by_tensor(watch: Stopwatch, timed: Timed, seconds: float) -> TensorCosts:
+    """From tensors of few and of many elements, measured for about `seconds` each."""
+    few, many = (repeated(timed(watch, count), seconds)[0].seconds / _TENSORS for count in _ELEMENTS)
     per_byte = max(0.0, (many - few) / (4 * (_ELEMENTS[1] - _ELEMENTS[0])))
     return TensorCosts(max(0.0, few - 4 * _ELEMENTS[0] * per_byte), per_byte)
 
 
+def _parameters(watch: Stopwatch, count: int) -> list[torch.Tensor]:
+    return [torch.ones(count, device=watch.device, requires_grad=True) for _ in range(_TENSORS)]
+
+
+def _gradients(watch: Stopwatch, count: int) -> list[torch.Tensor]:
+    return [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TENSORS)]
+
+
 def _update(
-    watch: Stopwatch, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], seconds: float, count: int
-) -> float:
-    parameters = [torch.ones(count, device=watch.device, requires_grad=True) for _ in range(_TENSORS)]
-    gradients = [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TENSORS)]
+    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], watch: Stopwatch, count: int
+) -> Callable[[], list[float]]:
+    """An update as a rank makes it, with what it does to the gradients."""
+    parameters, gradients = _parameters(watch, count), _gradients(watch, count)
     optimizer = make(parameters)
 
     def run() -> list[float]:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
-        marks = [watch.mark()]
+        start = watch.mark()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return watch.spans([*marks, watch.mark()])
+        return watch.spans([start, watch.mark()])
 
-    return repeated(run, seconds)[0].seconds
+    return run
 
 
-def _accumulation(watch: Stopwatch, seconds: float, count: int) -> float:
-    sums = [torch.zeros(count, device=watch.device) for _ in range(_TENSORS)]
-    gradients = [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TENSORS)]
+def _accumulation(watch: Stopwatch, count: int) -> Callable[[], list[float]]:
+    """Adding a micro-batch's gradients to those before."""
+    sums, gradients = [torch.zeros_like(each) for each in _gradients(watch, count)], _gradients(watch, count)
 
     def run() -> list[float]:
         start = watch.mark()
@@ -448,4 +384,36 @@ def _accumulation(watch: Stopwatch, seconds: float, count: int) -> float:
             total.add_(gradient)
         return watch.spans([start, watch.mark()])
 
-    return repeated(run, seconds)[0].seconds
+    return run
+
+
+class _Alone(Transport):
+    """A rank whose gradients are the sums already."""
+
+    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
+        return PendingRecv(None, tensor, tensor.device)
+
+
+def _bucketing(watch: Stopwatch, count: int) -> Callable[[], list[float]]:
+    """How much longer a backward takes that copies gradients into a bucket as they come, and the sums back."""
+    own, shared, gradients = _parameters(watch, count), _parameters(watch, count), _gradients(watch, count)
+    blocks = tuple(Block(index, count, "fp32", 4, (0, 1), 0) for index in range(_TENSORS))
+    reduction = GradientReduction(_Alone(watch.device.type), dict(enumerate(shared)), [Bucket(blocks)], shared=False)
+
+    def backward(parameters: Sequence[torch.Tensor]) -> None:
+        torch.autograd.backward([each.neg() for each in parameters], gradients)
+
+    def run() -> list[float]:
+        marks = [watch.mark()]
+        backward(own)
+        marks.append(watch.mark())
+        reduction.arm(0, {})
+        backward(shared)
+        reduction.finish()
+        marks.append(watch.mark())
+        for parameter in (*own, *shared):
+            parameter.grad = None
+        alone, together = watch.spans(marks)
+        return [max(0.0, together - alone)]
+
+    return run

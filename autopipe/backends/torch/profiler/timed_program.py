@@ -1,8 +1,6 @@
-"""A one-device program in this process, and marks around what it calls.
+"""One-device programs, timed in processes of their own by marks around what they call.
 
-Marks in time on the device that is measured, and medians of what lies between them.
-
-Measurements that run in a process of their own.
+`… -m autopipe.backends.torch.profiler.timed_program FILE KIND PROGRAM DEVICE SECONDS` writes what `numbers_of` gives.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import json
 import os
 import runpy
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,11 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from autopipe.backends.torch.child import python_command
-from autopipe.backends.torch.launcher import rank_environment
+from autopipe.backends.torch.launcher import rank_environment, run_child
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.rank import Rank
 from autopipe.ir.errors import LaunchError
@@ -58,14 +53,10 @@ class Stopwatch:
         """Seconds from each mark to the next, without what looking at the clock takes."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        own = self._looking()
-        return [max(0.0, _between(first, second) - own) for first, second in itertools.pairwise(marks)]
-
-    def _looking(self) -> float:
-        if self.device.type == "cuda":
-            return 0.0
-        marks = [self.mark() for _ in range(9)]
-        return statistics.median(_between(first, second) for first, second in itertools.pairwise(marks))
+            return [max(0.0, _between(*pair)) for pair in itertools.pairwise(marks)]
+        looks = [self.mark() for _ in range(9)]
+        own = statistics.median(_between(*pair) for pair in itertools.pairwise(looks))
+        return [max(0.0, _between(*pair) - own) for pair in itertools.pairwise(marks)]
 
 
 def _between(first: Mark, second: Mark) -> float:
@@ -95,7 +86,6 @@ def timing_of(seconds: Sequence[float]) -> Timing:
 
 
 def averaged(timings: Sequence[Timing]) -> Timing:
-    """Average of the timings."""
     return Timing(
         statistics.fmean(each.seconds for each in timings),
         statistics.fmean(each.spread for each in timings),
@@ -103,21 +93,17 @@ def averaged(timings: Sequence[Timing]) -> Timing:
     )
 
 
-def numbers_of(worker: str, program: Path, setting: str, seconds: float) -> list[float]:
-    """Run the module `worker` of this package on a program for about `seconds` and return its numbers; `setting` names
-    the case. Raises LaunchError with the last line that it wrote where it fails.
+def numbers_of(kind: str, program: Path, device: str, seconds: float) -> list[float]:
+    """Seconds of the parts of a program, of a `kind` of `KINDS`, measured for about `seconds` in another process.
+
+    Raises LaunchError with the last line that it wrote where it fails.
     """
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch, rank_environment():
         found = Path(scratch) / "numbers.json"
-        module = f"autopipe.backends.torch.profiler.{worker}"
-        done = subprocess.run(
-            python_command(module, str(found), str(program), setting, str(seconds)),
-            env=dict(os.environ) | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["failed without a word"]
-            raise LaunchError(f"a program cannot be measured: {lines[-1]}")
+        words = (__name__, str(found), kind, str(program), device, str(seconds))
+        last_words = run_child(words, {"OMP_NUM_THREADS": str(torch.get_num_threads())})
+        if last_words:
+            raise LaunchError(f"a program cannot be measured: {last_words}")
         numbers: list[float] = json.loads(found.read_text(encoding="utf-8"))
     return numbers
 
@@ -154,7 +140,7 @@ class CallTimestamps:
     def means(self) -> dict[str, float]:
         """Seconds of a call by name, and forget them."""
         spans = self._watch.spans
-        found = {name: float(np.mean([spans(each)[0] for each in own])) for name, own in self._found.items()}
+        found = {name: statistics.fmean(spans(each)[0] for each in own) for name, own in self._found.items()}
         self._found.clear()
         return found
 
@@ -178,16 +164,12 @@ class TimedProgram:
         names = runpy.run_path(str(program / "rank_000.py"))
         rank: Rank = names["rank"]
         save_samples(rank.manifest, data)
-
-        def task() -> str:
-            return rank.task[:2]
-
         rank.set_up()
         watch = Stopwatch(device)
         inside = CallTimestamps(watch)
         for stage in rank.stages.values():
-            inside.around(stage, "_forward", task)
-        inside.around(torch.autograd, "backward", task)
+            inside.around(stage, "_forward", lambda: rank.task[:2])
+        inside.around(torch.autograd, "backward", lambda: rank.task[:2])
         return TimedProgram(rank, names["step"], watch, inside)
 
     def seconds_of(self, marks: CallTimestamps) -> dict[str, float]:
@@ -196,3 +178,66 @@ class TimedProgram:
         with marks:
             self.rank.run(self.step)
         return marks.means()
+
+
+def _whole(timed: TimedProgram) -> Callable[[], list[float]]:
+    """Of a program of one stage: a forward's and a backward's operators, and what both tasks take besides them.
+
+    A forward's operators are what its generated function takes, a backward's what autograd does; 0 for a backward where
+    there is none.
+    """
+    tasks = CallTimestamps(timed.watch)
+    for task in ("forward", "backward"):
+        tasks.around(timed.rank.stages[0], task)
+
+    def run() -> list[float]:
+        inside, whole = timed.seconds_of(timed.inside), timed.seconds_of(tasks)
+        own = inside["0F"], inside.get("0B", 0.0)
+        around = whole["forward"] - own[0], whole.get("backward", 0.0) - own[1]
+        return [*own, *(max(0.0, each) for each in around)]
+
+    return run
+
+
+def _tasks(timed: TimedProgram) -> Callable[[], list[float]]:
+    """Of a program of two equal stages, of which the second's backward is split: what a forward and a backward of the
+    first take besides their operators, how much longer a micro-batch of the second takes, and an update.
+
+    Reading samples counts.
+    """
+    rank = timed.rank
+    whole = CallTimestamps(timed.watch)
+    for owner, name in (
+        (rank.stages[0], "forward"),
+        (rank.stages[0], "backward"),
+        (rank.optimizer, "step"),
+        (rank.optimizer, "zero_grad"),
+    ):
+        whole.around(owner, name)
+
+    def run() -> list[float]:
+        own, found = timed.seconds_of(timed.inside), timed.seconds_of(whole)
+        tasks = [found["forward"] - own["0F"], found["backward"] - own["0B"]]
+        lengths = [0.0, 0.0]
+        for span in rank.clock.spans():
+            lengths[int(span.task[0])] += span.end - span.start
+        split = (lengths[1] - lengths[0]) / rank.manifest.micro_batches
+        return [*(max(0.0, each) for each in (*tasks, split)), found["step"] + found["zero_grad"]]
+
+    return run
+
+
+KINDS = {"whole": _whole, "tasks": _tasks}
+
+
+def main() -> None:
+    target, kind, program, device, seconds = sys.argv[1:]
+    timed = TimedProgram.of(Path(program), Path(target).with_suffix(".npz"), torch.device(device))
+    numbers = [each.seconds for each in repeated(KINDS[kind](timed), float(seconds))]
+    Path(target).write_text(json.dumps(numbers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)

@@ -167,4 +167,4 @@ def test_ends_of_messages_in_a_pipeline(tmp_path: Path) -> None:
 
 def test_a_program_that_fails_ends_with_its_last_line(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"a program cannot be measured: .*rank_000\.py"):
-        numbers_of("whole_worker", tmp_path, "cpu", 0.1)
+        numbers_of("whole", tmp_path, "cpu", 0.1)

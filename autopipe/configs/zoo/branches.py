@@ -1,11 +1,4 @@
-"""FLAVA: a text and an image encoder joined by a cross encoder (Singh et al., 2022).
-
-GraphPipe's multi-modal transformer: parallel branches of layers, concatenated at the end.
-
-The model of GraphPipe's case study: two branches of attention and linear layers.
-
-CANDLE-Uno in GraphPipe's sizes: a drug's effect from several groups of features (Xia et al., 2018).
-"""
+"""Models of several inputs, each with a branch of its own: FLAVA and those of GraphPipe."""
 
 from __future__ import annotations
 
@@ -13,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from autopipe.configs.zoo import Count, Setting, ZooModel
 from autopipe.configs.zoo.builder import (
     GraphBuilder,
     classify,
+    click_or_not,
     convolution,
     dense,
     embedding,
@@ -23,31 +18,41 @@ from autopipe.configs.zoo.builder import (
     layer_norm,
     lecun,
     linear,
-    positions,
+    normal,
     regress,
 )
-from autopipe.configs.zoo.settings import Count, Setting, ZooModel
-from autopipe.configs.zoo.transformers import SPREAD, Attention, attention, pre_norm_block
+from autopipe.configs.zoo.transformers import SPREAD, Layer, add_positions, attention, transformer_layer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+GRAPHPIPE: Mapping[str, Setting] = {
+    "sequence": 256,
+    "hidden": 1024,
+    "heads": 16,
+    "feed_forward": 4096,
+    "classes": 1000,
+}
+"""The multi-modal transformer of GraphPipe (ASPLOS 2025), appendix A.2; the number of classes is ours."""
+
+
+def dense_layers(graph: GraphBuilder, name: str, data: ir.Value, inputs: int, width: int, count: int) -> ir.Value:
+    """`count` linear layers with Relu, called `name.0`, `name.1`, …: [batch, inputs] -> [batch, width]."""
+    for index in range(count):
+        data = dense(graph, f"{name}.{index}", data, width if index else inputs, width)
+    return data
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoBranch(ZooModel):
-    """input_0, input_1, … [batch, sequence, hidden] -> logits [batch, classes]."""
+    """The model of GraphPipe's case study: branches of attention and linear layers.
+
+    input_0, input_1, … [batch, sequence, hidden] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         # GraphPipe (ASPLOS 2025), section 7: 2 branches of 4 repeats; widths as in its multi-modal transformer.
-        "paper": {
-            "branches": 2,
-            "repeats": 4,
-            "sequence": 256,
-            "hidden": 1024,
-            "heads": 16,
-            "feed_forward": 4096,
-            "classes": 1000,
-        },
+        "paper": {**GRAPHPIPE, "branches": 2, "repeats": 4},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
 
@@ -82,11 +87,11 @@ class TwoBranch(ZooModel):
 
     def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
         data = graph.input(f"input_{index}", self.sequence, self.hidden)
-        sizes = Attention(self.hidden, self.heads, init=lecun(self.hidden))
+        layer = Layer(self.hidden, self.heads, init=lecun(self.hidden))
         with graph.scope(f"branches.{index}"):
             for repeat in range(self.repeats):
                 with graph.scope(f"blocks.{repeat}"):
-                    data = attention(graph, "attention", sizes, data)
+                    data = attention(graph, "attention", layer, data)
                     init = kaiming(self.hidden)
                     data = graph.op("Relu", linear(graph, "up", data, self.hidden, self.feed_forward, init=init))
                     init = lecun(self.feed_forward)
@@ -99,7 +104,10 @@ COMMON: Mapping[str, Setting] = {"vocabulary": 30522, "sequence": 128, "image": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flava(ZooModel):
-    """tokens [batch, sequence], image [batch, 3, image, image] -> logits [batch, 2]: do text and image match?"""
+    """FLAVA: a text and an image encoder joined by a cross encoder (Singh et al., 2022).
+
+    tokens [batch, sequence], image [batch, 3, image, image] -> logits [batch, 2]: do text and image match?
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         # The published model.
@@ -136,11 +144,6 @@ class Flava(ZooModel):
     patch: Count = 8
     """Height and width of a patch of the image."""
 
-    @property
-    def patches(self) -> int:
-        """Patches of an image."""
-        return (self.image // self.patch) ** 2
-
     def build(self, graph: GraphBuilder) -> None:
         """Text branch, image branch, cross encoder over both, classifier on the first position."""
         text, picture = self._text(graph), self._picture(graph)
@@ -155,26 +158,20 @@ class Flava(ZooModel):
         tokens = graph.input("tokens", self.sequence, integer=True)
         with graph.scope("text"):
             data, _ = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
-            return self._encoded(graph, self._placed(graph, data, self.sequence), self.text_layers)
+            return self._encoded(graph, add_positions(graph, data, self.sequence, self.hidden), self.text_layers)
 
     def _picture(self, graph: GraphBuilder) -> ir.Value:
         image = graph.input("image", 3, self.image, self.image)
-        window = (self.patch, self.patch)
+        patches = (self.image // self.patch) ** 2
         with graph.scope("image"):
-            data = convolution(graph, "patches", image, 3, self.hidden, kernel=window, stride=self.patch)
-            data = graph.op("Transpose", graph.reshape(data, [0, self.hidden, self.patches]), perm=[0, 2, 1])
-            return self._encoded(graph, self._placed(graph, data, self.patches), self.image_layers)
-
-    def _placed(self, graph: GraphBuilder, data: ir.Value, length: int) -> ir.Value:
-        """`data` [batch, length, hidden] plus a learned vector for each position."""
-        order = positions(graph, length)
-        places, _ = embedding(graph, "position_embedding", order, length, self.hidden, init=SPREAD)
-        return graph.op("Add", data, places)
+            data = convolution(graph, "patches", image, 3, self.hidden, kernel=self.patch, stride=self.patch)
+            data = graph.op("Transpose", graph.reshape(data, [0, self.hidden, patches]), perm=[0, 2, 1])
+            return self._encoded(graph, add_positions(graph, data, patches, self.hidden), self.image_layers)
 
     def _encoded(self, graph: GraphBuilder, data: ir.Value, layers: int) -> ir.Value:
-        sizes = Attention(self.hidden, self.heads)
+        layer = Layer(self.hidden, self.heads, 4 * self.hidden)
         for index in range(layers):
-            data = pre_norm_block(graph, f"layers.{index}", sizes, 4 * self.hidden, data)
+            data = transformer_layer(graph, f"layers.{index}", layer, data)
         return layer_norm(graph, "norm", data, self.hidden)
 
 
@@ -183,7 +180,10 @@ PAPER: Mapping[str, Setting] = {"layers": 4, "features": 4096, "hidden": 4096, "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandleUno(ZooModel):
-    """features_0, features_1, … [batch, features] -> prediction [batch, 1]; its loss is the mean squared error."""
+    """CANDLE-Uno in GraphPipe's sizes: a drug's effect from several groups of features (Xia et al., 2018).
+
+    features_0, features_1, … [batch, features] -> prediction [batch, 1]; its loss is the mean squared error.
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the branches.
@@ -211,41 +211,26 @@ class CandleUno(ZooModel):
         """Branches, concatenated, linear layers, one number."""
         joined = [self._branch(graph, index) for index in range(self.branches)]
         data = graph.op("Concat", *joined, axis=1)
-        inputs = self.branches * self.hidden
-        for index in range(self.top_layers):
-            data = dense(graph, f"top.{index}", data, inputs, self.hidden)
-            inputs = self.hidden
-        regress(graph, dense(graph, "effect", data, inputs, 1, relu=False), self.loss, 1)
+        data = dense_layers(graph, "top", data, self.branches * self.hidden, self.hidden, self.top_layers)
+        regress(graph, dense(graph, "effect", data, self.hidden, 1, relu=False), self.loss, 1)
 
     def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
         data = graph.input(f"features_{index}", self.features)
-        inputs = self.features
         with graph.scope(f"branches.{index}"):
-            for layer in range(self.layers):
-                data = dense(graph, f"layers.{layer}", data, inputs, self.hidden)
-                inputs = self.hidden
-        return data
-
-
-MMT_PAPER: Mapping[str, Setting] = {
-    "sequence": 256,
-    "embedding": 1024,
-    "hidden": 1024,
-    "heads": 16,
-    "feed_forward": 4096,
-    "classes": 1000,
-}
+            return dense_layers(graph, "layers", data, self.features, self.hidden, self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalTransformer(ZooModel):
-    """modality_0, modality_1, … [batch, sequence, embedding] -> logits [batch, classes]."""
+    """GraphPipe's multi-modal transformer: parallel branches of layers, concatenated at the end.
+
+    modality_0, modality_1, … [batch, sequence, embedding] -> logits [batch, classes].
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
-        # GraphPipe (ASPLOS 2025), appendix A.2; the number of classes is ours.
-        "paper": {**MMT_PAPER, "branches": 4, "layers": 8},
+        "paper": {**GRAPHPIPE, "embedding": 1024, "branches": 4, "layers": 8},
         # The sequential transformer of its evaluation: as many layers in one branch.
-        "sequential": {**MMT_PAPER, "branches": 1, "layers": 32},
+        "sequential": {**GRAPHPIPE, "embedding": 1024, "branches": 1, "layers": 32},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
 
@@ -283,9 +268,79 @@ class MultiModalTransformer(ZooModel):
 
     def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
         data = graph.input(f"modality_{index}", self.sequence, self.embedding)
-        sizes = Attention(self.hidden, self.heads)
+        layer = Layer(self.hidden, self.heads, self.feed_forward)
         with graph.scope(f"branches.{index}"):
             data = linear(graph, "projection", data, self.embedding, self.hidden, init=SPREAD)
-            for layer in range(self.layers):
-                data = pre_norm_block(graph, f"layers.{layer}", sizes, self.feed_forward, data)
+            for number in range(self.layers):
+                data = transformer_layer(graph, f"layers.{number}", layer, data)
             return layer_norm(graph, "norm", data, self.hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dlrm(ZooModel):
+    """A recommendation model in GraphPipe's sizes: dense branches and embedding bags, joined (Naumov et al., 2019).
+
+    dense_0, … [batch, features] and sparse_0, … [batch, bag] of row numbers -> probability [batch, 1].
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the interaction.
+        "paper": {
+            "dense_branches": 7,
+            "sparse_branches": 7,
+            "dense_layers": 4,
+            "features": 4096,
+            "hidden": 4096,
+            "rows": 1_000_000,
+            "width": 64,
+            "bag": 100,
+            "top_layers": 4,
+        },
+    }
+
+    dense_branches: Count = 3
+    """Branches of linear layers over dense features."""
+
+    sparse_branches: Count = 3
+    """Embedding tables."""
+
+    dense_layers: Count = 2
+    """Linear layers of a dense branch."""
+
+    features: Count = 16
+    """Dense features of a branch."""
+
+    hidden: Count = 32
+    """Width of the linear layers."""
+
+    rows: Count = 1000
+    """Rows of a table."""
+
+    width: Count = 8
+    """Width of a table."""
+
+    bag: Count = 4
+    """Rows of a table that a sample looks up; they are concatenated."""
+
+    top_layers: Count = 2
+    """Linear layers after the branches are joined, not counting the one that gives the logit."""
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Both kinds of branches, concatenated, linear layers, one logit."""
+        joined = [self._dense_branch(graph, index) for index in range(self.dense_branches)]
+        joined += [self._sparse_branch(graph, index) for index in range(self.sparse_branches)]
+        data = graph.op("Concat", *joined, axis=1)
+        inputs = self.dense_branches * self.hidden + self.sparse_branches * self.bag * self.width
+        data = dense_layers(graph, "top", data, inputs, self.hidden, self.top_layers)
+        click_or_not(graph, dense(graph, "click", data, self.hidden, 1, relu=False), self.loss)
+
+    def _dense_branch(self, graph: GraphBuilder, index: int) -> ir.Value:
+        data = graph.input(f"dense_{index}", self.features)
+        with graph.scope(f"dense.{index}"):
+            return dense_layers(graph, "layers", data, self.features, self.hidden, self.dense_layers)
+
+    def _sparse_branch(self, graph: GraphBuilder, index: int) -> ir.Value:
+        chosen = graph.input(f"sparse_{index}", self.bag, integer=True)
+        data, _ = embedding(graph, f"tables.{index}", chosen, self.rows, self.width, init=normal(self.width**-0.5))
+        with graph.scope(f"tables.{index}"):
+            return graph.reshape(data, [0, self.bag * self.width])

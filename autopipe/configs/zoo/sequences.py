@@ -1,70 +1,56 @@
-"""mT5: encoder and decoder over one shared embedding (Xue et al., 2021).
-
-The encoder-decoder translation model of Vaswani et al. (2017), as PaSE takes it.
-"""
+"""Language models that are no single stack of transformer layers: encoder-decoders and an LSTM."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from autopipe.configs.zoo import Count, Setting, ZooModel, preset
 from autopipe.configs.zoo.builder import (
     GraphBuilder,
     embedding,
     float_positions,
-    layer_norm,
     lecun,
     linear,
     normal,
     positions,
     predict_tokens,
     rms_norm,
+    uniform,
 )
-from autopipe.configs.zoo.settings import Count, Setting, ZooModel
-from autopipe.configs.zoo.transformers import SPREAD, Attention, attention, causal_mask, feed_forward
+from autopipe.configs.zoo.transformers import SPREAD, Layer, causal_mask, tied_logits, transformer_layer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-EPSILON = 1e-6
-"""Of the RMS norms."""
-
 BUCKETS = 32
-"""Distances that the position bias tells apart."""
+"""Distances that mT5's position bias tells apart."""
 
 FARTHEST = 128
 """Distance from which on all share a bucket."""
 
-
-def _sizes(layers: int, hidden: int, heads: int, vocabulary: int, tied: bool = True) -> dict[str, Setting]:
-    """A row of Tessel's table, whose layers are those of encoder and decoder together."""
-    return {
-        "layers": layers // 2,
-        "hidden": hidden,
-        "heads": heads,
-        "vocabulary": vocabulary,
-        "tied": tied,
-        "source": 1024,
-        "target": 1024,
-    }
+_MT5 = "layers hidden heads vocabulary tied source target"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mt5(ZooModel):
-    """source [batch, source], target [batch, target] -> logits [batch, target, vocabulary].
+    """mT5: encoder and decoder over one shared embedding (Xue et al., 2021).
 
-    As in T5: RMS norms, no biases, unscaled scores, a learned bias by bucketed distance in place of positions.
+    source [batch, source], target [batch, target] -> logits [batch, target, vocabulary]. As in T5: RMS norms, no
+    biases, unscaled scores, a learned bias by bucketed distance in place of positions.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
-        # Tessel (HPCA 2024), table III. 1.8B parameters need a head of its own, as mT5 has it; the others are tied.
-        "1.8b": _sizes(48, 1024, 16, 512_000, tied=False),
-        "9.5b": _sizes(48, 3072, 24, 1_000_000),
-        "43b": _sizes(64, 6144, 48, 1_500_000),
-        "88b": _sizes(80, 8192, 64, 1_500_000),
+        # Tessel (HPCA 2024), table III, whose layers are those of encoder and decoder together: 48, 48, 64, 80.
+        # 1.8B parameters need a head of its own, as mT5 has it; the others are tied.
+        "1.8b": preset(_MT5, 24, 1024, 16, 512_000, False, 1024, 1024),
+        "9.5b": preset(_MT5, 24, 3072, 24, 1_000_000, True, 1024, 1024),
+        "43b": preset(_MT5, 32, 6144, 48, 1_500_000, True, 1024, 1024),
+        "88b": preset(_MT5, 40, 8192, 64, 1_500_000, True, 1024, 1024),
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
 
@@ -89,58 +75,39 @@ class Mt5(ZooModel):
     target: Count = 16
     """Tokens that the decoder reads and predicts."""
 
-    @property
-    def attention(self) -> Attention:
-        """The sizes of every attention layer."""
-        return Attention(self.hidden, self.heads, bias=False, scaled=False)
-
     def build(self, graph: GraphBuilder) -> None:
         """Encoder, decoder, head."""
         source = graph.input("source", self.source, integer=True)
         target = graph.input("target", self.target, integer=True)
+        norm = partial(rms_norm, epsilon=1e-6)
+        layer = Layer(
+            self.hidden,
+            self.heads,
+            4 * self.hidden,
+            norm=norm,
+            bias=False,
+            inner_bias=False,
+            scaled=False,
+            activation="Relu",
+        )
         memory, table = embedding(graph, "embedding", source, self.vocabulary, self.hidden, init=SPREAD)
         bias = self._distance_bias(graph, "encoder.position_bias", self.source, causal=False)
         for index in range(self.layers):
-            with graph.scope(f"encoder.{index}"):
-                memory = self._attended(graph, "attention", memory, mask=bias)
-                memory = self._fed_forward(graph, memory)
-        memory = rms_norm(graph, "encoder.norm", memory, self.hidden, EPSILON)
+            memory = transformer_layer(graph, f"encoder.{index}", layer, memory, mask=bias)
+        memory = norm(graph, "encoder.norm", memory, self.hidden)
         with graph.scope("target_embedding"):
             data = graph.op("Gather", table, target, axis=0)
         bias = self._distance_bias(graph, "decoder.position_bias", self.target, causal=True)
         mask = graph.op("Add", bias, causal_mask(graph, self.target))
         for index in range(self.layers):
-            with graph.scope(f"decoder.{index}"):
-                data = self._attended(graph, "attention", data, mask=mask)
-                data = self._attended(graph, "cross_attention", data, memory=memory)
-                data = self._fed_forward(graph, data)
-        data = rms_norm(graph, "decoder.norm", data, self.hidden, EPSILON)
-        predict_tokens(graph, self._head(graph, data, table), self.loss, self.target, self.vocabulary)
-
-    def _head(self, graph: GraphBuilder, data: ir.Value, table: ir.Value) -> ir.Value:
-        if not self.tied:
-            return linear(graph, "head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
-        with graph.scope("head"):
-            return graph.op("MatMul", data, graph.op("Transpose", table, perm=[1, 0]))
-
-    def _attended(
-        self,
-        graph: GraphBuilder,
-        name: str,
-        data: ir.Value,
-        *,
-        memory: ir.Value | None = None,
-        mask: ir.Value | None = None,
-    ) -> ir.Value:
-        normed = rms_norm(graph, f"{name}_norm", data, self.hidden, EPSILON)
-        mixed = attention(graph, name, self.attention, normed, memory=memory, mask=mask)
-        return graph.op("Add", data, mixed)
-
-    def _fed_forward(self, graph: GraphBuilder, data: ir.Value) -> ir.Value:
-        normed = rms_norm(graph, "feed_forward_norm", data, self.hidden, EPSILON)
-        inner = 4 * self.hidden
-        raised = feed_forward(graph, "feed_forward", normed, self.hidden, inner, activation="Relu", bias=False)
-        return graph.op("Add", data, raised)
+            data = transformer_layer(graph, f"decoder.{index}", layer, data, mask=mask, memory=memory)
+        data = norm(graph, "decoder.norm", data, self.hidden)
+        if self.tied:
+            with graph.scope("head"):
+                logits = tied_logits(graph, data, table)
+        else:
+            logits = linear(graph, "head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
+        predict_tokens(graph, logits, self.loss, self.target, self.vocabulary)
 
     def _distance_bias(self, graph: GraphBuilder, name: str, length: int, *, causal: bool) -> ir.Value:
         """[1, heads, length, length]: a value by head and bucket of the distance (Raffel et al., 2020)."""
@@ -174,17 +141,16 @@ def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
     bucket = graph.op("Where", graph.op("Less", distance, graph.constant(exact)), distance, far)
     if causal:
         return bucket
-    ahead = graph.op("Cast", graph.op("Greater", offset, graph.constant(0)), to=7)
-    return graph.op("Add", bucket, graph.op("Mul", ahead, graph.constant(buckets)))
-
-
-WAVELENGTH = 10000.0
-"""Base of the sinusoids' wavelengths."""
+    after = graph.op("Cast", graph.op("Greater", offset, graph.constant(0)), to=7)
+    return graph.op("Add", bucket, graph.op("Mul", after, graph.constant(buckets)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer(ZooModel):
-    """source, target [batch, sequence] -> logits [batch, sequence, vocabulary]; norms follow the residual sums."""
+    """The encoder-decoder translation model of Vaswani et al. (2017), as PaSE takes it.
+
+    source, target [batch, sequence] -> logits [batch, sequence, vocabulary]; norms follow the residual sums.
+    """
 
     presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
         # PaSE (IPDPS 2021), which uses batches of 64; the sizes of the original base model.
@@ -222,29 +188,23 @@ class Transformer(ZooModel):
         """A sine and a cosine for each frequency need an even width."""
         return 2
 
-    @property
-    def attention(self) -> Attention:
-        """The sizes of every attention layer."""
-        return Attention(self.hidden, self.heads, bias=False, init=lecun(self.hidden))
-
     def build(self, graph: GraphBuilder) -> None:
         """Encoder, decoder, projection."""
         source = graph.input("source", self.sequence, integer=True)
         target = graph.input("target", self.sequence, integer=True)
+        init = lecun(self.hidden)
+        layer = Layer(
+            self.hidden, self.heads, self.feed_forward, norm_first=False, bias=False, activation="Relu", init=init
+        )
         waves = self._sinusoids(graph)
         memory = self._embedded(graph, "source_embedding", source, waves)
         for index in range(self.layers):
-            with graph.scope(f"encoder.{index}"):
-                memory = self._attended(graph, "attention", memory)
-                memory = self._fed_forward(graph, memory)
+            memory = transformer_layer(graph, f"encoder.{index}", layer, memory)
         mask = causal_mask(graph, self.sequence)
         data = self._embedded(graph, "target_embedding", target, waves)
         for index in range(self.layers):
-            with graph.scope(f"decoder.{index}"):
-                data = self._attended(graph, "attention", data, mask=mask)
-                data = self._attended(graph, "cross_attention", data, memory=memory)
-                data = self._fed_forward(graph, data)
-        logits = linear(graph, "projection", data, self.hidden, self.vocabulary, init=lecun(self.hidden), bias=False)
+            data = transformer_layer(graph, f"decoder.{index}", layer, data, mask=mask, memory=memory)
+        logits = linear(graph, "projection", data, self.hidden, self.vocabulary, init=init, bias=False)
         predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
 
     def _embedded(self, graph: GraphBuilder, name: str, tokens: ir.Value, waves: ir.Value) -> ir.Value:
@@ -259,30 +219,51 @@ class Transformer(ZooModel):
         half = self.hidden // 2
         with graph.scope("positions"):
             place = graph.op("Unsqueeze", float_positions(graph, self.sequence), graph.constant([1]))
-            frequency = graph.constant([WAVELENGTH ** (-step / half) for step in range(half)])
+            frequency = graph.constant([10000.0 ** (-step / half) for step in range(half)])
             angle = graph.op("Mul", place, frequency)
             return graph.op("Concat", graph.op("Sin", angle), graph.op("Cos", angle), axis=-1)
 
-    def _attended(
-        self,
-        graph: GraphBuilder,
-        name: str,
-        data: ir.Value,
-        *,
-        memory: ir.Value | None = None,
-        mask: ir.Value | None = None,
-    ) -> ir.Value:
-        mixed = attention(graph, name, self.attention, data, memory=memory, mask=mask)
-        return layer_norm(graph, f"{name}_norm", graph.op("Add", data, mixed), self.hidden)
 
-    def _fed_forward(self, graph: GraphBuilder, data: ir.Value) -> ir.Value:
-        raised = feed_forward(
-            graph,
-            "feed_forward",
-            data,
-            self.hidden,
-            self.feed_forward,
-            activation="Relu",
-            init=lecun(self.hidden),
-        )
-        return layer_norm(graph, "feed_forward_norm", graph.op("Add", data, raised), self.hidden)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RnnLm(ZooModel):
+    """A language model of stacked LSTM layers, as PaSE takes it.
+
+    tokens [batch, sequence] -> logits [batch, sequence, vocabulary].
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+        # PaSE (IPDPS 2021), which uses batches of 64.
+        "paper": {"layers": 2, "hidden": 2048, "vocabulary": 100_000, "sequence": 256},
+    }
+
+    layers: Count = 2
+    """LSTM layers."""
+
+    hidden: Count = 32
+    """Units of a layer and width of the embedding."""
+
+    vocabulary: Count = 256
+    """Rows of the embedding, and extent of the logits."""
+
+    sequence: Count = 16
+    """Tokens of a sample."""
+
+    def build(self, graph: GraphBuilder) -> None:
+        """Embedding, LSTM layers over [sequence, batch, hidden], projection.
+
+        LSTMs have one direction and states that start at zero; ONNX orders their gates input, output, forget, cell.
+        """
+        width, init = self.hidden, uniform(1.0 / math.sqrt(self.hidden))
+        tokens = graph.input("tokens", self.sequence, integer=True)
+        data, _ = embedding(graph, "embedding", tokens, self.vocabulary, width, init=init)
+        data = graph.op("Transpose", data, perm=[1, 0, 2])
+        for index in range(self.layers):
+            with graph.scope(f"layers.{index}"):
+                weight = graph.parameter("weight", 1, 4 * width, width, init=init)
+                recurrence = graph.parameter("recurrence", 1, 4 * width, width, init=init)
+                bias = graph.parameter("bias", 1, 8 * width, init=init)
+                result = graph.op("LSTM", data, weight, recurrence, bias, hidden_size=width)
+                data = graph.op("Squeeze", result, graph.constant([1]))
+        data = graph.op("Transpose", data, perm=[1, 0, 2])
+        logits = linear(graph, "projection", data, width, self.vocabulary, init=init)
+        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
