@@ -234,14 +234,9 @@ def in_flight_samples(k: int, size: int, next_k: int, next_size: int, next_in_fl
     return -(-most // size) * size
 
 
-def last_in_flight(k: int, size: int) -> int:
-    """Samples in flight at a stage without successors: its k micro-batches."""
-    return k * size
-
-
 def stages_in_flight(ks: Sequence[int], sizes: Sequence[int], edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     """Samples in flight at each stage of a graph whose edges lead to larger indices: the most that a successor asks."""
-    found = [last_in_flight(k, size) for k, size in zip(ks, sizes, strict=True)]
+    found = [k * size for k, size in zip(ks, sizes, strict=True)]
     for stage, following in sorted(edges, reverse=True):
         asked = in_flight_samples(ks[stage], sizes[stage], ks[following], sizes[following], found[following])
         found[stage] = max(found[stage], asked)

@@ -6,7 +6,6 @@ a product's backward, to its second half (Qi et al., "Zero Bubble Pipeline Paral
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
-from autopipe.ir.placement import Placement, crossing_values
+from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem, Work
 from autopipe.passes.analysis.gradients import (
     SavedTensor,
@@ -267,14 +266,6 @@ class _Tensors:
         uses = uses_of(graph)
         kept = kept_values(graph, uses, problem.precision)
         return _Tensors(kept, element_bytes(graph, uses, problem.precision), differentiable_values(graph))
-
-
-def edge_bytes(problem: Problem, placement: Placement) -> dict[tuple[int, int], int]:
-    """Bytes of whole values that one forward sends from one stage to another; backward returns as many."""
-    found: Counter[tuple[int, int]] = Counter()
-    for name, source, target in crossing_values(problem.graph, placement):
-        found[source, target] += problem.graph.type_of(name).bytes
-    return dict(found)
 
 
 def _stage_cost(

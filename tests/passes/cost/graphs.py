@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from autopipe.ir.cluster import OPERATOR_CLASSES, Cluster, Device, Level, Link
 from autopipe.ir.graph import DType, Fill, Graph, Node, Parameter, Value
+from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.roofline import annotate
 
@@ -80,3 +82,11 @@ def problem(graph: Graph, devices: Cluster, micro_batches: int = 4, mode: Mode =
     size = graph.inputs[0].shape[0] * micro_batches
     work = annotate(graph, more.get("precision", "fp32"))
     return Problem(graph, work, devices, size, micro_batches, mode, **more)
+
+
+def edge_bytes(given: Problem, placement: Placement) -> dict[tuple[int, int], int]:
+    """Bytes of whole values that one forward sends from one stage to another; backward returns as many."""
+    found: Counter[tuple[int, int]] = Counter()
+    for name, source, target in crossing_values(given.graph, placement):
+        found[source, target] += given.graph.type_of(name).bytes
+    return dict(found)

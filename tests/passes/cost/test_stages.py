@@ -13,8 +13,8 @@ from autopipe.passes.cost.communication import all_gather, all_reduce, reduce_sc
 from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.memory_check import device_memory, fitted, in_flight
 from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds, update_seconds
-from autopipe.passes.cost.stages import edge_bytes, stage_costs
-from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
+from autopipe.passes.cost.stages import stage_costs
+from tests.passes.cost.graphs import Builder, cluster, edge_bytes, perceptron, problem
 
 ADAM = Optimizer("adamw")
 

@@ -15,9 +15,9 @@ from autopipe.passes.analysis.chain import linear_order, make_chain
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import device_memory
-from autopipe.passes.cost.stages import edge_bytes, stage_costs
+from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.pipedream import PipeDream
-from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
+from tests.passes.cost.graphs import Builder, cluster, edge_bytes, perceptron, problem
 from tests.passes.placement.pipedream.test_search import chains
 
 
