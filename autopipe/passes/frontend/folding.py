@@ -40,7 +40,7 @@ LOOKUPS = frozenset({"expand", "embedding", "index", "index_select", "gather", "
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One operator of ONNX's, with what it takes besides the tensor."""
+    """One operator of ONNX's, with what it takes besides the tensor; Sub takes the tensor from 1."""
 
     operator: str
     numbers: tuple[int, ...] = ()
@@ -69,6 +69,8 @@ class Step:
                 return np.asarray(np.exp(array))
             case "Neg":
                 return np.asarray(-array)
+            case "Sub":
+                return np.asarray(1 - array)
         assert self.places is not None, f"{self.operator} is folded nowhere"
         return np.asarray(array[self.places])
 
@@ -128,6 +130,10 @@ class _Folds:
                 first[name] = each
         for name, each in self.parameters.items():
             origins = self.roles.signature.origins(name)
+            if name in self.roles.signature.parameters and name in self.roles.signature.folded:
+                base = self._complemented(each, first)
+                if base is not None:
+                    yield name, Folded(each.value, base.value.name, (Step("Sub"),))
             if name in self.roles.signature.parameters or not origins:
                 continue
             bases = [first[origin] for origin in origins if origin in first]
@@ -139,9 +145,25 @@ class _Folds:
                     yield name, Folded(each.value, base.value.name, steps)
                     break
 
+    def _complemented(self, copy: Parameter, named: Mapping[str, Parameter]) -> Parameter | None:
+        """The parameter that `copy`, told apart from another fold, is 1 minus: of several in a new model that hold the
+        same numbers, the one that is read last before it.
+        """
+        numbers = self.numbers(copy)
+        if numbers is None or is_uniform(numbers):
+            return None
+        read = {name: place for place, name in enumerate(self.roles.uses.readers)}
+        place = read.get(copy.value.name, 0)
+        before = [each for each in named.values() if read.get(each.value.name, place) < place]
+        for base in sorted(before, key=lambda each: -read[each.value.name]):
+            if base.value.shape == copy.value.shape and _is_complement(self.steps(base, copy)):
+                return base
+        return None
+
     def lifted(self) -> Iterator[tuple[str, Folded]]:
         """Copies that torch's older exporter folded, known by their numbers: those of another tensor, moved."""
         groups: dict[tuple[DType, int, bytes], list[Parameter]] = {}
+        complements: dict[tuple[DType, int, bytes], list[Parameter]] = {}
         if not any(LIFTED.fullmatch(name) for name in self.parameters):
             return
         for each in self.parameters.values():
@@ -149,12 +171,13 @@ class _Folds:
             array = self.numbers(each) if seen else None
             if array is not None:
                 # Moving elements keeps the first and the last where they are.
-                ends = array[(0,) * array.ndim].tobytes() + array[(-1,) * array.ndim].tobytes()
-                groups.setdefault((each.value.dtype, each.value.elements, ends), []).append(each)
-        for group in groups.values():
-            if len(group) < 2:
-                continue
-            bases: list[Parameter] = []
+                ends = np.array((array[(0,) * array.ndim], array[(-1,) * array.ndim]))
+                key = each.value.dtype, each.value.elements
+                groups.setdefault((*key, ends.tobytes()), []).append(each)
+                if not LIFTED.fullmatch(each.value.name):
+                    complements.setdefault((*key, (1 - ends).tobytes()), []).append(each)
+        for key, group in groups.items():
+            bases = list(complements.get(key, ()))
             # What a module names comes first: the others are copies of it.
             for each in sorted(group, key=lambda one: bool(LIFTED.fullmatch(one.value.name))):
                 name = each.value.name
@@ -183,7 +206,8 @@ class _Folds:
         if first is None or second is None or (is_uniform(first) and not self.roles.signature):
             return None
         if first.size == second.size:
-            return _moved(first, second)
+            complement = first.shape == second.shape and np.array_equal(1 - first, second)
+            return (Step("Sub"),) if complement else _moved(first, second)
         if first.size > second.size or first.ndim > second.ndim:
             return None
         padded = (1,) * (second.ndim - first.ndim) + first.shape
@@ -262,6 +286,10 @@ class _Folds:
         )
         steps = (Step("Exp"),) if sign > 0 else (Step("Exp"), Step("Neg"))
         return Folded(value, source, steps)
+
+
+def _is_complement(steps: tuple[Step, ...] | None) -> bool:
+    return steps is not None and [step.operator for step in steps] == ["Sub"]
 
 
 def _is_repeated(array: np.ndarray) -> bool:

@@ -374,6 +374,9 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
         elif step.places is not None:
             sweep.hold(f"{result}/places", step.places, DType.INT64)
             operands = (operand, f"{result}/places")
+        elif step.operator == "Sub":
+            sweep.hold(f"{result}/one", np.ones((), dtype=dtype.value), dtype)
+            operands = (f"{result}/one", operand)
         sweep.types[result] = Value(result, dtype, shape)
         attributes = (("perm", step.numbers),) if step.operator == "Transpose" else ()
         title = f"{result}/{step.operator.lower()}"
