@@ -34,6 +34,8 @@ SAMPLED = 64
 """Elements that are compared first: most tensors differ in them."""
 MOST_AXES = 4
 """Axes up to which every transposition is tried."""
+MASKED = -10.0
+"""What a mask adds is at most this where it hides a position."""
 LOOKUPS = frozenset({"expand", "embedding", "index", "index_select", "gather", "select", "repeat", "tile"})
 """Traced operators after which the rows of one parameter may stand several times."""
 
@@ -44,9 +46,11 @@ class Step:
 
     operator: str
     numbers: tuple[int, ...] = ()
-    """Transpose's order of the axes, Reshape's and Expand's shape."""
+    """Transpose's order of the axes; the result's shape after Reshape, Expand and Add."""
     places: np.ndarray | None = None
     """Gather's rows."""
+    added: np.ndarray | None = None
+    """Numbers that Add takes besides the tensor."""
 
     def shape(self, operand: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the result."""
@@ -54,7 +58,7 @@ class Step:
             return (*self.places.shape, *operand[1:])
         if self.operator == "Transpose":
             return tuple(operand[axis] for axis in self.numbers)
-        return self.numbers if self.operator in ("Reshape", "Expand") else operand
+        return self.numbers if self.operator in ("Reshape", "Expand", "Add") else operand
 
     def apply(self, array: np.ndarray) -> np.ndarray:
         """The result on numbers."""
@@ -71,6 +75,8 @@ class Step:
                 return np.asarray(-array)
             case "Sub":
                 return np.asarray(1 - array)
+            case "Add":
+                return np.asarray(array + self.added)
         assert self.places is not None, f"{self.operator} is folded nowhere"
         return np.asarray(array[self.places])
 
@@ -234,8 +240,10 @@ class _Folds:
         value = parameter.value
         if value.bytes > LARGEST_LOOK or not value.dtype.is_floating or (array := self.numbers(parameter)) is None:
             return None
-        if len(value.shape) < 2 or self.roles.uses.is_weight(value.name):
+        if len(value.shape) < 2 or (self.roles.uses.is_weight(value.name) and not self._signed_lookup(value.name)):
             return self._logarithm(parameter, array)
+        if (masked := self._masked(parameter, array)) is not None:
+            return masked
         if self._may_be_expanded(value, array) and _is_repeated(array):
             place = parameter.storage
             assert isinstance(place, FileSlice)
@@ -252,17 +260,50 @@ class _Folds:
         if not parameter.trainable or is_uniform(array):
             return None
         if self.roles.signature:
-            possible = not LOOKUPS.isdisjoint(self.roles.signature.operators(name))
+            possible = self._signed_lookup(name)
         else:
             possible = bool(LIFTED.fullmatch(name)) and sum(extent > 1 for extent in array.shape) > 2
         return _looked_up(parameter, array) if possible else None
+
+    def _signed_lookup(self, name: str) -> bool:
+        """True if the signature says that rows of a parameter may stand several times in a tensor."""
+        return not LOOKUPS.isdisjoint(self.roles.signature.operators(name))
+
+    def _masked(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
+        """A table to which the exporter added a mask: one row of the first axis, and what hides positions from it.
+
+        Shifted windows (Swin) add 0 or -100 to the same biases. Some row must be without a mask, or nothing tells the
+        biases that it hides.
+        """
+        operators = self.roles.signature.operators(parameter.value.name)
+        if not parameter.trainable or len(array) < 2 or "masked_fill" not in operators:
+            return None
+        plain = int(np.argmax(array.reshape(len(array), -1).min(axis=1)))
+        row = array[plain : plain + 1]
+        mask = np.round(array - row)
+        if not mask.any() or float(mask.min()) > MASKED or not np.array_equal(row + mask, array):
+            return None
+        for axis in range(1, mask.ndim):
+            first = mask.take([0], axis)
+            mask = first if np.array_equal(np.broadcast_to(first, mask.shape), mask) else mask
+        value, place = parameter.value, parameter.storage
+        assert isinstance(place, FileSlice)
+        length = place.length // len(array)
+        base = replace(
+            parameter,
+            value=Value(f"{value.name}{ROW}", value.dtype, (1, *value.shape[1:])),
+            storage=replace(place, offset=place.offset + plain * length, length=length),
+        )
+        added = Step("Add", value.shape, added=mask)
+        inner = self._looked_up(base, row)
+        return Folded(value, base, (added,)) if inner is None else replace(inner, steps=(*inner.steps, added))
 
     def _may_be_expanded(self, value: Value, array: np.ndarray) -> bool:
         """True if equal rows may come from an expansion along the samples, rather than from a new model."""
         if value.shape[0] < 2:
             return False
         if self.roles.signature:
-            return not LOOKUPS.isdisjoint(self.roles.signature.operators(value.name))
+            return self._signed_lookup(value.name)
         wide = len(value.shape) > (2 if self.roles.from_torch else 1)
         return wide and value.shape[0] in self.roles.samples and not is_uniform(array)
 

@@ -145,8 +145,7 @@ class Roles:
             return Role(False, "a scalar", constant=True)
         if name.rpartition(".")[2] in BUFFERS:
             return Role(False, "a buffer, by its name", doubtful=not self.from_torch)
-        ends = self.uses.slots(name, ANGLE_STEPS)
-        if ends and all(operator in ANGLES for operator, _ in ends):
+        if _is_angle(self.uses, name):
             return Role(False, "frequencies of sines and cosines")
         if any(operator in RECURRENT and slot > 3 and (operator, slot) != ("LSTM", 7) for operator, slot in slots):
             return Role(False, "an initial state", constant=True)
@@ -208,6 +207,12 @@ def roles_of(source: Source) -> Roles:
     )
 
 
+def _is_angle(uses: Uses, name: str) -> bool:
+    """True if sines and cosines are all that a tensor is read for."""
+    ends = uses.slots(name, ANGLE_STEPS)
+    return bool(ends) and all(operator in ANGLES for operator, _ in ends)
+
+
 def _is_settled(source: Source, uses: Uses) -> bool:
     """True if there are scales with names of their own, and no tensor with such a name has equal numbers."""
     scales = 0
@@ -215,7 +220,7 @@ def _is_settled(source: Source, uses: Uses) -> bool:
         if tensor.data_type not in FLOATING or math.prod(tensor.dims) < 2 or LIFTED.fullmatch(tensor.name):
             continue
         slots = uses.slots(tensor.name)
-        if len(tensor.dims) != 1 or not slots:
+        if len(tensor.dims) != 1 or not slots or _is_angle(uses, tensor.name):
             continue
         array = stored_numbers(tensor.name, tensor, source.slices, source.path)
         if array is None or is_uniform(array):

@@ -374,6 +374,9 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
         elif step.places is not None:
             sweep.hold(f"{result}/places", step.places, DType.INT64)
             operands = (operand, f"{result}/places")
+        elif step.added is not None:
+            sweep.hold(f"{result}/added", step.added, dtype)
+            operands = (operand, f"{result}/added")
         elif step.operator == "Sub":
             sweep.hold(f"{result}/one", np.ones((), dtype=dtype.value), dtype)
             operands = (f"{result}/one", operand)
