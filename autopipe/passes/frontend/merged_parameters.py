@@ -119,6 +119,8 @@ def arguments_of(node: onnx.NodeProto) -> tuple[str, tuple[str, ...]]:
 
 HIDDEN = -1e4
 """Below this an added mask hides a position from a softmax."""
+SURE = 16
+"""Numbers of which most are different only where they were drawn."""
 LEAST = 4
 """Places from which a regular series is no accident."""
 STEEPEST = 512
@@ -131,6 +133,14 @@ def is_uniform(array: np.ndarray) -> bool:
         return True
     flat = array.reshape(-1)
     return bool(flat[0] == flat[-1]) and bool((flat == flat[0]).all())
+
+
+def is_drawn(array: np.ndarray) -> bool:
+    """True if a matrix's numbers were drawn at random or trained: hardly any stands twice, so that no two tensors have
+    the same by accident.
+    """
+    wide = sum(extent > 1 for extent in array.shape)
+    return wide > 1 and array.size >= SURE and len(np.unique(array)) >= 0.9 * array.size
 
 
 def table_of(array: np.ndarray, named: bool) -> str:
@@ -446,6 +456,7 @@ def _named(
     outputs = {info.name for info in graph.output}
     readers = _readers(graph, {**held, **names})
     plain: dict[str, bool] = {}
+    drawn: dict[str, bool] = {}
     for node in graph.node:
         if not _is_name(node, held) or node.output[0] in outputs:
             continue
@@ -454,10 +465,11 @@ def _named(
             if merged not in plain:
                 array = numbers(held[merged])
                 plain[merged] = array is None or is_uniform(array)
+                drawn[merged] = array is not None and is_drawn(array)
             scopes = {scope_of(graph.node[position]) for position, _ in readers.get(merged, ())} - {""}
             own = {scope_of(graph.node[position]) for position, _ in readers.get(name, ())}
-            if not plain[merged] and own <= scopes:
-                continue  # The same module, called again.
+            if not plain[merged] and (own <= scopes or drawn[merged]):
+                continue  # The same module, called again, or a tensor that several modules read.
         node.output[0] = f"{name}{NAMESAKE}"
         for read in readers.get(name, ()):
             yield read, merged, name

@@ -33,6 +33,7 @@ from autopipe.passes.frontend.merged_parameters import (
     Signature,
     Uses,
     is_uniform,
+    scope_of,
     table_of,
 )
 
@@ -57,6 +58,10 @@ SCALES = frozenset(
     | {(operator, slot) for operator, slot in AFFINE_SLOTS if operator.endswith("Normalization")}
 )
 """Operands that are ones or zeros in a new model of torch's."""
+SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})
+"""Operands that are the scale (a logarithm) and the offset of similarities, in CLIP and SigLIP."""
+RESIZED = frozenset({("Resize", 0)} | {("Concat", slot) for slot in range(4)})
+"""Operands that are a table of positions that is resized, and the rows that are not."""
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 
 Numbers = Callable[[], "np.ndarray | None"]
@@ -142,6 +147,8 @@ class Roles:
         name = value.name
         lifted = bool(LIFTED.fullmatch(name))
         if lifted and value.elements == 1:
+            if value.shape and self.from_torch and slots <= SIMILARITY and self._is_beside(name, ("Exp", 0)):
+                return Role(True, "by its use", doubtful=True)
             return Role(False, "a scalar", constant=True)
         if name.rpartition(".")[2] in BUFFERS:
             return Role(False, "a buffer, by its name", doubtful=not self.from_torch)
@@ -167,13 +174,29 @@ class Roles:
             return Role(False, "equal numbers, in a model that was trained", constant=True)
         elementwise = bool(slots) and all(operator in ELEMENTWISE for operator, _ in slots)
         if elementwise and len(wide) <= 1:
+            if self.from_torch and lifted and len(value.shape) == 2 and value.shape[0] == 1:
+                # A layer's own offset has one axis and its name: this is a buffer (BART's bias of logits).
+                return Role(False, "equal numbers", constant=True, doubtful=True)
             told = value.shape[:1] != (1,) or value.shape[-1:] == (1,) if self.from_torch else False
             return Role(True, "by its use", doubtful=not told)
         if self.uses.is_weight(value.name) and len(wide) > 1:
             return Role(True, "by its use")
         if elementwise and self.from_torch and len(value.shape) > 1 and value.shape[-3:-2] != (1,):
             return Role(True, "by its use", doubtful=True)  # A new table of biases, such as Swin's.
+        if self.from_torch and slots <= RESIZED and self._is_beside(value.name, ("Resize", 0)):
+            return Role(True, "by its use", doubtful=True)  # Parts of a new table, such as BEiT's.
         return Role(False, "equal numbers", constant=True, doubtful=lifted and self.from_torch and len(wide) > 1)
+
+    def _is_beside(self, name: str, slot: tuple[str, int]) -> bool:
+        """True if a module that reads `name` reads a tensor that was folded, `name` itself perhaps, as operand `slot`."""
+
+        def scopes(tensor: str) -> set[str]:
+            return {scope_of(node) for node, _ in self.uses.readers[tensor] if node.op_type != "Identity"}
+
+        return any(
+            LIFTED.fullmatch(other) and slot in self.uses.slots(other) and scopes(name) & scopes(other)
+            for other in self.uses.readers
+        )
 
     def _table(self, value: Value, numbers: Numbers, named: bool) -> str:
         if value.bytes > LARGEST_LOOK or value.elements < 2:
