@@ -35,6 +35,7 @@ NOT_EXPORTED: dict[tuple[str, str], str] = {
 """Why there is no file to compare."""
 COMPUTED = "the exporter computes this from parameters, which `optimize=False` keeps"
 NORMALIZED = "the exporter folds batch normalization into the weights before it, which `optimize=False` keeps"
+TWICE = "two products that are equal in a new model are one node, which `optimize=False` keeps apart"
 ADDED = "its gradient is that of the sum"
 DROPPED = "the exporter drops what adds 0 or multiplies by 1, which `optimize=False` keeps"
 PLAIN = "a table of zeros, looked up at fixed places, shows no rows"
@@ -46,12 +47,19 @@ EXPLAINED = (
     (PLAIN, "beit*-dynamo-fresh", "trained here only: *.relative_position_bias_table *"),
     ("cut in two", "siglip-torchscript-fresh", "*trained here*: onnx::Add_6[67]* (*)"),
     ("cut in two", "siglip-torchscript-fresh", "not trained here: *.in_proj_bias (48, all 0)"),
+    ("cut in two", "beit*-torchscript-fresh", "trained here only: onnx::Concat_* (*)"),
+    ("cut in two", "beit*-torchscript-fresh", "trained here only: onnx::Res*_* (*)"),
+    ("cut in two", "beit*-torchscript-fresh", "not trained here: *.relative_position_bias_table (*, all 0)"),
+    ("cut in two", "beit*-torchscript-fresh", "not trained here: *.position_embeddings (*, all 0)"),
     ("cut in two", "detr-torchscript-fresh", "trained here only: onnx::Add_79* (*)"),
     ("cut in two", "detr-torchscript-fresh", "not trained here: *.in_proj_bias (48, all 0)"),
     ("", "*", f"*{UNREAD}"),
     (ADDED, "gemma*", "* is 1 + it"),
     (COMPUTED, "*-dynamo-*", "*.parametrizations.weight.original*"),
     (COMPUTED, "*-dynamo-*", "trained here only: mul (*)"),
+    (TWICE, "rwkv-dynamo-fresh", "not trained here: *.time_mix_* (16)"),
+    (COMPUTED, "xlnet-dynamo-*", "not trained here: model.transformer.layer.*.rel_attn.r (*)"),
+    (COMPUTED, "xlnet-dynamo-*", "trained here only: einsum_*"),
     (COMPUTED, "deberta-dynamo-*", "trained here only: transpose_*"),
     (COMPUTED, "deberta-dynamo-*", "not trained here: *.pos_proj.*"),
     (COMPUTED, "deberta-dynamo-*", "not trained here: *.pos_q_proj.*"),

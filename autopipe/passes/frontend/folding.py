@@ -178,10 +178,10 @@ class _Folds:
             if array is not None:
                 # Moving elements keeps the first and the last where they are.
                 ends = np.array((array[(0,) * array.ndim], array[(-1,) * array.ndim]))
-                key = each.value.dtype, each.value.elements
-                groups.setdefault((*key, ends.tobytes()), []).append(each)
+                size = each.value.dtype, each.value.elements
+                groups.setdefault((*size, ends.tobytes()), []).append(each)
                 if not LIFTED.fullmatch(each.value.name):
-                    complements.setdefault((*key, (1 - ends).tobytes()), []).append(each)
+                    complements.setdefault((*size, (1 - ends).tobytes()), []).append(each)
         for key, group in groups.items():
             bases = list(complements.get(key, ()))
             # What a module names comes first: the others are copies of it.
@@ -226,7 +226,8 @@ class _Folds:
         """How a tensor that is no copy is computed from a parameter of another form or name; None where it is one."""
         value, origins = parameter.value, self.roles.signature.origins(parameter.value.name)
         folded = self._in_form(parameter)
-        if value.name in origins or len(origins) != 1 or origins[0] in self.taken:
+        multiplied = self.roles.signature.multiplied(value.name)
+        if value.name in origins or len(origins) != 1 or origins[0] in self.taken or multiplied:
             return folded
         # It goes by the module's own name.
         self.taken.add(origins[0])

@@ -91,6 +91,23 @@ class Signature:
         names = (name, *self.folded.get(name, ()))
         return frozenset(NUMBERED.sub("", each) for each in names if each not in self.parameters)
 
+    def multiplied(self, name: str) -> bool:
+        """True if a tensor is a product of parameters, or of one and a table, which cannot be taken apart again."""
+        return name not in self.parameters and not PRODUCTS.isdisjoint(self.operators(name))
+
+    def left_out(self, graph: onnx.GraphProto) -> list[str]:
+        """The parameters that a traced call names and its nodes do not read: zeros that the exporter does not add."""
+        held = {tensor.name for tensor in graph.initializer}
+        found = {origin for name in held for origin in self.origins(name)}
+        reads: dict[str, set[str]] = {}
+        names: dict[str, set[str]] = {}
+        for node in graph.node:
+            call, arguments = arguments_of(node)
+            reads.setdefault(call, set()).update(name for name in node.input if self.trains(name))
+            names.setdefault(call, {self.arguments[each] for each in arguments if each in self.arguments})
+        few = (named & self.parameters for call, named in names.items() if len(reads[call]) < len(named))
+        return sorted(set[str]().union(*few) - found)
+
     def names(self, name: str) -> bool:
         """True if a tensor is called as a parameter or a buffer is."""
         return name in self.parameters or name in self.buffers
@@ -296,6 +313,8 @@ FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
 LOOKUPS = frozenset({"embedding", "index", "index_select", "select"})
 """Traced operators that take rows of a table."""
+PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm", "bmm", "addmm", "convolution", "conv2d"})
+"""Traced operators that multiply and add up."""
 SAME = frozenset({"alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh_copy", "view", "expand"})
 """Traced operators that give a parameter another name."""
 PRODUCER = "pytorch"

@@ -22,6 +22,7 @@ from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend.device_annotations import Configuration
+from autopipe.passes.frontend.parameters import COMPUTED
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
@@ -280,15 +281,18 @@ def tensors_of(graph: Graph, roles: Mapping[str, Role]) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def trained_warnings(tensors: tuple[Tensor, ...], apart: Apart) -> tuple[str, ...]:
-    """Warnings on tensors whose role the file does not settle."""
+def trained_warnings(tensors: tuple[Tensor, ...], apart: Apart, left_out: list[str]) -> tuple[str, ...]:
+    """Warnings on tensors whose role the file does not settle, and on parameters `left_out` of it."""
     known = {each.value.name for each in tensors}
     split = [name for name in apart.doubtful if name in known]
-    trained = [each.value.name for each in tensors if each.doubtful and each.trained]
+    computed = [each.value.name for each in tensors if each.trained and each.why == COMPUTED]
+    trained = [each.value.name for each in tensors if each.doubtful and each.trained and each.why != COMPUTED]
     kept = [each.value.name for each in tensors if each.doubtful and not each.trained]
     told = (
         (trained, "trained, though nothing in the file says so; model.frozen decides"),
         (kept, "not trained, though nothing in the file says so; model.trainable decides"),
+        (computed, f"trained as {COMPUTED}, which exporting with optimize=False leaves apart"),
+        (left_out, "not in the file, since its numbers change nothing yet; exporting with optimize=False keeps it"),
         (split, "trained apart from others whose numbers are equal: exporters merge such parameters"),
     )
     return tuple(f"{_named(names)}: {what}" for names, what in told if names)

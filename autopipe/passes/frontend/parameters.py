@@ -51,6 +51,8 @@ BUFFERS = frozenset(
     }
 )  # fmt: skip
 """Last parts of names that torch's public models give to floating-point buffers."""
+COMPUTED = "computed from parameters by the exporter"
+"""Reason of a tensor that is trained in place of the parameters that went into it."""
 LARGEST_LOOK = 1 << 24
 """Bytes up to which the numbers of a tensor that may be no weight are looked at."""
 SCALES = frozenset(
@@ -60,7 +62,7 @@ SCALES = frozenset(
 """Operands that are ones or zeros in a new model of torch's."""
 SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})
 """Operands that are the scale (a logarithm) and the offset of similarities, in CLIP and SigLIP."""
-RESIZED = frozenset({("Resize", 0)} | {("Concat", slot) for slot in range(4)})
+RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot in range(4)})
 """Operands that are a table of positions that is resized, and the rows that are not."""
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 
@@ -141,6 +143,8 @@ class Roles:
             table = self._table(value, numbers, named=True)
             if table.startswith("a table"):
                 return Role(False, table)  # An embedding that is not trained, which the signature does not say.
+        if self.signature.multiplied(name):
+            return Role(True, COMPUTED, doubtful=True)
         return Role(True, "a parameter, as the signature says")
 
     def _by_use(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
@@ -188,7 +192,7 @@ class Roles:
         return Role(False, "equal numbers", constant=True, doubtful=lifted and self.from_torch and len(wide) > 1)
 
     def _is_beside(self, name: str, slot: tuple[str, int]) -> bool:
-        """True if a module that reads `name` reads a tensor that was folded, `name` itself perhaps, as operand `slot`."""
+        """True if a module that reads `name` reads a folded tensor, perhaps `name` itself, as operand `slot`."""
 
         def scopes(tensor: str) -> set[str]:
             return {scope_of(node) for node, _ in self.uses.readers[tensor] if node.op_type != "Identity"}

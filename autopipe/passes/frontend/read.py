@@ -249,7 +249,8 @@ def _survey(
     initializers = {tensor.name for tensor in source.graph.initializer}
     data = tuple(info for info in source.graph.input if info.name not in initializers)
     inputs = bind_inputs(data, dims, batch, batch_axes)
-    weights = Weights.of(source, roles_of(source), chosen)
+    roles = roles_of(source)
+    weights = Weights.of(source, roles, chosen)
     interpreted, aliases = interpret(source, inputs, weights)
     chosen.require_matched()
     read = without_unread(interpreted)
@@ -263,6 +264,7 @@ def _survey(
         graph = only_reached(graph, scalar)
     graph.verify()
     tensors = tensors_of(graph, weights.found)
+    left_out = roles.signature.left_out(source.graph) if roles.signature else []
     return Model(
         graph=graph,
         path=source.path,
@@ -277,7 +279,7 @@ def _survey(
             *source.warnings,
             *weights.warnings(),
             *_mixing_warnings(graph, mode),
-            *(trained_warnings(tensors, source.apart) if mode is Mode.TRAIN else ()),
+            *(trained_warnings(tensors, source.apart, left_out) if mode is Mode.TRAIN else ()),
         ),
         source=source,
         aliases=aliases,

@@ -378,7 +378,9 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
             sweep.hold(f"{result}/added", step.added, dtype)
             operands = (operand, f"{result}/added")
         elif step.operator == "Sub":
-            sweep.hold(f"{result}/one", np.ones((), dtype=dtype.value), dtype)
+            sweep.hold(
+                f"{result}/one", np.ones((), dtype=np.float32 if dtype is DType.BFLOAT16 else dtype.value), dtype
+            )
             operands = (f"{result}/one", operand)
         sweep.types[result] = Value(result, dtype, shape)
         attributes = (("perm", step.numbers),) if step.operator == "Transpose" else ()
