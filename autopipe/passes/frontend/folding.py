@@ -35,7 +35,7 @@ SAMPLED = 64
 MOST_AXES = 4
 """Axes up to which every transposition is tried."""
 MASKED = -10.0
-"""What a mask adds is at most this where it hides a position."""
+"""Most that a mask adds where it hides a position."""
 LOOKUPS = frozenset({"expand", "embedding", "index", "index_select", "gather", "select", "repeat", "tile"})
 """Traced operators after which the rows of one parameter may stand several times."""
 

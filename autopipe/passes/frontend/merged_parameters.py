@@ -487,8 +487,10 @@ def _named(
                 drawn[merged] = array is not None and is_drawn(array)
             scopes = {scope_of(graph.node[position]) for position, _ in readers.get(merged, ())} - {""}
             own = {scope_of(graph.node[position]) for position, _ in readers.get(name, ())}
-            if not plain[merged] and (own <= scopes or drawn[merged]):
-                continue  # The same module, called again, or a tensor that several modules read.
+            # Layers that were copied begin with equal weights, which stand second; what stands first comes from outside.
+            outer = drawn[merged] and all(slot == 0 for _, slot in readers.get(name, ()))
+            if not plain[merged] and (own <= scopes or outer):
+                continue  # The same module, called again, or a tensor that several modules are given.
         node.output[0] = f"{name}{NAMESAKE}"
         for read in readers.get(name, ()):
             yield read, merged, name

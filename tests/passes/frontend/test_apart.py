@@ -132,6 +132,18 @@ def test_folded_matrices_are_one_where_the_same_module_is_called(second: str, co
     assert len(weights(read.graph)) == count
 
 
+def test_a_table_that_two_modules_are_given_is_one(tmp_path: Path) -> None:
+    """DeBERTa's table of relative positions, which stands first in the products of every layer."""
+    nodes = [
+        node("Identity", "onnx::MatMul_1", "onnx::MatMul_2"),
+        node("MatMul", "onnx::MatMul_1 x", "h"),
+        node("MatMul", "onnx::MatMul_2 h", "y"),
+    ]
+    nodes[1].name, nodes[2].name = "/layer/MatMul", "/other/MatMul"
+    read = read_model(saved(torch_export(nodes, {"x": [5, 4]}, {"onnx::MatMul_1": floats(5, 5)}), tmp_path))
+    assert len(weights(read.graph)) == 1
+
+
 def test_offsets_of_other_files_are_one_a_use_and_the_user_is_told(tmp_path: Path) -> None:
     nodes = [*TWO_LAYERS[:1], node("Gemm", "h v b", "z"), node("SoftmaxCrossEntropyLoss", "z labels", "y")]
     held = {"w": floats(5, 5), "v": floats(5, 5, seed=1), "b": np.zeros(5, np.float32)}

@@ -110,3 +110,25 @@ def test_an_embedding_of_waves_is_not_trained(tmp_path: Path) -> None:
     held = {"p": np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32), "w": floats(6, 2)}
     nodes = [node("Gather", "p x", "e"), node("MatMul", "e w", "y")]
     checked(torch_export(nodes, {"x": (INT64, [2, 3])}, held, ("p", "w")), tmp_path, {"w": floats(6, 2)})
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_is_1_minus_a_parameter_is_computed_from_it(signed: bool, tmp_path: Path) -> None:
+    """RWKV's mixes of a position and the one before."""
+    held = {"mix": floats(1, 1, 5)}
+    held["onnx::Mul_7"] = 1 - held["mix"]
+    nodes = [node("Mul", "x mix", "a"), node("Mul", "x onnx::Mul_7", "b"), node("Mul", "a b", "y")]
+    named = {"parameters": ("mix",), "folded": {"onnx::Mul_7": ["mix", "sub"]}} if signed else {}
+    proto = torch_export(nodes, {"x": [2, 3, 5]}, held, **named)  # type: ignore[arg-type]
+    checked(proto, tmp_path, {"mix": held["mix"]})
+
+
+def test_a_table_under_a_mask_is_its_rows(tmp_path: Path) -> None:
+    """Swin's biases of shifted windows, one of which hides nothing."""
+    table = floats(5, 2)
+    mask = np.zeros((4, 1, 3, 3), np.float32)
+    mask[2, 0, 0, 1:], mask[3, 0, 2, 2] = -100, -100
+    held = {"add_6": table[PLACES].transpose(2, 0, 1)[None] + mask}
+    folded = {"add_6": ["bias", "index", "masked_fill"]}
+    proto = torch_export([node("Add", "x add_6", "y")], {"x": [4, 2, 3, 3]}, held, ("bias",), folded=folded)
+    checked(proto, tmp_path, {"bias": table})
