@@ -487,7 +487,7 @@ def _named(
                 drawn[merged] = array is not None and is_drawn(array)
             scopes = {scope_of(graph.node[position]) for position, _ in readers.get(merged, ())} - {""}
             own = {scope_of(graph.node[position]) for position, _ in readers.get(name, ())}
-            # Layers that were copied begin with equal weights, which stand second; what stands first comes from outside.
+            # Layers that were copied begin with equal weights, second operands; the first are given to them.
             outer = drawn[merged] and all(slot == 0 for _, slot in readers.get(name, ()))
             if not plain[merged] and (own <= scopes or outer):
                 continue  # The same module, called again, or a tensor that several modules are given.
