@@ -1,1 +1,4 @@
-"""Strategies: one a file, each choosing a placement for a problem."""
+"""Strategies: a file or a folder each, that chooses a placement for a problem.
+
+A strategy imports what stands below placement (schedule, sharding, partition, cost, analysis, solvers), and no other.
+"""
