@@ -20,7 +20,8 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.auto.candidates import Candidate, LeftOutError, candidates, strategies_of
 from autopipe.passes.auto.plan_cache import FORMAT, Store, answer_form, answer_key, answer_of
-from autopipe.passes.auto.search import CandidateTrial, PlanSearch, SpeculativePool
+from autopipe.passes.auto.search import CandidateTrial, PlanSearch
+from autopipe.passes.auto.workers import SpeculativePool
 from autopipe.passes.batching import AUTO_PER_DEVICE, Division, climb, divisors
 from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stage_work import holders_of, stage_work

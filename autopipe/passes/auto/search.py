@@ -4,15 +4,9 @@ still win.
 
 from __future__ import annotations
 
-import json
 import math
-import multiprocessing
-import os
-import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -37,6 +31,7 @@ from autopipe.passes.auto.plan_cache import (
     schedule_form,
     schedule_of,
 )
+from autopipe.passes.auto.workers import Answer, SpeculativePool, Work
 from autopipe.passes.batching import Batching
 from autopipe.passes.pipeline import (
     Placed,
@@ -52,108 +47,6 @@ from autopipe.passes.pipeline import (
 )
 from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.limits import SAME, lower_bound
-
-Answer = dict[str, object]
-"""Lists, dicts and scalars."""
-Work = Callable[[], Answer]
-
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """A process that is a copy of this one, which knows all that has been read and costed so far."""
-
-    pool: ProcessPoolExecutor
-    number: Future[int]
-    """Of the process."""
-    answers: tuple[Future[str], ...]
-
-
-class SpeculativePool:
-    """Work that is wanted soon, some of it begun. All processes are ended with the block that it is used in.
-
-    Answers do not depend on one another, so that they are the same as if each piece were done in its turn.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        """Processes at work at a time; with fewer than two nothing is begun ahead."""
-        self._waiting: deque[dict[str, Work]] = deque()
-        """Work of processes that are to come, by key."""
-        self._running: list[_Worker] = []
-        self._answers: dict[str, Future[str]] = {}
-
-    def __enter__(self) -> SpeculativePool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self._running:
-            if worker.number.exception() is None:
-                os.kill(worker.number.result(), signal.SIGKILL)
-            worker.pool.shutdown()
-        self._running.clear()
-        self._waiting.clear()
-        self._answers.clear()
-
-    def expect(self, works: dict[str, Work]) -> None:
-        """Have work done as soon as a process is free, one piece after the other; what was expected before comes first.
-
-        Each piece goes with the key to ask for its answer by.
-        """
-        if self.workers > 1 and works:
-            self._waiting.append(works)
-            self._begin()
-
-    def is_coming(self, key: str) -> bool:
-        """True if it is expected and nobody has asked for the answer yet."""
-        return key in self._answers or any(key in works for works in self._waiting)
-
-    def answer(self, key: str, seconds: float | None = None) -> Answer | None:
-        """Result of the work expected as `key`, once it is done.
-
-        None where none was begun, where it or its process failed, and where it takes longer than `seconds` from now.
-        """
-        end = math.inf if seconds is None else time.monotonic() + seconds
-        while self.is_coming(key):
-            awaited = [self._answers[key]] if key in self._answers else self._unanswered()
-            left = None if seconds is None else max(0.0, end - time.monotonic())
-            if not wait(awaited, left, FIRST_COMPLETED).done:
-                return None
-            self._begin()
-            found = self._answers.get(key)
-            if found is not None and found.done():
-                del self._answers[key]
-                return None if found.exception() else json.loads(found.result())
-        return None
-
-    def _unanswered(self) -> list[Future[str]]:
-        return [each for worker in self._running for each in worker.answers if not each.done()]
-
-    def _begin(self) -> None:
-        for worker in [each for each in self._running if all(answer.done() for answer in each.answers)]:
-            worker.pool.shutdown(wait=False)
-            self._running.remove(worker)
-        while self._waiting and len(self._running) < self.workers:
-            works = self._waiting.popleft()
-            # A forked process is given its work as it stands: nothing but the keys and answers is pickled.
-            context = multiprocessing.get_context("fork")
-            pool = ProcessPoolExecutor(1, context, initializer=_take, initargs=(works,))
-            number = pool.submit(os.getpid)
-            answers = {key: pool.submit(_answer, key) for key in works}
-            self._answers |= answers
-            self._running.append(_Worker(pool, number, tuple(answers.values())))
-
-
-_taken: dict[str, Work] = {}
-"""In a process of a pool the work that it does."""
-
-
-def _take(works: dict[str, Work]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _taken.update(works)
-
-
-def _answer(key: str) -> str:
-    return json.dumps(_taken[key]())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from autopipe.passes.auto.search import SpeculativePool
+from autopipe.passes.auto.workers import SpeculativePool
 
 
 def test_answers_are_those_of_the_work_in_whatever_order_they_are_asked_for():
