@@ -64,6 +64,8 @@ SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})
 """Operands that are the scale (a logarithm) and the offset of similarities, in CLIP and SigLIP."""
 RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot in range(4)})
 """Operands that are a table of positions that is resized, and the rows that are not."""
+BESIDE = (("Exp", 0), ("Resize", 0))
+"""Operands by which scales of similarities and tables that are resized are known."""
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 
 Numbers = Callable[[], "np.ndarray | None"]
@@ -93,6 +95,8 @@ class Roles:
     """True if one of torch's exporters wrote the file, which keep every parameter among the initializers."""
     settled: bool
     """True if the scales that torch's modules name all have numbers of their own: the model has been trained."""
+    folded_scopes: Mapping[tuple[str, int], frozenset[str]]
+    """For each operand of `BESIDE` the modules that read a folded tensor there; none in files that are not torch's."""
     samples: frozenset[int]
     """The first extents of the inputs, where the file fixes them."""
 
@@ -193,14 +197,7 @@ class Roles:
 
     def _is_beside(self, name: str, slot: tuple[str, int]) -> bool:
         """True if a module that reads `name` reads a folded tensor, perhaps `name` itself, as operand `slot`."""
-
-        def scopes(tensor: str) -> set[str]:
-            return {scope_of(node) for node, _ in self.uses.readers[tensor] if node.op_type != "Identity"}
-
-        return any(
-            LIFTED.fullmatch(other) and slot in self.uses.slots(other) and scopes(name) & scopes(other)
-            for other in self.uses.readers
-        )
+        return not self.folded_scopes[slot].isdisjoint(_scopes(self.uses, name))
 
     def _table(self, value: Value, numbers: Numbers, named: bool) -> str:
         if value.bytes > LARGEST_LOOK or value.elements < 2:
@@ -220,18 +217,29 @@ def roles_of(source: Source) -> Roles:
     """The roles in a file; raises ModelError where its own statement of parameters is not a list of names."""
     signature = Signature.of(source.graph, source.metadata)
     stated, uses = _stated(source.metadata), Uses.of(source.nodes)
+    lifted = [name for name in uses.readers if source.producer == PRODUCER and LIFTED.fullmatch(name)]
+    slots = {name: uses.slots(name) for name in lifted}
     return Roles(
         uses=uses,
         stated=stated,
         signature=signature,
         from_torch=source.producer == PRODUCER,
         settled=source.producer == PRODUCER and not signature and stated is None and _is_settled(source, uses),
+        folded_scopes={
+            slot: frozenset(scope for name in lifted if slot in slots[name] for scope in _scopes(uses, name))
+            for slot in BESIDE
+        },
         samples=frozenset(
             info.type.tensor_type.shape.dim[0].dim_value
             for info in source.graph.input
             if info.type.tensor_type.shape.dim
         ),
     )
+
+
+def _scopes(uses: Uses, name: str) -> set[str]:
+    """The modules that read a tensor; an Identity is in none."""
+    return {scope_of(node) for node, _ in uses.readers.get(name, ()) if node.op_type != "Identity"}
 
 
 def _is_angle(uses: Uses, name: str) -> bool:

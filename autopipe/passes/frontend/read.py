@@ -264,7 +264,7 @@ def _survey(
         graph = only_reached(graph, scalar)
     graph.verify()
     tensors = tensors_of(graph, weights.found)
-    left_out = roles.signature.left_out(source.graph) if roles.signature else []
+    left_out = roles.signature.left_out(source.graph) if roles.signature and mode is Mode.TRAIN else []
     return Model(
         graph=graph,
         path=source.path,

@@ -151,3 +151,13 @@ def test_offsets_of_other_files_are_one_a_use_and_the_user_is_told(tmp_path: Pat
     read = read_model(saved(proto, tmp_path))
     assert weights(read.graph) == {"w": True, "v": True, "b": True, "b/gemm_z": True}
     assert any("'b/gemm_z': trained apart" in each for each in read.warnings)
+
+
+def test_equal_numbers_that_nothing_reads_are_no_table(tmp_path: Path) -> None:
+    """Beside a new table that is resized there may be tensors without a reader."""
+    sizes = np.array([1, 1, 4, 4])
+    nodes = [node("Resize", "onnx::Resize_1   sizes", "r", mode="nearest"), node("Add", "x r", "y")]
+    nodes[0].input[:] = ["onnx::Resize_1", "", "", "sizes"]
+    held = {"onnx::Resize_1": np.zeros((1, 1, 2, 2), np.float32), "onnx::Concat_2": np.zeros((3, 2), np.float32)}
+    read = read_model(saved(torch_export(nodes, {"x": [1, 1, 4, 4]}, {**held, "sizes": sizes}), tmp_path))
+    assert weights(read.graph) == {"onnx::Resize_1": True}
