@@ -37,15 +37,15 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(
         prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
     ) as scratch:
-        made, former = Path(scratch, "made"), Path(scratch, "former")
+        made, previous = Path(scratch, "made"), Path(scratch, "previous")
         made.mkdir()
         yield made
         replaced = folder.exists()
         if replaced:
-            folder.rename(former)
+            folder.rename(previous)
         try:
             made.rename(folder)
         except OSError:
             if replaced:
-                former.rename(folder)
+                previous.rename(folder)
             raise

@@ -7,7 +7,6 @@ shared state are tried for what these results promise most for, at last all sche
 from __future__ import annotations
 
 import math
-import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +20,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.auto.candidates import Candidate, LeftOutError, candidates, strategies_of
 from autopipe.passes.auto.plan_cache import FORMAT, Store, answer_form, answer_key, answer_of
 from autopipe.passes.auto.search import CandidateTrial, PlanSearch
-from autopipe.passes.auto.workers import SpeculativePool
+from autopipe.passes.auto.workers import SpeculativePool, free_cores
 from autopipe.passes.batching import AUTO_PER_DEVICE, Division, climb, divisors
 from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stage_work import holders_of, stage_work
@@ -327,13 +326,6 @@ def chosen(search: PlanSearch, runner: Runner) -> PlanResult:
     found = assemble_plan(settled, best.candidate.strategy, run.scheduler, best.placed, run.scheduled, runner)
     rows = tuple(row for each in search.tried for row in each.alternatives(request))
     return replace(found, plan=replace(found.plan, alternatives=rows))
-
-
-def free_cores() -> int:
-    """Cores that this process may use; 1 where processes cannot be copied."""
-    if not hasattr(os, "fork"):
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic) -> PlanSearch:

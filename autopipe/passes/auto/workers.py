@@ -23,6 +23,13 @@ Work = Callable[[], Answer]
 _CHUNK = 2**16
 
 
+def free_cores() -> int:
+    """Cores that this process may use; 1 where processes cannot be copied."""
+    if not hasattr(os, "fork"):
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(slots=True, eq=False)
 class SpeculativePool:
     """Work that is wanted soon, some of it begun. All processes are ended with the block that it is used in."""

@@ -246,13 +246,7 @@ class _Folds:
         if (masked := self._masked(parameter, array)) is not None:
             return masked
         if self._may_be_expanded(value, array) and _is_repeated(array):
-            place = parameter.storage
-            assert isinstance(place, FileSlice)
-            first = Value(f"{value.name}{ROW}", value.dtype, (1, *value.shape[1:]))
-            row = replace(parameter, value=first, storage=replace(place, length=place.length // value.shape[0]))
-            inner = self._looked_up(row, array[:1])
-            expanded = Step("Expand", value.shape)
-            return Folded(value, row, (expanded,)) if inner is None else replace(inner, steps=(*inner.steps, expanded))
+            return self._of_row(parameter, array, 0, Step("Expand", value.shape))
         return self._looked_up(parameter, array) or self._logarithm(parameter, array)
 
     def _looked_up(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
@@ -287,17 +281,20 @@ class _Folds:
         for axis in range(1, mask.ndim):
             first = mask.take([0], axis)
             mask = first if np.array_equal(np.broadcast_to(first, mask.shape), mask) else mask
+        return self._of_row(parameter, array, plain, Step("Add", parameter.value.shape, added=mask))
+
+    def _of_row(self, parameter: Parameter, array: np.ndarray, at: int, step: Step) -> Folded:
+        """A tensor that `step` makes of one row of its first axis, which may hold rows of a table."""
         value, place = parameter.value, parameter.storage
         assert isinstance(place, FileSlice)
         length = place.length // len(array)
-        base = replace(
+        row = replace(
             parameter,
             value=Value(f"{value.name}{ROW}", value.dtype, (1, *value.shape[1:])),
-            storage=replace(place, offset=place.offset + plain * length, length=length),
+            storage=replace(place, offset=place.offset + at * length, length=length),
         )
-        added = Step("Add", value.shape, added=mask)
-        inner = self._looked_up(base, row)
-        return Folded(value, base, (added,)) if inner is None else replace(inner, steps=(*inner.steps, added))
+        inner = self._looked_up(row, array[at : at + 1])
+        return Folded(value, row, (step,)) if inner is None else replace(inner, steps=(*inner.steps, step))
 
     def _may_be_expanded(self, value: Value, array: np.ndarray) -> bool:
         """True if equal rows may come from an expansion along the samples, rather than from a new model."""

@@ -474,22 +474,21 @@ def _named(
     names = {node.output[0]: node.input[0] for node in graph.node if _is_name(node, held)}
     outputs = {info.name for info in graph.output}
     readers = _readers(graph, {**held, **names})
-    plain: dict[str, bool] = {}
-    drawn: dict[str, bool] = {}
+    looked: dict[str, tuple[bool, bool]] = {}
     for node in graph.node:
         if not _is_name(node, held) or node.output[0] in outputs:
             continue
         name, merged = node.output[0], node.input[0]
         if LIFTED.fullmatch(name):
-            if merged not in plain:
+            if merged not in looked:
                 array = numbers(held[merged])
-                plain[merged] = array is None or is_uniform(array)
-                drawn[merged] = array is not None and is_drawn(array)
+                looked[merged] = (True, False) if array is None else (is_uniform(array), is_drawn(array))
+            plain, drawn = looked[merged]
             scopes = {scope_of(graph.node[position]) for position, _ in readers.get(merged, ())} - {""}
             own = {scope_of(graph.node[position]) for position, _ in readers.get(name, ())}
             # Layers that were copied begin with equal weights, second operands; the first are given to them.
-            outer = drawn[merged] and all(slot == 0 for _, slot in readers.get(name, ()))
-            if not plain[merged] and (own <= scopes or outer):
+            outer = drawn and all(slot == 0 for _, slot in readers.get(name, ()))
+            if not plain and (own <= scopes or outer):
                 continue  # The same module, called again, or a tensor that several modules are given.
         node.output[0] = f"{name}{NAMESAKE}"
         for read in readers.get(name, ()):
