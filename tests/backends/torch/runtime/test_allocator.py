@@ -15,7 +15,7 @@ import torch
 from autopipe.backends.torch.runtime.host import keep_freed_memory
 
 keep_freed_memory()
-for step in range(5):
+for step in range(16):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for megabytes in (1, 24, 48, 96):
         torch.ones(megabytes * 2**18)
@@ -26,8 +26,8 @@ for step in range(5):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
 def test_blocks_of_any_size_are_asked_of_the_system_once() -> None:
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
-    # Where the heap begins is drawn at random: a small block may find its place in the second step alone.
-    first, _, *later = map(int, done.stdout.split())
+    # Where the heap begins is drawn at random: blocks may take a few steps to find the places that they then keep.
+    faults = [int(line) for line in done.stdout.split()]
     pages = 96 * 2**20 // resource.getpagesize()
-    assert first >= pages
-    assert max(later) < pages / 100
+    assert faults[0] >= pages
+    assert max(faults[8:]) < pages / 100
