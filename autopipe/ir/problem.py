@@ -139,6 +139,11 @@ class Problem:
         """True if backward and update are part of a step."""
         return self.mode is Mode.TRAIN
 
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The values that a step computes: the loss where it trains, else the graph's outputs."""
+        return (self.loss,) if self.train and self.loss is not None else self.graph.outputs
+
     def memory_of(self, device: int) -> int:
         """Bytes that may be used on a device."""
         own = self.cluster.devices[device].memory_bytes

@@ -88,8 +88,7 @@ class StageWork:
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     """The work of each stage, in order: nodes that no wanted output depends on are left out."""
     graph = problem.graph
-    wanted = (problem.loss,) if problem.train and problem.loss is not None else graph.outputs
-    plans = assign_nodes(graph, placement, wanted)
+    plans = assign_nodes(graph, placement, problem.wanted)
     problems = problems_of_stages(problem, placement)
     by_size = {own.micro_batch_size: own.graph for own in problems}
     assigners = {size: _assigner(own) for size, own in by_size.items()}

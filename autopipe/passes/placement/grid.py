@@ -26,7 +26,7 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import ResolvedConstraint, required_sizes, resolved_constraints
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
-from autopipe.passes.analysis.stage_nodes import assign_nodes
+from autopipe.passes.analysis.stage_nodes import live_nodes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory import State, state_of, static_memory
@@ -133,10 +133,7 @@ class Bounds:
     @staticmethod
     def of(problem: Problem, chunks: int) -> Bounds:
         """The bounds of a problem, for `chunks` stages a group."""
-        whole = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
-        wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
-        (plan,) = assign_nodes(problem.graph, Placement((whole,)), wanted)
-        is_live = np.isin(np.arange(len(problem.graph.nodes)), [node for node, _ in plan.nodes])
+        is_live = np.isin(np.arange(len(problem.graph.nodes)), live_nodes(problem.graph, problem.wanted))
         state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
         return Bounds(problem, chunks, is_live, state)
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from autopipe.ir.cluster import Cluster, Device
 from autopipe.ir.errors import REFUSALS, AutopipeError, InfeasibleError
-from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Constraint, Problem
-from autopipe.passes.analysis.stage_nodes import assign_nodes
+from autopipe.passes.analysis.stage_nodes import live_nodes
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.cost.roofline import node_seconds
@@ -112,11 +112,7 @@ def ideal_s(problem: Problem) -> float:
     that is least; shares of it are counted as that part of what it takes, and launches as nothing.
     """
     counts = Counter(problem.cluster.devices)
-    # The nodes that a step runs.
-    model = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
-    wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
-    (plan,) = assign_nodes(problem.graph, Placement((model,)), wanted)
-    work = [problem.work[node] for node, _ in plan.nodes]
+    work = [problem.work[node] for node in live_nodes(problem.graph, problem.wanted)]
     seconds = []
     for kind in counts:
         forward, backward = node_seconds(work, replace(kind, launch_latency_s=0.0), problem.precision)

@@ -176,8 +176,7 @@ class SplitProblem:
 def split_problem(problem: Problem, placement: Placement, fixed: Mapping[int, Splits]) -> SplitProblem:
     """The insides of `placement`'s stages, with the splits of `fixed` nodes as they are there."""
     graph = problem.graph
-    wanted = (problem.loss,) if problem.train and problem.loss is not None else graph.outputs
-    plans = assign_nodes(graph, placement, wanted)
+    plans = assign_nodes(graph, placement, problem.wanted)
     computed = [{node for node, _ in plan.nodes} for plan in plans]
     whole: Splits = ()
     # What several stages compute for themselves is cheap; splits of one group mean nothing on another.

@@ -19,7 +19,7 @@ from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, resolved_constraints
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.analysis.stage_nodes import assign_nodes
+from autopipe.passes.analysis.stage_nodes import live_nodes
 from autopipe.passes.batching import divisors
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory import state_of
@@ -222,10 +222,8 @@ class Bounds:
 
     @staticmethod
     def of(problem: Problem) -> Bounds:
-        whole = Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size)
-        wanted = (problem.loss,) if problem.train and problem.loss is not None else problem.graph.outputs
-        (plan,) = assign_nodes(problem.graph, Placement((whole,)), wanted)
-        return Bounds(problem, np.isin(np.arange(len(problem.graph.nodes)), [node for node, _ in plan.nodes]))
+        live = live_nodes(problem.graph, problem.wanted)
+        return Bounds(problem, np.isin(np.arange(len(problem.graph.nodes)), live))
 
     def step_s(self, mesh: Mesh, micro_batches: int) -> float:
         """Seconds that no step can be shorter than: the fullest stage does a fair part of the work at least.
