@@ -29,16 +29,12 @@ class PeakRates:
 
     fp32: Peak
     """Peak of 32-bit floating point."""
-
     tf32: Peak | None = None
     """Peak of matrix units on 32-bit values rounded to 19 bits."""
-
     fp16: Peak | None = None
     """Peak of 16-bit floating point, matrix units included; fp32's rate where it is not given."""
-
     bf16: Peak | None = None
     """Peak of bfloat16, matrix units included; fp32's rate where it is not given."""
-
     fp64: Peak | None = None
     """Peak of 64-bit floating point."""
 
@@ -49,22 +45,16 @@ class Efficiencies:
 
     matmul: Fraction
     """Matrix products."""
-
     convolution: Fraction
     """Convolutions."""
-
     elementwise: Fraction
     """Operators on each element by itself."""
-
     normalization: Fraction
     """Softmax, batch and layer normalization."""
-
     reduction: Fraction
     """Sums, means and maxima over axes, pooling."""
-
     memory: Fraction
     """Operators that only move data: transpose, concatenate, gather."""
-
     recurrent: Fraction
     """LSTM, GRU and RNN."""
 
@@ -75,19 +65,14 @@ class DeviceDescription:
 
     name: str
     """The product's name."""
-
     memory: Annotated[int, BYTES, AtLeast(1)]
     """Memory a program may use."""
-
     peak: PeakRates
     """Peak rates by precision."""
-
     bandwidth: Bandwidth
     """Bandwidth between the device and its own memory."""
-
     launch_latency: Latency
     """Time from one kernel's end to the next one's start, when each is launched by itself."""
-
     efficiency: Efficiencies
     """Fractions of peak and bandwidth that classes of operators reach."""
 
@@ -98,13 +83,10 @@ class LevelDescription:
 
     name: str
     """Kind of group, such as `node` or `cluster`."""
-
     latency: Latency
     """Time before the first byte arrives."""
-
     bandwidth: Bandwidth
     """Bandwidth from one device to another, in one direction."""
-
     size: DeviceCount | None = None
     """Members of the level below in one group; at the outermost level, `null` for as many as are needed."""
 
@@ -134,13 +116,10 @@ class GroupDescription:
 
     name: str
     """A name for reports."""
-
     device: DeviceDescription | str
     """The kind of device, or the name of a preset whose device it is."""
-
     count: DeviceCount
     """Number of devices."""
-
     levels: tuple[LevelDescription, ...] = ()
     """The group's own links, from the innermost (devices in a node) outwards; the preset's where none are given and
     `device` names one."""
@@ -151,17 +130,13 @@ class ClusterDescription:
     """Devices of one kind in a hierarchy of nodes, or groups of devices of different kinds."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("device", "groups"),)
-
     name: str
     """A name for reports."""
-
     levels: tuple[LevelDescription, ...]
     """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups` the one level that
     joins them."""
-
     device: DeviceDescription | None = None
     """The kind of device, where there is but one."""
-
     groups: tuple[GroupDescription, ...] = ()
     """The groups of a mixed cluster, in the order in which devices are counted: `gpus` takes the first ones."""
 

@@ -36,13 +36,10 @@ class Choice:
     """A name and its options, not checked yet."""
 
     selectors: ClassVar[tuple[str, ...]] = ("name",)
-
     name: str
     """Its name."""
-
     options: Annotated[tuple[tuple[str, Entry], ...], Rest(Entry.plain)] = field(default=())
     """The options of the one that is named, under their own names."""
-
     place: Annotated[Place, Origin("name")] = field(default=Place("the defaults"), compare=False)
     """Where the name was written."""
 
@@ -67,16 +64,12 @@ class Model:
 
     path: Annotated[str, FilePath()] | None = None
     """The ONNX file, where the command line does not name it."""
-
     dims: tuple[tuple[str, Count], ...] = ()
     """Extents of symbolic dimensions by name, such as `{seq: 128}`."""
-
     batch_axes: tuple[tuple[str, Annotated[int, AtLeast(0)] | None], ...] = ()
     """The batch axis by name of the input; `null` for an input without one. Axis 0 where an input is not listed."""
-
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained: globs over their names, or regular expressions after `re:`."""
-
     trainable: tuple[str, ...] = ()
     """Tensors that are trained whatever the file says, and though `frozen` matches them too: patterns as there."""
 
@@ -87,7 +80,6 @@ class CrossEntropy:
 
     logits: str
     """The output with the scores, classes on its last axis."""
-
     labels: str
     """The input, added to the graph, with the class of each row."""
 
@@ -106,22 +98,16 @@ class Optimizer:
 
     name: Literal["sgd", "adamw"] = "sgd"
     """The algorithm."""
-
     lr: Rate = 0.01
     """Learning rate."""
-
     momentum: Rate = 0.0
     """Momentum of `sgd`."""
-
     weight_decay: Rate = 0.0
     """Weight decay: added to the gradient by `sgd`, decoupled from it by `adamw`."""
-
     betas: tuple[Rate, Rate] = (0.9, 0.999)
     """Decay rates of `adamw`'s averages, below 1."""
-
     eps: Annotated[float, Above(0)] = 1e-8
     """Term added to `adamw`'s denominator."""
-
     shard: bool | None = None
     """Share out what the optimizer keeps among the devices that hold the same parameters, and the update with it
     (ZeRO-1); `null` leaves it to strategy `auto`, and is `false` under any other."""
@@ -139,22 +125,16 @@ class ClusterChoice:
 
     selectors: ClassVar[tuple[str, ...]] = ("preset", "file", "inline")
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("preset", "file", "inline"),)
-
     preset: str | None = None
     """One of the presets that `autopipe config clusters` lists; `a100-80gb` where no cluster is chosen."""
-
     file: Annotated[str, FilePath()] | None = None
     """A YAML file with the description of a cluster."""
-
     inline: ClusterDescription | None = None
     """The description itself."""
-
     nodes: DeviceCount | None = None
     """Number of nodes; as many as `gpus` needs where a preset leaves it open."""
-
     devices_per_node: DeviceCount | None = None
     """Number of devices in each node, in place of the cluster's own."""
-
     straddle: bool = False
     """True if a stage may have devices of different kinds. Otherwise none does but where constraints ask for it."""
 
@@ -165,21 +145,16 @@ class Constraint:
 
     match: str
     """A glob over names of nodes, or a regular expression after `re:`."""
-
     stage: Annotated[int, AtLeast(0)] | None = None
     """The stage the nodes are in."""
-
     devices: Literal["all"] | tuple[Annotated[int, AtLeast(0)], ...] | None = None
     """The devices the nodes run on."""
-
     split: tuple[tuple[str, Count], ...] | None = None
     """Degrees by axis of the iteration space, outer to inner over the stage's devices, such as `{b: 2, n: 4}`; devices
     that the degrees leave over compute the same. `{}` splits nothing."""
-
     pipeline: Annotated[int, AtLeast(0)] = 0
     """Which of several pipelines this is for. Each holds the whole model in stages of its own, numbered from 0, and
     they take micro-batches in turn."""
-
     micro_batch_size: Count | None = None
     """Samples of a micro-batch of the nodes' stage, a divisor of those of the step's micro-batches. Strategy `manual`
     follows it."""
@@ -197,64 +172,46 @@ class Configuration:
     """Everything a plan is made from besides the model's file."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("micro_batches", "micro_batch_size"),)
-
     model: Model = field(default=Model())
     """The model and what its file leaves open."""
-
     mode: Literal["train", "infer"] | None = field(default=None, metadata={"flag": "--mode"})
     """Train or infer; `train` where the graph or `loss` gives a loss, else `infer`."""
-
     batch_size: Count | None = field(default=None, metadata={"flag": "--batch-size"})
     """Samples of one step; the batch of one evaluation of the graph times `micro_batches` where it is not given."""
-
     micro_batches: Count | Literal["auto"] = field(default="auto", metadata={"flag": "--micro-batches"})
     """Evaluations of the graph in one step; `auto` lets autopipe choose."""
-
     micro_batch_size: Count | None = field(default=None, metadata={"flag": "--micro-batch-size"})
     """Samples of one evaluation of the graph, in place of `micro_batches`."""
-
     loss: str | Loss | None = None
     """Name of the scalar output to minimise, or a loss to add to the graph."""
-
     optimizer: Optimizer = field(default=Optimizer())
     """How parameters are updated."""
-
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the computation; parameters and their updates stay in fp32."""
-
     recompute: Literal["none", "full", "auto"] | None = None
     """Run each stage's forward again for its backward: never, always, or where memory asks for it; `null` leaves it to
     strategy `auto`, and is `none` under any other."""
-
     cluster: ClusterChoice = field(default=ClusterChoice(preset="a100-80gb"), metadata={"flag": "--cluster"})
     """The cluster to plan for."""
-
     gpus: DeviceCount | None = field(default=None, metadata={"flag": "--gpus"})
     """Number of devices; all of the cluster's (one node's where its nodes are open) where it is not given."""
-
     costs: Literal["roofline", "pase-paper"] | Annotated[str, FilePath()] = field(
         default="roofline", metadata={"flag": "--costs"}
     )
     """Source of costs: `roofline`, operations and bytes against the cluster's figures, or a file that `autopipe
     profile` wrote.
     """
-
     strategy: Choice = field(default=Choice("auto"), metadata={"flag": "--strategy"})
     """The strategy that makes the placement, with its options; `auto` takes the one with the shortest step."""
-
     schedule: Choice = field(default=Choice("auto"), metadata={"flag": "--schedule"})
     """The scheduler that orders the tasks, with its options; `auto` takes the one with the shortest step under strategy
     `auto`, and is `tessel` under any other."""
-
     constraints: tuple[Constraint, ...] = ()
     """Decisions that are already made."""
-
     memory_limit: Annotated[int, BYTES, AtLeast(1)] | None = field(default=None, metadata={"flag": "--memory-limit"})
     """Memory of each device that may be used; all of it where it is not given."""
-
     time_limit: Annotated[float, SECONDS, Above(0)] | None = field(default=None, metadata={"flag": "--time-limit"})
     """Time that each search may take."""
-
     seed: Annotated[int, AtLeast(0)] = 0
     """Seed of searches, and of random weights, data and masks."""
 

@@ -32,10 +32,8 @@ class Place:
 
     source: str
     """A file's path, or a flag such as `--set seed=1`."""
-
     line: int | None = None
     """Line in the file, from 1; None for a flag."""
-
     folder: str = ""
     """Folder that relative paths start from."""
 
@@ -54,13 +52,10 @@ class Entry:
 
     value: str | int | float | bool | tuple[Entry, ...] | dict[str, Entry] | None
     """The value; a mapping keeps the order of the file."""
-
     place: Place = field(compare=False)
     """Where it stands."""
-
     text: str = field(default="", compare=False)
     """A scalar as it was written."""
-
     quoted: bool = field(default=False, compare=False)
     """True if a scalar was written in quotes or as a block."""
 
@@ -265,13 +260,10 @@ class Unit(Spelling):
 
     symbol: str
     """Unit after the prefix, such as `B`."""
-
     noun: str
     """Name of the quantity, with its article."""
-
     example: str
     """A quantity that shows how it is written."""
-
     whole: bool = False
     """True if a quantity is a whole number of units."""
 

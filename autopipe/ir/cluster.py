@@ -23,31 +23,22 @@ class Device:
 
     name: str
     """The product, such as `V100-SXM2-16GB`."""
-
     memory_bytes: int
     """Memory a program may use, in bytes."""
-
     peak_flops: tuple[tuple[str, float], ...]
     """FLOP/s by precision, one multiply-add counted as two."""
-
     bandwidth_bytes_per_s: float
     """Bytes a second between the device and its own memory."""
-
     launch_latency_s: float
     """Seconds from one kernel's end to the next one's start, when each is launched by itself."""
-
     efficiency: tuple[tuple[str, float], ...]
     """Fraction of the peak (or of the bandwidth) reached, by operator class; above 0, at most 1."""
-
     tasks: TaskCosts | None = None
     """Measured cost of tasks besides their operators."""
-
     collectives: tuple[ExchangeCost, ...] = ()
     """Measured cost of collectives of ranks in one node."""
-
     post: Affine | None = None
     """Measured CPU time of posting a message at either end."""
-
     follow: Affine | None = None
     """Measured CPU time of each further message of the same task."""
 
@@ -90,7 +81,6 @@ class Link:
 
     latency_s: float
     """Seconds before the first byte arrives."""
-
     bandwidth_bytes_per_s: float
     """Bytes a second that one device sends to another, in one direction."""
 
@@ -105,10 +95,8 @@ class Level:
 
     name: str
     """Kind of group, such as `node` or `cluster`."""
-
     size: int
     """How many members of the level below one group holds."""
-
     link: Link
     """The link between two members."""
 
@@ -119,10 +107,8 @@ class Group:
 
     name: str = field(compare=False)
     """Name in reports."""
-
     size: int
     """Number of devices."""
-
     levels: tuple[Level, ...]
     """From the innermost (devices in a node) to the outermost in the group."""
 
@@ -140,16 +126,12 @@ class Cluster:
 
     name: str
     """The preset or the file it comes from."""
-
     devices: tuple[Device, ...]
     """One entry a device, in order of their indices."""
-
     levels: tuple[Level, ...]
     """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups` what joins them."""
-
     groups: tuple[Group, ...] = ()
     """Where nodes or links are not everywhere alike: the parts within which they are."""
-
     straddle: bool = False
     """True if a stage may have devices of different kinds without being asked for one by one."""
 

@@ -209,7 +209,6 @@ class DeviceCosts:
     """All that was measured on one kind of device."""
 
     written: ClassVar = ("device", "measured", "tasks", "exchanges", "operations")
-
     device: str
     measured: tuple[str, ...]
     """How, a line for each run of the profiler: what ran where."""

@@ -77,7 +77,6 @@ class Stage:
     """
 
     written: ClassVar = ("devices", "micro_batch_size", "recompute", "pipeline", "nodes", "splits")
-
     nodes: Annotated[tuple[int, ...], Coded(node_ranges, _read_nodes)]
     devices: Annotated[tuple[Index, ...], Filled]
     micro_batch_size: Count
@@ -121,7 +120,6 @@ class Placement:
     """
 
     written: ClassVar = ("stages", "notes")
-
     stages: Annotated[tuple[Stage, ...], Filled]
     proof: SplitProof | None = field(default=None, compare=False)
     """Proof of the splits, where they were searched."""

@@ -179,7 +179,6 @@ class Plan:
         "prediction", "breakdown", "alternatives",
     )  # fmt: skip
     """All but the schedule, which has a file of its own."""
-
     model: str
     """Path of the ONNX file."""
     graph_digest: str

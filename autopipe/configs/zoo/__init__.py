@@ -68,25 +68,18 @@ class ZooModel(ABC):
 
     presets: ClassVar[Mapping[str, Settings]] = {}
     """A published size's name -> the fields it sets, for `--set size=NAME`."""
-
     multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of fields of which the first must be a multiple of the second."""
-
     limits: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of fields of which the first must not exceed the second."""
-
     batch: Count | None = None
     """Extent of axis 0 of every data input; null leaves it a dimension called `batch`."""
-
     loss: bool = False
     """True if labels are an input and the scalar `loss` is the output."""
-
     weights: Literal["random", "none"] = "random"
     """`random` initialises the parameters; `none` writes the graph without their data."""
-
     seed: Annotated[int, AtLeast(0), AtMost(2**63 - 1)] = 0
     """Seed of the initial values."""
-
     opset: Annotated[int, AtLeast(20), AtMost(23)] = 20
     """Version of the operator set."""
 

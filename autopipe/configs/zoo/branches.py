@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autopipe.configs.zoo import Count, Setting, ZooModel
+from autopipe.configs.zoo import Count, Settings, ZooModel, preset
 from autopipe.configs.zoo.builder import (
     GraphBuilder,
+    Initializer,
     classify,
     click_or_not,
     convolution,
@@ -21,19 +22,19 @@ from autopipe.configs.zoo.builder import (
     normal,
     regress,
 )
-from autopipe.configs.zoo.transformers import SPREAD, Layer, add_positions, attention, transformer_layer
+from autopipe.configs.zoo.transformers import SPREAD, Layer, add_positions, attention, transformer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-GRAPHPIPE: Mapping[str, Setting] = {
-    "sequence": 256,
-    "hidden": 1024,
-    "heads": 16,
-    "feed_forward": 4096,
-    "classes": 1000,
-}
+GRAPHPIPE = preset("sequence hidden heads feed_forward classes", 256, 1024, 16, 4096, 1000)
 """The multi-modal transformer of GraphPipe (ASPLOS 2025), appendix A.2; the number of classes is ours."""
+
+
+def classify_mean(graph: GraphBuilder, data: ir.Value, width: int, classes: int, init: Initializer, loss: bool) -> None:
+    """End with a classifier of the mean over positions of `data` [batch, positions, width]."""
+    data = graph.op("ReduceMean", data, graph.constant([1]), keepdims=0)
+    classify(graph, linear(graph, "classifier", data, width, classes, init=init), loss)
 
 
 def dense_layers(graph: GraphBuilder, name: str, data: ir.Value, inputs: int, width: int, count: int) -> ir.Value:
@@ -50,40 +51,30 @@ class TwoBranch(ZooModel):
     input_0, input_1, … [batch, sequence, hidden] -> logits [batch, classes].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # GraphPipe (ASPLOS 2025), section 7: 2 branches of 4 repeats; widths as in its multi-modal transformer.
         "paper": {**GRAPHPIPE, "branches": 2, "repeats": 4},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
-
     branches: Count = 2
     """Parallel branches."""
-
     repeats: Count = 4
     """Times that attention, linear, linear stand in a branch."""
-
     sequence: Count = 16
     """Positions of a sample."""
-
     hidden: Count = 64
     """Width of inputs and attention."""
-
     heads: Count = 4
     """Attention heads."""
-
     feed_forward: Count = 128
     """Width between the two linear layers."""
-
     classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Branches without residuals, their concatenation, mean over positions, classifier."""
-        joined = [self._branch(graph, index) for index in range(self.branches)]
-        data = graph.op("Concat", *joined, axis=-1)
-        data = graph.op("ReduceMean", data, graph.constant([1]), keepdims=0)
+        data = graph.op("Concat", *(self._branch(graph, index) for index in range(self.branches)), axis=-1)
         width = self.branches * self.hidden
-        classify(graph, linear(graph, "classifier", data, width, self.classes, init=lecun(width)), self.loss)
+        classify_mean(graph, data, width, self.classes, lecun(width), self.loss)
 
     def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
         data = graph.input(f"input_{index}", self.sequence, self.hidden)
@@ -92,14 +83,13 @@ class TwoBranch(ZooModel):
             for repeat in range(self.repeats):
                 with graph.scope(f"blocks.{repeat}"):
                     data = attention(graph, "attention", layer, data)
-                    init = kaiming(self.hidden)
-                    data = graph.op("Relu", linear(graph, "up", data, self.hidden, self.feed_forward, init=init))
-                    init = lecun(self.feed_forward)
+                    data = linear(graph, "up", data, self.hidden, self.feed_forward, init=kaiming(self.hidden))
+                    data, init = graph.op("Relu", data), lecun(self.feed_forward)
                     data = linear(graph, "down", data, self.feed_forward, self.hidden, init=init)
         return data
 
 
-COMMON: Mapping[str, Setting] = {"vocabulary": 30522, "sequence": 128, "image": 224, "patch": 16}
+COMMON: Settings = {"vocabulary": 30522, "sequence": 128, "image": 224, "patch": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,44 +99,43 @@ class Flava(ZooModel):
     tokens [batch, sequence], image [batch, 3, image, image] -> logits [batch, 2]: do text and image match?
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # The published model.
         "base": {**COMMON, "text_layers": 12, "image_layers": 12, "cross_layers": 6, "hidden": 768, "heads": 12},
         # Tessel (HPCA 2024), figure 15: 24 layers, which we give to each of the three encoders.
         "paper": {**COMMON, "text_layers": 24, "image_layers": 24, "cross_layers": 24, "hidden": 4096, "heads": 32},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"), ("image", "patch"))
-
     text_layers: Count = 2
     """Layers of the text encoder."""
-
     image_layers: Count = 2
     """Layers of the image encoder."""
-
     cross_layers: Count = 2
     """Layers of the cross encoder."""
-
     hidden: Count = 64
     """Width of all three; the feed-forward layers are four times as wide."""
-
     heads: Count = 4
     """Attention heads of a layer."""
-
     vocabulary: Count = 256
     """Rows of the token embedding."""
-
     sequence: Count = 16
     """Tokens of the text; the first stands for the pair in the cross encoder."""
-
     image: Count = 32
     """Height and width of the image."""
-
     patch: Count = 8
     """Height and width of a patch of the image."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Text branch, image branch, cross encoder over both, classifier on the first position."""
-        text, picture = self._text(graph), self._picture(graph)
+        tokens = graph.input("tokens", self.sequence, integer=True)
+        with graph.scope("text"):
+            text, _ = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+            text = self._encoded(graph, add_positions(graph, text, self.sequence, self.hidden), self.text_layers)
+        image = graph.input("image", 3, self.image, self.image)
+        patches = (self.image // self.patch) ** 2
+        with graph.scope("image"):
+            picture = convolution(graph, "patches", image, 3, self.hidden, kernel=self.patch, stride=self.patch)
+            picture = graph.op("Transpose", graph.reshape(picture, [0, self.hidden, patches]), perm=[0, 2, 1])
+            picture = self._encoded(graph, add_positions(graph, picture, patches, self.hidden), self.image_layers)
         with graph.scope("cross"):
             text = linear(graph, "text_projection", text, self.hidden, self.hidden, init=SPREAD)
             picture = linear(graph, "image_projection", picture, self.hidden, self.hidden, init=SPREAD)
@@ -154,28 +143,13 @@ class Flava(ZooModel):
             first = graph.op("Gather", data, graph.constant(0), axis=1)
         classify(graph, linear(graph, "classifier", first, self.hidden, 2, init=SPREAD), self.loss)
 
-    def _text(self, graph: GraphBuilder) -> ir.Value:
-        tokens = graph.input("tokens", self.sequence, integer=True)
-        with graph.scope("text"):
-            data, _ = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
-            return self._encoded(graph, add_positions(graph, data, self.sequence, self.hidden), self.text_layers)
-
-    def _picture(self, graph: GraphBuilder) -> ir.Value:
-        image = graph.input("image", 3, self.image, self.image)
-        patches = (self.image // self.patch) ** 2
-        with graph.scope("image"):
-            data = convolution(graph, "patches", image, 3, self.hidden, kernel=self.patch, stride=self.patch)
-            data = graph.op("Transpose", graph.reshape(data, [0, self.hidden, patches]), perm=[0, 2, 1])
-            return self._encoded(graph, add_positions(graph, data, patches, self.hidden), self.image_layers)
-
     def _encoded(self, graph: GraphBuilder, data: ir.Value, layers: int) -> ir.Value:
         layer = Layer(self.hidden, self.heads, 4 * self.hidden)
-        for index in range(layers):
-            data = transformer_layer(graph, f"layers.{index}", layer, data)
+        data = transformer(graph, "layers", layers, layer, data)
         return layer_norm(graph, "norm", data, self.hidden)
 
 
-PAPER: Mapping[str, Setting] = {"layers": 4, "features": 4096, "hidden": 4096, "top_layers": 4}
+PAPER: Settings = {"layers": 4, "features": 4096, "hidden": 4096, "top_layers": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,39 +159,32 @@ class CandleUno(ZooModel):
     features_0, features_1, … [batch, features] -> prediction [batch, 1]; its loss is the mean squared error.
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the branches.
         "paper": {**PAPER, "branches": 7},
         # The widest of its comparison by number of branches.
         "16-branches": {**PAPER, "branches": 16},
     }
-
     branches: Count = 7
     """Groups of features, each with layers of its own."""
-
     layers: Count = 2
     """Linear layers of a branch."""
-
     features: Count = 16
     """Features of a group."""
-
     hidden: Count = 32
     """Width of the linear layers."""
-
     top_layers: Count = 2
     """Linear layers after the branches are joined, not counting the one that gives the prediction."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Branches, concatenated, linear layers, one number."""
-        joined = [self._branch(graph, index) for index in range(self.branches)]
+        joined = []
+        for index in range(self.branches):
+            data = graph.input(f"features_{index}", self.features)
+            with graph.scope(f"branches.{index}"):
+                joined.append(dense_layers(graph, "layers", data, self.features, self.hidden, self.layers))
         data = graph.op("Concat", *joined, axis=1)
         data = dense_layers(graph, "top", data, self.branches * self.hidden, self.hidden, self.top_layers)
         regress(graph, dense(graph, "effect", data, self.hidden, 1, relu=False), self.loss, 1)
-
-    def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
-        data = graph.input(f"features_{index}", self.features)
-        with graph.scope(f"branches.{index}"):
-            return dense_layers(graph, "layers", data, self.features, self.hidden, self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,52 +194,40 @@ class MultiModalTransformer(ZooModel):
     modality_0, modality_1, … [batch, sequence, embedding] -> logits [batch, classes].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         "paper": {**GRAPHPIPE, "embedding": 1024, "branches": 4, "layers": 8},
         # The sequential transformer of its evaluation: as many layers in one branch.
         "sequential": {**GRAPHPIPE, "embedding": 1024, "branches": 1, "layers": 32},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
-
     branches: Count = 4
     """Modalities, each with layers and an input of its own."""
-
     layers: Count = 2
     """Transformer layers of a branch."""
-
     sequence: Count = 16
     """Positions of a sample in every modality."""
-
     embedding: Count = 32
     """Width of the inputs."""
-
     hidden: Count = 64
     """Width of the residual stream."""
-
     heads: Count = 4
     """Attention heads of a layer."""
-
     feed_forward: Count = 256
     """Inner width of the feed-forward layers."""
-
     classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Branches of a projection and layers; their concatenation, mean over positions, classifier."""
         joined = [self._branch(graph, index) for index in range(self.branches)]
         data = graph.op("Concat", *joined, axis=-1) if self.branches > 1 else joined[0]
-        width = self.branches * self.hidden
-        data = graph.op("ReduceMean", data, graph.constant([1]), keepdims=0)
-        classify(graph, linear(graph, "classifier", data, width, self.classes, init=SPREAD), self.loss)
+        classify_mean(graph, data, self.branches * self.hidden, self.classes, SPREAD, self.loss)
 
     def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
         data = graph.input(f"modality_{index}", self.sequence, self.embedding)
         layer = Layer(self.hidden, self.heads, self.feed_forward)
         with graph.scope(f"branches.{index}"):
             data = linear(graph, "projection", data, self.embedding, self.hidden, init=SPREAD)
-            for number in range(self.layers):
-                data = transformer_layer(graph, f"layers.{number}", layer, data)
+            data = transformer(graph, "layers", self.layers, layer, data)
             return layer_norm(graph, "norm", data, self.hidden)
 
 
@@ -283,64 +238,44 @@ class Dlrm(ZooModel):
     dense_0, … [batch, features] and sparse_0, … [batch, bag] of row numbers -> probability [batch, 1].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the interaction.
-        "paper": {
-            "dense_branches": 7,
-            "sparse_branches": 7,
-            "dense_layers": 4,
-            "features": 4096,
-            "hidden": 4096,
-            "rows": 1_000_000,
-            "width": 64,
-            "bag": 100,
-            "top_layers": 4,
-        },
+        "paper": preset(
+            "dense_branches sparse_branches dense_layers features hidden rows width bag top_layers",
+            *(7, 7, 4, 4096, 4096, 1_000_000, 64, 100, 4),
+        ),
     }
-
     dense_branches: Count = 3
     """Branches of linear layers over dense features."""
-
     sparse_branches: Count = 3
     """Embedding tables."""
-
     dense_layers: Count = 2
     """Linear layers of a dense branch."""
-
     features: Count = 16
     """Dense features of a branch."""
-
     hidden: Count = 32
     """Width of the linear layers."""
-
     rows: Count = 1000
     """Rows of a table."""
-
     width: Count = 8
     """Width of a table."""
-
     bag: Count = 4
     """Rows of a table that a sample looks up; they are concatenated."""
-
     top_layers: Count = 2
     """Linear layers after the branches are joined, not counting the one that gives the logit."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Both kinds of branches, concatenated, linear layers, one logit."""
-        joined = [self._dense_branch(graph, index) for index in range(self.dense_branches)]
-        joined += [self._sparse_branch(graph, index) for index in range(self.sparse_branches)]
+        joined = []
+        for index in range(self.dense_branches):
+            data = graph.input(f"dense_{index}", self.features)
+            with graph.scope(f"dense.{index}"):
+                joined.append(dense_layers(graph, "layers", data, self.features, self.hidden, self.dense_layers))
+        for index in range(self.sparse_branches):
+            rows, init = graph.input(f"sparse_{index}", self.bag, integer=True), normal(self.width**-0.5)
+            data, _ = embedding(graph, f"tables.{index}", rows, self.rows, self.width, init=init)
+            with graph.scope(f"tables.{index}"):
+                joined.append(graph.reshape(data, [0, self.bag * self.width]))
         data = graph.op("Concat", *joined, axis=1)
         inputs = self.dense_branches * self.hidden + self.sparse_branches * self.bag * self.width
         data = dense_layers(graph, "top", data, inputs, self.hidden, self.top_layers)
         click_or_not(graph, dense(graph, "click", data, self.hidden, 1, relu=False), self.loss)
-
-    def _dense_branch(self, graph: GraphBuilder, index: int) -> ir.Value:
-        data = graph.input(f"dense_{index}", self.features)
-        with graph.scope(f"dense.{index}"):
-            return dense_layers(graph, "layers", data, self.features, self.hidden, self.dense_layers)
-
-    def _sparse_branch(self, graph: GraphBuilder, index: int) -> ir.Value:
-        chosen = graph.input(f"sparse_{index}", self.bag, integer=True)
-        data, _ = embedding(graph, f"tables.{index}", chosen, self.rows, self.width, init=normal(self.width**-0.5))
-        with graph.scope(f"tables.{index}"):
-            return graph.reshape(data, [0, self.bag * self.width])

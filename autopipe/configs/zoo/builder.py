@@ -27,7 +27,7 @@ from autopipe.ir.errors import ConfigurationError
 IR_VERSION: Final = 10
 """The first version of the format that carries opset 20 and 21; every reader of those opsets knows it."""
 
-Attribute: TypeAlias = int | float | str | Sequence[int] | Sequence[float]
+Attribute: TypeAlias = int | float | str | Sequence[int] | Sequence[float] | ir.TensorProtocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,6 @@ class Initializer:
     scheme: Literal["normal", "uniform", "zeros", "ones"]
     scale: float = 0.0
     """The standard deviation of `normal`, the half-width of `uniform`; unused otherwise."""
-
-    def described(self) -> dict[str, str | float]:
-        """The entry of the model's `autopipe.init` metadata."""
-        size = {"normal": "std", "uniform": "bound"}.get(self.scheme)
-        return {"scheme": self.scheme, **({size: self.scale} if size else {})}
 
 
 ZEROS: Final = Initializer("zeros")
@@ -87,9 +82,7 @@ class GraphBuilder:
     """
 
     def __init__(self, name: str, batch: int | str, opset: int) -> None:
-        self.batch = batch
-        self._name = name
-        self._opset = opset
+        self._name, self.batch, self._opset = name, batch, opset
         self._scopes: list[str] = []
         self._names: Counter[str] = Counter()
         self._nodes: list[ir.Node] = []
@@ -127,15 +120,21 @@ class GraphBuilder:
         """A Constant node: a scalar or vector, int64 of whole numbers and float32 of others."""
         array = np.asarray(value)
         array = array.astype(np.int64 if array.dtype.kind == "i" else np.float32)
-        return self._node("Constant", (), {"value": ir.tensor(array)}, 1)[0]
+        return self.op("Constant", value=ir.tensor(array))
 
-    def op(self, op_type: str, *inputs: ir.Value | None, **attributes: Attribute) -> ir.Value:
+    def op(self, op_type: str, *inputs: ir.Value, **attributes: Attribute) -> ir.Value:
         """Append an operator; returns its only (or first) output."""
-        return self._node(op_type, inputs, attributes, 1)[0]
+        return self.split_op(op_type, 1, *inputs, **attributes)[0]
 
     def split_op(self, op_type: str, outputs: int, *inputs: ir.Value, **attributes: Attribute) -> tuple[ir.Value, ...]:
-        """Append an operator with several outputs and return them all."""
-        return self._node(op_type, inputs, attributes, outputs)
+        """Append an operator named `/scopes/OpType`, numbered from the second of that name on; returns its outputs."""
+        name = "/" + "/".join([*self._scopes, op_type])
+        self._names[name] += 1
+        if self._names[name] > 1:
+            name = f"{name}_{self._names[name] - 1}"
+        results = tuple(ir.Value(name=f"{name}_output_{index}") for index in range(outputs))
+        self._nodes.append(ir.node(op_type, inputs, attributes=attributes, outputs=results, name=name))
+        return results
 
     def reshape(self, data: ir.Value, target: Sequence[int]) -> ir.Value:
         """Reshape to `target`, where 0 keeps an axis."""
@@ -158,7 +157,10 @@ class GraphBuilder:
             self._inputs, self._outputs, nodes=self._nodes, opset_imports={"": self._opset}, name=self._name
         )
         parameters = tuple(self._parameters.values())
-        initial = {parameter.name: parameter.initializer.described() for parameter in parameters}
+        initial: dict[str, dict[str, str | float]] = {}
+        for name, init in ((parameter.name, parameter.initializer) for parameter in parameters):
+            size = {"normal": "std", "uniform": "bound"}.get(init.scheme)
+            initial[name] = {"scheme": init.scheme, **({size: init.scale} if size else {})}
         properties = {
             **metadata,
             "autopipe.parameters": json.dumps([parameter.name for parameter in parameters]),
@@ -171,22 +173,6 @@ class GraphBuilder:
                 onnx.helper.make_tensor_value_info(parameter.name, onnx.TensorProto.FLOAT, parameter.shape)
             )
         return onnx.shape_inference.infer_shapes(proto, strict_mode=True), parameters
-
-    def _node(
-        self,
-        op_type: str,
-        inputs: Sequence[ir.Value | None],
-        attributes: dict[str, Attribute] | dict[str, ir.TensorProtocol],
-        outputs: int,
-    ) -> tuple[ir.Value, ...]:
-        """Append a node named `/scopes/OpType`, numbered from the second of that name on."""
-        name = "/" + "/".join([*self._scopes, op_type])
-        self._names[name] += 1
-        if self._names[name] > 1:
-            name = f"{name}_{self._names[name] - 1}"
-        results = [ir.Value(name=f"{name}_output_{index}") for index in range(outputs)]
-        self._nodes.append(ir.node(op_type, inputs, attributes=attributes, outputs=results, name=name))
-        return tuple(results)
 
 
 def linear(
@@ -229,9 +215,11 @@ def positions(graph: GraphBuilder, length: int) -> ir.Value:
     return graph.op("Range", graph.constant(0), graph.constant(length), graph.constant(1))
 
 
-def float_positions(graph: GraphBuilder, length: int) -> ir.Value:
-    """The float32 vector 0 … length - 1."""
-    return graph.op("Range", graph.constant(0.0), graph.constant(float(length)), graph.constant(1.0))
+def angles(graph: GraphBuilder, length: int, count: int, base: float) -> ir.Value:
+    """float32 [length, count]: position times base^(-i / count), of rotary and of sinusoidal positions."""
+    order = graph.op("Range", graph.constant(0.0), graph.constant(float(length)), graph.constant(1.0))
+    place = graph.op("Unsqueeze", order, graph.constant([1]))
+    return graph.op("Mul", place, graph.constant([base ** (-step / count) for step in range(count)]))
 
 
 def layer_norm(graph: GraphBuilder, name: str, data: ir.Value, width: int, epsilon: float = 1e-5) -> ir.Value:
@@ -291,11 +279,6 @@ def max_pool(graph: GraphBuilder, data: ir.Value, kernel: int, stride: int, padd
     return graph.op("MaxPool", data, kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=[padding] * 4)
 
 
-def pooled(extent: int, kernel: int, stride: int, padding: int = 0) -> int:
-    """Extent of an axis of `extent` after a window of `kernel` with `stride`; 0 or less where it does not fit."""
-    return (extent + 2 * padding - kernel) // stride + 1
-
-
 INLINE_LIMIT: Final = 3 << 29
 """Bytes of parameters (1.5 GiB) up to which they stand in the file itself; protobuf cannot hold 2 GiB."""
 
@@ -315,10 +298,8 @@ class BuiltModel:
 
     skeleton: onnx.ModelProto
     """Its parameters have a type and a shape but no data."""
-
     parameters: tuple[Parameter, ...]
     """In the order in which they were made."""
-
     seed: int | None
     """Seed of the initial values; None leaves parameters without data."""
 
@@ -345,7 +326,14 @@ class BuiltModel:
         Files appear complete or not at all, the one named `path` last. Raises ConfigurationError where the folder
         cannot be written or the disk has too little room.
         """
-        _require_room(path, self.data_bytes)
+        free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+        if path.is_dir():
+            raise ConfigurationError("this is a folder", hint="name the file to write", where=str(path))
+        if not path.parent.is_dir():
+            raise ConfigurationError("there is no such folder to write the model to", where=str(path.parent))
+        if self.data_bytes > free:
+            message = f"its weights need {self.data_bytes / 2**30:.3g} GiB and {free / 2**30:.3g} GiB are free"
+            raise ConfigurationError(message, hint="--set weights=none plans without them", where=str(path.parent))
         beside = self.data_bytes > inline_limit
         try:
             proto = self._with_data_beside(path, progress) if beside else self.to_proto()
@@ -412,19 +400,6 @@ def drawn(parameter: Parameter, seed: int) -> Iterator[npt.NDArray[np.float32]]:
                 yield np.zeros(count, dtype=np.float32)
             case "ones":
                 yield np.ones(count, dtype=np.float32)
-
-
-def _require_room(path: Path, size: int) -> None:
-    """Raise ConfigurationError unless `path` can be a file in a folder that exists and has `size` bytes left."""
-    folder = path.parent
-    if path.is_dir():
-        raise ConfigurationError("this is a folder", hint="name the file to write", where=str(path))
-    if not folder.is_dir():
-        raise ConfigurationError("there is no such folder to write the model to", where=str(folder))
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        message = f"its weights need {size / 2**30:.3g} GiB and {free / 2**30:.3g} GiB are free"
-        raise ConfigurationError(message, hint="--set weights=none plans without them", where=str(folder))
 
 
 def classify(graph: GraphBuilder, logits: ir.Value, loss: bool, *positions: int) -> None:

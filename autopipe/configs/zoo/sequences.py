@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from autopipe.configs.zoo import Count, Setting, ZooModel, preset
+from autopipe.configs.zoo import Count, Settings, ZooModel, preset
 from autopipe.configs.zoo.builder import (
     GraphBuilder,
+    angles,
     embedding,
-    float_positions,
     lecun,
     linear,
     normal,
@@ -21,7 +21,7 @@ from autopipe.configs.zoo.builder import (
     rms_norm,
     uniform,
 )
-from autopipe.configs.zoo.transformers import SPREAD, Layer, causal_mask, tied_logits, transformer_layer
+from autopipe.configs.zoo.transformers import SPREAD, Layer, TransformerModel, causal_mask, tied_logits, transformer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -37,14 +37,14 @@ _MT5 = "layers hidden heads vocabulary tied source target"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mt5(ZooModel):
+class Mt5(TransformerModel):
     """mT5: encoder and decoder over one shared embedding (Xue et al., 2021).
 
     source [batch, source], target [batch, target] -> logits [batch, target, vocabulary]. As in T5: RMS norms, no
     biases, unscaled scores, a learned bias by bucketed distance in place of positions.
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # Tessel (HPCA 2024), table III, whose layers are those of encoder and decoder together: 48, 48, 64, 80.
         # 1.8B parameters need a head of its own, as mT5 has it; the others are tied.
         "1.8b": preset(_MT5, 24, 1024, 16, 512_000, False, 1024, 1024),
@@ -52,31 +52,20 @@ class Mt5(ZooModel):
         "43b": preset(_MT5, 32, 6144, 48, 1_500_000, True, 1024, 1024),
         "88b": preset(_MT5, 40, 8192, 64, 1_500_000, True, 1024, 1024),
     }
-    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
-
     layers: Count = 2
     """Layers of the encoder, and of the decoder."""
-
     hidden: Count = 64
     """Width of the residual stream; the feed-forward layers are four times as wide."""
-
-    heads: Count = 4
-    """Attention heads of a layer."""
-
     vocabulary: Count = 256
     """Rows of the embedding that encoder and decoder share, and extent of the logits."""
-
     tied: bool = True
     """True if the head is the embedding as well, transposed."""
-
     source: Count = 16
     """Tokens that the encoder reads."""
-
     target: Count = 16
     """Tokens that the decoder reads and predicts."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Encoder, decoder, head."""
         source = graph.input("source", self.source, integer=True)
         target = graph.input("target", self.target, integer=True)
         norm = partial(rms_norm, epsilon=1e-6)
@@ -92,15 +81,13 @@ class Mt5(ZooModel):
         )
         memory, table = embedding(graph, "embedding", source, self.vocabulary, self.hidden, init=SPREAD)
         bias = self._distance_bias(graph, "encoder.position_bias", self.source, causal=False)
-        for index in range(self.layers):
-            memory = transformer_layer(graph, f"encoder.{index}", layer, memory, mask=bias)
+        memory = transformer(graph, "encoder", self.layers, layer, memory, mask=bias)
         memory = norm(graph, "encoder.norm", memory, self.hidden)
         with graph.scope("target_embedding"):
             data = graph.op("Gather", table, target, axis=0)
         bias = self._distance_bias(graph, "decoder.position_bias", self.target, causal=True)
         mask = graph.op("Add", bias, causal_mask(graph, self.target))
-        for index in range(self.layers):
-            data = transformer_layer(graph, f"decoder.{index}", layer, data, mask=mask, memory=memory)
+        data = transformer(graph, "decoder", self.layers, layer, data, mask=mask, memory=memory)
         data = norm(graph, "decoder.norm", data, self.hidden)
         if self.tied:
             with graph.scope("head"):
@@ -146,40 +133,23 @@ def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transformer(ZooModel):
+class Transformer(TransformerModel):
     """The encoder-decoder translation model of Vaswani et al. (2017), as PaSE takes it.
 
     source, target [batch, sequence] -> logits [batch, sequence, vocabulary]; norms follow the residual sums.
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 64; the sizes of the original base model.
-        "paper": {
-            "layers": 6,
-            "hidden": 512,
-            "heads": 8,
-            "feed_forward": 2048,
-            "vocabulary": 50_000,
-            "sequence": 256,
-        },
+        "paper": preset("layers hidden heads feed_forward vocabulary sequence", 6, 512, 8, 2048, 50_000, 256),
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"), ("hidden", "waves"))
-
     layers: Count = 2
     """Layers of the encoder, and of the decoder."""
-
-    hidden: Count = 64
-    """Width of the residual stream."""
-
-    heads: Count = 4
-    """Attention heads of a layer."""
-
     feed_forward: Count = 256
     """Inner width of the feed-forward layers."""
-
     vocabulary: Count = 256
     """Rows of each of the two embeddings, and extent of the logits."""
-
     sequence: Count = 16
     """Tokens of the source, and of the target."""
 
@@ -189,7 +159,6 @@ class Transformer(ZooModel):
         return 2
 
     def build(self, graph: GraphBuilder) -> None:
-        """Encoder, decoder, projection."""
         source = graph.input("source", self.sequence, integer=True)
         target = graph.input("target", self.sequence, integer=True)
         init = lecun(self.hidden)
@@ -198,12 +167,10 @@ class Transformer(ZooModel):
         )
         waves = self._sinusoids(graph)
         memory = self._embedded(graph, "source_embedding", source, waves)
-        for index in range(self.layers):
-            memory = transformer_layer(graph, f"encoder.{index}", layer, memory)
+        memory = transformer(graph, "encoder", self.layers, layer, memory)
         mask = causal_mask(graph, self.sequence)
         data = self._embedded(graph, "target_embedding", target, waves)
-        for index in range(self.layers):
-            data = transformer_layer(graph, f"decoder.{index}", layer, data, mask=mask, memory=memory)
+        data = transformer(graph, "decoder", self.layers, layer, data, mask=mask, memory=memory)
         logits = linear(graph, "projection", data, self.hidden, self.vocabulary, init=init, bias=False)
         predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
 
@@ -216,11 +183,8 @@ class Transformer(ZooModel):
 
     def _sinusoids(self, graph: GraphBuilder) -> ir.Value:
         """[sequence, hidden]: sines, then cosines, of position / 10000^(2 i / hidden)."""
-        half = self.hidden // 2
         with graph.scope("positions"):
-            place = graph.op("Unsqueeze", float_positions(graph, self.sequence), graph.constant([1]))
-            frequency = graph.constant([10000.0 ** (-step / half) for step in range(half)])
-            angle = graph.op("Mul", place, frequency)
+            angle = angles(graph, self.sequence, self.hidden // 2, 10000)
             return graph.op("Concat", graph.op("Sin", angle), graph.op("Cos", angle), axis=-1)
 
 
@@ -231,20 +195,16 @@ class RnnLm(ZooModel):
     tokens [batch, sequence] -> logits [batch, sequence, vocabulary].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 64.
         "paper": {"layers": 2, "hidden": 2048, "vocabulary": 100_000, "sequence": 256},
     }
-
     layers: Count = 2
     """LSTM layers."""
-
     hidden: Count = 32
     """Units of a layer and width of the embedding."""
-
     vocabulary: Count = 256
     """Rows of the embedding, and extent of the logits."""
-
     sequence: Count = 16
     """Tokens of a sample."""
 

@@ -1,4 +1,4 @@
-"""Transformer layers as data, and the models that are one stack of them: GPT, BERT, a mixture of experts, Llama."""
+"""Transformer layers, and the models that are one stack of them: GPT, BERT, a mixture of experts, Llama."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
-from autopipe.configs.zoo import Count, Setting, ZooModel, preset
+from autopipe.configs.zoo import Count, Settings, ZooModel, preset
 from autopipe.configs.zoo.builder import (
     ZEROS,
     GraphBuilder,
     Initializer,
+    angles,
     embedding,
-    float_positions,
     layer_norm,
     linear,
     normal,
@@ -187,41 +187,48 @@ def residual(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, subla
     return total if layer.norm_first else layer.norm(graph, f"{name}_norm", total, layer.hidden)
 
 
-def transformer_layer(
+def transformer(
     graph: GraphBuilder,
     name: str,
+    count: int,
     layer: Layer,
     data: ir.Value,
     *,
     mask: ir.Value | None = None,
     memory: ir.Value | None = None,
+    attend: Sublayer | None = None,
+    last: tuple[str, Sublayer] = ("feed_forward", feed_forward),
 ) -> ir.Value:
-    """Attention of `data` to itself under `mask`, to `memory` if there is one, and feed-forward."""
-    with graph.scope(name):
-        data = residual(graph, "attention", layer, data, partial(attention, mask=mask))
-        if memory is not None:
-            data = residual(graph, "cross_attention", layer, data, partial(attention, memory=memory))
-        return residual(graph, "feed_forward", layer, data, feed_forward)
+    """`count` layers called `name.0`, …: attention of `data` to itself and to `memory`, then the sublayer `last`."""
+    for index in range(count):
+        with graph.scope(f"{name}.{index}"):
+            data = residual(graph, "attention", layer, data, attend or partial(attention, mask=mask))
+            if memory is not None:
+                data = residual(graph, "cross_attention", layer, data, partial(attention, memory=memory))
+            data = residual(graph, last[0], layer, data, last[1])
+    return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModel(ZooModel):
-    """Fields of a model that reads `tokens` [batch, sequence]."""
+class TransformerModel(ZooModel):
+    """Fields of a model made of transformer layers."""
 
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
 
     layers: Count = 4
     """Transformer layers."""
-
     hidden: Count = 64
     """Width of the residual stream."""
-
     heads: Count = 4
     """Attention heads of a layer."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel(TransformerModel):
+    """Fields of a model that reads `tokens` [batch, sequence]."""
+
     vocabulary: Count = 256
     """Rows of the embedding, and extent of the logits."""
-
     sequence: Count = 32
     """Tokens of a sample."""
 
@@ -236,7 +243,7 @@ class Gpt(LanguageModel):
     tokens [batch, sequence] -> logits [batch, sequence, vocabulary].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # GPT-2 (Radford et al., 2019).
         "gpt2": preset(_GPT, 12, 768, 12, 50257, 1024),
         "gpt2-xl": preset(_GPT, 48, 1600, 25, 50257, 1024),
@@ -261,7 +268,6 @@ class Gpt(LanguageModel):
     }
 
     def build(self, graph: GraphBuilder) -> None:
-        """Embeddings, pre-norm layers, norm, product with the transposed embedding."""
         tokens = graph.input("tokens", self.sequence, integer=True)
         data, table = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
         with graph.scope("position_embedding"):
@@ -269,8 +275,7 @@ class Gpt(LanguageModel):
         data = add_positions(graph, data, self.sequence, self.hidden, order)
         mask = causal_mask(graph, self.sequence)
         layer = Layer(self.hidden, self.heads, 4 * self.hidden, closing=closing_spread(self.layers))
-        for index in range(self.layers):
-            data = transformer_layer(graph, f"layers.{index}", layer, data, mask=mask)
+        data = transformer(graph, "layers", self.layers, layer, data, mask=mask)
         data = layer_norm(graph, "norm", data, self.hidden)
         with graph.scope("head"):
             logits = tied_logits(graph, data, table)
@@ -284,18 +289,16 @@ class Bert(LanguageModel):
     tokens, token_types, attention_mask [batch, sequence] -> logits [batch, sequence, vocabulary].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         "base": preset(_GPT, 12, 768, 12, 30522, 512),
         "large": preset(_GPT, 24, 1024, 16, 30522, 512),
         # DNABERT (Ji et al., 2021), over all words of six bases and five special tokens; one of TePDist's models.
         "dnabert": preset(_GPT, 12, 768, 12, 4**6 + 5, 512),
     }
-
     hidden: Count = 64
     """Width of the residual stream; the feed-forward layers are four times as wide."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Embeddings, post-norm layers, head: a layer, norm, the product with the embedding, a bias."""
         tokens, token_types, present = (
             graph.input(name, self.sequence, integer=True) for name in ("tokens", "token_types", "attention_mask")
         )
@@ -310,8 +313,7 @@ class Bert(LanguageModel):
             spread = graph.op("Cast", graph.op("Unsqueeze", present, graph.constant([1, 2])), to=1)
             mask = graph.op("Mul", graph.op("Sub", graph.constant(1.0), spread), graph.constant(FORBIDDEN))
         layer = Layer(self.hidden, self.heads, 4 * self.hidden, norm=norm, norm_first=False)
-        for index in range(self.layers):
-            data = transformer_layer(graph, f"layers.{index}", layer, data, mask=mask)
+        data = transformer(graph, "layers", self.layers, layer, data, mask=mask)
         with graph.scope("head"):
             data = graph.op("Gelu", linear(graph, "transform", data, self.hidden, self.hidden, init=SPREAD))
             logits = tied_logits(graph, norm(graph, "norm", data, self.hidden), table)
@@ -319,21 +321,21 @@ class Bert(LanguageModel):
         predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
 
 
-def _moe_sizes(layers: int, hidden: int, experts: int) -> Mapping[str, Setting]:
+def _moe_sizes(layers: int, hidden: int, experts: int) -> Settings:
     """Two experts a token, room for twice their even share, as GShard has it."""
     names = "layers hidden heads experts choices capacity vocabulary sequence"
     return preset(names, layers, hidden, 16, experts, 2, -(-2 * 2 * 1024 // experts), 32000, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureOfExperts(ZooModel):
+class MixtureOfExperts(TransformerModel):
     """A language model whose feed-forward layers are experts chosen by a gate (Lepikhin et al., 2021: GShard).
 
     tokens [batch, sequence] -> logits [batch, sequence, vocabulary]. Each sample is a group of its own: its tokens
     compete for the experts' places, those of other samples do not, so that a batch may be split anywhere.
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # The family of Alpa (OSDI 2022) against which TePDist measures, named by the number of parameters.
         "380m": _moe_sizes(8, 768, 8),
         "690m": _moe_sizes(8, 768, 16),
@@ -343,44 +345,27 @@ class MixtureOfExperts(ZooModel):
         "27b": _moe_sizes(16, 2048, 48),
         "70b": _moe_sizes(32, 2048, 64),
     }
-    multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
     limits: ClassVar[tuple[tuple[str, str], ...]] = (("choices", "experts"),)
 
     layers: Count = 2
-    """Transformer layers."""
-
-    hidden: Count = 64
-    """Width of the residual stream."""
-
-    heads: Count = 4
-    """Attention heads of a layer."""
-
     experts: Count = 4
     """Feed-forward networks of a layer, each four times as wide inside."""
-
     choices: Count = 2
     """Experts that a token is sent to."""
-
     capacity: Count = 16
     """Tokens of a sample that an expert takes; what comes later passes by on the residual alone."""
-
     vocabulary: Count = 256
     """Rows of the embedding, and extent of the logits."""
-
     sequence: Count = 16
     """Tokens of a sample."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Embeddings, layers of attention and experts, norm, head."""
         tokens = graph.input("tokens", self.sequence, integer=True)
         data, _ = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
         data = add_positions(graph, data, self.sequence, self.hidden)
         mask = causal_mask(graph, self.sequence)
         layer = Layer(self.hidden, self.heads, 4 * self.hidden, closing=closing_spread(self.layers))
-        for index in range(self.layers):
-            with graph.scope(f"layers.{index}"):
-                data = residual(graph, "attention", layer, data, partial(attention, mask=mask))
-                data = residual(graph, "experts", layer, data, self._mixture)
+        data = transformer(graph, "layers", self.layers, layer, data, mask=mask, last=("experts", self._mixture))
         data = layer_norm(graph, "norm", data, self.hidden)
         logits = linear(graph, "head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
         predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
@@ -444,13 +429,13 @@ _LLAMA = "layers hidden heads key_value_heads feed_forward vocabulary rotary_bas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama(ZooModel):
+class Llama(TransformerModel):
     """Llama: RMS norms, rotary positions, SwiGLU and grouped-query attention (Touvron et al., 2023).
 
     tokens [batch, sequence] -> logits [batch, sequence, vocabulary]; the head is not tied to the embedding.
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # Llama 2 (Touvron et al., 2023b).
         "7b": preset(_LLAMA, 32, 4096, 32, 32, 11008, 32000, 10000, 4096),
         "13b": preset(_LLAMA, 40, 5120, 40, 40, 13824, 32000, 10000, 4096),
@@ -460,40 +445,26 @@ class Llama(ZooModel):
         "3-70b": preset(_LLAMA, 80, 8192, 64, 8, 28672, 128256, 500000, 4096),
         "3-405b": preset(_LLAMA, 126, 16384, 128, 8, 53248, 128256, 500000, 4096),
     }
-
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (
         ("hidden", "heads"),
         ("heads", "key_value_heads"),
         ("head_size", "halves"),
     )
-
-    layers: Count = 4
-    """Transformer layers."""
-
-    hidden: Count = 64
-    """Width of the residual stream."""
-
     heads: Count = 4
     """Query heads of a layer."""
-
     key_value_heads: Count = 2
     """Key and value heads of a layer, each shared by `heads` / `key_value_heads` query heads."""
-
     feed_forward: Count = 128
     """Inner width of the SwiGLU."""
-
     vocabulary: Count = 256
     """Rows of the embedding, and extent of the logits."""
-
     sequence: Count = 32
     """Tokens of a sample."""
-
     rotary_base: Count = 10000
     """Base of the rotary frequencies."""
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
         return self.hidden // self.heads
 
     @property
@@ -502,7 +473,6 @@ class Llama(ZooModel):
         return 2
 
     def build(self, graph: GraphBuilder) -> None:
-        """Embedding, layers, norm, head."""
         tokens = graph.input("tokens", self.sequence, integer=True)
         data, _ = embedding(graph, "embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
         norm = partial(rms_norm, epsilon=1e-5)
@@ -517,21 +487,15 @@ class Llama(ZooModel):
             activation="SwiGLU",
         )
         mask, rotation = causal_mask(graph, self.sequence), self._rotation(graph)
-        attended = partial(attention, mask=mask, rotation=rotation, length=self.sequence)
-        for index in range(self.layers):
-            with graph.scope(f"layers.{index}"):
-                data = residual(graph, "attention", layer, data, attended)
-                data = residual(graph, "feed_forward", layer, data, feed_forward)
+        attend = partial(attention, mask=mask, rotation=rotation, length=self.sequence)
+        data = transformer(graph, "layers", self.layers, layer, data, attend=attend)
         data = norm(graph, "norm", data, self.hidden)
         logits = linear(graph, "head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
         predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
 
     def _rotation(self, graph: GraphBuilder) -> Rotation:
         """Of position times frequency base^(-2 i / head_size)."""
-        half = self.head_size // 2
         with graph.scope("rotary"):
-            place = graph.op("Unsqueeze", float_positions(graph, self.sequence), graph.constant([1]))
-            frequency = graph.constant([self.rotary_base ** (-step / half) for step in range(half)])
-            angle = graph.op("Mul", place, frequency)
+            angle = angles(graph, self.sequence, self.head_size // 2, self.rotary_base)
             angle = graph.op("Concat", angle, angle, axis=-1)
             return Rotation(graph.op("Cos", angle), graph.op("Sin", angle))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from autopipe.configs.zoo import Count, Setting, ZooModel
+from autopipe.configs.zoo import Count, Settings, ZooModel
 from autopipe.configs.zoo.builder import (
     ZEROS,
     Extent,
@@ -17,7 +17,6 @@ from autopipe.configs.zoo.builder import (
     dense,
     kaiming,
     max_pool,
-    pooled,
 )
 from autopipe.ir.codec import AtLeast
 
@@ -59,17 +58,14 @@ class InceptionV3(ZooModel):
     image [batch, 3, image, image] -> logits [batch, classes].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 128.
         "paper": {"image": 299, "width": 32, "classes": 1000},
     }
-
     image: Annotated[int, AtLeast(75)] = 75
     """Height and width of the image."""
-
     width: Count = 4
     """Channels of the first convolution; all others are in the paper's proportion to its 32."""
-
     classes: Count = 10
     """Extent of the logits."""
 
@@ -102,26 +98,31 @@ class _Network:
 
     def stem(self, image: ir.Value) -> ir.Value:
         """The layers before the first module, which divide height and width by eight."""
-        graph = self.graph
-        with graph.scope("stem"):
+        with self.graph.scope("stem"):
             data, channels = self._unit("0", image, 3, 32, stride=2)
             data, channels = self._unit("1", data, channels, 32)
             data, channels = self._unit("2", data, channels, 64, padding=1)
-            data, channels = self._unit("3", max_pool(graph, data, 3, 2), channels, 80, kernel=1)
+            data, channels = self._unit("3", max_pool(self.graph, data, 3, 2), channels, 80, kernel=1)
             data, self.channels = self._unit("4", data, channels, 192)
-            return max_pool(graph, data, 3, 2)
+            return max_pool(self.graph, data, 3, 2)
 
     def module(self, name: str, data: ir.Value, *branches: str) -> ir.Value:
         """The channels of several branches one after the other."""
         with self.graph.scope(name):
-            return self._joined(*(self._branch(branch, data) for branch in branches))
+            data, self.channels = self._concatenated(*(self._branch(branch, data) for branch in branches))
+        return data
 
     def module_e(self, name: str, data: ir.Value) -> ir.Value:
-        """1x1, two branches that fan out into 1x3 and 3x1, and pooling."""
+        """1x1, two branches that fan out into 1x3 and 3x1 side by side, and pooling."""
         with self.graph.scope(name):
-            three, double = (self._branch(each, data) for each in ("three 384:1x1", "double 448:1x1 384:3x3"))
-            one, fans = self._branch("one 320:1x1", data), (self._fan("three", *three), self._fan("double", *double))
-            return self._joined(one, *fans, self._branch("pool 192:1x1", data))
+            inner = [self._branch(each, data) for each in ("three 384:1x1", "double 448:1x1 384:3x3")]
+            branches = [self._branch("one 320:1x1", data)]
+            for fan, (wide, channels) in zip(("three", "double"), inner, strict=True):
+                row = self._unit(f"{fan}.row", wide, channels, 384, kernel=(1, 3), padding=(0, 1))
+                column = self._unit(f"{fan}.column", wide, channels, 384, kernel=(3, 1), padding=(1, 0))
+                branches.append(self._concatenated(row, column))
+            data, self.channels = self._concatenated(*branches, self._branch("pool 192:1x1", data))
+        return data
 
     def _branch(self, text: str, data: ir.Value) -> Branch:
         """A branch's name, then its convolutions: `64:1x7` has 64 channels (at full width), a kernel of 1 x 7 and keeps
@@ -149,12 +150,6 @@ class _Network:
                 data, channels = self._unit(end, data, channels, int(unit.removesuffix("/2")), stride=2)
         return data, channels
 
-    def _fan(self, name: str, data: ir.Value, channels: int) -> Branch:
-        """1x3 and 3x1 side by side."""
-        row = self._unit(f"{name}.row", data, channels, 384, kernel=(1, 3), padding=(0, 1))
-        column = self._unit(f"{name}.column", data, channels, 384, kernel=(3, 1), padding=(1, 0))
-        return self._concatenated(row, column)
-
     def _unit(
         self,
         name: str,
@@ -174,10 +169,6 @@ class _Network:
         with self.graph.scope(name):
             return self.graph.op("Relu", data), outputs
 
-    def _joined(self, *branches: Branch) -> ir.Value:
-        data, self.channels = self._concatenated(*branches)
-        return data
-
     def _concatenated(self, *branches: Branch) -> Branch:
         return self.graph.op("Concat", *(data for data, _ in branches), axis=1), sum(count for _, count in branches)
 
@@ -189,27 +180,22 @@ class Vgg19(ZooModel):
     image [batch, 3, image, image] -> logits [batch, classes].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # Configuration E.
         "imagenet": {"image": 224, "width": 64, "hidden": 4096, "classes": 1000},
         # TePDist: the classifier extended to a million classes.
         "million": {"image": 224, "width": 64, "hidden": 4096, "classes": 1_000_000},
     }
-
     image: Annotated[int, AtLeast(32)] = 32
     """Height and width of the image."""
-
     width: Count = 8
     """Channels of the first convolutions; they double three times."""
-
     hidden: Count = 64
     """Width of the two inner linear layers."""
-
     classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Five groups of 2, 2, 4, 4 and 4 convolutions, each pooled, and three linear layers."""
         data = graph.input("image", 3, self.image, self.image)
         channels = 3
         for group, (depth, factor) in enumerate(((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))):
@@ -232,35 +218,24 @@ class AlexNet(ZooModel):
     image [batch, 3, image, image] -> logits [batch, classes].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 128.
         "paper": {"image": 227, "width": 96, "hidden": 4096, "classes": 1024},
     }
-
     image: Annotated[int, AtLeast(67)] = 67
     """Height and width of the image."""
-
     width: Annotated[int, AtLeast(3)] = 12
     """Channels of the first convolution; the others have 8/3, 4, 4 and 8/3 times as many."""
-
     hidden: Count = 64
     """Width of the two inner linear layers."""
-
     classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Five convolutions, three of them pooled, and three linear layers."""
         wide, widest = 8 * self.width // 3, 4 * self.width
         data = graph.input("image", 3, self.image, self.image)
         # Channels, kernel, stride and padding of each convolution; the first two are pooled, and the last.
-        rows = (
-            (self.width, 11, 4, 0),
-            (wide, 5, 1, 2),
-            (widest, 3, 1, 1),
-            (widest, 3, 1, 1),
-            (wide, 3, 1, 1),
-        )
+        rows = (self.width, 11, 4, 0), (wide, 5, 1, 2), (widest, 3, 1, 1), (widest, 3, 1, 1), (wide, 3, 1, 1)
         channels = 3
         for number, (outputs, kernel, stride, padding) in enumerate(rows, 1):
             data = convolution(
@@ -270,9 +245,9 @@ class AlexNet(ZooModel):
             if number < 3:
                 data = max_pool(graph, data, 3, 2)
         data = graph.op("Flatten", max_pool(graph, data, 3, 2), axis=1)
-        extent = pooled(self.image, 11, 4)
+        extent = (self.image - 11) // 4 + 1
         for _ in range(3):
-            extent = pooled(extent, 3, 2)
+            extent = (extent - 3) // 2 + 1
         data = dense(graph, "fc6", data, wide * extent * extent, self.hidden)
         data = dense(graph, "fc7", data, self.hidden, self.hidden)
         classify(graph, dense(graph, "fc8", data, self.hidden, self.classes, relu=False), self.loss)
@@ -285,24 +260,19 @@ class UNet(ZooModel):
     image [batch, channels, image, image] -> logits [batch, classes, image, image].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         # Figure 1 of the paper; 512 instead of its 572 because borders are padded.
         "paper": {"image": 512, "channels": 1, "width": 64, "depth": 4, "classes": 2},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("image", "stride"),)
-
     image: Count = 32
     """Height and width of the image, a multiple of 2^depth."""
-
     channels: Count = 3
     """Channels of the image."""
-
     width: Count = 8
     """Channels of the first level; each level below has twice as many."""
-
     depth: Count = 2
     """How often height and width are halved."""
-
     classes: Count = 4
     """Classes of a pixel."""
 
@@ -312,7 +282,6 @@ class UNet(ZooModel):
         return 1 << self.depth
 
     def build(self, graph: GraphBuilder) -> None:
-        """Down with a pair of convolutions a level, up again with each level's skip connection."""
         data = graph.input("image", self.channels, self.image, self.image)
         skipped: list[ir.Value] = []
         inputs = self.channels
@@ -324,7 +293,13 @@ class UNet(ZooModel):
         data = self._pair(graph, "bottom", data, inputs, self.width << self.depth)
         for level in reversed(range(self.depth)):
             outputs = self.width << level
-            data = self._enlarged(graph, f"up.{level}", data, outputs)
+            with (
+                graph.scope(f"up.{level}"),
+                graph.scope("transposed"),
+            ):  # Twice the height and width at half the channels.
+                weight = graph.parameter("weight", 2 * outputs, outputs, 2, 2, init=kaiming(2 * outputs))
+                bias = graph.parameter("bias", outputs, init=ZEROS)
+                data = graph.op("ConvTranspose", data, weight, bias, kernel_shape=[2, 2], strides=[2, 2])
             data = graph.op("Concat", skipped[level], data, axis=1)
             data = self._pair(graph, f"up.{level}", data, 2 * outputs, outputs)
         logits = convolution(graph, "head", data, self.width, self.classes, kernel=1)
@@ -337,19 +312,12 @@ class UNet(ZooModel):
                 data = graph.op("Relu", data)
         return data
 
-    def _enlarged(self, graph: GraphBuilder, name: str, data: ir.Value, outputs: int) -> ir.Value:
-        """Twice the height and width at half the channels."""
-        with graph.scope(name), graph.scope("transposed"):
-            weight = graph.parameter("weight", 2 * outputs, outputs, 2, 2, init=kaiming(2 * outputs))
-            bias = graph.parameter("bias", outputs, init=ZEROS)
-            return graph.op("ConvTranspose", data, weight, bias, kernel_shape=[2, 2], strides=[2, 2])
-
 
 EXPANSION = 4
 """Channels that leave a bottleneck, by those that enter its first convolution's output."""
 
 
-def _sizes(width: int, factor: int, stages: tuple[int, ...] = (3, 4, 6, 3)) -> dict[str, Setting]:
+def _sizes(width: int, factor: int, stages: tuple[int, ...] = (3, 4, 6, 3)) -> Settings:
     return {"width": width, "factor": factor, "stages": stages, "image": 224, "classes": 1000}
 
 
@@ -360,7 +328,7 @@ class WideResNet(ZooModel):
     image [batch, 3, image, image] -> logits [batch, classes].
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Setting]]] = {
+    presets: ClassVar[Mapping[str, Settings]] = {
         "resnet50": _sizes(64, 1),
         "resnet101": _sizes(64, 1, (3, 4, 23, 3)),
         # Sizes of the family that Alpa (OSDI 2022) and TePDist scale; named by their number of parameters.
@@ -372,24 +340,18 @@ class WideResNet(ZooModel):
         "6.8b": _sizes(320, 16),
         "13b": _sizes(320, 16, (3, 4, 23, 3)),
     }
-
     image: Count = 32
     """Height and width of the image."""
-
     width: Count = 8
     """Channels of the first convolution and of the first stage's bottlenecks; each stage doubles them."""
-
     factor: Count = 2
     """How much wider than its neighbours the 3x3 convolution of a bottleneck is."""
-
     stages: tuple[Count, ...] = (1, 1, 1, 1)
     """Bottlenecks of each stage; every stage but the first halves height and width."""
-
     classes: Count = 10
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """A 7x7 convolution and pooling, stages of bottlenecks, mean over the image, classifier."""
         data = graph.input("image", 3, self.image, self.image)
         with graph.scope("stem"):
             data = convolution(graph, "conv", data, 3, self.width, kernel=7, stride=2, padding=3, bias=False)
