@@ -186,7 +186,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[str, ...]]] = 
     "domain": (_unknown_domain, ("org.example.Frobnicate (1)",)),
     "misspelt": (_misspelt, ("Sofmax (1)", "Softmax is supported", "'last'")),
     "control flow": (_control_flow, ("If (1)", "'choice'")),
-    "sequence": (lambda: model([node("SequenceConstruct", "x x", "y")], {"x": [2]}, "y"), ("SequenceConstruct (1)",)),
+    "sequence": (
+        lambda: model([node("SequenceConstruct", "x x", "y")], {"x": [2]}, "y"),
+        ("output 'y' is a sequence",),
+    ),
     "depends on data": (lambda: model([node("NonZero", "x", "y")], {"x": [2, 3]}, "y"), ("cannot be told", "nonzero")),
     "quantised": (_quantised, ("com.microsoft.QLinearAdd (1)", "'quantised'")),
 }

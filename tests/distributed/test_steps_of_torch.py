@@ -19,7 +19,7 @@ from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.cli.main import main
 from tests.distributed.pool import Pools
 from tests.exports import traced as exported_models
-from tests.exports.traced import Traced, file_of, module_of
+from tests.exports.traced import UNOPTIMIZED, Traced, file_of, module_of
 from tests.exports.trained_parameters import NOT_EXPORTED, holds, paired, same, trained_here
 from tests.exports.with_loss import Tensors
 
@@ -42,7 +42,8 @@ FAST = (
 EVERY = [
     (model, exporter, strategy)
     for model in MODELS
-    for exporter in ("dynamo", "torchscript")
+    # Optimized by the exporter, DeBERTa's file holds products of its parameters in their place.
+    for exporter in (UNOPTIMIZED if model == "deberta" else "dynamo", "torchscript")
     for strategy in STRATEGIES
     if (model, exporter) not in NOT_EXPORTED
 ]

@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ MODELS = {**text_models.TEXT, **other_models.OTHER}
 """Every model that is compared, by name."""
 EXPORTERS = ("dynamo", "torchscript")
 """torch.onnx.export with dynamo=True and with dynamo=False."""
+UNOPTIMIZED = "dynamo-unoptimized"
+"""dynamo=True with optimize=False, which keeps parameters apart that the exporter else multiplies with one another."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,14 +72,17 @@ def _export(traced: Traced, path: Path) -> None:
     module, inputs = module_of(traced)
     training = MODELS[traced.model].training
     mode = torch.onnx.TrainingMode.TRAINING if training else torch.onnx.TrainingMode.EVAL
-    further = {"external_data": False} if traced.exporter == "dynamo" else {"training": mode}
+    dynamo = traced.exporter != "torchscript"
+    further: dict[str, Any] = {"external_data": False} if dynamo else {"training": mode}
+    if traced.exporter == UNOPTIMIZED:
+        further["optimize"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
             module,
             tuple(inputs.values()),
             str(path),
-            dynamo=traced.exporter == "dynamo",
+            dynamo=dynamo,
             input_names=list(inputs),
             output_names=["loss"],
             verbose=False,

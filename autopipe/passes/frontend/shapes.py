@@ -35,6 +35,7 @@ from autopipe.passes.frontend.elements import (
     type_proto,
 )
 from autopipe.passes.frontend.folding import Folded
+from autopipe.passes.frontend.sequences import Sequences
 from autopipe.passes.frontend.weights import MissingWeightTypes, Weights
 
 if TYPE_CHECKING:
@@ -277,6 +278,7 @@ class _Sweep:
     inputs: Inputs
     weights: Weights
     inference: Inference
+    sequences: Sequences
     stated: dict[str, list[onnx.ValueInfoProto]]
     """Types that the file states of values, by name; of several, the last that is static counts."""
     types: dict[str, Value] = field(default_factory=dict)
@@ -339,7 +341,7 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, 
     for info in (*source.graph.value_info, *source.graph.output):
         stated.setdefault(info.name, []).append(info)
     results = frozenset(info.name for info in source.graph.output)
-    sweep = _Sweep(source, inputs, weights, Inference(source.opsets), stated, results=results)
+    sweep = _Sweep(source, inputs, weights, Inference(source.opsets), Sequences(source.opset), stated, results=results)
     for value in inputs.values:
         sweep.types[value.name] = value
     for name, held in weights.initializers().items():
@@ -394,8 +396,12 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
     operands = tuple(sweep.aliases.get(name, name) for name in node.input)
     where = f"{node.op_type} {node.name!r}"
     for name in operands:
-        if name and name not in sweep.types:
+        if name and name not in sweep.types and name not in sweep.sequences:
             sweep.keep(sweep.weights.missing(sweep.declared(name) or sweep.missing_types.deduced(name)))
+    if sweep.sequences.concern(node):
+        for each in sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays):
+            _visit(sweep, each)
+        return
     standard = node.domain in ("", "ai.onnx")
     if standard and node.op_type == "CastLike" and len(operands) == 2:
         node = _cast(node, sweep.types[operands[1]].dtype)
@@ -583,6 +589,8 @@ def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
     values = [sweep.types[name] for node in nodes for name in node.outputs if name]
     outputs = []
     for info in sweep.source.graph.output:
+        if info.name in sweep.sequences:
+            raise ModelError(f"output {info.name!r} is a sequence; give its tensors as outputs")
         if info.name not in sweep.types:
             raise ModelError(f"output {info.name!r} is never written")
         if info.name in sweep.aliases:  # the output keeps its name; cleaning renames its source where it can

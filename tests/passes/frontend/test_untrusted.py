@@ -89,7 +89,7 @@ def test_control_flow_is_named(tmp_path: Path) -> None:
 
 
 def test_sequences_and_strings(tmp_path: Path) -> None:
-    refused(saved(model([node("SequenceConstruct", "x x", "y")], {"x": [2]}, "y"), tmp_path), "SequenceConstruct")
+    refused(saved(model([node("SequenceConstruct", "x x", "y")], {"x": [2]}, "y"), tmp_path), "'y' is a sequence")
     text = model([node("Identity", "x", "y")], {"x": (onnx.TensorProto.STRING, [2])}, "y")
     refused(saved(text, tmp_path), "element type STRING is not supported")
 

@@ -1,0 +1,181 @@
+"""Sequences of tensors, taken apart while a file is read: each is a tuple of the names of the values in it.
+
+That takes lengths and positions that are known before running, as exporters write them for `torch.split` and `stack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+
+if TYPE_CHECKING:
+    import onnx
+
+    from autopipe.ir.graph import Value
+
+SEQUENCE_OPERATORS = frozenset(
+    {
+        "ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert",
+        "SequenceLength", "SplitToSequence",
+    }
+)  # fmt: skip
+_AXES_ARE_OPERANDS = 13
+"""From this operator set on, Split, Squeeze and Unsqueeze take sizes and axes as operands, before it as attributes."""
+MOST_TENSORS = 1 << 16
+"""Tensors in all sequences of a file together: a few bytes can spell a split into 10⁹ parts."""
+
+
+class Sequences(dict[str, tuple[str, ...]]):
+    """The names of the values in each sequence that has been read, by the sequence's name."""
+
+    def __init__(self, opset: int) -> None:
+        super().__init__()
+        self._opset = opset
+        self._held = 0
+
+    def concern(self, node: onnx.NodeProto) -> bool:
+        """True if a node makes, reads or hands on a sequence."""
+        standard = node.domain in ("", "ai.onnx")
+        return (standard and node.op_type in SEQUENCE_OPERATORS) or any(name in self for name in node.input)
+
+    def taken_apart(
+        self,
+        node: onnx.NodeProto,
+        operands: tuple[str, ...],
+        types: Mapping[str, Value],
+        arrays: Mapping[str, np.ndarray],
+    ) -> list[onnx.NodeProto]:
+        """The nodes without sequences that stand for this one; its sequence, where it writes one, is noted.
+
+        `operands` are the node's own with aliases resolved, `types` and `arrays` hold what is known of them. Raises
+        ModelError where a length or a position depends on data, lies outside the sequence, where sequences are too
+        long, and where the operator cannot take a sequence.
+        """
+        where = f"{node.op_type} {node.name!r}"
+        result = node.output[0]
+        stated = {each.name: each.i for each in node.attribute}
+        match node.op_type:
+            case "SplitToSequence":
+                return self._split(node, operands, types, arrays, stated, where)
+            case "SequenceConstruct" | "SequenceEmpty":
+                if any(name in self for name in operands):
+                    raise ModelError("it cannot take a sequence", where=where)
+                self._note(result, operands, where)
+                return []
+        if not operands or operands[0] not in self or any(name in self for name in operands[1:]):
+            raise ModelError("it cannot take a sequence here", where=where)
+        tensors = self[operands[0]]
+        last = len(tensors) - 1
+        match node.op_type:
+            case "Identity":
+                self._note(result, tensors, where)
+            case "SequenceLength":
+                return [_node(node, "Constant", [], [result], value_int=len(tensors))]
+            case "SequenceAt":
+                place = _position(operands[1:], arrays, len(tensors), last, where)
+                return [_node(node, "Identity", [tensors[place]], [result])]
+            case "SequenceErase":
+                place = _position(operands[1:], arrays, len(tensors), last, where)
+                self._note(result, tensors[:place] + tensors[place + 1 :], where)
+            case "SequenceInsert":
+                place = _position(operands[2:], arrays, len(tensors), last + 1, where)
+                self._note(result, (*tensors[:place], operands[1], *tensors[place:]), where)
+            case "ConcatFromSequence":
+                axis = stated.get("axis", 0)
+                if not stated.get("new_axis"):
+                    return [_node(node, "Concat", tensors, [result], axis=axis)]
+                wide = [f"{result}/{number}" for number in range(len(tensors))]
+                lifted = [
+                    each
+                    for tensor, name in zip(tensors, wide, strict=True)
+                    for each in self._with_numbers(node, "Unsqueeze", tensor, [name], "axes", [axis])
+                ]
+                return [*lifted, _node(node, "Concat", wide, [result], axis=axis)]
+            case _:
+                raise ModelError("it cannot take a sequence", where=where)
+        return []
+
+    def _note(self, name: str, tensors: tuple[str, ...], where: str) -> None:
+        self[name] = tensors
+        self._held += len(tensors)
+        if self._held > MOST_TENSORS:
+            raise ModelError(f"the file's sequences hold more than {MOST_TENSORS:,} tensors", where=where)
+
+    def _split(
+        self,
+        node: onnx.NodeProto,
+        operands: tuple[str, ...],
+        types: Mapping[str, Value],
+        arrays: Mapping[str, np.ndarray],
+        stated: Mapping[str, int],
+        where: str,
+    ) -> list[onnx.NodeProto]:
+        """A Split into the parts; those of a SplitToSequence without sizes lose the axis unless `keepdims`."""
+        source, result, axis = operands[0], node.output[0], stated.get("axis", 0)
+        sized = len(operands) > 1 and bool(operands[1])
+        if source not in types or (sized and operands[1] not in arrays):
+            raise ModelError("the number of its parts depends on data", where=where)
+        shape = types[source].shape
+        if not -len(shape) <= axis < len(shape):
+            raise ModelError(f"there is no axis {axis} in {list(shape)}", where=where)
+        extent = shape[axis]
+        sizes = arrays[operands[1]] if sized else np.asarray(1)
+        if sizes.shape:
+            parts = [int(each) for each in sizes.reshape(-1)]
+        else:
+            part = max(int(sizes), 0)
+            starts = range(0, extent, part)[: MOST_TENSORS + 1] if part else ()
+            parts = [min(part, extent - start) for start in starts]
+        self._note(result, tuple(f"{result}/{number}" for number in range(len(parts))), where)
+        if sum(parts) != extent or min(parts, default=0) < 0:
+            raise ModelError(f"parts of {sizes.tolist()} do not make up {extent}", where=where)
+        if sized or stated.get("keepdims", 1):
+            return self._with_numbers(node, "Split", source, self[result], "split", parts, axis=axis)
+        rows = [f"{name}/row" for name in self[result]]
+        found = self._with_numbers(node, "Split", source, rows, "split", parts, axis=axis)
+        for row, name in zip(rows, self[result], strict=True):
+            found += self._with_numbers(node, "Squeeze", row, [name], "axes", [axis])
+        return found
+
+    def _with_numbers(
+        self,
+        node: onnx.NodeProto,
+        operator: str,
+        operand: str,
+        results: list[str] | tuple[str, ...],
+        title: str,
+        numbers: list[int],
+        **attributes: int,
+    ) -> list[onnx.NodeProto]:
+        """An operator with sizes or axes, and before it the constant that holds them where they are an operand."""
+        if self._opset < _AXES_ARE_OPERANDS:
+            return [_node(node, operator, [operand], results, **attributes, **{title: numbers})]
+        held = f"{results[0]}/{title}"
+        constant = _node(node, "Constant", [], [held], value_ints=numbers)
+        return [constant, _node(node, operator, [operand, held], results, **attributes)]
+
+
+def _node(
+    origin: onnx.NodeProto, operator: str, operands: list[str] | tuple[str, ...], results: Any, **attributes: Any
+) -> onnx.NodeProto:
+    """A node in the place of `origin`, named after it."""
+    import onnx.helper
+
+    return onnx.helper.make_node(operator, list(operands), list(results), name=origin.name, **attributes)
+
+
+def _position(operands: tuple[str, ...], arrays: Mapping[str, np.ndarray], length: int, last: int, where: str) -> int:
+    """The position that an operand names in a sequence, counted from its start; `last` where there is no operand."""
+    if not operands or not operands[0]:
+        place = last
+    elif operands[0] in arrays and arrays[operands[0]].size == 1:
+        place = int(arrays[operands[0]].reshape(-1)[0])
+    else:
+        raise ModelError("the position in the sequence depends on data", where=where)
+    if not -length <= place <= last:
+        raise ModelError(f"there is no position {place} in a sequence of {length}", where=where)
+    return place + length if place < 0 else place

@@ -1,0 +1,91 @@
+"""Sequences of tensors are taken apart while a file is read; ONNX Runtime computes the same as from the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from autopipe.ir.errors import ModelError
+from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend.sequences import MOST_TENSORS
+from tests.passes.frontend.building import integers, model, node, saved
+from tests.passes.frontend.reference import as_onnx, random_feeds, run
+
+HELD = {
+    "zero": np.asarray(0),
+    "one": np.asarray(1),
+    "last": np.asarray(-1),
+    "far": np.asarray(7),
+    "three": np.asarray(3),
+    "sizes": integers(1, 4, 2),
+}
+THIRDS = node("SplitToSequence", "x three", "s", axis=1)
+READ = {
+    "a part": [THIRDS, node("SequenceAt", "s one", "y")],
+    "the last part, which is smaller": [THIRDS, node("SequenceAt", "s last", "y")],
+    "parts of given sizes": [node("SplitToSequence", "x sizes", "s", axis=-1), node("SequenceAt", "s one", "y")],
+    "rows": [node("SplitToSequence", "x", "s", axis=0, keepdims=0), node("SequenceAt", "s one", "y")],
+    "rows that keep their axis": [node("SplitToSequence", "x", "s"), node("SequenceAt", "s one", "y")],
+    "joined again": [THIRDS, node("ConcatFromSequence", "s", "y", axis=1)],
+    "stacked": [
+        node("Relu", "x", "r"),
+        node("SequenceConstruct", "x r", "s"),
+        node("ConcatFromSequence", "s", "y", axis=-1, new_axis=1),
+    ],
+    "erased and inserted": [
+        node("Relu", "x", "r"),
+        node("SequenceEmpty", "", "none"),
+        node("SequenceInsert", "none x", "a"),
+        node("SequenceInsert", "a r zero", "b"),
+        node("SequenceInsert", "b x last", "c"),
+        node("SequenceErase", "c one", "d"),
+        node("SequenceErase", "d", "e"),
+        node("ConcatFromSequence", "e", "y", axis=0),
+    ],
+    "handed on": [THIRDS, node("Identity", "s", "t"), node("ConcatFromSequence", "t", "y", axis=1)],
+    "counted": [
+        THIRDS,
+        node("SequenceLength", "s", "n"),
+        node("Cast", "n", "wide", to=onnx.TensorProto.FLOAT),
+        node("Mul", "x wide", "y"),
+    ],
+}
+REFUSED = {
+    "there is no position 7 in a sequence of 3": [THIRDS, node("SequenceAt", "s far", "y")],
+    "parts of .1, 4, 2. do not make up 3": [node("SplitToSequence", "x sizes", "s", axis=0)],
+    "there is no axis 4": [node("SplitToSequence", "x three", "s", axis=4)],
+    "depends on data": [THIRDS, node("Cast", "p", "q", to=onnx.TensorProto.INT64), node("SequenceAt", "s q", "y")],
+    "it cannot take a sequence": [THIRDS, node("Relu", "s", "y")],
+    "output 's' is a sequence": [THIRDS, node("SequenceAt", "s one", "y"), node("Identity", "s", "t")],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "opset"), [(case, opset) for case in READ for opset in (11, 20) if (case, opset) != ("handed on", 11)]
+)
+def test_what_is_computed(case: str, opset: int, tmp_path: Path) -> None:
+    path = saved(model(READ[case], {"x": [3, 7]}, "y", HELD, opset=opset), tmp_path)
+    graph = read_model(path).graph
+    assert not any("Sequence" in each.op for each in graph.nodes)
+    feeds = random_feeds(graph)
+    np.testing.assert_array_equal(run(as_onnx(graph, {}), feeds)["y"], run(path, feeds)["y"])
+
+
+@pytest.mark.parametrize(("message", "nodes"), REFUSED.items(), ids=REFUSED.keys())
+def test_what_depends_on_data_or_does_not_fit(message: str, nodes: list[onnx.NodeProto], tmp_path: Path) -> None:
+    outputs = "y s" if "output" in message else "y"
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model(nodes, {"x": [3, 7], "p": []}, outputs, HELD).SerializeToString())
+    with pytest.raises(ModelError, match=message):
+        read_model(path)
+
+
+def test_a_small_file_with_more_tensors_than_fit(tmp_path: Path) -> None:
+    nodes = [node("SplitToSequence", "x", "s"), node("SequenceAt", "s zero", "y")]
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model(nodes, {"x": [10**9, 7]}, "y", HELD).SerializeToString())
+    with pytest.raises(ModelError, match=f"more than {MOST_TENSORS:,} tensors"):
+        read_model(path)
