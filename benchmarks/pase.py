@@ -14,15 +14,17 @@ from typing import Final
 import numpy as np
 
 from autopipe.configs.cluster import build_cluster, cluster_preset
+from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.data_parallel import DataParallel
-from autopipe.passes.placement.pase.paper_costs import PaperTables
-from autopipe.passes.placement.pase.paper_search import find_strategy, model_of, sample_axes, search, tables_of
+from autopipe.passes.placement.pase.paper_costs import LayerGraph, PaperTables
+from autopipe.passes.placement.pase.paper_search import find_strategy, model_of, tables_of
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.registry import Strategy, strategy_class
 from autopipe.passes.schedule.limits import check_memory
@@ -189,6 +191,28 @@ def _methods(case: str, model: str, devices: int) -> Iterator[Row]:
     yield Row(case, "solve_time_s", None, seconds_or_none, "s", "milp", note)
 
 
+def sample_axes(graph: Graph, layers: LayerGraph) -> tuple[int | None, ...]:
+    """For each layer the axis that counts samples, None where it has none.
+
+    Known where a layer's result is a value of the model; others have it from what they read.
+    """
+    found: list[int | None] = [None] * len(layers.layers)
+    for name, places in batch_axes_of(graph).values.items():
+        place = layers.places.get(name)
+        if place is not None and found[place.layer] is None and place.groups[places[0].dimension]:
+            outer = place.groups[places[0].dimension][0]
+            axes = layers.layers[place.layer].layer.results[place.result].axes[outer]
+            found[place.layer] = axes[0] if axes else None
+    for edge in layers.edges:
+        if found[edge.target] is None and found[edge.source] is not None:
+            written, read = (tensor.axes for tensor in layers.ends(edge))
+            cuts = (
+                axes[0] for before, axes in zip(written, read, strict=True) if found[edge.source] in before and axes
+            )
+            found[edge.target] = next(cuts, None)
+    return tuple(found)
+
+
 def _samples_first(tables: PaperTables, counted: Sequence[int | None]) -> list[int]:
     """The choice that comes nearest to data parallelism: nothing cut but samples, and those as often as allowed."""
     found = []
@@ -245,7 +269,7 @@ def least_by_milp(model: MinSum, time_limit: float) -> tuple[float, bool]:
 
 def _strategies(case: str, model: str) -> Iterator[Row]:
     problem = paper_problem(model, 32)
-    found = search(problem).splits()
+    found = find_strategy(tables_of(problem)).splits()
     (stage,) = placed(model, 32, CLUSTERS[0], "pase").stages
     nodes = {node.name: index for index, node in enumerate(problem.graph.nodes)}
     published = "parts of the axis; theirs where the paper says it in words or its prototype finds it"

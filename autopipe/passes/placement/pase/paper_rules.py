@@ -1,45 +1,35 @@
-"""Attention as the paper has it: one product for queries, keys and values, two products and a softmax between them.
-
-Products: each becomes a tile of a matrix product over groups of axes.
-
-Operators that the paper does not name: pointwise ones, views, and whatever else runs over an iteration space.
-
-From an ONNX graph to the paper's: a small rewriting, by rules that know operators and no model by name.
+"""From an ONNX graph to the layers of the PaSE paper: a rewriting by rules that know operators and no model by name.
 
 Views drop out. Pointwise operations join what they follow. Three projections that one attention reads are one product,
 and stacked LSTMs of equal shape one layer. What no rule knows runs elementwise over its own iteration space.
 
-Layers of convolutional networks. The spatial axes of a convolution stay whole, as in the prototype.
-
-Reshapes: most of them drop out; others are the paper's flattening to one dimension and back.
-
-Stacked LSTMs: layers of equal shape, one after the other, are one layer with an axis for their number.
-
-Layers that work along one axis of every row: softmax, losses, norms.
+Dimensions that a reshape has merged stay apart: a value remembers which dimensions of a layer's result make up each of
+its own, and a layer that reads it gets an axis for each of them. So a product over merged heads has two summed axes, as
+the paper writes it (`bhlk,hek->ble`), and a loss over flattened positions still knows batch and position.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
-from autopipe.ir.graph import Graph, Node
+from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of, space_of
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.ir.space import AxisKind, Space
+from autopipe.ir.space import AxisKind
 from autopipe.passes.placement.pase.paper_costs import (
     Axis,
     Cost,
     CrossEntropy,
     Elementwise,
-    Indices,
+    Extents,
     Layer,
+    LayerEdge,
     LayerGraph,
-    LayerGraphBuilder,
     Movement,
     Norm,
-    Pattern,
     Place,
     PlacedLayer,
     Pooling,
@@ -48,9 +38,175 @@ from autopipe.passes.placement.pase.paper_costs import (
     Reduction,
     Softmax,
     Tensor,
-    Words,
-    regrouped,
 )
+
+Words = tuple[tuple[str, ...], ...]
+"""For each dimension of a tensor, the names of the axes that index it, outer to inner; () where none may cut it."""
+
+Indices = Mapping[str, tuple[int, ...]]
+"""For each named axis, the layer's axes that it became: several where what is read has it in several dimensions."""
+
+Groups = tuple[tuple[int, ...], ...]
+Operand = tuple[Place | None, Words]
+"""What a layer reads; it is free, and has no edge, where it has no place."""
+
+
+class LayerGraphBuilder:
+    """The paper's graph while it grows. `places` holds the values that layers make; all others are free to read."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.places: dict[str, Place] = {}
+        self.layers: list[PlacedLayer] = []
+        self._edges: dict[tuple[int, int], LayerEdge] = {}
+        self._pointwise: dict[int, int] = {}
+
+    def shape_of(self, name: str) -> Extents:
+        return self.graph.type_of(name).shape
+
+    def lay(
+        self,
+        name: str,
+        nodes: Sequence[int],
+        axes: Mapping[str, int],
+        operands: Iterable[Operand],
+        results: Sequence[tuple[Words, Extents]],
+        cost: Callable[[Indices], Cost],
+        whole: Iterable[str] = (),
+        divided: Mapping[str, Extents] | None = None,
+        aliases: tuple[tuple[str, str], ...] = (),
+        inside: int | None = None,
+    ) -> tuple[Place, ...]:
+        """Append a layer and the edges to it; the places of its results.
+
+        `axes` are extents by name, in the layer's order. Each is taken apart as finely as `divided` says or an operand
+        has it; those in `whole` are not cut. `results` are words and shapes.
+        """
+        placed = [(place, words) for place, words in operands if place is not None]
+        factors = {word: (extent,) for word, extent in axes.items()} | dict(divided or {})
+        for place, words in placed:
+            extents = self.tensor(place).extents
+            for dimension, group in zip(words, place.groups, strict=True):
+                if len(dimension) == 1 and len(group) > len(factors[dimension[0]]):
+                    factors[dimension[0]] = tuple(extents[each] for each in group)
+        own: list[Axis] = []
+        indices: dict[str, tuple[int, ...]] = {}
+        for word in axes:
+            parts = factors[word]
+            indices[word] = tuple(range(len(own), len(own) + len(parts)))
+            names = [word] if len(parts) == 1 else [f"{word}{position}" for position in range(len(parts))]
+            own += [Axis(each, extent, word in whole) for each, extent in zip(names, parts, strict=True)]
+        layer = Layer(
+            tuple(own),
+            tuple(self._operand(place, words, indices, own) for place, words in placed),
+            tuple(_result(words, shape, indices, own) for words, shape in results),
+            cost(indices),
+        )
+        index = self.append(PlacedLayer(name, layer, tuple(nodes), aliases, inside), [place for place, _ in placed])
+        return tuple(Place(index, result, _groups(words, indices)) for result, (words, _) in enumerate(results))
+
+    def lay_node(
+        self,
+        index: int,
+        axes: Mapping[str, int],
+        operands: Sequence[Words],
+        result: Words,
+        cost: Callable[[Indices], Cost],
+        whole: Iterable[str] = (),
+        divided: Mapping[str, Extents] | None = None,
+        aliases: tuple[tuple[str, str], ...] = (),
+    ) -> Place:
+        """Append the layer of a node, whose first result lies there, and the edges to it from its first operands."""
+        node = self.graph.nodes[index]
+        read = [(self.places.get(name), words) for name, words in zip(node.inputs, operands, strict=False)]
+        results = [(result, self.shape_of(node.outputs[0]))]
+        (place,) = self.lay(node.name, (index,), axes, read, results, cost, whole, divided, aliases)
+        self.places[node.outputs[0]] = place
+        return place
+
+    def append(self, layer: PlacedLayer, operands: Sequence[Place]) -> int:
+        """Append a layer that reads `operands`; its index. Of several edges from one layer, the last stands for all."""
+        index = len(self.layers)
+        self.layers.append(layer)
+        for operand, place in enumerate(operands):
+            self._edges[place.layer, index] = LayerEdge(place.layer, index, place.result, operand)
+        return index
+
+    def absorb(self, place: Place, node: int, layer: Layer | None = None) -> None:
+        """Let the layer at `place` stand for `node` too, which costs nothing unless `layer` takes its place."""
+        before = self.layers[place.layer]
+        self.layers[place.layer] = replace(before, layer=layer or before.layer, nodes=(*before.nodes, node))
+
+    def fuse(self, place: Place, node: int, activates: bool) -> None:
+        """Let the layer at `place` stand for a pointwise operation on its result.
+
+        Products and elementwise layers count those up to the last activation: a bias or a scale alone belongs to them.
+        """
+        layer = self.layers[place.layer].layer
+        count = self._pointwise[place.layer] = self._pointwise.get(place.layer, 0) + 1
+        if activates and isinstance(layer.cost, Product | Elementwise):
+            layer = replace(layer, cost=replace(layer.cost, pointwise=count))
+        self.absorb(place, node, layer)
+
+    def tensor(self, place: Place) -> Tensor:
+        return self.layers[place.layer].layer.results[place.result]
+
+    def finished(self, cutoff: int) -> LayerGraph:
+        edges = tuple(self._edges[pair] for pair in sorted(self._edges))
+        return LayerGraph(tuple(self.layers), edges, dict(self.places), cutoff)
+
+    def _operand(self, place: Place, words: Words, indices: Indices, own: Sequence[Axis]) -> Tensor:
+        """Operand of the layer, by the dimensions of the result that it comes from."""
+        source = self.tensor(place).extents
+        axes: list[tuple[int, ...]] = [()] * len(source)
+        for dimension, group in zip(words, place.groups, strict=True):
+            cuts = tuple(axis for word in dimension for axis in indices[word])
+            if len(group) == 1:
+                axes[group[0]] = cuts
+            elif [source[each] for each in group] == [own[axis].extent for axis in cuts]:
+                for each, axis in zip(group, cuts, strict=True):
+                    axes[each] = (axis,)
+        return Tensor(source, tuple(axes))
+
+
+def _result(words: Words, shape: Extents, indices: Indices, own: Sequence[Axis]) -> Tensor:
+    """A result with a dimension for each axis that indexes it, and one for each dimension that none does."""
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for dimension, extent in zip(words, shape, strict=True):
+        cuts = [axis for word in dimension for axis in indices[word]]
+        found += [(own[axis].extent, (axis,)) for axis in cuts] if cuts else [(extent, ())]
+    return Tensor(tuple(extent for extent, _ in found), tuple(axes for _, axes in found))
+
+
+def _groups(words: Words, indices: Indices) -> Groups:
+    """For each dimension of a result as words have it, its dimensions as `_result` has them."""
+    counts = [max(1, sum(len(indices[word]) for word in dimension)) for dimension in words]
+    return tuple(tuple(range(start, stop)) for start, stop in pairwise(accumulate(counts, initial=0)))
+
+
+def _each(names: Iterable[str]) -> Words:
+    """A dimension for each axis."""
+    return tuple((name,) for name in names)
+
+
+def regrouped(extents: Sequence[int], shape: Sequence[int]) -> Groups | None:
+    """Positions in `extents` that make up each dimension of `shape`, in order; None where one would have to be cut.
+
+    Positions of extent 1 are left out.
+    """
+    rest = [position for position, extent in enumerate(extents) if extent != 1]
+    groups = []
+    for wanted in shape:
+        group: list[int] = []
+        while math.prod(extents[each] for each in group) < wanted and rest:
+            group.append(rest.pop(0))
+        if math.prod(extents[each] for each in group) != wanted:
+            return None
+        groups.append(tuple(group))
+    return tuple(groups)
+
+
+# Operators that the paper does not name: pointwise ones, views, and whatever else runs over an iteration space.
 
 RENAMINGS = frozenset({"Identity", "Cast", "CastLike", "BitCast"})
 """Operators that leave every element where it is and cost the paper nothing."""
@@ -61,11 +217,13 @@ def pointwise(draft: LayerGraphBuilder, index: int) -> None:
 
     A parameter or constant beside it has to be a vector or a scalar: a bias, a scale.
     """
-    node, graph = draft.graph.nodes[index], draft.graph
-    places = {draft.places[name] for name in node.inputs if name in draft.places}
-    free = [graph.type_of(name).shape for name in node.inputs if name and name not in draft.places]
+    node = draft.graph.nodes[index]
+    read = [name for name in node.inputs if name in draft.places]
+    free = [draft.shape_of(name) for name in node.inputs if name and name not in draft.places]
     small = all(sum(extent > 1 for extent in shape) <= 1 for shape in free)
-    if len(places) != 1 or not small or not _same_shape(draft, node):
+    result = draft.shape_of(node.outputs[0])
+    places = {draft.places[name] for name in read}
+    if len(places) != 1 or not small or any(draft.shape_of(name) != result for name in read):
         by_space(draft, index)
         return
     (place,) = places
@@ -76,110 +234,132 @@ def pointwise(draft: LayerGraphBuilder, index: int) -> None:
     draft.places.update((name, place) for name in node.outputs if name)
 
 
-def _same_shape(draft: LayerGraphBuilder, node: Node) -> bool:
-    graph = draft.graph
-    result = graph.type_of(node.outputs[0]).shape
-    return all(graph.type_of(name).shape == result for name in node.inputs if name in draft.places)
-
-
 def transpose(draft: LayerGraphBuilder, index: int) -> None:
     """A permutation of dimensions drops out."""
     node = draft.graph.nodes[index]
     place = draft.places[node.inputs[0]]
-    rank = len(place.groups)
-    order = node.integers("perm", tuple(range(rank - 1, -1, -1)))
+    order = node.integers("perm", tuple(range(len(place.groups)))[::-1])
     draft.absorb(place, index)
-    groups = tuple(place.groups[axis] for axis in order)
-    draft.places[node.outputs[0]] = Place(place.layer, place.result, groups)
+    draft.places[node.outputs[0]] = replace(place, groups=tuple(place.groups[axis] for axis in order))
 
 
 def by_space(draft: LayerGraphBuilder, index: int) -> None:
     """A layer over the operator's own iteration space; only axes that every result has may be cut."""
-    node, graph = draft.graph.nodes[index], draft.graph
+    node = draft.graph.nodes[index]
     row = operator_of(node)
     assert row is not None, f"{node.op} has no row"
     if node.op in RENAMINGS and node.inputs[0] in draft.places:
-        draft.absorb(draft.places[node.inputs[0]], index)
-        draft.places[node.outputs[0]] = draft.places[node.inputs[0]]
+        place = draft.places[node.outputs[0]] = draft.places[node.inputs[0]]
+        draft.absorb(place, index)
         return
-    space = space_of(graph, node)
-    operands = [
-        (draft.places.get(name), words)
-        for name, words in zip(node.inputs, space.operands, strict=True)
-        if name and words is not None
-    ]
-    results = [(name, words) for name, words in zip(node.outputs, space.results, strict=True) if words is not None]
-    reduced = [
-        axis.name for axis in space.axes if row.kind == "reduction" and axis.kind in (AxisKind.SUM, AxisKind.MEAN)
-    ]
+    space = space_of(draft.graph, node)
+    inputs = zip(node.inputs, space.operands, strict=True)
+    operands = [(draft.places.get(name), words) for name, words in inputs if name and words is not None]
+    results = {name: words for name, words in zip(node.outputs, space.results, strict=True) if words is not None}
+    sums = (AxisKind.SUM, AxisKind.MEAN)
+    reduced = [axis.name for axis in space.axes if row.kind == "reduction" and axis.kind in sums]
 
     def cost(indices: Indices) -> Cost:
         if row.kind == "reduction":
             return Reduction(tuple(axis for word in reduced for axis in indices[word]))
         return Movement() if row.kind in ("view", "memory") else Elementwise()
 
-    pattern = Pattern(
-        tuple((axis.name, axis.extent) for axis in space.axes),
-        tuple((words, graph.type_of(name).shape) for name, words in results),
-        cost,
-        frozenset(a.name for a in space.axes if a.kind is not AxisKind.PARALLEL and a.name not in reduced),
-    )
-    places = draft.lay(node.name, (index,), operands, pattern)
-    draft.places.update((name, place) for (name, _), place in zip(results, places, strict=True))
+    whole = {a.name for a in space.axes if a.kind is not AxisKind.PARALLEL and a.name not in reduced}
+    shapes = [(words, draft.shape_of(name)) for name, words in results.items()]
+    places = draft.lay(node.name, (index,), space.extents(), operands, shapes, cost, whole)
+    draft.places.update(zip(results, places, strict=True))
 
 
-def multiply(draft: LayerGraphBuilder, index: int) -> None:
-    """MatMul and Gemm over the axes of their own iteration space; columns that a reshape takes apart are axes each."""
+def reshape(draft: LayerGraphBuilder, index: int) -> None:
+    """Reshape, Flatten, Squeeze and Unsqueeze.
+
+    What only adds or drops dimensions of extent one, puts the rows of a matrix one after the other, or merges axes of a
+    product (heads) drops out. Anything else has to flatten the tensor first.
+    """
     node = draft.graph.nodes[index]
-    columns = divided_columns(draft.graph, index)
-    _lay_product(draft, index, space_of(draft.graph, node), (("n", columns),) if columns else ())
-
-
-def multiply_by_equation(draft: LayerGraphBuilder, index: int) -> None:
-    """Einsum of two factors; other equations count elementwise."""
-    node = draft.graph.nodes[index]
-    if len(node.inputs) == 2:
-        _lay_product(draft, index, space_of(draft.graph, node), ())
+    place = draft.places[node.inputs[0]]
+    shape = draft.shape_of(node.outputs[0])
+    groups = _dropped_out(draft, place, shape)
+    if groups is not None:
+        draft.absorb(place, index)
+        draft.places[node.outputs[0]] = replace(place, groups=groups)
     else:
-        by_space(draft, index)
+        draft.places[node.outputs[0]] = _flattened(draft, index, place, shape)
 
 
-def product_of(left: Words, right: Words, result: Words, indices: Indices, pointwise: int = 0) -> Cost:
+def _dropped_out(draft: LayerGraphBuilder, place: Place, shape: Extents) -> Groups | None:
+    """Dimensions that make up each dimension of `shape`, where the reshape is no more than that."""
+    order = [dimension for group in place.groups for dimension in group]
+    extents = draft.tensor(place).extents
+    groups = regrouped([extents[dimension] for dimension in order], shape)
+    if groups is None:
+        return None
+    merged = [group for group in groups if len(group) > 1]
+    only_rows = all(group != groups[-1] for group in merged)
+    if merged and not only_rows and not isinstance(draft.layers[place.layer].layer.cost, Product):
+        return None
+    return tuple(tuple(order[position] for position in group) for group in groups)
+
+
+def _flattened(draft: LayerGraphBuilder, index: int, place: Place, shape: Extents) -> Place:
+    """The tensor flattened and given its new dimensions, cut into contiguous pieces on both sides."""
+    name, source = draft.graph.nodes[index].name, draft.tensor(place).extents
+    order = [dimension for group in place.groups for dimension in group]
+    read = tuple((order.index(each),) if each in order else () for each in range(len(source)))
+    written = tuple((position,) for position in range(len(shape)))
+    before, after = (
+        tuple(Axis(f"d{position}", extent) for position, extent in enumerate(extents))
+        for extents in ([source[dimension] for dimension in order], shape)
+    )
+    flat, opened = (Tensor((math.prod(shape),), (tuple(range(len(axes))),)) for axes in (before, after))
+    ravel = Layer(before, (Tensor(source, read),), (flat,), Movement(), contiguous=True)
+    unravel = Layer(after, (opened,), (Tensor(shape, written),), Movement(), contiguous=True)
+    first = draft.append(PlacedLayer(f"{name}/ravel", ravel, ()), (place,))
+    last = draft.append(PlacedLayer(name, unravel, (index,)), (Place(first, 0, ((0,),)),))
+    return Place(last, 0, written)
+
+
+# Products: each becomes a tile of a matrix product over groups of axes.
+
+
+def product_of(left: Words, right: Words, result: Words) -> Callable[[Indices], Cost]:
     """The tile of a product whose factors and result are indexed by these axes."""
     first, second, written = ({word for words in tensor for word in words} for tensor in (left, right, result))
 
-    def group(words: set[str]) -> tuple[int, ...]:
-        return tuple(axis for word in indices if word in words for axis in indices[word])
+    def cost(indices: Indices) -> Cost:
+        def group(words: set[str]) -> tuple[int, ...]:
+            return tuple(axis for word in indices if word in words for axis in indices[word])
 
-    return Product(
-        batch=group(first & second & written),
-        rows=group((first & written) - second),
-        columns=group((second & written) - first),
-        summed=group((first | second) - written),
-        pointwise=pointwise,
-    )
+        return Product(
+            batch=group(first & second & written),
+            rows=group((first & written) - second),
+            columns=group((second & written) - first),
+            summed=group((first | second) - written),
+        )
+
+    return cost
 
 
-def _lay_product(
-    draft: LayerGraphBuilder, index: int, space: Space, divided: tuple[tuple[str, tuple[int, ...]], ...]
-) -> None:
-    node, graph = draft.graph.nodes[index], draft.graph
+def multiply(draft: LayerGraphBuilder, index: int) -> None:
+    """Products over the axes of their own iteration space; an einsum of other than two factors counts elementwise.
+
+    Columns that a reshape takes apart are axes each.
+    """
+    node = draft.graph.nodes[index]
+    if node.op == "Einsum" and len(node.inputs) != 2:
+        by_space(draft, index)
+        return
+    columns = () if node.op == "Einsum" else divided_columns(draft.graph, index)
+    space = space_of(draft.graph, node)
     left, right, result = space.operands[0], space.operands[1], space.results[0]
     assert left is not None and right is not None and result is not None
-    order = [word for dimension in result for word in dimension]
-    order += [axis.name for axis in space.axes if axis.name not in order]
-    shape = graph.type_of(node.outputs[0]).shape
-    places = [(draft.places.get(name), words) for name, words in zip(node.inputs, (left, right), strict=False)]
-    pattern = Pattern(
-        tuple((word, space.axis(word).extent) for word in order),
-        ((result, shape),),
-        lambda indices: product_of(left, right, result, indices),
-        divided=divided,
-    )
-    (draft.places[node.outputs[0]],) = draft.lay(node.name, (index,), places, pattern)
+    order = dict.fromkeys([*(word for dimension in result for word in dimension), *space.extents()])
+    axes = {word: space.axis(word).extent for word in order}
+    divided = {"n": columns} if columns else {}
+    draft.lay_node(index, axes, (left, right), result, product_of(left, right, result), divided=divided)
 
 
-def divided_columns(graph: Graph, index: int) -> tuple[int, ...]:
+def divided_columns(graph: Graph, index: int) -> Extents:
     """The extents that a reshape takes a product's columns apart into (heads); () where none does.
 
     A bias may stand between them.
@@ -203,27 +383,20 @@ def divided_columns(graph: Graph, index: int) -> tuple[int, ...]:
 
 def embed(draft: LayerGraphBuilder, index: int) -> None:
     """A lookup of rows of a table that is a parameter: a product with one-hot rows, which are free to read."""
-    node, graph = draft.graph.nodes[index], draft.graph
-    table, indices = (graph.type_of(name).shape for name in node.inputs[:2])
-    if graph.parameter(node.inputs[0]) is None or len(table) != 2 or node.integer("axis") != 0:
+    node = draft.graph.nodes[index]
+    table, indices = (draft.shape_of(name) for name in node.inputs[:2])
+    if draft.graph.parameter(node.inputs[0]) is None or len(table) != 2 or node.integer("axis") != 0:
         by_space(draft, index)
         return
-    rows = tuple((f"i{position}",) for position in range(len(indices)))
-    axes = (*((word[0], extent) for word, extent in zip(rows, indices, strict=True)), ("e", table[1]), ("v", table[0]))
-    one_hot: Words = (*rows, ("v",))
-    result: Words = (*rows, ("e",))
-    pattern = Pattern(
-        axes,
-        ((result, (*indices, table[1])),),
-        lambda found: product_of(one_hot, (("v",), ("e",)), result, found),
-        aliases=(("v", "d0"),),
-    )
-    (draft.places[node.outputs[0]],) = draft.lay(node.name, (index,), (), pattern)
+    rows = {f"i{position}": extent for position, extent in enumerate(indices)}
+    result = _each([*rows, "e"])
+    cost = product_of(_each([*rows, "v"]), _each("ve"), result)
+    draft.lay_node(index, rows | {"e": table[1], "v": table[0]}, (), result, cost, aliases=(("v", "d0"),))
 
 
-HEADS: Words = (("b",), ("h",), ("l",), ("k",))
-KEYS: Words = (("b",), ("h",), ("m",), ("k",))
-SCORES: Words = (("b",), ("h",), ("l",), ("m",))
+# Attention as the paper has it: one product for queries, keys and values, two products and a softmax between them.
+
+HEADS, KEYS, SCORES = map(_each, ("bhlk", "bhmk", "bhlm"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +407,7 @@ class Projections:
     """
 
     nodes: tuple[int, ...]
-    sources: tuple[str, str, str]
+    sources: tuple[str, ...]
 
 
 def projections(graph: Graph) -> dict[int, Projections]:
@@ -244,14 +417,12 @@ def projections(graph: Graph) -> dict[int, Projections]:
     for index, node in enumerate(graph.nodes):
         if node.op != "Attention" or len(graph.type_of(node.inputs[0]).shape) != 4 or any(node.outputs[1:]):
             continue
-        traced = [_traced(graph, name, readers) for name in node.inputs[:3]]
-        shapes = {graph.type_of(name).shape for name in node.inputs[:3]}
-        sources = [each[1] for each in traced if each is not None]
-        if len(sources) < 3 or len(shapes) > 1 or len({graph.type_of(name).shape for name in sources}) > 1:
-            continue
-        nodes = tuple(sorted(node for each in traced if each is not None for node in each[0]))
-        if len(graph.type_of(sources[0]).shape) == 3:
-            found[index] = Projections(nodes, (sources[0], sources[1], sources[2]))
+        traced = [each for name in node.inputs[:3] if (each := _traced(graph, name, readers)) is not None]
+        sources = tuple(source for _, source in traced)
+        shapes = {graph.type_of(name).shape for name in sources}
+        equal = len({graph.type_of(name).shape for name in node.inputs[:3]}) == len(shapes) == 1
+        if len(traced) == 3 and equal and len(shapes.pop()) == 3:
+            found[index] = Projections(tuple(sorted(node for nodes, _ in traced for node in nodes)), sources)
     return found
 
 
@@ -275,211 +446,171 @@ def _traced(graph: Graph, name: str, readers: dict[str, tuple[int, ...]]) -> tup
 
 def attend(draft: LayerGraphBuilder, index: int, projected: Projections | None) -> None:
     """The layers of an attention, with its projections where they are equal; masks are free and cost nothing."""
-    node, graph = draft.graph.nodes[index], draft.graph
-    queries, keys, values = (graph.type_of(name).shape for name in node.inputs[:3])
+    node = draft.graph.nodes[index]
+    queries, keys, values = (draft.shape_of(name) for name in node.inputs[:3])
     if len(queries) != 4 or queries[:2] != keys[:2] or queries[3] != values[3] or any(node.outputs[1:]):
         by_space(draft, index)
         return
     if projected is None:
-        operands = [draft.places.get(name) for name in node.inputs[:3]]
+        read = tuple(draft.places.get(name) for name in node.inputs[:3])
     else:
-        operands = list(_project(draft, node.name, projected, queries))
-    batch, heads, length, width = queries
-    score_shape = (batch, heads, length, keys[2])
-    axes = (("b", batch), ("h", heads), ("l", length))
-    (scores,) = draft.lay(
-        f"{node.name}/scores",
-        (),
-        ((operands[0], HEADS), (operands[1], KEYS)),
-        Pattern(
-            (*axes, ("m", keys[2]), ("k", width)),
-            ((SCORES, score_shape),),
-            lambda found: product_of(HEADS, KEYS, SCORES, found),
-            inside=index,
-        ),
-    )
-    (weights,) = draft.lay(
-        f"{node.name}/softmax",
-        (),
-        ((scores, SCORES),),
-        Pattern((*axes, ("m", keys[2])), ((SCORES, score_shape),), lambda found: Softmax(found["m"][0]), inside=index),
-    )
-    (draft.places[node.outputs[0]],) = draft.lay(
-        node.name,
-        (index,),
-        ((weights, SCORES), (operands[2], KEYS)),
-        Pattern(
-            (*axes, ("k", width), ("m", keys[2])),
-            ((HEADS, queries),),
-            lambda found: product_of(SCORES, KEYS, HEADS, found),
-        ),
-    )
+        read = _project(draft, node.name, projected, queries)
+    extents = dict(zip("bhlk", queries, strict=True)) | {"m": keys[2]}
+
+    def lay(
+        name: str, order: str, operands: Sequence[Operand], result: Words, cost: Callable[[Indices], Cost]
+    ) -> Place:
+        axes = {axis: extents[axis] for axis in order}
+        shape = tuple(extents[axis] for (axis,) in result)
+        inside = None if name == node.name else index
+        nodes = (index,) if name == node.name else ()
+        return draft.lay(name, nodes, axes, operands, [(result, shape)], cost, inside=inside)[0]
+
+    products = product_of(HEADS, KEYS, SCORES), product_of(SCORES, KEYS, HEADS)
+    scores = lay(f"{node.name}/scores", "bhlmk", ((read[0], HEADS), (read[1], KEYS)), SCORES, products[0])
+    weights = lay(f"{node.name}/softmax", "bhlm", ((scores, SCORES),), SCORES, lambda found: Softmax(found["m"][0]))
+    draft.places[node.outputs[0]] = lay(node.name, "bhlkm", ((weights, SCORES), (read[2], KEYS)), HEADS, products[1])
 
 
-def _project(draft: LayerGraphBuilder, name: str, projected: Projections, shape: tuple[int, ...]) -> tuple[Place, ...]:
+def _project(draft: LayerGraphBuilder, name: str, projected: Projections, shape: Extents) -> tuple[Place, ...]:
     """Queries, keys and values by one product: of one value with three weights, or of three values stacked."""
     batch, heads, length, width = shape
-    inner = draft.graph.type_of(projected.sources[0]).shape[2]
+    inner = draft.shape_of(projected.sources[0])[2]
     sources = [draft.places.get(each) for each in projected.sources]
-    stack = (("s",), ("b",), ("l",), ("e",))
-    read: Words = stack[1:]
-    operand = sources[0]
+    read, operand = _each("ble"), sources[0]
     if len(set(projected.sources)) > 1:
-        pattern = Pattern(
-            (("s", 3), ("b", batch), ("l", length), ("e", inner)),
-            ((stack, (3, batch, length, inner)),),
-            lambda _: Movement(),
-            whole=frozenset({"s"}),
-        )
-        (operand,) = draft.lay(f"{name}/stack", (), [(each, read) for each in sources], pattern)
-        read = stack
-    weight: Words = (("s",), ("h",), ("e",), ("k",))
-    heads_of_three: Words = (("s",), *HEADS)
-    axes = (("s", 3), ("b", batch), ("h", heads), ("l", length), ("k", width))
-    stacked_shape = (3, *shape)
+        axes = {"s": 3, "b": batch, "l": length, "e": inner}
+        operands = [(each, read) for each in sources]
+        read = _each("sble")
+        results = [(read, (3, batch, length, inner))]
+        (operand,) = draft.lay(f"{name}/stack", (), axes, operands, results, lambda _: Movement(), whole="s")
+    axes = {"s": 3, "b": batch, "h": heads, "l": length, "k": width}
+    stacked = _each("sbhlk")
     (product,) = draft.lay(
         f"{name}/projections",
         projected.nodes,
+        axes | {"e": inner},
         ((operand, read),),
-        Pattern(
-            (*axes, ("e", inner)),
-            ((heads_of_three, stacked_shape),),
-            lambda found: product_of(read, weight, heads_of_three, found),
-            aliases=(("e", "k"),),
-        ),
+        [(stacked, (3, *shape))],
+        product_of(read, _each("shek"), stacked),
+        aliases=(("e", "k"),),
     )
-    draft.places.update(_inside(draft.graph, projected, product))
-    return draft.lay(
-        f"{name}/unstack",
-        (),
-        ((product, heads_of_three),),
-        Pattern(axes, ((HEADS, shape),) * 3, lambda _: Movement(), whole=frozenset({"s"})),
-    )
-
-
-def _inside(graph: Graph, projected: Projections, product: Place) -> dict[str, Place]:
-    """Where the values between a projection and its heads lie in the stacked product, [3, b, h, l, k]."""
-    merged, apart = ((1,), (3,), (2, 4)), ((1,), (3,), (2,), (4,))
-    found = {}
+    # Between a projection and its heads, values lie in the stacked product, [3, b, h, l, k], heads merged or apart.
     for index in projected.nodes:
-        node = graph.nodes[index]
-        groups = merged if len(graph.type_of(node.outputs[0]).shape) == 3 else apart
+        node = draft.graph.nodes[index]
+        groups: Groups = ((1,), (3,), (2, 4)) if len(draft.shape_of(node.outputs[0])) == 3 else ((1,), (3,), (2,), (4,))
         if node.op == "Transpose":
             groups = ((1,), (2,), (3,), (4,))
-        found[node.outputs[0]] = Place(product.layer, product.result, groups)
-    return found
+        draft.places[node.outputs[0]] = replace(product, groups=groups)
+    three = [(HEADS, shape)] * 3
+    return draft.lay(f"{name}/unstack", (), axes, ((product, stacked),), three, lambda _: Movement(), whole="s")
 
 
-SPATIAL = "hwd"
-KERNEL = "rst"
+# Convolutional networks. The spatial axes of a convolution stay whole, as in the prototype.
+
+SPATIAL, KERNEL = "hwd", "rst"
 
 
 def convolve(draft: LayerGraphBuilder, index: int) -> None:
     """Conv over (b, c, h, w, r, s, n): rows b h w, summed c r s, columns n."""
-    node, graph = draft.graph.nodes[index], draft.graph
-    weight, result = graph.type_of(node.inputs[1]).shape, graph.type_of(node.outputs[0]).shape
+    node = draft.graph.nodes[index]
+    weight, result = (draft.shape_of(name) for name in (node.inputs[1], node.outputs[0]))
     rank = len(weight) - 2
-    spatial, kernel = tuple(SPATIAL[:rank]), tuple(KERNEL[:rank])
+    spatial, kernel = SPATIAL[:rank], KERNEL[:rank]
     extents = (result[0], weight[1], *result[2:], *weight[2:], weight[0])
     channels = ("c",) if node.integer("group", 1) == 1 else ()
-    places = draft.lay(
-        node.name,
-        (index,),
-        ((draft.places.get(node.inputs[0]), (("b",), channels, *((),) * rank)),),
-        Pattern(
-            tuple(zip(("b", "c", *spatial, *kernel, "n"), extents, strict=True)),
-            (((("b",), ("n",), *((),) * rank), result),),
-            lambda found: Product(
-                batch=(),
-                rows=tuple(axis for word in ("b", *spatial) for axis in found[word]),
-                columns=found["n"],
-                summed=tuple(axis for word in ("c", *kernel) for axis in found[word]),
-            ),
-            whole=frozenset(spatial),
-        ),
-    )
-    draft.places[node.outputs[0]] = places[0]
+    uncut: Words = ((),) * rank
+
+    def cost(found: Indices) -> Cost:
+        rows, summed = (
+            tuple(axis for word in words for axis in found[word]) for words in ("b" + spatial, "c" + kernel)
+        )
+        return Product(batch=(), rows=rows, columns=found["n"], summed=summed)
+
+    axes = dict(zip(f"bc{spatial}{kernel}n", extents, strict=True))
+    draft.lay_node(index, axes, ((("b",), channels, *uncut),), (("b",), ("n",), *uncut), cost, whole=spatial)
 
 
-def pool(draft: LayerGraphBuilder, index: int) -> None:
-    """A window moved over an image: every axis of the result may be cut."""
-    node, graph = draft.graph.nodes[index], draft.graph
-    source, result = graph.type_of(node.inputs[0]).shape, graph.type_of(node.outputs[0]).shape
-    words: Words = tuple((word,) for word in ("b", "c", *SPATIAL[: len(result) - 2]))
-    pattern = Pattern(
-        tuple((word[0], extent) for word, extent in zip(words, result, strict=True)),
-        ((words, result),),
-        lambda _: Pooling(2, source, node.integers("kernel_shape")),
-    )
-    places = draft.lay(node.name, (index,), ((draft.places.get(node.inputs[0]), words),), pattern)
-    draft.places[node.outputs[0]] = places[0]
+def over_image(draft: LayerGraphBuilder, index: int) -> None:
+    """A window moved over an image, of whose result every axis may be cut, or a batch normalisation.
+
+    For the paper that is a norm over the batch, whatever statistics the model uses.
+    """
+    node = draft.graph.nodes[index]
+    source, result = draft.shape_of(node.inputs[0]), draft.shape_of(node.outputs[0])
+    names = f"bc{SPATIAL}"[: len(result)]
+
+    def cost(found: Indices) -> Cost:
+        if node.op == "BatchNormalization":
+            return Norm(found["b"][0])
+        return Pooling(2, source, node.integers("kernel_shape"))
+
+    _lay_each(draft, index, names, result, _each(names), cost)
 
 
 def mean_image(draft: LayerGraphBuilder, index: int) -> None:
     """GlobalAveragePool: a mean over all spatial axes."""
-    node, graph = draft.graph.nodes[index], draft.graph
-    source, result = graph.type_of(node.inputs[0]).shape, graph.type_of(node.outputs[0]).shape
-    words: Words = tuple((word,) for word in ("b", "c", *SPATIAL[: len(source) - 2]))
-    pattern = Pattern(
-        tuple((word[0], extent) for word, extent in zip(words, source, strict=True)),
-        (((*words[:2], *((),) * (len(source) - 2)), result),),
-        lambda _: Reduction(tuple(range(2, len(source)))),
-    )
-    places = draft.lay(node.name, (index,), ((draft.places.get(node.inputs[0]), words),), pattern)
-    draft.places[node.outputs[0]] = places[0]
+    source = draft.shape_of(draft.graph.nodes[index].inputs[0])
+    names = f"bc{SPATIAL}"[: len(source)]
+    spatial = tuple(range(2, len(source)))
+    written: Words = (("b",), ("c",), *((),) * len(spatial))
+    _lay_each(draft, index, names, source, written, lambda _: Reduction(spatial))
 
 
-def batch_norm(draft: LayerGraphBuilder, index: int) -> None:
-    """BatchNormalization: for the paper a norm over the batch, whatever statistics the model uses."""
-    node, graph = draft.graph.nodes[index], draft.graph
-    shape = graph.type_of(node.outputs[0]).shape
-    words: Words = tuple((word,) for word in ("b", "c", *SPATIAL[: len(shape) - 2]))
-    pattern = Pattern(
-        tuple((word[0], extent) for word, extent in zip(words, shape, strict=True)),
-        ((words, shape),),
-        lambda found: Norm(found["b"][0]),
-    )
-    places = draft.lay(node.name, (index,), ((draft.places.get(node.inputs[0]), words),), pattern)
-    draft.places[node.outputs[0]] = places[0]
+def _lay_each(
+    draft: LayerGraphBuilder,
+    index: int,
+    names: Sequence[str],
+    extents: Extents,
+    written: Words,
+    cost: Callable[[Indices], Cost],
+) -> None:
+    """A layer with an axis for each dimension of a node's first operand."""
+    draft.lay_node(index, dict(zip(names, extents, strict=True)), (_each(names),), written, cost)
 
 
-OUT: Words = (("s",), (), ("b",), ("n",))
-"""Indices of an LSTM's first result: step, direction, batch, unit."""
+# Layers that work along one axis of every row, and stacked LSTMs.
+
+
+def along_rows(draft: LayerGraphBuilder, index: int) -> None:
+    """Softmax over its axis, the paper's norm over the last one, or a loss over the classes (nothing reads its result).
+
+    A layer over every axis of the first operand, with special costs along one.
+    """
+    node = draft.graph.nodes[index]
+    special: dict[str, tuple[int, Callable[[int], Cost]]] = {
+        "LayerNormalization": (-1, Norm),
+        "RMSNormalization": (-1, Norm),
+        "SoftmaxCrossEntropyLoss": (1, CrossEntropy),
+    }
+    axis, kind = special.get(node.op, (node.integer("axis", -1), Softmax))
+    shape, result = draft.shape_of(node.inputs[0]), draft.shape_of(node.outputs[0])
+    names = [f"d{position}" for position in range(len(shape))]
+    written: Words = _each(names) if result == shape else ((),) * len(result)
+    _lay_each(draft, index, names, shape, written, lambda found: kind(found[names[axis]][-1]))
 
 
 def recur(draft: LayerGraphBuilder, index: int) -> None:
     """LSTM over (l, s, b, n, k), steps whole; one that reads another of its own shape joins it as one more layer."""
-    node, graph = draft.graph.nodes[index], draft.graph
-    if not node.outputs[0] or node.integer("layout") != 0:
+    node = draft.graph.nodes[index]
+    if not node.outputs[0] or node.integer("layout") != 0 or draft.shape_of(node.outputs[0])[1] != 1:
         by_space(draft, index)
         return
-    steps, directions, batch, units = graph.type_of(node.outputs[0]).shape
-    inputs = graph.type_of(node.inputs[0]).shape[-1]
-    if directions != 1:
-        by_space(draft, index)
-        return
+    steps, _, batch, units = draft.shape_of(node.outputs[0])
+    inputs = draft.shape_of(node.inputs[0])[-1]
     place = draft.places.get(node.inputs[0])
     if place is not None and _joins(draft, place, inputs, units):
         layer = draft.layers[place.layer].layer
         stacked = replace(layer.axes[0], extent=layer.axes[0].extent + 1)
-        draft.replace(place.layer, replace(layer, axes=(stacked, *layer.axes[1:])), index)
-        _stand(draft, node, Place(place.layer, 0, ((0,), (1,), (2,), (3,))))
-        return
-    pattern = Pattern(
-        (("l", 1), ("s", steps), ("b", batch), ("n", units), ("k", inputs)),
-        ((OUT, (steps, 1, batch, units)),),
-        lambda _: Recurrent(),
-        whole=frozenset({"s"}),
-    )
-    places = draft.lay(node.name, (index,), ((place, (("s",), ("b",), ("k",))),), pattern)
-    _stand(draft, node, places[0])
-
-
-def _stand(draft: LayerGraphBuilder, node: Node, place: Place) -> None:
-    """Let `place` stand for an LSTM's results: its states are the last step of its first one."""
-    last = Place(place.layer, place.result, place.groups[1:])
+        draft.absorb(place, index, replace(layer, axes=(stacked, *layer.axes[1:])))
+        place = draft.places[node.outputs[0]] = Place(place.layer, 0, ((0,), (1,), (2,), (3,)))
+    else:
+        axes = {"l": 1, "s": steps, "b": batch, "n": units, "k": inputs}
+        written: Words = (("s",), (), ("b",), ("n",))
+        place = draft.lay_node(index, axes, (_each("sbk"),), written, lambda _: Recurrent(), whole="s")
+    # The states are the last step of the result.
+    last = replace(place, groups=place.groups[1:])
     draft.places.update((name, last) for name in node.outputs[1:] if name)
-    draft.places[node.outputs[0]] = place
 
 
 def _joins(draft: LayerGraphBuilder, place: Place, inputs: int, units: int) -> bool:
@@ -489,105 +620,24 @@ def _joins(draft: LayerGraphBuilder, place: Place, inputs: int, units: int) -> b
     return isinstance(layer.cost, Recurrent) and read == (0, 2, 3) and inputs == units == layer.extents[3]
 
 
-def reshape(draft: LayerGraphBuilder, index: int) -> None:
-    """Reshape, Flatten, Squeeze and Unsqueeze.
-
-    What only adds or drops dimensions of extent one, puts the rows of a matrix one after the other, or merges axes of a
-    product (heads) drops out. Anything else has to flatten the tensor first.
-    """
-    node = draft.graph.nodes[index]
-    place = draft.places[node.inputs[0]]
-    shape = draft.graph.type_of(node.outputs[0]).shape
-    groups = _dropped_out(draft, place, shape)
-    if groups is not None:
-        draft.absorb(place, index)
-        draft.places[node.outputs[0]] = Place(place.layer, place.result, groups)
-    else:
-        draft.places[node.outputs[0]] = _flattened(draft, index, place, shape)
-
-
-def _dropped_out(draft: LayerGraphBuilder, place: Place, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Dimensions that make up each dimension of `shape`, where the reshape is no more than that."""
-    order = [dimension for group in place.groups for dimension in group]
-    extents = draft.tensor(place).extents
-    groups = regrouped([extents[dimension] for dimension in order], shape)
-    if groups is None:
-        return None
-    merged = [group for group in groups if len(group) > 1]
-    only_rows = all(group != groups[-1] for group in merged)
-    if merged and not only_rows and not isinstance(draft.layers[place.layer].layer.cost, Product):
-        return None
-    return tuple(tuple(order[position] for position in group) for group in groups)
-
-
-def _flattened(draft: LayerGraphBuilder, index: int, place: Place, shape: tuple[int, ...]) -> Place:
-    """The tensor flattened and given its new dimensions, cut into contiguous pieces on both sides."""
-    name, source = draft.graph.nodes[index].name, draft.tensor(place).extents
-    order = [dimension for group in place.groups for dimension in group]
-    axis_of = {dimension: position for position, dimension in enumerate(order)}
-    before = tuple(Axis(f"d{position}", source[dimension]) for position, dimension in enumerate(order))
-    read = tuple((axis_of[dimension],) if dimension in axis_of else () for dimension in range(len(source)))
-    flat = Tensor((math.prod(shape),), (tuple(range(len(before))),))
-    ravel = Layer(before, (Tensor(source, read),), (flat,), Movement(), contiguous=True)
-    first = draft.append(PlacedLayer(f"{name}/ravel", ravel, ()), (place,))
-    after = tuple(Axis(f"d{position}", extent) for position, extent in enumerate(shape))
-    each = tuple((position,) for position in range(len(shape)))
-    flat = Tensor((math.prod(shape),), (tuple(range(len(after))),))
-    unravel = Layer(after, (flat,), (Tensor(shape, each),), Movement(), contiguous=True)
-    last = draft.append(PlacedLayer(name, unravel, (index,)), (Place(first, 0, ((0,),)),))
-    return Place(last, 0, each)
-
-
-def softmax(draft: LayerGraphBuilder, index: int) -> None:
-    """Softmax over its axis."""
-    node = draft.graph.nodes[index]
-    _lay_rows(draft, index, node.integer("axis", -1), Softmax)
-
-
-def normalise(draft: LayerGraphBuilder, index: int) -> None:
-    """LayerNormalization: the paper's norm over the last axis."""
-    _lay_rows(draft, index, -1, Norm)
-
-
-def classify(draft: LayerGraphBuilder, index: int) -> None:
-    """SoftmaxCrossEntropyLoss over the classes, dimension 1; nothing reads its result."""
-    _lay_rows(draft, index, 1, CrossEntropy)
-
-
-def _lay_rows(draft: LayerGraphBuilder, index: int, axis: int, kind: Callable[[int], Cost]) -> None:
-    """A layer over every axis of the first operand, with special costs along one."""
-    node, graph = draft.graph.nodes[index], draft.graph
-    shape, result = graph.type_of(node.inputs[0]).shape, graph.type_of(node.outputs[0]).shape
-    words: Words = tuple((f"d{position}",) for position in range(len(shape)))
-    along = words[axis][0]
-    written: Words = words if result == shape else ((),) * len(result)
-    pattern = Pattern(
-        tuple((word[0], extent) for word, extent in zip(words, shape, strict=True)),
-        ((written, result),),
-        lambda found: kind(found[along][-1]),
-    )
-    places = draft.lay(node.name, (index,), ((draft.places.get(node.inputs[0]), words),), pattern)
-    draft.places[node.outputs[0]] = places[0]
-
-
 RULES: Mapping[str, Callable[[LayerGraphBuilder, int], None]] = {
-    "AveragePool": pool,
-    "BatchNormalization": batch_norm,
+    "AveragePool": over_image,
+    "BatchNormalization": over_image,
     "Conv": convolve,
-    "Einsum": multiply_by_equation,
+    "Einsum": multiply,
     "Flatten": reshape,
     "Gather": embed,
     "Gemm": multiply,
     "GlobalAveragePool": mean_image,
     "LSTM": recur,
-    "LayerNormalization": normalise,
-    "LogSoftmax": softmax,
+    "LayerNormalization": along_rows,
+    "LogSoftmax": along_rows,
     "MatMul": multiply,
-    "MaxPool": pool,
-    "RMSNormalization": normalise,
+    "MaxPool": over_image,
+    "RMSNormalization": along_rows,
     "Reshape": reshape,
-    "Softmax": softmax,
-    "SoftmaxCrossEntropyLoss": classify,
+    "Softmax": along_rows,
+    "SoftmaxCrossEntropyLoss": along_rows,
     "Squeeze": reshape,
     "Transpose": transpose,
     "Unsqueeze": reshape,
@@ -599,13 +649,16 @@ def layer_graph(graph: Graph) -> LayerGraph:
     """The paper's graph of a model on one batch.
 
     Values that depend on no parameter and on no costly operator (inputs, masks, positions), and parameters, are free to
-    read: they have no edges.
+    read: they have no edges. So is what is computed of parameters and constants alone.
     """
     draft = LayerGraphBuilder(graph)
     attentions = projections(graph)
-    absorbed = {node for each in attentions.values() for node in each.nodes}
-    skipped = recomputed_nodes(graph) | absorbed | _of_weights(graph)
+    skipped = recomputed_nodes(graph).union(*(each.nodes for each in attentions.values()))
+    data = {value.name for value in graph.inputs}
     for index, node in enumerate(graph.nodes):
+        if data.isdisjoint(node.inputs):
+            continue
+        data.update(node.outputs)
         if index in skipped:
             continue
         row = operator_of(node)
@@ -617,17 +670,4 @@ def layer_graph(graph: Graph) -> LayerGraph:
             pointwise(draft, index)
         else:
             by_space(draft, index)
-    convolutional = any(node.op == "Conv" for node in graph.nodes)
-    return draft.finished(4 if convolutional else 1)
-
-
-def _of_weights(graph: Graph) -> frozenset[int]:
-    """Nodes that read nothing but parameters, constants and what such nodes write."""
-    data = {value.name for value in graph.inputs}
-    found = set()
-    for index, node in enumerate(graph.nodes):
-        if any(name in data for name in node.inputs):
-            data.update(node.outputs)
-        else:
-            found.add(index)
-    return frozenset(found)
+    return draft.finished(4 if any(node.op == "Conv" for node in graph.nodes) else 1)

@@ -37,7 +37,7 @@ from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.memory_check import check_kinds, check_one_kind, check_operators, fitted, out_of_memory
 from autopipe.passes.partition.chain_cut import cut_into_stages
-from autopipe.passes.placement.pase.paper_search import placement_of, search
+from autopipe.passes.placement.pase.paper_search import find_strategy, placement_of, tables_of
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_degrees, settled_stages
@@ -227,7 +227,7 @@ class Pase:
         """
         exact = Exact(problem.time_limit)
         if self.search_space == "paper":
-            found = search(problem, lambda model: self._solved(model, None, exact))
+            found = find_strategy(tables_of(problem), lambda model: self._solved(model, None, exact))
             proof = SplitProof(found.cost, found.bound, found.proven, "operations")
             return replace(fitted(problem, placement_of(problem, found)), proof=proof)
 

@@ -33,7 +33,7 @@ def degrees(*rows: tuple[int, ...]) -> Degrees:
 
 
 def cost(kind: Cost, extents: tuple[int, ...], split: tuple[int, ...]) -> float:
-    (found,) = kind.of(extents, degrees(split), R)
+    (found,) = kind.of(extents, degrees(split))
     return float(found)
 
 
@@ -86,7 +86,7 @@ SPLITS = st.lists(st.tuples(*[st.sampled_from([1, 2, 4])] * 3), min_size=1, max_
 @given(SPLITS, SPLITS)
 def test_transfers(source: list[tuple[int, ...]], target: list[tuple[int, ...]]) -> None:
     extents = (4, 8, 12)
-    found = transfer(extents, degrees(*source), degrees(*target), R)
+    found = transfer(extents, degrees(*source), degrees(*target))
     for (row, have), (column, want) in itertools.product(enumerate(source), enumerate(target)):
         held, needed = ([n / c for n, c in zip(extents, each, strict=True)] for each in (have, want))
         common = 0.0 if math.prod(want) > math.prod(have) else math.prod(map(min, held, needed))

@@ -11,9 +11,9 @@ import pytest
 
 from autopipe.passes.placement.pase.paper_costs import LayerGraph, PaperTables, build_tables
 from autopipe.passes.placement.pase.paper_rules import layer_graph
-from autopipe.passes.placement.pase.paper_search import PaperStrategy, cost_of, find_strategy
+from autopipe.passes.placement.pase.paper_search import PaperStrategy, find_strategy
 from autopipe.passes.solvers.min_sum import eliminate
-from tests.passes.placement.pase.paper.models import PAPER, paper_graph
+from tests.passes.placement.pase.paper.models import PAPER, cost_of, paper_graph
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "pase.json").read_text(encoding="utf-8"))
 DEVICES = (4, 8, 16, 32, 64)

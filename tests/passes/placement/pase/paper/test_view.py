@@ -16,12 +16,11 @@ from autopipe.passes.placement.pase.paper_costs import (
     Product,
     Recurrent,
     build_tables,
-    regrouped,
 )
-from autopipe.passes.placement.pase.paper_rules import layer_graph
-from autopipe.passes.placement.pase.paper_search import cost_of, find_strategy
+from autopipe.passes.placement.pase.paper_rules import layer_graph, regrouped
+from autopipe.passes.placement.pase.paper_search import find_strategy
 from tests.passes.cost.graphs import F32, Builder
-from tests.passes.placement.pase.paper.models import model_graph, paper_graph
+from tests.passes.placement.pase.paper.models import cost_of, model_graph, paper_graph
 
 
 def layer(graph: LayerGraph, ending: str) -> PlacedLayer:
