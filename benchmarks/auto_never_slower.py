@@ -145,7 +145,7 @@ def processor_s() -> float:
 
 def placed_by(search: PlanSearch) -> dict[Strategy, Placed]:
     """The placements of strategies that the search asked as they are when they are named."""
-    plain = (each for each in search.tried if each.candidate == Candidate(each.candidate.strategy))
+    plain = (each for each in search.trials if each.candidate == Candidate(each.candidate.strategy))
     return {each.candidate.strategy: each.origin.placed for each in plain if each.origin.placed is not None}
 
 

@@ -6,17 +6,20 @@ from autopipe.ir.block_schedule import BlockGraph, BlockRepetend, BlockSchedule,
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.schedule.tessel.model import (
     Budget,
+    PeriodicStarts,
     SearchOptions,
     frees_all,
+    is_valid,
     makespan,
     period_bound,
     reserved,
+    sharing_pairs,
     unroll,
 )
-from autopipe.passes.schedule.tessel.periodic import SteadyState, construct, least_period, one_at_a_time, with_period
+from autopipe.passes.schedule.tessel.periodic import CyclicModel, construct, one_at_a_time, widest
 from autopipe.passes.schedule.tessel.search import shortest
 from autopipe.passes.schedule.tessel.warmup_cooldown import serial_order
-from autopipe.passes.solvers.cp_sat import Status
+from autopipe.passes.solvers.cp_sat import Status, solve
 
 
 def search_whole(graph: BlockGraph, units: int, options: SearchOptions | None = None) -> BlockSchedule:
@@ -38,6 +41,41 @@ def search_whole(graph: BlockGraph, units: int, options: SearchOptions | None = 
     return schedule
 
 
+def model_in_flight(graph: BlockGraph, low: int, high: int, in_flight: int) -> CyclicModel:
+    """A model of all repetends of periods from `low` to `high` that hold blocks of at most `in_flight` units.
+
+    Phases are not held within [0, period): each device may begin its repetition at a time of its own.
+    """
+    from ortools.sat.python import cp_model
+
+    model, blocks, furthest = cp_model.CpModel(), range(len(graph.blocks)), high * (len(graph.blocks) + 1)
+    bounds = [(0, 0) if index == widest(graph) else (-furthest, furthest) for index in blocks]
+    made = CyclicModel(
+        graph,
+        model,
+        model.new_int_var(low, high, ""),
+        [model.new_int_var(*each, "") for each in bounds],
+        [model.new_int_var(0, in_flight - 1, "") for _ in blocks],
+        {pair: model.new_bool_var("") for pair in sharing_pairs(graph)},
+    )
+    made.order_pairs()
+    for index, waits in enumerate(graph.waits):
+        for other, wait in waits:
+            model.add(made.stages[index] >= made.stages[other])
+            if low == high:
+                model.add(made.start(index, low) >= made.start(other, low) + wait)
+                continue
+            gaps = [model.new_bool_var("") for _ in range(in_flight)]
+            model.add_exactly_one(gaps)
+            for size, gap in enumerate(gaps):
+                model.add(made.stages[index] - made.stages[other] == size).only_enforce_if(gap)
+                end = made.phases[other] + wait
+                model.add(made.phases[index] + size * made.period >= end).only_enforce_if(gap)
+    made.limit_memory()
+    made.anchor()
+    return made
+
+
 def search_in_flight(
     graph: BlockGraph, units: int, in_flight: int, options: SearchOptions | None = None
 ) -> BlockSchedule:
@@ -54,19 +92,27 @@ def search_in_flight(
     budget, roomy = Budget(options or SearchOptions()), reserved(graph, units)
     known = one_at_a_time(graph, serial_order(graph, units, budget.limit(0.2)))
     bound = period_bound(roomy)
-    best = SteadyState(Status.FEASIBLE, known, None, 0.0, (0,) * len(graph.blocks))
-    if known.period > bound:
-        found = with_period(roomy, bound, budget.limit(0.4), in_flight)
-        budget.work += found.work
-        if found.cyclic is None:
-            found = least_period(roomy, bound, known, budget.limit(1.0), budget.report, in_flight)
-            if frees_all(graph):
-                bound = known.period if found.status is Status.INFEASIBLE else max(bound, found.bound or 0)
-        best = found if found.cyclic is not None else best
-    cyclic = best.cyclic or known
-    phases = tuple(start - cyclic.period * stage for start, stage in zip(cyclic.starts, best.stages, strict=True))
+    period, phases, stages = known.period, known.starts, (0,) * len(graph.blocks)
+    questions = ((bound, 0.4, None), (known.period - 1, 1.0, budget.report)) if known.period > bound else ()
+    for high, share, report in questions:
+        made = model_in_flight(roomy, period_bound(roomy), high, in_flight)
+        if report is not None:
+            made.model.minimize(made.period)
+        answer = solve(made.model, [made.period, *made.phases, *made.stages], budget.limit(share), report)
+        budget.work += answer.work
+        if report is not None and frees_all(graph):
+            bound = known.period if answer.status is Status.INFEASIBLE else max(bound, answer.bound or 0)
+        if answer.found:
+            (period, *values), count = answer.values, len(graph.blocks)
+            phases, stages = tuple(values[:count]), tuple(values[count:])
+            break
+    first = min(phase + period * stage for phase, stage in zip(phases, stages, strict=True))
+    cyclic = PeriodicStarts(
+        period, tuple(phase + period * stage - first for phase, stage in zip(phases, stages, strict=True))
+    )
+    assert is_valid(roomy, cyclic), "the solver's steady state breaks a rule of its own model"
     repetend = BlockRepetend(
-        tuple(phase - min(phases) for phase in phases), tuple(max(best.stages) - stage for stage in best.stages)
+        tuple(phase - min(phases) for phase in phases), tuple(max(stages) - stage for stage in stages)
     )
     starts, least = unroll(graph, cyclic, units), cyclic.period == bound
     schedule = BlockSchedule(graph, starts, cyclic.period, bound, least, repetend, budget.used)

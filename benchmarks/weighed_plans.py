@@ -172,10 +172,10 @@ def candidates_of(request: Request) -> tuple[Candidate, ...]:
     search = weigh(request, Runner())
     assert search.best is not None
     best = search.best.best
-    pipelines = [each for each in search.tried if each.placed and each.runs and len(each.placed.placement.stages) > 1]
+    pipelines = [each for each in search.trials if each.placed and each.runs and len(each.placed.placement.stages) > 1]
     if pipelines:
         search.schedule(min(pipelines, key=lambda each: each.step_s))
-    runs = [(each, run) for each in search.tried for run in each.runs]
+    runs = [(each, run) for each in search.trials for run in each.runs]
     runs.sort(key=lambda pair: pair[1] is not best)
     found: list[Candidate] = []
     for each, run in runs:

@@ -192,9 +192,9 @@ def annotate_model(planned: PlanResult, target: Path) -> tuple[str, ...]:
 
     devices = planned.problem.cluster.devices
     names = tuple(f"{device.name}:{index}" for index, device in enumerate(devices))
-    found = annotated(planned.problem.graph, planned.plan.placement, planned.model.origins, names)
-    write_annotated(planned.model.path, target, found.configuration)
-    return found.left_out
+    configuration, left_out = annotated(planned.problem.graph, planned.plan.placement, planned.model.origins, names)
+    write_annotated(planned.model.path, target, configuration)
+    return left_out
 
 
 def warn_of_untold(output: Output, planned: PlanResult, left_out: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
 """The best plan over all strategies and schedules: candidates, their search, and answers kept between runs.
 
-Imports everything a plan is made with; only explain, export and cli stand above it.
+May import everything that a plan is made with; only explain, export and cli stand above it.
 """

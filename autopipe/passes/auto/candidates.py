@@ -8,6 +8,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.plan import Choice
@@ -44,15 +45,11 @@ class Candidate:
         """Command-line choice that reproduces this candidate. JSON's spelling of options is YAML's, too."""
         assert dataclasses.is_dataclass(self.strategy)
         settled = self.settled(request)
-        given = {each.name: getattr(self.strategy, each.name) for each in dataclasses.fields(self.strategy)}
-        options = (
-            (each.name, given[each.name] if isinstance(given[each.name], str) else json.dumps(given[each.name]))
-            for each in dataclasses.fields(self.strategy)
-            if given[each.name] != each.default
-        )
+        fields = dataclasses.fields(self.strategy)
+        given = {each.name: value for each in fields if (value := getattr(self.strategy, each.name)) != each.default}
         return Choice(
             strategy=self.strategy.name,
-            options=tuple(options),
+            options=tuple((name, each if isinstance(each, str) else json.dumps(each)) for name, each in given.items()),
             schedule=schedule,
             micro_batches=settled.micro_batches,
             recompute=settled.recompute or self.recompute,
@@ -60,35 +57,32 @@ class Candidate:
         )
 
 
-_Form = tuple[str, tuple[tuple[str, object], ...]]
-"""A strategy and its options."""
-
-_FORMS: tuple[_Form, ...] = (
-    ("manual", ()),
-    ("data_parallel", ()),
-    ("expert", ()),
-    ("one_weird_trick", ()),
-    ("pase", ()),
-    ("grid", ()),
-    ("pipedream", ()),
-    ("tessel_shapes", ()),
-    ("tessel_shapes", (("shape", "v"),)),
-    ("tessel_shapes", (("shape", "x"),)),
-    ("tessel_shapes", (("shape", "m"),)),
-    ("tessel_shapes", (("shape", "nn"),)),
-    ("tessel_shapes", (("shape", "k"),)),
-    ("tessel_shapes", (("shape", "v"), ("chunks", 2))),
-    ("tessel_shapes", (("shape", "v"), ("chunks", 2), ("wave", True))),
-    ("graphpipe", ()),
-    ("grid", (("chunks", 2),)),
-    ("grid", (("chunks", 2), ("wave", True))),
-    ("graphpipe", (("per_stage_micro_batch", True),)),
-    ("graphpipe", (("intra", "pase"),)),
-    ("pipedream", (("sweep", True),)),
-    ("tepdist", ()),
-    ("piper", ()),
-    ("breadth_first", ()),
-    ("mcmc", ()),
+_FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("manual", {}),
+    ("data_parallel", {}),
+    ("expert", {}),
+    ("one_weird_trick", {}),
+    ("pase", {}),
+    ("grid", {}),
+    ("pipedream", {}),
+    ("tessel_shapes", {}),
+    ("tessel_shapes", {"shape": "v"}),
+    ("tessel_shapes", {"shape": "x"}),
+    ("tessel_shapes", {"shape": "m"}),
+    ("tessel_shapes", {"shape": "nn"}),
+    ("tessel_shapes", {"shape": "k"}),
+    ("tessel_shapes", {"shape": "v", "chunks": 2}),
+    ("tessel_shapes", {"shape": "v", "chunks": 2, "wave": True}),
+    ("graphpipe", {}),
+    ("grid", {"chunks": 2}),
+    ("grid", {"chunks": 2, "wave": True}),
+    ("graphpipe", {"per_stage_micro_batch": True}),
+    ("graphpipe", {"intra": "pase"}),
+    ("pipedream", {"sweep": True}),
+    ("tepdist", {}),
+    ("piper", {}),
+    ("breadth_first", {}),
+    ("mcmc", {}),
 )
 """Strategies and options in the order in which they are tried: about that of the time they take, so that there is a
 plan soon. X, chunks and waves are what Chimera, interleaved 1F1B and the zero-bubble V schedules run on."""
@@ -107,7 +101,7 @@ def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
     """
     for name, options in _forms(request):
         recompute = "auto" if short and name in _WITH_AND_WITHOUT else "none"
-        yield Candidate(strategy_class(name)(**dict(options)), recompute=recompute)
+        yield Candidate(strategy_class(name)(**options), recompute=recompute)
 
 
 def strategies_of(request: Request) -> tuple[str, ...]:
@@ -116,13 +110,11 @@ def strategies_of(request: Request) -> tuple[str, ...]:
     return tuple(name if name in STRATEGIES else strategy_class(name).name for name in names)
 
 
-def _forms(request: Request) -> Iterator[_Form]:
-    known = strategy_names()
-    forms = [form for form in _FORMS if form[0] in known]
-    others: list[_Form] = [(name, ()) for name in known if name not in {each for each, _ in forms}]
-    for form in (*forms, *others):
-        if form[0] not in _FOLLOWERS or (form[0] == "manual" and request.constraints):
-            yield form
+def _forms(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
+    known, listed = strategy_names(), dict(_FORMS)
+    for name, options in (*_FORMS, *((name, {}) for name in known if name not in listed)):
+        if name in known and (name not in _FOLLOWERS or (name == "manual" and request.constraints)):
+            yield name, options
 
 
 _MOST_SIZE = {
@@ -163,19 +155,15 @@ class LeftOutError(AutopipeError):
 
 def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError | None:
     """Reason to leave out a strategy that would search too long for `operators` on `devices`."""
-    most = _MOST_SIZE.get(_form(strategy))
-    if most is None or operators * devices <= most:
+    # The step of stages that a line passes again and again needs a list of all tasks.
+    chunks = isinstance(strategy, Grid) and strategy.chunks > 1 and strategy.pipeline is None
+    form = "grid with chunks" if chunks else strategy.name
+    if operators * devices <= _MOST_SIZE.get(form, operators * devices):
         return None
     return LeftOutError(
-        f"left out: {_form(strategy)} would search long for {operators} operators on {devices} devices; "
+        f"left out: {form} would search long for {operators} operators on {devices} devices; "
         "name it to have it searched"
     )
-
-
-def _form(strategy: Strategy) -> str:
-    """Kind of search: the step of stages that a line passes again and again needs a list of all tasks."""
-    is_open = isinstance(strategy, Grid) and strategy.chunks > 1 and strategy.pipeline is None
-    return "grid with chunks" if is_open else strategy.name
 
 
 def in_common(candidate: Candidate) -> object:

@@ -29,259 +29,6 @@ from autopipe.passes.pipeline import Observer, PlanResult, Request, Runner, asse
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, Scheduler, scheduler_class, scheduler_names
 
-_SHARE = 1 / 4
-"""The part of a device's memory that parameters and what is kept beside them may fill."""
-_PER_STAGE = 4
-"""Micro-batches a stage, about: a pipeline then idles a fifth of the step."""
-_FEWEST = 16
-"""Micro-batches of few stages: one stage needs all at once that backward needs of one."""
-_MARGIN = 2
-"""Times as much as one device needs for all: with more of them, buffers of messages and of collectives come on top."""
-
-
-def first_candidate(request: Request, graph: Graph) -> Candidate | None:
-    """The devices of a node share each layer; as few stages as memory allows, and replicas of those.
-
-    Stages run their forward again where memory asks for it. None where the request says otherwise, or the batch cannot
-    be shared so.
-    """
-    if request.batch_size is None or request.micro_batches or request.micro_batch_size or request.constraints:
-        return None
-    cluster = request.cluster
-    tensor = max(each for each in range(1, cluster.devices_per_node + 1) if cluster.size % each == 0)
-    state = sum(parameter.value.bytes for parameter in graph.parameters) * (2 + request.optimizer.states)
-    limit = request.memory_limit or min(device.memory_bytes for device in cluster.devices)
-    groups = cluster.size // tensor
-    stages = [count for count in divisors(groups) if state / (count * tensor) <= _SHARE * limit]
-    pipeline = min(stages, default=groups)
-    data = groups // pipeline
-    counts = [count for count in divisors(request.batch_size) if request.batch_size // count % data == 0]
-    if not counts:
-        return None
-    enough = [count for count in counts if count >= max(_FEWEST, _PER_STAGE * pipeline)]
-    return Candidate(Grid(pipeline, data, tensor), min(enough, default=counts[-1]), recompute="auto")
-
-
-def refine(search: PlanSearch) -> Iterator[Candidate]:
-    """Grids with chunks that were left out, with the pipeline, micro-batches and the rest of the best grid without."""
-    best = search.best
-    if best is None or best.placed is None or not isinstance(best.candidate.strategy, Grid):
-        return
-    pipeline, count = len(best.placed.placement.stages), best.placed.problem.micro_batches
-    for each in search.tried:
-        form = each.candidate.strategy
-        is_left_out = isinstance(each.refused, LeftOutError) and each.candidate == Candidate(form)
-        if is_left_out and isinstance(form, Grid) and pipeline > 1:
-            yield replace(best.candidate, strategy=replace(form, pipeline=pipeline), micro_batches=count)
-
-
-def may_be_short(problem: Problem) -> bool:
-    """True if there may be a placement that a device's memory does not hold.
-
-    There is none where each device has room for the whole model and all that a step keeps of its batch, with a margin.
-    """
-    placement = Placement((Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size),))
-    (cost,) = stage_costs(problem, placement)
-    kept = cost.kept_bytes * (problem.micro_batches if problem.train else 1)
-    need = static_memory(problem, placement)[0] + cost.buffer_bytes + kept + cost.transient_bytes
-    return _MARGIN * need > min(map(problem.memory_of, range(problem.cluster.size)))
-
-
-_MOST = 3
-"""Candidates that are planned again with recomputation, or with shared state: one of each strategy."""
-
-_BASELINES = ("breadth_first", "mcmc")
-"""Strategies that pase is at least as good as: tried once, and not varied."""
-
-_OFTEN_SHARED = ("tepdist",)
-"""Strategies that search long, and promise so much as a rule that shared state is asked for, too."""
-
-_ALWAYS_OR_NEVER = ("pase",)
-"""Searches in whose tables a stage keeps as much of one micro-batch, recomputed or not."""
-
-_NEAR = 1.5
-"""How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""
-
-
-def try_variations(search: PlanSearch, problem: Problem, short: bool) -> None:
-    """Try variations of what memory refused, and of the most promising candidates; later ones go by earlier results.
-
-    `problem` is the one with the largest micro-batches that the model takes; `short` says whether there may be less
-    memory than a step of training wants.
-    """
-    varied = _Variations(search, problem, short)
-    varied.in_other_counts()
-    varied.with_recomputation()
-    varied.with_shared_state()
-
-
-def foreseeable(every: Iterable[Candidate], problem: Problem, request: Request) -> Iterator[Candidate]:
-    """Slow candidates that are usually needed once all others are tried."""
-    if _may_share(problem, request):
-        yield from (replace(each, shard=True) for each in every if each.strategy.name in _OFTEN_SHARED)
-
-
-def _may_share(problem: Problem, request: Request) -> bool:
-    """True if replicas may have a share of the optimizer's state each, and do not anyway."""
-    return request.shard_open and not request.optimizer.shard and problem.train and problem.cluster.size > 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Variations:
-    """Variations of what a search has tried."""
-
-    search: PlanSearch
-    problem: Problem
-    short: bool
-    """True if there may be less memory than a step of training wants."""
-
-    def in_other_counts(self) -> None:
-        """Other numbers of micro-batches for strategies that take what they are given."""
-        given = self._given_counts()
-        self._expect_climbs(given)
-        for each in given:
-            self._climb(each)
-
-    def with_recomputation(self) -> None:
-        """Recomputation where memory asks for it: for the best, and for what has no plan without."""
-        if self.search.request.recompute is not None or not self.short:
-            return
-        refused = [each for each in self.search.tried if _is_refused(each)]
-        own = _once(each.candidate for each in [*self._promising(), *refused])
-        plain = [each for each in own if each.recompute == "none" and each.strategy.name not in _ALWAYS_OR_NEVER]
-        again = [replace(each, recompute="auto") for each in plain if each.micro_batches is None]
-        # Shared state is looked into meanwhile for what promises most so far: most of that is asked for later.
-        self.search.expect([*again, *self._sharing()])
-        self.search.try_all(again)
-        strategies = [each.candidate.strategy for each in refused]
-        given = [replace(each, recompute="auto") for each in self._given_counts() if each.strategy in strategies]
-        self._expect_climbs(given)
-        for candidate in given:
-            self._climb(candidate)
-
-    def with_shared_state(self) -> None:
-        """Replicas with a share of the optimizer's state each: for the best, and for what memory refuses otherwise."""
-        own = self._sharing()
-        self.search.expect(own)
-        self.search.try_all(own)
-
-    def _sharing(self) -> list[Candidate]:
-        request = self.search.request
-        if not _may_share(self.problem, request):
-            return []
-        saves = self.short and self.problem.optimizer.states
-        most = "auto" if request.recompute is None and self.short else "none"
-        refused = [
-            each for each in self.search.tried if saves and _is_refused(each) and each.candidate.recompute == most
-        ]
-        copied = [each for each in self._promising() if _has_copies(each)]
-        return [replace(each, shard=True) for each in _once(each.candidate for each in [*copied, *refused])]
-
-    def _promising(self) -> list[CandidateTrial]:
-        """The candidates with the shortest steps, then those with the least bounds: of each strategy the first."""
-        found: list[CandidateTrial] = []
-        for rank in (lambda each: each.step_s, _bound_s):
-            best: dict[str, CandidateTrial] = {}
-            for each in sorted(self.search.tried, key=rank):
-                if not math.isinf(each.step_s):
-                    best.setdefault(each.candidate.strategy.name, each)
-            found += list(best.values())[:_MOST]
-        return found
-
-    def _given_counts(self) -> list[Candidate]:
-        """Candidates whose strategy takes as many micro-batches as it is given, and has no form that chooses."""
-        request = self.search.request
-        if request.micro_batches is not None or request.micro_batch_size is not None:
-            return []
-        plain = [each.candidate for each in self.search.tried if each.candidate == Candidate(each.candidate.strategy)]
-        division = {each: each.strategy.division(self.problem.graph) for each in plain}
-        choosing = {each.strategy.name for each in plain if division[each] is Division.OWN}
-        return [each for each in plain if division[each] is Division.MANY and each.strategy.name not in choosing]
-
-    def _expect_climbs(self, candidates: list[Candidate]) -> None:
-        """Tell the search of where climbs begin, and of the first steps of those that promise to be looked at.
-
-        What nobody asks for in the end is given up.
-        """
-        search, counts = self.search, self._counts()
-        tried = {each.candidate: each for each in search.tried}
-        best = None if search.best is None else _count(search.best)
-        wanted: list[Candidate] = []
-        for each in candidates:
-            found = tried.get(each)
-            own = None if found is None else _count(found)
-            steps = {best} - {own, None}
-            if found is not None and own is not None and _bound_s(found) < _NEAR * search.step_s:
-                steps |= _around(counts, own)
-            wanted += [replace(each, micro_batches=count) for count in sorted(filter(None, steps))]
-        search.expect(each for each in dict.fromkeys(wanted) if each not in tried)
-
-    def _climb(self, candidate: Candidate) -> None:
-        """On from its own count, or the best plan's if it promises more: while memory refuses, then as bounds fall."""
-        counts = self._counts()
-        found = self._trial(candidate)
-        if self.search.best is not None:
-            found = min(found, self._trial(candidate, _count(self.search.best)), key=_bound_s)
-        count = _count(found) or AUTO_PER_DEVICE * self.problem.cluster.size
-        place = min(bisect_left(counts, count), len(counts) - 1)
-        while _is_refused(found) and place + 1 < len(counts):
-            place += 1
-            found = self._trial(candidate, counts[place])
-        if _bound_s(found) < min(math.inf, _NEAR * self.search.step_s):
-            climb(counts, place, lambda count: _bound_s(self._trial(candidate, count)))
-
-    def _trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
-        """Result of the candidate, or of it with `count` micro-batches; it is tried where it was not."""
-        wanted = candidate if count is None else replace(candidate, micro_batches=count)
-        for each in self.search.tried:
-            if each.candidate == wanted or (each.candidate == candidate and count == _count(each)):
-                return each
-        self.search.try_all((wanted,))
-        return self.search.tried[-1] if self.search.tried[-1].candidate == wanted else CandidateTrial(wanted)
-
-    def _counts(self) -> list[int]:
-        """All numbers of micro-batches that there can be, ascending."""
-        sizes = self.problem.micro_batch_sizes or (self.problem.micro_batch_size,)
-        return sorted(self.problem.batch_size // size for size in sizes)
-
-
-def _around(counts: list[int], count: int) -> set[int]:
-    """The next larger number and the next smaller one, where there are."""
-    place = bisect_left(counts, count)
-    return {counts[other] for other in (place + 1, place - 1) if 0 <= other < len(counts)}
-
-
-def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Candidates worth a variation, each once."""
-    found = (each for each in candidates if not each.shard and each.strategy.name not in _BASELINES)
-    return list(dict.fromkeys(found))
-
-
-def _count(tried: CandidateTrial) -> int | None:
-    """Micro-batches of its placement; None where there is none."""
-    placed = tried.origin.placed
-    return None if placed is None else placed.problem.micro_batches
-
-
-def _has_copies(tried: CandidateTrial) -> bool:
-    """True if devices hold the same parameters."""
-    placed = tried.origin.placed
-    assert placed is not None, "what has a step has a placement"
-    holders = holders_of(stage_work(placed.problem, placed.placement))
-    return any(len(devices) > 1 for devices in holders.values())
-
-
-def _bound_s(tried: CandidateTrial) -> float:
-    """Seconds below which no schedule of it can be; infinite where there is no placement."""
-    return tried.origin.bound_s
-
-
-def _is_refused(tried: CandidateTrial) -> bool:
-    """True if memory speaks against it under all schedules that were tried."""
-    reasons = [tried.refused, *(run.refused for run in tried.runs)]
-    return math.isinf(tried.step_s) and any(isinstance(each, OutOfMemoryError) for each in reasons)
-
-
 _FIRST = ("kfkb", "1f1b", "gpipe")
 """Schedules that take any placement of whole micro-batches: kFkB also those of stages with their own."""
 _LAST = ("tessel",)
@@ -324,7 +71,7 @@ def chosen(search: PlanSearch, runner: Runner) -> PlanResult:
     assert run is not None and run.scheduled is not None
     settled = best.candidate.settled(request)
     found = assemble_plan(settled, best.candidate.strategy, run.scheduler, best.placed, run.scheduled, runner)
-    rows = tuple(row for each in search.tried for row in each.alternatives(request))
+    rows = tuple(row for each in search.trials for row in each.alternatives(request))
     return replace(found, plan=replace(found.plan, alternatives=rows))
 
 
@@ -336,8 +83,8 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
     request's time is over and there is a plan. Raises as `choose` does.
     """
     end = None if request.time_limit is None else clock() + request.time_limit
-    with SpeculativePool(free_cores()) as ahead:
-        search = PlanSearch(request, runner, partial(_schedulers, request), end, clock, ahead)
+    with SpeculativePool(free_cores()) as pool:
+        search = PlanSearch(request, runner, partial(_schedulers, request), end, clock, pool)
         first = first_candidate(request, read(request, runner).graph)
         search.try_all(() if first is None else (first,))
         problem = open_problem(request, runner)
@@ -379,3 +126,243 @@ def _scheduler_names() -> tuple[str, ...]:
     # csv follows a file that somebody names.
     middle = [name for name in scheduler_names() if name not in (*_FIRST, *_LAST, "csv")]
     return (*_FIRST, *middle, *_LAST)
+
+
+_SHARE = 1 / 4
+"""The part of a device's memory that parameters and what is kept beside them may fill."""
+_PER_STAGE = 4
+"""Micro-batches a stage, about: a pipeline then idles a fifth of the step."""
+_FEWEST = 16
+"""Micro-batches of few stages: one stage needs all at once that backward needs of one."""
+
+
+def first_candidate(request: Request, graph: Graph) -> Candidate | None:
+    """The devices of a node share each layer; as few stages as memory allows, and replicas of those.
+
+    Stages run their forward again where memory asks for it. None where the request says otherwise, or the batch cannot
+    be shared so.
+    """
+    if request.batch_size is None or request.micro_batches or request.micro_batch_size or request.constraints:
+        return None
+    cluster = request.cluster
+    tensor = max(each for each in range(1, cluster.devices_per_node + 1) if cluster.size % each == 0)
+    state = sum(parameter.value.bytes for parameter in graph.parameters) * (2 + request.optimizer.states)
+    limit = request.memory_limit or min(device.memory_bytes for device in cluster.devices)
+    groups = cluster.size // tensor
+    stages = [count for count in divisors(groups) if state / (count * tensor) <= _SHARE * limit]
+    pipeline = min(stages, default=groups)
+    data = groups // pipeline
+    counts = [count for count in divisors(request.batch_size) if request.batch_size // count % data == 0]
+    if not counts:
+        return None
+    enough = [count for count in counts if count >= max(_FEWEST, _PER_STAGE * pipeline)]
+    return Candidate(Grid(pipeline, data, tensor), min(enough, default=counts[-1]), recompute="auto")
+
+
+_MARGIN = 2
+"""Times as much as one device needs for all: with more of them, buffers of messages and of collectives come on top."""
+
+
+def may_be_short(problem: Problem) -> bool:
+    """True if there may be a placement that a device's memory does not hold.
+
+    There is none where each device has room for the whole model and all that a step keeps of its batch, with a margin.
+    """
+    placement = Placement((Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size),))
+    (cost,) = stage_costs(problem, placement)
+    kept = cost.kept_bytes * (problem.micro_batches if problem.train else 1)
+    need = static_memory(problem, placement)[0] + cost.buffer_bytes + kept + cost.transient_bytes
+    return _MARGIN * need > min(map(problem.memory_of, range(problem.cluster.size)))
+
+
+def refine(search: PlanSearch) -> Iterator[Candidate]:
+    """Grids with chunks that were left out, with the pipeline, micro-batches and the rest of the best grid without."""
+    best = search.best
+    if best is None or best.placed is None or not isinstance(best.candidate.strategy, Grid):
+        return
+    pipeline, count = len(best.placed.placement.stages), best.placed.problem.micro_batches
+    for each in search.trials:
+        form = each.candidate.strategy
+        is_left_out = isinstance(each.refused, LeftOutError) and each.candidate == Candidate(form)
+        if is_left_out and isinstance(form, Grid) and pipeline > 1:
+            yield replace(best.candidate, strategy=replace(form, pipeline=pipeline), micro_batches=count)
+
+
+_MOST = 3
+"""Candidates that are planned again with recomputation, or with shared state: one of each strategy."""
+
+_BASELINES = ("breadth_first", "mcmc")
+"""Strategies that pase is at least as good as: tried once, and not varied."""
+
+_OFTEN_SHARED = ("tepdist",)
+"""Strategies that search long, and promise so much as a rule that shared state is asked for, too."""
+
+_ALWAYS_OR_NEVER = ("pase",)
+"""Searches in whose tables a stage keeps as much of one micro-batch, recomputed or not."""
+
+_NEAR = 1.5
+"""How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""
+
+
+def foreseeable(every: Iterable[Candidate], problem: Problem, request: Request) -> Iterator[Candidate]:
+    """Slow candidates that are usually needed once all others are tried."""
+    if _may_share(problem, request):
+        yield from (replace(each, shard=True) for each in every if each.strategy.name in _OFTEN_SHARED)
+
+
+def _may_share(problem: Problem, request: Request) -> bool:
+    """True if replicas may have a share of the optimizer's state each, and do not anyway."""
+    return request.shard_open and not request.optimizer.shard and problem.train and problem.cluster.size > 1
+
+
+def try_variations(search: PlanSearch, problem: Problem, short: bool) -> None:
+    """Try variations of what memory refused, and of the most promising candidates; further ones go by these results.
+
+    First other numbers of micro-batches for strategies that take what they are given, then recomputation where memory
+    asks for it, then replicas with a share of the optimizer's state each: for the best, and for what has no plan
+    without. `problem` is the one with the largest micro-batches that the model takes; `short` says whether there may be
+    less memory than a step of training wants.
+    """
+    varied = _Variations(search, problem, short)
+    varied.climb_all(varied.given_counts())
+    if search.request.recompute is None and short:
+        varied.with_recomputation()
+    sharing = varied.sharing()
+    search.expect(sharing)
+    search.try_all(sharing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variations:
+    search: PlanSearch
+    problem: Problem
+    short: bool
+
+    def with_recomputation(self) -> None:
+        refused = [each for each in self.search.trials if _is_refused(each)]
+        own = _once(each.candidate for each in [*self._promising(), *refused])
+        plain = [each for each in own if each.recompute == "none" and each.strategy.name not in _ALWAYS_OR_NEVER]
+        again = [replace(each, recompute="auto") for each in plain if each.micro_batches is None]
+        # Shared state is looked into meanwhile for what promises most so far: most of that is asked for anyway.
+        self.search.expect([*again, *self.sharing()])
+        self.search.try_all(again)
+        strategies = [each.candidate.strategy for each in refused]
+        self.climb_all(replace(each, recompute="auto") for each in self.given_counts() if each.strategy in strategies)
+
+    def sharing(self) -> list[Candidate]:
+        """Candidates with shared state: of the best whose devices hold copies, and of what memory refuses otherwise."""
+        request = self.search.request
+        if not _may_share(self.problem, request):
+            return []
+        saves = self.short and self.problem.optimizer.states
+        most = "auto" if request.recompute is None and self.short else "none"
+        refused = [
+            each for each in self.search.trials if saves and _is_refused(each) and each.candidate.recompute == most
+        ]
+        copied = [each for each in self._promising() if _has_copies(each)]
+        return [replace(each, shard=True) for each in _once(each.candidate for each in [*copied, *refused])]
+
+    def _promising(self) -> list[CandidateTrial]:
+        """The candidates with the shortest steps, then those with the least bounds: of each strategy the first."""
+        found: list[CandidateTrial] = []
+        for rank in (lambda each: each.step_s, _bound_s):
+            best: dict[str, CandidateTrial] = {}
+            for each in sorted(self.search.trials, key=rank):
+                if not math.isinf(each.step_s):
+                    best.setdefault(each.candidate.strategy.name, each)
+            found += list(best.values())[:_MOST]
+        return found
+
+    def given_counts(self) -> list[Candidate]:
+        """Candidates whose strategy takes as many micro-batches as it is given, and has no form that chooses."""
+        request = self.search.request
+        if request.micro_batches is not None or request.micro_batch_size is not None:
+            return []
+        every = (each.candidate for each in self.search.trials)
+        division = {
+            each: each.strategy.division(self.problem.graph) for each in every if each == Candidate(each.strategy)
+        }
+        choosing = {each.strategy.name for each, wanted in division.items() if wanted is Division.OWN}
+        return [
+            each for each, wanted in division.items() if wanted is Division.MANY and each.strategy.name not in choosing
+        ]
+
+    def climb_all(self, given: Iterable[Candidate]) -> None:
+        """Climb from each candidate's own number of micro-batches, or the best plan's.
+
+        The search is told before of where climbs begin, and of the first steps of those that promise to be looked at:
+        what nobody asks for in the end is given up.
+        """
+        search, counts, every = self.search, self._counts(), list(given)
+        trials = {each.candidate: each for each in search.trials}
+        best = None if search.best is None else _count(search.best)
+        wanted: list[Candidate] = []
+        for each in every:
+            found = trials.get(each)
+            own = None if found is None else _count(found)
+            steps = {best} - {own, None}
+            if found is not None and own is not None and _bound_s(found) < _NEAR * search.step_s:
+                place = bisect_left(counts, own)
+                steps |= {counts[other] for other in (place + 1, place - 1) if 0 <= other < len(counts)}
+            wanted += [replace(each, micro_batches=count) for count in sorted(filter(None, steps))]
+        search.expect(each for each in dict.fromkeys(wanted) if each not in trials)
+        for each in every:
+            self._climb(each, counts)
+
+    def _climb(self, candidate: Candidate, counts: list[int]) -> None:
+        """On from its own count, or the best plan's if it promises more: while memory refuses, then as bounds fall."""
+        found = self._trial(candidate)
+        if self.search.best is not None:
+            found = min(found, self._trial(candidate, _count(self.search.best)), key=_bound_s)
+        count = _count(found) or AUTO_PER_DEVICE * self.problem.cluster.size
+        place = min(bisect_left(counts, count), len(counts) - 1)
+        while _is_refused(found) and place + 1 < len(counts):
+            place += 1
+            found = self._trial(candidate, counts[place])
+        if _bound_s(found) < min(math.inf, _NEAR * self.search.step_s):
+            climb(counts, place, lambda count: _bound_s(self._trial(candidate, count)))
+
+    def _trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
+        """Result of the candidate, or of it with `count` micro-batches; it is tried where it was not."""
+        wanted = candidate if count is None else replace(candidate, micro_batches=count)
+        for each in self.search.trials:
+            if each.candidate == wanted or (each.candidate == candidate and count == _count(each)):
+                return each
+        self.search.try_all((wanted,))
+        return self.search.trials[-1] if self.search.trials[-1].candidate == wanted else CandidateTrial(wanted)
+
+    def _counts(self) -> list[int]:
+        """All numbers of micro-batches that there can be, ascending."""
+        sizes = self.problem.micro_batch_sizes or (self.problem.micro_batch_size,)
+        return sorted(self.problem.batch_size // size for size in sizes)
+
+
+def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates worth a variation, each once."""
+    found = (each for each in candidates if not each.shard and each.strategy.name not in _BASELINES)
+    return list(dict.fromkeys(found))
+
+
+def _count(trial: CandidateTrial) -> int | None:
+    """Micro-batches of its placement; None where there is none."""
+    placed = trial.origin.placed
+    return None if placed is None else placed.problem.micro_batches
+
+
+def _has_copies(trial: CandidateTrial) -> bool:
+    """True if devices hold the same parameters."""
+    placed = trial.origin.placed
+    assert placed is not None, "what has a step has a placement"
+    holders = holders_of(stage_work(placed.problem, placed.placement))
+    return any(len(devices) > 1 for devices in holders.values())
+
+
+def _bound_s(trial: CandidateTrial) -> float:
+    """Seconds below which no schedule of it can be; infinite where there is no placement."""
+    return trial.origin.bound_s
+
+
+def _is_refused(trial: CandidateTrial) -> bool:
+    """True if memory speaks against it under all schedules that were tried."""
+    reasons = [trial.refused, *(run.refused for run in trial.runs)]
+    return math.isinf(trial.step_s) and any(isinstance(each, OutOfMemoryError) for each in reasons)

@@ -1,9 +1,9 @@
 """Answers of earlier runs, kept so that they need not be searched again, and the plan that is made of one.
 
-An answer holds what was decided; all else is worked out anew from the model, and has to come to the same step. A folder
-of JSON documents, shared by any number of runs, keeps answers by a digest of all that they follow from. Documents are
-written whole or not at all; one that cannot be read or written is one that is not there. Processes of a search exchange
-decisions and schedules in the same form.
+An answer holds the decisions alone: all else is worked out anew from the model, and has to come to the same step. A
+folder of JSON documents, shared by any number of runs, keeps answers by a digest of all that they follow from. A
+document that cannot be read or written is one that is not there. Processes of a search exchange decisions and schedules
+in the same form.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class PlacementDecision:
 
 
 def refused_form(error: AutopipeError) -> dict[str, object]:
-    """Why there is no placement, as texts."""
     return {"refused": type(error).__name__, "message": error.message, "hint": error.hint, "where": error.where}
 
 
@@ -68,7 +67,6 @@ def refused_of(record: JsonRecord) -> AutopipeError:
 
 
 def schedule_form(found: Schedule) -> dict[str, Any]:
-    """The schedule as lists, dicts and scalars: the orders that differ, and which of them each device follows."""
     orders = {order: index for index, order in enumerate(dict.fromkeys(found.tasks))}
     texts = tuple(" ".join(map(str, order)) for order in orders)
     devices = tuple(orders[order] for order in found.tasks)
@@ -90,7 +88,7 @@ def schedule_of(record: Record) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Orders:
-    """A schedule as it is written."""
+    """A schedule as it is written: the orders that differ, and which of them each device follows."""
 
     micro_batches: Count
     orders: tuple[str, ...]
@@ -113,7 +111,7 @@ class Answer:
 
 
 def answer_form(found: PlanResult) -> dict[str, Any]:
-    """Decisions as lists, dicts and scalars. `found.plan.alternatives` has the choice that was best."""
+    """The answer as lists, dicts and scalars. `found.plan.alternatives` has the choice that was best."""
     plan = found.plan
     chosen = min(plan.alternatives, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
     batching = Batching(plan.batch_size, plan.summary.micro_batches, found.problem.micro_batch_sizes)
@@ -144,21 +142,15 @@ def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResul
 
 
 def _candidate_of(chosen: Alternative) -> Candidate:
-    choice = chosen.choice
-    options = {name: _option(value) for name, value in choice.options}
+    choice, options = chosen.choice, dict[str, object](chosen.choice.options)
+    for name, text in choice.options:
+        with contextlib.suppress(ValueError):  # JSON's spelling, or a text as it is.
+            options[name] = json.loads(text)
     try:
         strategy = strategy_class(choice.strategy)(**options)
     except TypeError as error:
         raise ConfigurationError(f"{choice.strategy} has no such options: {error}") from error
     return Candidate(strategy, choice.micro_batches, choice.recompute, choice.shard)
-
-
-def _option(text: str) -> object:
-    """The value that an option of a choice spells: JSON's spelling, or a text as it is."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 _NOT_ASKED = ("model", "time_limit")
@@ -195,14 +187,9 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-_MOST_BYTES = 256 * 2**20
-"""Bytes of all documents together, of which those that were used last stay."""
-
-
 def cache_folder() -> Path | None:
     """`$AUTOPIPE_CACHE`, else `autopipe` where the user's caches are; None where there is no such place."""
-    named = os.environ.get("AUTOPIPE_CACHE")
-    if named:
+    if named := os.environ.get("AUTOPIPE_CACHE"):
         return Path(named)
     home = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -222,11 +209,12 @@ class Store:
     """The documents of one folder, which is made where it is needed."""
 
     folder: Path
-    most_bytes: int = _MOST_BYTES
+    most_bytes: int = 256 * 2**20
+    """Of all documents together; those that were used last stay."""
 
     def read(self, name: str, form: str) -> JsonRecord | None:
         """The document called `name`, whose `format` is `form`; None where there is none that can be read."""
-        path = self._path(name)
+        path = self.folder / f"{name}.json"
         try:
             record = read_record(path, form)
         except ConfigurationError:
@@ -239,22 +227,15 @@ class Store:
         """Keep a document, and drop those that were not used for longest where there are too many."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self._path(name)) as file:
+            with replacing(self.folder / f"{name}.json") as file:
                 file.write(record_text(document).encode())
-            self._make_room()
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
-
-    def _make_room(self) -> None:
-        """Another run may remove the same documents meanwhile."""
-        found = []
-        for path in self.folder.glob("*.json"):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                found.append((status.st_mtime, status.st_size, path))
-        used = 0
-        for _, size, path in sorted(found, key=lambda each: each[0], reverse=True):
-            used += size
-            if used > self.most_bytes:
-                path.unlink(missing_ok=True)
+            found = []
+            for path in self.folder.glob("*.json"):
+                with contextlib.suppress(OSError):  # Another run may remove it meanwhile.
+                    status = path.stat()
+                    found.append((status.st_mtime, status.st_size, path))
+            used = 0
+            for _, size, path in sorted(found, key=lambda each: each[0], reverse=True):
+                used += size
+                if used > self.most_bytes:
+                    path.unlink(missing_ok=True)

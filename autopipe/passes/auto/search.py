@@ -24,13 +24,7 @@ from autopipe.passes.auto.candidates import (
     left_out,
     scheduler_left_out,
 )
-from autopipe.passes.auto.plan_cache import (
-    PlacementDecision,
-    refused_form,
-    refused_of,
-    schedule_form,
-    schedule_of,
-)
+from autopipe.passes.auto.plan_cache import PlacementDecision, refused_form, refused_of, schedule_form, schedule_of
 from autopipe.passes.auto.workers import Answer, SpeculativePool, Work
 from autopipe.passes.batching import Batching
 from autopipe.passes.pipeline import (
@@ -65,7 +59,7 @@ class ScheduleOutcome:
 
 @dataclass(slots=True, eq=False)
 class CandidateTrial:
-    """A candidate that was tried: its placement, and the step of every schedule that was tried on it."""
+    """A candidate's placement, and the step of every schedule that was run on it."""
 
     candidate: Candidate
     placed: Placed | None = None
@@ -74,7 +68,7 @@ class CandidateTrial:
     refused: AutopipeError | None = None
     """Why there is no placement."""
     same_as: CandidateTrial | None = None
-    """The one tried before that has the same placement, and the runs."""
+    """The one before that has the same placement, and the runs."""
     runs: list[ScheduleOutcome] = field(default_factory=list)
 
     @property
@@ -87,14 +81,13 @@ class CandidateTrial:
         """Seconds of the shortest step; infinite where there is none."""
         return math.inf if self.best is None else self.best.step_s
 
-    def has_run(self, scheduler: Scheduler) -> bool:
-        """True if the schedule was tried on it."""
-        return any(run.scheduler == scheduler for run in self.runs)
-
     @property
     def origin(self) -> CandidateTrial:
         """The one that has the placement, its bound and the runs."""
         return self.same_as or self
+
+    def has_run(self, scheduler: Scheduler) -> bool:
+        return any(run.scheduler == scheduler for run in self.runs)
 
     def alternatives(self, request: Request) -> tuple[Alternative, ...]:
         """Rows kept in the plan: one for every schedule, one where there is none."""
@@ -112,17 +105,12 @@ class CandidateTrial:
         row = replace(row, same_as=self.same_as.candidate.strategy.name if self.same_as else None)
         found = []
         for run in self.origin.runs:
-            timeline = None if run.scheduled is None else run.scheduled.timeline
-            found.append(
-                replace(
-                    row,
-                    choice=self.candidate.choice(request, run.scheduler.name),
-                    step_time_s=None if timeline is None else timeline.end,
-                    bubble_rate=None if timeline is None else timeline.bubble_rate,
-                    peak_memory_bytes=None if timeline is None else max(timeline.peak_memory),
-                    refused=None if run.refused is None else run.refused.line,
-                )
-            )
+            own = replace(row, choice=self.candidate.choice(request, run.scheduler.name))
+            if run.scheduled is not None:
+                step = run.scheduled.timeline
+                peak = max(step.peak_memory)
+                own = replace(own, step_time_s=step.end, bubble_rate=step.bubble_rate, peak_memory_bytes=peak)
+            found.append(replace(own, refused=None if run.refused is None else run.refused.line))
         return tuple(found)
 
 
@@ -138,25 +126,25 @@ _GENERAL = ("manual", "pipedream")
 
 @dataclass(slots=True, eq=False)
 class PlanSearch:
-    """One search: what it has tried. What is strictly shorter wins, so that the order of candidates settles ties."""
+    """One search and its trials. What is strictly shorter wins, so that the order of candidates settles ties."""
 
     request: Request
     runner: Runner
     schedulers: Callable[[], Iterable[Scheduler]]
     """All of them, each loaded as it is asked for: the first that takes a placement says about what its step takes; the
-    others are tried where they could win."""
+    others are run where they could win."""
     end: float | None = None
     """When to stop, by `clock`, once there is a plan."""
     clock: Callable[[], float] = time.monotonic
     """Seconds."""
-    ahead: SpeculativePool = field(default_factory=lambda: SpeculativePool(1))
+    pool: SpeculativePool = field(default_factory=lambda: SpeculativePool(1))
     """Where placements are searched before their turn."""
-    tried: list[CandidateTrial] = field(default_factory=list)
+    trials: list[CandidateTrial] = field(default_factory=list)
 
     @property
     def best(self) -> CandidateTrial | None:
         """The candidate with the shortest step, the first of equals; None where none has one."""
-        found = min(self.tried, key=lambda each: each.step_s, default=None)
+        found = min(self.trials, key=lambda each: each.step_s, default=None)
         return None if found is None or math.isinf(found.step_s) else found
 
     @property
@@ -176,27 +164,37 @@ class PlanSearch:
         together: dict[object, dict[str, Work]] = {}
         slow = set()
         for candidate in () if self.is_over() else candidates:
-            if candidate.strategy.name in QUICK or self.ahead.is_coming(repr(candidate)):
+            if candidate.strategy.name in QUICK or self.pool.is_coming(repr(candidate)):
                 continue
             if self._left_out(candidate) is None:
                 key = in_common(candidate)
-                together.setdefault(key, {})[repr(candidate)] = partial(self._decide, candidate)
+                together.setdefault(key, {})[repr(candidate)] = self._told(partial(self._decide, candidate))
                 slow |= {key} if candidate.strategy.name in LONG else set()
         # The first ones are asked for first, whatever the others take.
         keys = list(together)
         for key in (*keys[:_SOON], *sorted(keys[_SOON:], key=lambda key: key not in slow)):
-            self.ahead.expect(together[key])
+            self.pool.expect(together[key])
+
+    def _told(self, work: Work) -> Work:
+        """The same work, or its refusal, in another process."""
+
+        def answer() -> Answer:
+            self.runner.silence()
+            try:
+                return work()
+            except AutopipeError as error:
+                return refused_form(error)
+
+        return answer
 
     def _decide(self, candidate: Candidate) -> Answer:
-        """Decision of a strategy, or its refusal, in another process."""
-        self.runner.silence()
-        asked = self._within_time(candidate.settled(self.request))
-        try:
-            _, problem, placement = run_strategy(asked, candidate.strategy, self.runner)
-        except AutopipeError as error:
-            return refused_form(error)
+        settled = self._within_time(candidate.settled(self.request))
+        _, problem, placement = run_strategy(settled, candidate.strategy, self.runner)
         batching = Batching(problem.batch_size, problem.micro_batches, problem.micro_batch_sizes)
         return encode(PlacementDecision.of(placement, batching))
+
+    def _order(self, placed: Placed, scheduler: Scheduler) -> Answer:
+        return schedule_form(run_scheduler(placed, scheduler, self.runner))
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
         """Place each candidate and simulate its step under the first schedule that takes it."""
@@ -210,13 +208,13 @@ class PlanSearch:
 
         Schedules that are searched, of placements that can win as yet, are searched meanwhile in other processes.
         """
-        ranked = sorted(self.tried, key=lambda one: (one.step_s, one.bound_s))
+        ranked = sorted(self.trials, key=lambda one: (one.step_s, one.bound_s))
         for each in ranked:
-            if each.placed is not None and not self._cannot_win(each):
-                for scheduler in filter(is_searched, self.schedulers()):
-                    if not each.has_run(scheduler) and scheduler_left_out(scheduler, each.placed) is None:
-                        work = partial(self._order, each.placed, scheduler)
-                        self.ahead.expect({_order_key(each, scheduler): work})
+            if (placed := each.placed) is None or self._cannot_win(each):
+                continue
+            for scheduler in filter(is_searched, self.schedulers()):
+                if not each.has_run(scheduler) and scheduler_left_out(scheduler, placed) is None:
+                    self.pool.expect({_order_key(each, scheduler): self._told(partial(self._order, placed, scheduler))})
         for each in ranked:
             for scheduler in self.schedulers():
                 if self.is_over() or each.placed is None or self._cannot_win(each):
@@ -224,34 +222,26 @@ class PlanSearch:
                 if not each.has_run(scheduler):
                     self._run(each, each.placed, scheduler)
 
-    def _order(self, placed: Placed, scheduler: Scheduler) -> Answer:
-        """Schedule of a placement, or its refusal, in another process."""
-        self.runner.silence()
-        try:
-            return schedule_form(run_scheduler(placed, scheduler, self.runner))
-        except AutopipeError as error:
-            return refused_form(error)
-
-    def schedule(self, tried: CandidateTrial) -> None:
+    def schedule(self, trial: CandidateTrial) -> None:
         """Try all schedules on a candidate's placement, those that cannot win, too."""
-        assert tried.placed is not None
+        assert trial.placed is not None
         for scheduler in self.schedulers():
-            if not tried.has_run(scheduler):
-                self._run(tried, tried.placed, scheduler)
+            if not trial.has_run(scheduler):
+                self._run(trial, trial.placed, scheduler)
 
     def _try(self, candidate: Candidate) -> None:
         try:
             placed = self._placed(candidate)
         except _REFUSALS as error:
-            self._tell(error)
-            self.tried.append(CandidateTrial(candidate, refused=error))
+            self._report(error)
+            self.trials.append(CandidateTrial(candidate, refused=error))
             return
-        same = next((each for each in self.tried if each.placed and _are_same(each.placed, placed)), None)
+        same = next((each for each in self.trials if each.placed and _are_same(each.placed, placed)), None)
         if same is not None:
-            self.tried.append(CandidateTrial(candidate, same_as=same))
+            self.trials.append(CandidateTrial(candidate, same_as=same))
             return
         found = CandidateTrial(candidate, placed, lower_bound(placed.problem, placed.placement, placed.prediction))
-        self.tried.append(found)
+        self.trials.append(found)
         if is_large(placed) and self._cannot_win(found):
             return
         for scheduler in self.schedulers():
@@ -262,65 +252,70 @@ class PlanSearch:
 
     def _placed(self, candidate: Candidate) -> Placed:
         """The placement: of another process where it was expected."""
-        asked = self._within_time(candidate.settled(self.request))
+        settled = self._within_time(candidate.settled(self.request))
         if (reason := self._left_out(candidate)) is not None:
             raise reason
-        strategy, key, record = candidate.strategy, repr(candidate), None
-        if self.ahead.is_coming(key):
-            record = self.runner.run(strategy.name, lambda: self._awaited(key))
+        strategy = candidate.strategy
+        record = self._record(strategy.name, repr(candidate))
         if record is None:
-            return predict_placement(*run_strategy(asked, strategy, self.runner), self.runner)
-        decided: PlacementDecision = decode(record, PlacementDecision)
-        return place_as(asked, decided.batching, decided.proven, self.runner)
+            return predict_placement(*run_strategy(settled, strategy, self.runner), self.runner)
+        decision: PlacementDecision = decode(record, PlacementDecision)
+        return place_as(settled, decision.batching, decision.proven, self.runner)
 
     def _left_out(self, candidate: Candidate) -> LeftOutError | None:
         operators = len(read(self.request, self.runner).graph.nodes)
         return left_out(candidate.strategy, operators, self.request.cluster.size)
 
-    def _awaited(self, key: str) -> JsonRecord | None:
-        """Result of another process; None where it failed. Raises the refusal that it found."""
-        limited = self.end is not None and self.best is not None
-        found = self.ahead.answer(key, self._within_time(self.request).time_limit if limited else None)
-        if found is None:
-            if self.is_over():
-                raise LeftOutError("left out: the time was over")
-            return None
-        record = JsonRecord(found, key)
-        if record.has("refused"):
-            raise refused_of(record)
-        return record
+    def _record(self, name: str, key: str) -> JsonRecord | None:
+        """Answer of another process, as the pass of that name; None where it is not expected, or failed.
 
-    def _cannot_win(self, tried: CandidateTrial) -> bool:
-        return tried.bound_s >= self.step_s * (1 - SAME)
+        Raises the refusal that it found.
+        """
 
-    def _run(self, tried: CandidateTrial, placed: Placed, scheduler: Scheduler) -> ScheduleOutcome:
+        def awaited() -> JsonRecord | None:
+            limited = self.end is not None and self.best is not None
+            found = self.pool.answer(key, self._within_time(self.request).time_limit if limited else None)
+            if found is None:
+                if self.is_over():
+                    raise LeftOutError("left out: the time was over")
+                return None
+            record = JsonRecord(found, key)
+            if record.has("refused"):
+                raise refused_of(record)
+            return record
+
+        return self.runner.run(name, awaited) if self.pool.is_coming(key) else None
+
+    def _cannot_win(self, trial: CandidateTrial) -> bool:
+        return trial.bound_s >= self.step_s * (1 - SAME)
+
+    def _run(self, trial: CandidateTrial, placed: Placed, scheduler: Scheduler) -> ScheduleOutcome:
         """Run a schedule on a placement, and report it where it is the best so far.
 
         A schedule is of another process where it was expected.
         """
-        known_s, key, record = self.step_s, _order_key(tried, scheduler), None
+        known_s = self.step_s
         try:
             if (reason := scheduler_left_out(scheduler, placed)) is not None:
                 raise reason
-            if self.ahead.is_coming(key):
-                record = self.runner.run(scheduler.name, lambda: self._awaited(key))
+            record = self._record(scheduler.name, _order_key(trial, scheduler))
             if record is None:
                 order = run_scheduler(placed, scheduler, self.runner)
             else:
                 order = schedule_of(record)
                 order.verify(placed.graph, placed.problem.train)
-            known = tuple(each.scheduled for each in tried.runs if each.scheduled is not None)
+            known = tuple(each.scheduled for each in trial.runs if each.scheduled is not None)
             run = ScheduleOutcome(scheduler, time_schedule(placed, order, self.runner, known))
         except _REFUSALS as error:
-            self._tell(error)
+            self._report(error)
             run = ScheduleOutcome(scheduler, refused=error)
-        tried.runs.append(run)
+        trial.runs.append(run)
         if run.step_s < known_s:
-            bound_s = min(each.bound_s for each in self.tried)
+            bound_s = min(each.bound_s for each in self.trials)
             self.runner.observer.improved(run.step_s, bound_s)
         return run
 
-    def _tell(self, error: AutopipeError) -> None:
+    def _report(self, error: AutopipeError) -> None:
         if isinstance(error, InternalError):
             self.runner.failures += 1
             self.runner.observer.failed(error)
@@ -332,18 +327,17 @@ class PlanSearch:
 
     def reason(self) -> AutopipeError:
         """Why there is no plan: what speaks against the strategy that takes most models and requests."""
-        tried = [each for each in self.tried if not isinstance(each.refused, LeftOutError)]
-        names = [each.candidate.strategy.name for each in tried]
-        general = next((name for name in _GENERAL if name in names), names[0])
-        found = tried[names.index(general)]
+        trials = [each for each in self.trials if not isinstance(each.refused, LeftOutError)]
+        names = [each.candidate.strategy.name for each in trials]
+        found = trials[names.index(next((name for name in _GENERAL if name in names), names[0]))]
         refused = found.refused or next((run.refused for run in found.runs if run.refused), None)
         assert refused is not None, "there is a plan, or something speaks against each"
         return refused
 
 
-def _order_key(tried: CandidateTrial, scheduler: Scheduler) -> str:
+def _order_key(trial: CandidateTrial, scheduler: Scheduler) -> str:
     """Key of a schedule that is searched by another process."""
-    return f"{scheduler.name} of {tried.candidate!r}"
+    return f"{scheduler.name} of {trial.candidate!r}"
 
 
 def _are_same(first: Placed, second: Placed) -> bool:

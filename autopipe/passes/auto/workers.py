@@ -1,4 +1,4 @@
-"""Work done ahead of its turn in other processes, where there are cores for them.
+"""Speculative work in other processes, where there are cores for them.
 
 A process is a copy of this one, which knows all that has been read and costed. It tells its answers as lines of JSON
 through a pipe, and ends: `concurrent.futures` would pickle them. Answers do not depend on one another, so that they are
@@ -31,11 +31,27 @@ def free_cores() -> int:
 
 
 @dataclass(slots=True, eq=False)
+class _Process:
+    keys: deque[str]
+    """Of the answers that are still to come, in order."""
+    number: int
+    pipe: int
+    text: bytes = b""
+    """Received part of the next answer."""
+
+    def close(self, kill: bool) -> None:
+        os.close(self.pipe)
+        if kill:
+            os.kill(self.number, signal.SIGKILL)
+        os.waitpid(self.number, 0)
+
+
+@dataclass(slots=True, eq=False)
 class SpeculativePool:
     """Work that is wanted soon, some of it begun. All processes are ended with the block that it is used in."""
 
     workers: int
-    """Processes at work at a time; with fewer than two nothing is begun ahead."""
+    """Processes at work at a time; with fewer than two nothing is begun."""
     _waiting: deque[dict[str, Work]] = field(default_factory=deque)
     """Work of processes that are to come, by key."""
     _running: dict[int, _Process] = field(default_factory=dict)
@@ -48,7 +64,7 @@ class SpeculativePool:
 
     def __exit__(self, *_: object) -> None:
         for process in self._running.values():
-            process.end()
+            process.close(kill=True)
         self._running.clear()
         self._waiting.clear()
 
@@ -78,65 +94,41 @@ class SpeculativePool:
 
     def is_coming(self, key: str) -> bool:
         """True if it is expected and nobody has asked for the answer yet."""
-        if key in self._answers:
-            return True
-        return any(key in works for works in self._waiting) or any(
-            key in process.keys for process in self._running.values()
-        )
+        running = (process.keys for process in self._running.values())
+        return key in self._answers or any(key in keys for keys in (*self._waiting, *running))
 
     def _begin(self) -> None:
         while self._waiting and len(self._running) < self.workers:
-            process = _Process.begin(self._waiting.popleft())
-            self._running[process.pipe] = process
+            works = self._waiting.popleft()
+            reading, writing = os.pipe()
+            number = os.fork()
+            if not number:
+                _tell(works, reading, writing)
+            os.close(writing)
+            self._running[reading] = _Process(deque(works), number, reading)
 
-    def _read(self, end: int) -> None:
-        process = self._running[end]
-        part = os.read(end, _CHUNK)
+    def _read(self, pipe: int) -> None:
+        process = self._running[pipe]
+        part = os.read(pipe, _CHUNK)
         *lines, process.text = (process.text + part).split(b"\n")
         for line in lines:
             self._answers[process.keys.popleft()] = json.loads(line)
         if not part:
-            del self._running[end]
+            del self._running[pipe]
             self._answers |= dict.fromkeys(process.keys)
-            process.finish()
+            process.close(kill=False)
             self._begin()
 
 
-@dataclass(slots=True, eq=False)
-class _Process:
-    keys: deque[str]
-    """Of the answers that are still to come, in order."""
-    number: int
-    pipe: int
-    text: bytes = b""
-    """Received part of the next result."""
-
-    @staticmethod
-    def begin(works: dict[str, Work]) -> _Process:
-        pipe, writing = os.pipe()
-        number = os.fork()
-        if number:
-            os.close(writing)
-            return _Process(deque(works), number, pipe)
-        # The copy: whatever happens, it must not go on with what this process does.
-        try:
-            os.close(pipe)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            with os.fdopen(writing, "wb") as file:
-                for work in works.values():
-                    file.write(json.dumps(work()).encode() + b"\n")
-                    file.flush()
-            os._exit(0)
-        finally:
-            os._exit(1)
-
-    def finish(self) -> None:
-        """It has said all that it had to say."""
-        os.close(self.pipe)
-        os.waitpid(self.number, 0)
-
-    def end(self) -> None:
-        """End it, whatever it has done."""
-        os.close(self.pipe)
-        os.kill(self.number, signal.SIGKILL)
-        os.waitpid(self.number, 0)
+def _tell(works: dict[str, Work], reading: int, writing: int) -> None:
+    """Answer in the copy of this process and end it: whatever happens, it must not go on with what this one does."""
+    try:
+        os.close(reading)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with os.fdopen(writing, "wb") as file:
+            for work in works.values():
+                file.write(json.dumps(work()).encode() + b"\n")
+                file.flush()
+        os._exit(0)
+    finally:
+        os._exit(1)

@@ -68,10 +68,10 @@ def placements(draw: st.DrawFn, graph: Graph, in_order: bool) -> Placement:
 def again(placement: Placement) -> Placement:
     """The placement as it is read from the model that it was written into."""
     model = read()
-    found = annotated(model.graph, placement, model.origins, NAMES)
-    assert found.left_out == ()
+    configuration, left_out = annotated(model.graph, placement, model.origins, NAMES)
+    assert left_out == ()
     target = folder() / "annotated.onnx"
-    write_annotated(model.path, target, found.configuration)
+    write_annotated(model.path, target, configuration)
     reread = read_model(target)
     assert (reread.graph.nodes, reread.graph.values) == (model.graph.nodes, model.graph.values)
     constraints = annotated_constraints(reread, 8)

@@ -43,7 +43,7 @@ def searched(best: Candidate, stages: int, refused: LeftOutError | None = None) 
     )
     first = SimpleNamespace(candidate=best, placed=placed, refused=None)
     others = [CandidateTrial(Candidate(form), refused=refused) for form in (CHUNKS, WAVE, Piper())]
-    return SimpleNamespace(best=first, tried=[first, *others])
+    return SimpleNamespace(best=first, trials=[first, *others])
 
 
 def test_finer_forms_of_the_best_grid_are_looked_into():

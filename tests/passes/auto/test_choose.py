@@ -136,8 +136,8 @@ def test_time_ends_the_search_with_the_best_so_far(model):
     for limit in (2.0, 40.0, 1e9):
         tick = itertools.count().__next__  # The clock goes on by a second whenever it is looked at.
         tried.append(weigh(request_of(model, time_limit=limit), Runner(), tick))
-    assert len(tried[0].tried) < len(tried[1].tried) < len(tried[2].tried)
-    names = [[each.candidate for each in one.tried] for one in tried]
+    assert len(tried[0].trials) < len(tried[1].trials) < len(tried[2].trials)
+    names = [[each.candidate for each in one.trials] for one in tried]
     assert names[2][: len(names[1])] == names[1]
     assert math.inf > tried[0].step_s >= tried[1].step_s >= tried[2].step_s
 

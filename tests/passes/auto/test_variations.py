@@ -43,14 +43,14 @@ class Made:
 
     answer: object
     request: Request
-    tried: list = field(default_factory=list)
+    trials: list = field(default_factory=list)
 
     def expect(self, candidates):
         """Nothing is done before its turn."""
 
     @property
     def best(self):
-        found = min(self.tried, key=lambda each: each.step_s, default=None)
+        found = min(self.trials, key=lambda each: each.step_s, default=None)
         return None if found is None or math.isinf(found.step_s) else found
 
     @property
@@ -58,7 +58,7 @@ class Made:
         return math.inf if self.best is None else self.best.step_s
 
     def try_all(self, candidates):
-        self.tried += map(self._outcome, candidates)
+        self.trials += map(self._outcome, candidates)
 
     def _outcome(self, candidate):
         answer = self.answer(candidate)
@@ -85,9 +85,9 @@ def try_variations(monkeypatch):
             micro_batch_size=BATCH,
             micro_batch_sizes=SIZES,
         )
-        before = len(search.tried)
+        before = len(search.trials)
         varied.try_variations(search, problem, short and train)
-        return [each.candidate for each in search.tried[before:]]
+        return [each.candidate for each in search.trials[before:]]
 
     return tried
 

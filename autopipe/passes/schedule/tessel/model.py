@@ -18,9 +18,8 @@ Progress = Callable[[int | None, int, float], None]
 """Called with the best value so far (None before the first), its lower bound and the seconds used."""
 
 WORK_PER_SECOND = 0.35
-"""CP-SAT's deterministic time that a second of the limit stands for: one worker does more than this in a second, so
+"""CP-SAT's deterministic time that a second of the limit stands for. One worker does more than this in a second, so
 that the work runs out before the clock does and the answer depends on the seed alone."""
-
 _USABLE = 0.95
 """Share of the seconds that is searched; the rest is for completing and checking what was found."""
 _BETWEEN_REPORTS_S = 0.1
@@ -28,18 +27,19 @@ _BETWEEN_REPORTS_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    time_limit: float = 10.0
-    """Seconds in all.
+    """How long a search may take, and whom it tells.
 
-    The solver's work is limited in its own deterministic time, for which the seconds stand: the same input and seed
-    give the same answer wherever that ends before the clock. On machines slower than that the clock ends it.
+    The seconds stand for deterministic time of the solver: the same input and seed give the same answer wherever that
+    ends before the clock.
     """
+
+    time_limit: float = 10.0
+    """Seconds in all."""
     seed: int = 0
     progress: Progress | None = None
     """Told of better values and bounds, at most ten times a second."""
     patience: float = 1.0
-    """How many times its seconds a search may take where a busy machine needs them for the same work, and so for the
-    same answer."""
+    """How many times its seconds a search may take where a busy machine needs them for the same work."""
     unrolled: int | None = None
     """Most blocks of a device that a program should write out: schedules with more of them repeat from there on. None
     for two units a device, or a schedule of 2000 blocks in all."""
@@ -47,12 +47,11 @@ class SearchOptions:
 
 @dataclass(slots=True)
 class Budget:
-    """Rest of a search's budget: seconds of the clock, and `work` in the solver's deterministic time."""
+    """Rest of a search's budget: seconds of the clock, and `work`, the solver's deterministic time spent so far."""
 
     options: SearchOptions
     start: float = field(default_factory=time.perf_counter)
     work: float = 0.0
-    """Spent so far."""
     reported: float = float("-inf")
 
     @property
@@ -202,11 +201,15 @@ def require_room(graph: BlockGraph, units: int) -> None:
     one that would not do on its own if there is any, otherwise one that would not do beside the limits of the others.
     Silence is no promise: questions that take too long stay open.
     """
+
+    def refusal(device: int, room: int, least: int, why: str) -> InfeasibleError:
+        message = f"there is room for {room}, but {least} is the least that would do, {why}"
+        return InfeasibleError(message, hint=f"give it a memory of {least} or more", where=f"device {device}")
+
     limited = [(device, room) for device, room in enumerate(graph.memory) if room is not None]
     for device, room in limited:
-        if units * kept(graph, device) > room:
-            least = units * kept(graph, device)
-            raise _too_little(device, room, least, f"as {units} units leave as much in use")
+        if (least := units * kept(graph, device)) > room:
+            raise refusal(device, room, least, f"as {units} units leave as much in use")
     if not limited or (units > 1 and not all(_frees_its_own(graph, device) for device, _ in limited)):
         return
     if not least_room(graph, limited[0][0], graph.memory).exceeds(limited[0][1]):
@@ -216,13 +219,8 @@ def require_room(graph: BlockGraph, units: int) -> None:
         for device, room in limited:
             found = least_room(graph, device, rooms)
             if found.exists and found.exceeds(room):
-                raise _too_little(device, room, found.peak, why)
+                raise refusal(device, room, found.peak, why)
     raise InfeasibleError("no order of the blocks keeps to the memory limits of all devices", hint="raise several")
-
-
-def _too_little(device: int, room: int, least: int, why: str) -> InfeasibleError:
-    message = f"there is room for {room}, but {least} is the least that would do, {why}"
-    return InfeasibleError(message, hint=f"give it a memory of {least} or more", where=f"device {device}")
 
 
 def _frees_its_own(graph: BlockGraph, device: int) -> bool:
@@ -233,12 +231,11 @@ def _frees_its_own(graph: BlockGraph, device: int) -> bool:
         earlier[index] = 1 << index
         for other in graph.blocks[index].after:
             earlier[index] |= earlier[other]
-        if left.get(index, 0) >= 0:
-            continue
-        for other in [each for each in left if left[each] > 0 and earlier[index] >> each & 1]:
-            taken = min(left[other], -left[index])
-            left[other] -= taken
-            left[index] += taken
+        for other in left if left.get(index, 0) < 0 else ():
+            if left[other] > 0 and earlier[index] >> other & 1:
+                taken = min(left[other], -left[index])
+                left[other] -= taken
+                left[index] += taken
     return all(each >= 0 for each in left.values())
 
 
@@ -391,13 +388,8 @@ def makespan(graph: BlockGraph, starts: Starts) -> int:
     return BlockSchedule(graph, starts).makespan
 
 
-def peaks(graph: BlockGraph, starts: Starts) -> tuple[int, ...]:
-    """Most memory in use on each device."""
-    return BlockSchedule(graph, starts).peak_memory
-
-
 def fits(graph: BlockGraph, starts: Starts) -> bool:
-    rooms = zip(peaks(graph, starts), graph.memory, strict=True)
+    rooms = zip(BlockSchedule(graph, starts).peak_memory, graph.memory, strict=True)
     return all(room is None or peak <= room for peak, room in rooms)
 
 

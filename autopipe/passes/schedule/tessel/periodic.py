@@ -35,7 +35,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class SteadyState:
+    """A steady state, None where none was found, and what was proven of what the run minimised."""
+
+    status: Status
+    cyclic: PeriodicStarts | None
+    bound: int | None
+    work: float
+
+
+@dataclass(frozen=True, slots=True)
 class CyclicModel:
+    """Steady states as variables, a phase and a stage a block."""
+
+    graph: BlockGraph
     model: CpModel
     period: IntVar
     phases: list[IntVar]
@@ -43,57 +56,96 @@ class CyclicModel:
     before: dict[tuple[int, int], IntVar]
     """True if the first of a pair that shares a device has the smaller phase."""
 
-    def starts(self, index: int, period: int) -> LinearExprT:
+    def start(self, index: int, period: int) -> LinearExprT:
         return self.phases[index] + period * self.stages[index]
 
+    def order_pairs(self) -> None:
+        """Two blocks that share a device are in one of two orders within the period.
 
-def model_cyclic(graph: BlockGraph, low: int, high: int, in_flight: int | None = None) -> CyclicModel:
-    """A model of all steady states of periods from `low` to `high`.
+        The second ends before the first is due again, so that neither overlaps the other in any repetition.
+        """
+        for (left, right), before in self.before.items():
+            for one, other, holds in ((left, right, before), (right, left, before.negated())):
+                end, due = self.phases[one] + self.graph.blocks[one].time, self.phases[one] + self.period
+                self.model.add(end <= self.phases[other]).only_enforce_if(holds)
+                self.model.add(self.phases[other] + self.graph.blocks[other].time <= due).only_enforce_if(holds)
 
-    With `in_flight`, stages are fewer than that, and phases are not held within [0, period): each device may begin its
-    repetition at a time of its own, as in Tessel's repetends.
-    """
-    from ortools.sat.python import cp_model
+    def memory_in_use(self, device: int) -> list[tuple[LinearExprT, int]]:
+        """Memory in use on a device right after each block that allocates there, with the step it is counted in.
 
-    model = cp_model.CpModel()
-    count, widest = len(graph.blocks), _widest(graph)
-    furthest = high * (count + 1)
-    # Where no block can be moved towards the others, a tree of tight dependencies holds them: its gaps are enough.
-    gaps = sorted((_most_gap(wait, low) for waits in graph.waits for _, wait in waits), reverse=True)
-    most = sum(gaps[: count - 1]) if in_flight is None else in_flight - 1
-    first, last = (0, high - 1) if in_flight is None else (-furthest, furthest)
-    made = CyclicModel(
-        model,
-        model.new_int_var(low, high, ""),
-        [model.new_int_var(*((0, 0) if index == widest else (first, last)), "") for index in range(count)],
-        [model.new_int_var(0, most, "") for _ in range(count)],
-        {pair: model.new_bool_var("") for pair in sharing_pairs(graph)},
-    )
-    if low < high and in_flight is None:
-        for phase in made.phases:
-            model.add(phase < made.period)
-    # Two blocks that share a device are in one of two orders within the period; the second ends before the first is
-    # due again, so that neither overlaps the other in any repetition.
-    for (left, right), before in made.before.items():
-        for one, other, holds in ((left, right, before), (right, left, before.negated())):
-            model.add(made.phases[one] + graph.blocks[one].time <= made.phases[other]).only_enforce_if(holds)
-            end = made.phases[other] + graph.blocks[other].time
-            model.add(end <= made.phases[one] + made.period).only_enforce_if(holds)
-    for index, waits in enumerate(graph.waits):
-        for other, wait in waits:
-            model.add(made.stages[index] >= made.stages[other])
-            if low == high:
-                model.add(made.starts(index, low) >= made.starts(other, low) + wait)
-            else:
-                _wait_in_gaps(made, other, index, wait, (_most_gap(wait, low), in_flight))
-    for device, room in enumerate(graph.memory):
-        if room is not None:
-            for used, step in memory_in_use(graph, made, device):
-                model.add(used <= room // step)
-    return made
+        Right after block i of unit n, block j has run for the units up to n + stage(i) - stage(j), the last of them
+        only if its phase is the smaller one or j is i. As the changes c add up to 0 over a unit, what is in use is the
+        sum over j of c(j) (is_before(j, i) - stage(j)), with is_before(i, i) = 1: Tessel's memory constraint for
+        endless repetition.
+        """
+        from ortools.sat.python import cp_model
+
+        added = changes(self.graph, device)
+        step = math.gcd(*added.values()) or 1
+        memory = {index: change // step for index, change in added.items() if change}
+        in_flight = [-memory[index] * self.stages[index] for index in memory]
+
+        def is_before(first: int, second: int) -> LinearExprT:
+            return self.before[first, second] if first < second else 1 - self.before[second, first]
+
+        found: list[tuple[LinearExprT, int]] = []
+        for index, change in memory.items():
+            if change > 0:
+                earlier = [memory[other] * is_before(other, index) for other in memory if other != index]
+                found.append((cp_model.LinearExpr.sum([change, *earlier, *in_flight]), step))
+        return found
+
+    def limit_memory(self) -> None:
+        for device, room in enumerate(self.graph.memory):
+            if room is not None:
+                for used, step in self.memory_in_use(device):
+                    self.model.add(used <= room // step)
+
+    def anchor(self) -> None:
+        """Put the first block of each connected part in stage 0, if it is the only first one: units are equal."""
+        blocks = self.graph.blocks
+        part = list(range(len(blocks)))
+        for index, block in enumerate(blocks):
+            for other in block.after:
+                old, new = part[index], part[other]
+                part = [new if each == old else each for each in part]
+        for name in set(part):
+            sources = [index for index, each in enumerate(part) if each == name and not blocks[index].after]
+            if len(sources) == 1:
+                self.model.add(self.stages[sources[0]] == 0)
+
+    def hint(self, known: PeriodicStarts) -> None:
+        """Let the solver begin from a known answer."""
+        start = known.starts[widest(self.graph)]
+        turned = PeriodicStarts(known.period, tuple(each - start for each in known.starts))
+        for index, (stage, phase) in enumerate(zip(turned.stages, turned.phases, strict=True)):
+            self.model.add_hint(self.stages[index], stage)
+            self.model.add_hint(self.phases[index], phase)
+
+    def latency(self, known: PeriodicStarts) -> IntVar:
+        """A variable that is at least a unit's time from its first start to its last end."""
+        period, least = known.period, unit_bound(self.graph)
+        latency = self.model.new_int_var(least, max(least, known.latency(self.graph)), "")
+        first = self.model.new_int_var(0, period - 1, "")
+        for index, block in enumerate(self.graph.blocks):
+            self.model.add(self.start(index, period) >= first)
+            self.model.add(self.start(index, period) + block.time <= first + latency)
+        return latency
+
+    def solve(self, limit: Limit, on_solution: OnSolution | None = None, relax: bool = False) -> SteadyState:
+        """Raises AutopipeError where the solver's answer breaks a rule."""
+        answer = solve(self.model, [self.period, *self.phases, *self.stages], limit, on_solution, relax)
+        if not answer.found:
+            return SteadyState(answer.status, None, answer.bound, answer.work)
+        (period, *values), count = answer.values, len(self.graph.blocks)
+        starts = [phase + period * stage for phase, stage in zip(values[:count], values[count:], strict=True)]
+        cyclic = PeriodicStarts(period, tuple(start - min(starts) for start in starts))
+        if not is_valid(self.graph, cyclic):
+            raise AutopipeError("the solver's steady state breaks a rule of its own model")
+        return SteadyState(answer.status, cyclic, answer.bound, answer.work)
 
 
-def _widest(graph: BlockGraph) -> int:
+def widest(graph: BlockGraph) -> int:
     """The block whose phase is 0: one on most devices, as its place rules out most."""
     blocks = graph.blocks
     return max(range(len(blocks)), key=lambda index: (len(blocks[index].devices), blocks[index].time))
@@ -104,117 +156,70 @@ def _most_gap(wait: int, period: int) -> int:
     return math.ceil((wait + period - 1) / period)
 
 
-def _wait_in_gaps(made: CyclicModel, first: int, second: int, wait: int, most: tuple[int, int | None]) -> None:
-    """A dependency for an unknown period: the product of period and stages is spelled out, gap by gap.
-
-    `most` is the gap that suffices whatever the phases, and the number of stages where phases may be any.
-    """
-    enough, in_flight = most
-    model, count = made.model, enough + 1 if in_flight is None else in_flight
-    gaps = [model.new_bool_var("") for _ in range(count)]
-    model.add_exactly_one(gaps)
-    between = made.stages[second] - made.stages[first]
-    for size, gap in enumerate(gaps):
-        if in_flight is None and size == enough:
-            model.add(between >= size).only_enforce_if(gap)
-        else:
-            model.add(between == size).only_enforce_if(gap)
-            end = made.phases[first] + wait
-            model.add(made.phases[second] + size * made.period >= end).only_enforce_if(gap)
-
-
-def memory_in_use(graph: BlockGraph, made: CyclicModel, device: int) -> list[tuple[LinearExprT, int]]:
-    """Memory in use on a device right after each block that allocates there, with the step it is counted in.
-
-    Right after block i of unit n, block j has run for the units up to n + stage(i) - stage(j), the last of them only if
-    its phase is the smaller one or j is i. As the changes c add up to 0 over a unit, what is in use is the sum over j
-    of c(j) (is_before(j, i) - stage(j)), with is_before(i, i) = 1: Tessel's memory constraint for endless repetition.
-    """
+def model_cyclic(graph: BlockGraph, low: int, high: int) -> CyclicModel:
+    """A model of all steady states of periods from `low` to `high`."""
     from ortools.sat.python import cp_model
 
-    added = changes(graph, device)
-    step = math.gcd(*added.values()) or 1
-    memory = {index: change // step for index, change in added.items() if change}
-    in_flight = [-memory[index] * made.stages[index] for index in memory]
-
-    def is_before(first: int, second: int) -> LinearExprT:
-        return made.before[first, second] if first < second else 1 - made.before[second, first]
-
-    found: list[tuple[LinearExprT, int]] = []
-    for index, change in memory.items():
-        if change > 0:
-            earlier = [memory[other] * is_before(other, index) for other in memory if other != index]
-            found.append((cp_model.LinearExpr.sum([change, *earlier, *in_flight]), step))
-    return found
-
-
-def _anchor(graph: BlockGraph, made: CyclicModel) -> None:
-    """Units are alike, so the first block of each connected part may be put in stage 0, if it is the only first one."""
-    part = list(range(len(graph.blocks)))
-    for index, block in enumerate(graph.blocks):
-        for other in block.after:
-            old, new = part[index], part[other]
-            part = [new if each == old else each for each in part]
-    for name in set(part):
-        sources = [index for index, each in enumerate(part) if each == name and not graph.blocks[index].after]
-        if len(sources) == 1:
-            made.model.add(made.stages[sources[0]] == 0)
-
-
-def _hint(graph: BlockGraph, made: CyclicModel, known: PeriodicStarts) -> None:
-    """Let the solver begin from a known answer."""
-    start = known.starts[_widest(graph)]
-    turned = PeriodicStarts(known.period, tuple(each - start for each in known.starts))
-    for index, (stage, phase) in enumerate(zip(turned.stages, turned.phases, strict=True)):
-        made.model.add_hint(made.stages[index], stage)
-        made.model.add_hint(made.phases[index], phase)
+    model, blocks, first = cp_model.CpModel(), range(len(graph.blocks)), widest(graph)
+    # Where no block can be moved towards the others, a tree of tight dependencies holds them: its gaps are enough.
+    gaps = sorted((_most_gap(wait, low) for waits in graph.waits for _, wait in waits), reverse=True)
+    made = CyclicModel(
+        graph,
+        model,
+        model.new_int_var(low, high, ""),
+        [model.new_int_var(0, 0 if index == first else high - 1, "") for index in blocks],
+        [model.new_int_var(0, sum(gaps[: len(blocks) - 1]), "") for _ in blocks],
+        {pair: model.new_bool_var("") for pair in sharing_pairs(graph)},
+    )
+    if low < high:
+        for phase in made.phases:
+            model.add(phase < made.period)
+    made.order_pairs()
+    for index, waits in enumerate(graph.waits):
+        for other, wait in waits:
+            model.add(made.stages[index] >= made.stages[other])
+            if low == high:
+                model.add(made.start(index, low) >= made.start(other, low) + wait)
+                continue
+            # The product of period and stages is spelled out, gap by gap.
+            enough, between = _most_gap(wait, low), made.stages[index] - made.stages[other]
+            chosen = [model.new_bool_var("") for _ in range(enough + 1)]
+            model.add_exactly_one(chosen)
+            for size, gap in enumerate(chosen[:-1]):
+                model.add(between == size).only_enforce_if(gap)
+                end = made.phases[other] + wait
+                model.add(made.phases[index] + size * made.period >= end).only_enforce_if(gap)
+            model.add(between >= enough).only_enforce_if(chosen[-1])
+    made.limit_memory()
+    return made
 
 
-@dataclass(frozen=True, slots=True)
-class SteadyState:
-    """A steady state, None where none was found, and what was proven of what the run minimised."""
-
-    status: Status
-    cyclic: PeriodicStarts | None
-    bound: int | None
-    work: float
-    stages: tuple[int, ...] = ()
-    """Of the blocks, as the model counts them."""
-
-
-def with_period(graph: BlockGraph, period: int, limit: Limit, in_flight: int | None = None) -> SteadyState:
-    made = model_cyclic(graph, period, period, in_flight)
-    _anchor(graph, made)
-    return _run(graph, made, limit)
+def with_period(graph: BlockGraph, period: int, limit: Limit) -> SteadyState:
+    made = model_cyclic(graph, period, period)
+    made.anchor()
+    return made.solve(limit)
 
 
 def least_period(
-    graph: BlockGraph,
-    low: int,
-    known: PeriodicStarts,
-    limit: Limit,
-    on_solution: OnSolution | None = None,
-    in_flight: int | None = None,
+    graph: BlockGraph, low: int, known: PeriodicStarts, limit: Limit, on_solution: OnSolution | None = None
 ) -> SteadyState:
     """The steady state of least period from `low` to less than that of `known`, from which the search begins.
 
     INFEASIBLE says that no period is shorter than the known one.
     """
-    made = model_cyclic(graph, low, known.period - 1, in_flight)
-    _anchor(graph, made)
-    if in_flight is None:
-        _hint(graph, made, known)
+    made = model_cyclic(graph, low, known.period - 1)
+    made.anchor()
+    made.hint(known)
     made.model.minimize(made.period)
-    return _run(graph, made, limit, on_solution)
+    return made.solve(limit, on_solution)
 
 
 def least_latency(graph: BlockGraph, known: PeriodicStarts, limit: Limit) -> SteadyState:
     """The steady state of the known period with the least time from a unit's first start to its last end."""
     made = model_cyclic(graph, known.period, known.period)
-    latency = _latency(graph, made, known)
-    made.model.minimize(latency)
-    _hint(graph, made, known)
-    return _run(graph, made, limit)
+    made.model.minimize(made.latency(known))
+    made.hint(known)
+    return made.solve(limit)
 
 
 def least_memory(graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency: int | None = None) -> SteadyState:
@@ -222,43 +227,17 @@ def least_memory(graph: BlockGraph, known: PeriodicStarts, limit: Limit, latency
     made = model_cyclic(graph, known.period, known.period)
     model = made.model
     if latency is not None:
-        model.add(_latency(graph, made, known) <= latency)
+        model.add(made.latency(known) <= latency)
     most = sum(abs(block.memory) for block in graph.blocks) * len(graph.blocks)
     fullest, peaks = model.new_int_var(0, most, ""), []
     for device in range(graph.devices):
         peaks.append(model.new_int_var(0, most, ""))
         model.add(fullest >= peaks[-1])
-        for used, step in memory_in_use(graph, made, device):
+        for used, step in made.memory_in_use(device):
             model.add(peaks[-1] >= step * used)
     model.minimize(graph.devices * fullest + sum(peaks))
-    _hint(graph, made, known)
-    return _run(graph, made, limit, relax=True)
-
-
-def _latency(graph: BlockGraph, made: CyclicModel, known: PeriodicStarts) -> IntVar:
-    """A variable that is at least a unit's time from its first start to its last end."""
-    period = known.period
-    latency = made.model.new_int_var(unit_bound(graph), max(unit_bound(graph), known.latency(graph)), "")
-    first = made.model.new_int_var(0, period - 1, "")
-    for index, block in enumerate(graph.blocks):
-        made.model.add(made.starts(index, period) >= first)
-        made.model.add(made.starts(index, period) + block.time <= first + latency)
-    return latency
-
-
-def _run(
-    graph: BlockGraph, made: CyclicModel, limit: Limit, on_solution: OnSolution | None = None, relax: bool = False
-) -> SteadyState:
-    answer = solve(made.model, [made.period, *made.phases, *made.stages], limit, on_solution, relax)
-    if not answer.found:
-        return SteadyState(answer.status, None, answer.bound, answer.work)
-    period, values = answer.values[0], answer.values[1:]
-    count = len(graph.blocks)
-    starts = [phase + period * stage for phase, stage in zip(values[:count], values[count:], strict=True)]
-    cyclic = PeriodicStarts(period, tuple(start - min(starts) for start in starts))
-    if not is_valid(graph, cyclic):
-        raise AutopipeError("the solver's steady state breaks a rule of its own model")
-    return SteadyState(answer.status, cyclic, answer.bound, answer.work, values[count:])
+    made.hint(known)
+    return made.solve(limit, relax=True)
 
 
 _STEPS = 96
@@ -335,12 +314,15 @@ class _Placing:
         self, phases: dict[int, int], index: int, near: int, period: int, onward: bool, touch: bool
     ) -> list[int]:
         """How far from `near` the block may stand: right there, and where it is before or behind a neighbour."""
+
+        def distance(phase: int) -> int:
+            return (phase - near) % period if onward else (near - phase) % period
+
         if index in phases:
-            return [(phases[index] - near) % period if onward else (near - phases[index]) % period]
+            return [distance(phases[index])]
         time = self.blocks[index].time
         taken = [(phases[other], self.blocks[other].time) for other in self.neighbours[index] if other in phases]
-        edges = {phase + other for phase, other in taken} | {phase - time for phase, _ in taken}
-        found = {(phase - near) % period if onward else (near - phase) % period for phase in edges}
+        found = {distance(edge) for phase, other in taken for edge in (phase + other, phase - time)}
         return sorted(found if touch and taken else found | {0})
 
     def _free(self, phases: dict[int, int], index: int, start: int, period: int) -> bool:
@@ -411,15 +393,11 @@ def _circle(last: Sequence[_Wait | None]) -> list[_Wait] | None:
         while seen[at] < 0 and (wait := last[at]) is not None:
             seen[at] = begin
             at = wait[0]
-        if seen[at] == begin and last[at] is not None:
-            circle, stop = [], at
-            while True:
-                wait = last[at]
-                assert wait is not None, "a circle has no end"
+        if seen[at] == begin and (wait := last[at]) is not None:
+            circle = [wait]
+            while circle[-1][0] != at and (wait := last[circle[-1][0]]) is not None:
                 circle.append(wait)
-                at = wait[0]
-                if at == stop:
-                    return circle
+            return circle
     return None
 
 
@@ -442,8 +420,8 @@ def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget
     best = tighten(graph, best, low)
     draw = random.Random(budget.options.seed)
     count = max(4, min(_MOST_ORDERS, 4000 // len(graph.blocks)))
-    forward = [_forward_order(graph, draw) for _ in range(count)]
-    ways += _ways(forward + [_outward_order(graph, draw) for _ in range(count)])
+    orders = [_forward_order(graph, draw) for _ in range(count)]
+    ways += _ways(orders + [_outward_order(graph, draw) for _ in range(count)])
     period, known = low, low
     for _ in range(1 + _HALVINGS):
         found = _best_of(placing, period, ways)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from autopipe.ir.block_schedule import BlockGraph, BlockSchedule, check_blocks
 from autopipe.ir.errors import ConfigurationError
@@ -49,12 +50,8 @@ from autopipe.passes.schedule.tessel.periodic import (
 from autopipe.passes.schedule.tessel.warmup_cooldown import StartWindow, complete, model_tasks, serial_order
 from autopipe.passes.solvers.cp_sat import Limit, OnSolution, Status, solve
 
-_PAIRS_PER_SECOND = 4000
-"""Pairs of blocks on one device, for each second of the time limit, of which models are made: a tenth of a second's."""
 
-
-@dataclass(frozen=True, slots=True)
-class PeriodicResult:
+class PeriodicResult(NamedTuple):
     """A steady state, and what no period is less than."""
 
     cyclic: PeriodicStarts
@@ -66,15 +63,15 @@ def steady_state(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResul
 
     Raises InfeasibleError where memory does not suffice for them even one after the other.
     """
-    found = least_steady_period(graph, units, budget)
-    budget.report(found.cyclic.period, found.bound)
+    best, bound = least_steady_period(graph, units, budget)
+    budget.report(best.period, bound)
     roomy = reserved(graph, units)
-    best = tighten(roomy, found.cyclic, found.cyclic.period)
+    best = tighten(roomy, best, best.period)
     best = _ask(roomy, budget, 0.2, lambda limit: least_latency(roomy, best, limit)).cyclic or best
     latency = best.latency(roomy)
     best = _ask(roomy, budget, 0.1, lambda limit: least_memory(roomy, best, limit, latency)).cyclic or best
-    budget.report(best.period, found.bound)
-    return PeriodicResult(best, found.bound)
+    budget.report(best.period, bound)
+    return PeriodicResult(best, bound)
 
 
 def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResult:
@@ -122,6 +119,10 @@ def _exact(graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget) 
     if found.cyclic is not None:
         best = tighten(graph, found.cyclic, low)
     return best, min(best.period, max(low, found.bound or 0))
+
+
+_PAIRS_PER_SECOND = 4000
+"""Pairs of blocks on one device, for each second of the time limit, of which models are made: a tenth of a second's."""
 
 
 def _ask(graph: BlockGraph, budget: Budget, share: float, question: Callable[[Limit], SteadyState]) -> SteadyState:
@@ -186,30 +187,32 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
     if units < 1:
         raise ConfigurationError(f"{units} units; there must be at least one")
     budget = Budget(options or SearchOptions())
-    steady = steady_state(graph, units, budget)
-    cyclic = steady.cyclic
+    cyclic, bound = steady_state(graph, units, budget)
     starts = complete(graph, cyclic, units, budget)
     if not fits(graph, starts):
         # Units that free before they allocate can lean on the next ones in the steady state; the last one cannot.
         cyclic = one_at_a_time(graph, serial_order(graph, units, budget.limit(1.0)))
         starts = unroll(graph, cyclic, units)
-    proven = cyclic.period == steady.bound
-    schedule = BlockSchedule(graph, starts, cyclic.period, steady.bound, proven, repetend_of(cyclic))
+    schedule = BlockSchedule(graph, starts, cyclic.period, bound, cyclic.period == bound, repetend_of(cyclic))
     schedule = _shortened(schedule, cyclic, budget)
     check_blocks(schedule)
     return replace(schedule, search_time_s=budget.used)
 
 
 def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) -> BlockSchedule:
-    """A shorter schedule that repeats later or not at all, where there is one and few enough units do not repeat."""
-    graph, units = schedule.graph, schedule.units
+    """A shorter schedule that repeats further on or not at all, if there is one and few enough units do not repeat."""
+    graph, units, unrolled = schedule.graph, schedule.units, budget.options.unrolled
     bound, count = makespan_bound(graph, units), units * len(graph.blocks)
     # So few units that all of them at once may do better, and so few blocks that they can be solved.
     few = count <= _FEW_BLOCKS or (count <= _MOST_BLOCKS and units <= 2 * max(cyclic.stages) + 2)
-    early, all_early = _written_out(graph, units, budget.options.unrolled)
+    # Units that programs may write out before a steady state.
+    early, most = _SETTLED_AFTER * graph.devices, _MOST_UNROLLED // len(graph.blocks)
+    if unrolled is not None:
+        most = unrolled // max(map(len, graph.members))
+        early = min(early, most)
     single = all(len(block.devices) == 1 for block in graph.blocks)  # Lists leave the devices of wide blocks waiting.
     if schedule.makespan > bound and budget.left >= 0 and early and single:
-        schedule = _list_schedule(schedule, few or all_early, early) or schedule
+        schedule = _list_schedule(schedule, few or units <= most, early) or schedule
     if schedule.makespan > bound and budget.left >= 0 and few:
         starts, least, work = shortest(graph, schedule.starts, budget.limit(0.8))
         budget.work += work
@@ -219,34 +222,24 @@ def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) 
     return schedule
 
 
-def _written_out(graph: BlockGraph, units: int, unrolled: int | None) -> tuple[int, bool]:
-    """Units that programs may write out before a steady state, and whether they may write out all that there are."""
-    early = _SETTLED_AFTER * graph.devices
-    if unrolled is None:
-        return early, units * len(graph.blocks) <= _MOST_UNROLLED
-    most = unrolled // max(map(len, graph.members))
-    return min(early, most), units <= most
-
-
 def _list_schedule(known: BlockSchedule, few: bool, early: int) -> BlockSchedule | None:
     """The list schedule of the same units, where it is shorter and comes to the same period, or need not repeat."""
     graph, bound = known.graph, makespan_bound(known.graph, known.units)
     starts = shortest_greedy(graph, known.units)
     if starts is None or makespan(graph, starts) >= known.makespan:
         return None
+    middle = len(starts) // 2
+
+    def settles(group: int) -> bool:
+        return early + group < middle and turn_of(starts, group, early, middle) is not None
+
     seen = observed_state(graph, starts)
-    if seen.repetend is not None and seen.period == known.period and (few or _settles(starts, early, 1)):
+    if seen.repetend is not None and seen.period == known.period and (few or settles(1)):
         return replace(known, starts=starts, repetend=seen.repetend)
-    together = range(2, _MOST_TOGETHER + 1)
-    repeats = seen.period == known.period and any(_settles(starts, early, group) for group in together)
+    repeats = seen.period == known.period and any(map(settles, range(2, _MOST_TOGETHER + 1)))
     if not (few or repeats) or seen.makespan > (1 - _WORTH) * known.makespan:
         return None
     return BlockSchedule(graph, starts, seen.period, bound, seen.makespan == bound)
-
-
-def _settles(starts: Starts, early: int, group: int) -> bool:
-    middle = len(starts) // 2
-    return early + group < middle and turn_of(starts, group, early, middle) is not None
 
 
 _TRIED = 8

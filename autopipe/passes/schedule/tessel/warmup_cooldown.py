@@ -9,25 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from autopipe.ir.block_schedule import BlockGraph
+from autopipe.ir.block_schedule import BlockGraph, BlockSchedule
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.schedule.tessel.model import (
     Budget,
     PeriodicStarts,
     Starts,
     compact,
+    fits,
+    in_order,
     makespan,
     makespan_bound,
-    peaks,
     require_room,
     reserved,
     sharing_pairs,
     topological,
     unroll,
 )
-from autopipe.passes.solvers.cp_sat import Limit, Status, solve
+from autopipe.passes.solvers.cp_sat import CpResult, Limit, Status, solve
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar
@@ -37,8 +38,7 @@ Task = tuple[int, int]
 """(unit, block)"""
 
 
-@dataclass(frozen=True, slots=True)
-class StartWindow:
+class StartWindow(NamedTuple):
     """Where a block may start, and where it is known to fit."""
 
     first: int
@@ -48,16 +48,12 @@ class StartWindow:
 
 @dataclass(frozen=True, slots=True)
 class TaskModel:
-    """The model, and a start of each task."""
+    """A model with a start of each task: a number, or a variable where it is free."""
 
     model: CpModel
     starts: dict[Task, int | IntVar]
-    free: tuple[Task, ...]
-
-    @property
-    def variables(self) -> list[IntVar]:
-        """Starts of the free tasks, in their order."""
-        return [start for task in self.free if not isinstance(start := self.starts[task], int)]
+    variables: list[IntVar]
+    """Starts of the free tasks, in their order."""
 
 
 def model_tasks(
@@ -65,23 +61,20 @@ def model_tasks(
 ) -> TaskModel:
     """All ways to place the free tasks among the given ones, with `in_use` memory in use on each device before.
 
-    Units are alike, so that a unit may be taken to start each block before the next unit does.
+    Units are equal, so that a unit may be taken to start each block before the next unit does.
     """
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
-    starts: dict[Task, int | IntVar] = dict(given)
+    variables = {task: model.new_int_var(window.first, window.last, "") for task, window in free.items()}
     for task, window in free.items():
-        variable = model.new_int_var(window.first, window.last, "")
-        model.add_hint(variable, window.known)
-        starts[task] = variable
+        model.add_hint(variables[task], window.known)
+    starts: dict[Task, int | IntVar] = {**given, **variables}
     for unit, index in starts:
         follows = [((unit, other), (unit, index), wait) for other, wait in graph.waits[index]]
         for before, after, wait in (*follows, ((unit, index), (unit + 1, index), graph.blocks[index].time)):
-            if before in starts and after in starts:
-                first, second = starts[before], starts[after]
-                if not (isinstance(first, int) and isinstance(second, int)):
-                    model.add(second >= first + wait)
+            if before in starts and after in starts and (before in free or after in free):
+                model.add(starts[after] >= starts[before] + wait)
     for device, (room, used) in enumerate(zip(graph.memory, in_use, strict=True)):
         tasks = [task for task in starts if device in graph.blocks[task[1]].devices]
         model.add_no_overlap(
@@ -93,7 +86,7 @@ def model_tasks(
             memory = [graph.blocks[index].memory for _, index in changing]
             least = -sum(map(abs, memory))
             model.add_reservoir_constraint([starts[task] for task in changing], memory, least, room - used)
-    return TaskModel(model, starts, tuple(free))
+    return TaskModel(model, starts, list(variables.values()))
 
 
 _MOST = 300
@@ -109,14 +102,18 @@ def complete(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budg
     sizes = sum(max(stages) - stage for stage in stages), sum(stages)
     if budget.left < 0 or max(stages) >= units or max(sizes) > _MOST:
         return early
-    found, used = [early], peaks(graph, early)
+    found, used = [early], BlockSchedule(graph, early).peak_memory
     found.append(_with_ends(replace(graph, memory=used), cyclic, units, budget))
     more_room = any(room is None or room > peak for room, peak in zip(graph.memory, used, strict=True))
     if more_room and makespan(graph, found[-1]) > makespan_bound(graph, units):
         found.append(_with_ends(graph, cyclic, units, budget))
-    return min(
-        found, key=lambda starts: (makespan(graph, starts), max(peaks(graph, starts)), sum(peaks(graph, starts)))
-    )
+
+    def cost(starts: Starts) -> tuple[int, int, int]:
+        schedule = BlockSchedule(graph, starts)
+        peaks = schedule.peak_memory
+        return schedule.makespan, max(peaks), sum(peaks)
+
+    return min(found, key=cost)
 
 
 def _with_ends(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budget) -> Starts:
@@ -144,7 +141,7 @@ def _warm_up(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int
     for start in made.variables:
         made.model.add(begin <= start)
     made.model.maximize(begin)
-    return _moved(made, budget)
+    return _moved(free, made, budget)
 
 
 def _latest(graph: BlockGraph, plain: Mapping[Task, int], end: int, period: int) -> dict[Task, int]:
@@ -178,14 +175,14 @@ def _cool_down(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, i
     for (_, index), where in made.starts.items():
         made.model.add(end >= where + graph.blocks[index].time)
     made.model.minimize(end)
-    return _moved(made, budget)
+    return _moved(free, made, budget)
 
 
-def _moved(made: TaskModel, budget: Budget) -> dict[Task, int]:
+def _moved(free: Mapping[Task, StartWindow], made: TaskModel, budget: Budget) -> dict[Task, int]:
     """The solver's starts of the free blocks; none where it found none."""
     answer = solve(made.model, made.variables, budget.limit(_SHARE))
     budget.work += answer.work
-    return dict(zip(made.free, answer.values, strict=True)) if answer.found else {}
+    return dict(zip(free, answer.values, strict=True)) if answer.found else {}
 
 
 def serial_order(graph: BlockGraph, units: int, limit: Limit) -> tuple[int, ...]:
@@ -196,32 +193,21 @@ def serial_order(graph: BlockGraph, units: int, limit: Limit) -> tuple[int, ...]
     last = reserved(graph, units - 1)
     # Of the blocks that may start, one that allocates nothing if there is any, otherwise the one readied last.
     order = topological(graph, lambda index, started: (graph.blocks[index].memory > 0, -started))
-    if _fits(last, order):
+    if fits(last, in_order(last, 1, ((0, index) for index in order))):
         return order
-    found = _serial_solved(last, limit)
-    if isinstance(found, tuple):
-        return found
+    answer = _serial_places(last, limit)
+    if answer.found:
+        return tuple(sorted(range(len(graph.blocks)), key=lambda index: (answer.values[index], index)))
     require_room(graph, units)
-    if found is Status.INFEASIBLE:
+    if answer.status is Status.INFEASIBLE:
         raise InfeasibleError("no order of one unit's blocks keeps to the memory limits of all devices")
     raise InfeasibleError(
         "no order of one unit's blocks was found that keeps to the memory limits", hint="search longer, or raise them"
     )
 
 
-def _fits(graph: BlockGraph, order: tuple[int, ...]) -> bool:
-    for device, room in enumerate(graph.memory):
-        used = 0
-        for index in order if room is not None else ():
-            if device in graph.blocks[index].devices:
-                used += graph.blocks[index].memory
-                if room is not None and used > room:
-                    return False
-    return True
-
-
-def _serial_solved(graph: BlockGraph, limit: Limit) -> tuple[int, ...] | Status:
-    """An order that fits, or how the search for one ended."""
+def _serial_places(graph: BlockGraph, limit: Limit) -> CpResult:
+    """The place of each block in an order that fits memory."""
     from ortools.sat.python import cp_model
 
     model, blocks = cp_model.CpModel(), graph.blocks
@@ -234,17 +220,13 @@ def _serial_solved(graph: BlockGraph, limit: Limit) -> tuple[int, ...] | Status:
         holds = before[first, second] = model.new_bool_var("")
         model.add(places[first] < places[second]).only_enforce_if(holds)
         model.add(places[second] < places[first]).only_enforce_if(holds.negated())
-    limited = [(members, room) for members, room in zip(graph.members, graph.memory, strict=True) if room is not None]
-    for members, room in limited:
+    for members, room in zip(graph.members, graph.memory, strict=True):
         for index in members:
-            if blocks[index].memory > 0:
+            if room is not None and blocks[index].memory > 0:
                 earlier = (
                     blocks[other].memory * (before[other, index] if other < index else 1 - before[index, other])
                     for other in members
                     if other != index
                 )
                 model.add(blocks[index].memory + sum(earlier) <= room)
-    answer = solve(model, places, limit)
-    if not answer.found:
-        return answer.status
-    return tuple(sorted(range(len(blocks)), key=lambda index: (answer.values[index], index)))
+    return solve(model, places, limit)
