@@ -204,7 +204,7 @@ def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
         phases = (0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)
         orders: list[list[Task]] = [[Task(stage, phase, index) for index in numbers for stage, phase in phases]]
     else:
-        orders = [stage_order(stage, warm_up=2 - stage, k=1, micro_batches=numbers, train=True) for stage in (0, 1)]
+        orders = [stage_order(stage, kept=2 - stage, k=1, micro_batches=numbers, train=True) for stage in (0, 1)]
     schedule = Schedule(len(numbers), tuple(map(tuple, orders)))
     _write(folder, (_FIRST_LAYERS, _LAYERS), (0, ranks - 1), schedule, messages)
 

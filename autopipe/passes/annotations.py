@@ -178,7 +178,7 @@ def _parts(
 
 @dataclass(frozen=True, slots=True)
 class _Annotated:
-    """What the annotations say of a node of the graph; without `shardings` nothing of its tensors."""
+    """A node of the graph as the annotations want it; without `shardings` they say nothing of its tensors."""
 
     node: int
     stage: int | None

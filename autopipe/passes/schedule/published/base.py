@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, TypeVar
@@ -57,82 +57,57 @@ def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks
 
 
 LaneStages = tuple[tuple[int, ...], ...]
-"""The stages of each lane, ascending; lanes in the order in which the first pipeline reaches them."""
-
-Form = Callable[[str, StageGraph], LaneStages]
-"""The lanes of a placement, for a schedule's name. Raises InfeasibleError where stages are not placed so."""
+"""The stages of each lane, ascending (of two pipelines first the one's); lanes as the first pipeline reaches them."""
 
 _MOST = 16
 """Stages whose lanes a message tells."""
 
-_LOOPS = "strategy tessel_shapes places stages so with shape: v and chunks: 2 or more, manual by its constraints"
-_CHAIN = "strategy tessel_shapes places stages so with shape: v, manual by its constraints"
-_WAVES = "strategy tessel_shapes places stages so with shape: v, chunks: 2 and wave: true, manual by its constraints"
-_OPPOSITE = "strategy tessel_shapes places stages so with shape: x, manual by its constraints"
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The way in which a placement's pipelines pass its p lanes."""
+
+    wanted: str
+    """Completes "schedule s wants stages that"."""
+    options: str
+    """Of the strategy tessel_shapes, for such a placement."""
+    pipelines: int = 1
+    """2 for two pipelines of a stage a lane, in opposite directions over an even number of lanes."""
+    returns: bool = False
+    """True if the pipeline goes down and comes up again."""
+    repeats: bool = False
+    """True if it may do so again and again."""
+
+    @property
+    def hint(self) -> str:
+        return f"strategy tessel_shapes places stages so with {self.options}, manual by its constraints"
+
+    def lanes(self, schedule: str, graph: StageGraph) -> LaneStages:
+        """The lanes of a placement, for a schedule's name. Raises InfeasibleError where stages are not placed so."""
+        if graph.pipeline_count != self.pipelines:
+            wanted = "one pipeline" if self.pipelines == 1 else f"{self.pipelines} pipelines"
+            reason = f"schedule {schedule} runs {wanted}, but the placement has {graph.pipeline_count}"
+            raise InfeasibleError(reason, hint=(CHAIN if self.pipelines == 1 else self).hint)
+        lane, of = _lane_numbers(schedule, graph), graph.pipelines or (0,) * len(graph.stage_devices)
+        stages = sorted(range(len(of)), key=lambda stage: of[stage])
+        path, lanes = [lane[frozenset(graph.stage_devices[stage])] for stage in stages], range(len(lane))
+        once = [*lanes, *reversed(lanes)] if self.returns or self.pipelines == 2 else [*lanes]
+        times, equal = len(path) // len(once), len({of.count(each) for each in range(self.pipelines)}) == 1
+        if path == once * times and times > 1 and self.returns and not self.repeats:
+            reason = f"schedule {schedule} runs two stages a device, but here are {2 * times}"
+            raise InfeasibleError(reason, hint=self.hint)
+        if path != once * times or not equal or (times > 1 and not self.repeats):
+            on = " ".join(map(str, path[:_MOST])) + (" ..." if len(path) > _MOST else "")
+            reason = f"schedule {schedule} wants stages that {self.wanted}, but they lie on {on}"
+            raise InfeasibleError(reason, hint=self.hint)
+        if self.pipelines == 2 and len(lanes) % 2:
+            reason = f"schedule {schedule} runs on an even number of devices, but a pipeline has {len(lanes)}"
+            raise InfeasibleError(reason)
+        return tuple(tuple(s for s, each in zip(stages, path, strict=True) if each == own) for own in lanes)
 
 
-def round_robin(schedule: str, graph: StageGraph) -> LaneStages:
-    """Lanes of a pipeline that passes all of them in turn, once or again and again: 0 1 2 0 1 2.
-
-    Raises InfeasibleError where it does otherwise.
-    """
-    (path,) = _paths(schedule, graph, 1)
-    once = tuple(range(max(path) + 1))
-    if len(path) % len(once) or path != once * (len(path) // len(once)):
-        raise _refusal(schedule, "pass all devices in turn, like 0 1 2 0 1 2", path, _LOOPS)
-    return _stages_of(path)
-
-
-def one_each(schedule: str, graph: StageGraph) -> LaneStages:
-    """Lanes of one stage each. Raises InfeasibleError where some have several."""
-    (path,) = _paths(schedule, graph, 1)
-    if path != tuple(range(len(path))):
-        raise _refusal(schedule, "lie on one device each, like 0 1 2", path, _CHAIN)
-    return _stages_of(path)
-
-
-def waves(schedule: str, graph: StageGraph) -> LaneStages:
-    """Lanes of a pipeline that goes down and comes up again, once or several times: 0 1 2 2 1 0.
-
-    Raises InfeasibleError where it does otherwise.
-    """
-    (path,) = _paths(schedule, graph, 1)
-    wave = (*range(max(path) + 1), *reversed(range(max(path) + 1)))
-    if len(path) % len(wave) or path != wave * (len(path) // len(wave)):
-        raise _refusal(schedule, "go down the devices and up again, like 0 1 2 2 1 0", path, _WAVES)
-    return _stages_of(path)
-
-
-def one_wave(schedule: str, graph: StageGraph) -> LaneStages:
-    """Lanes of two stages each, as of a V: 0 1 2 2 1 0. Raises InfeasibleError where they are otherwise."""
-    lanes = waves(schedule, graph)
-    if len(lanes[0]) > 2:
-        reason = f"schedule {schedule} runs two stages a device, but here are {len(lanes[0])}"
-        raise InfeasibleError(reason, hint=_WAVES)
-    return lanes
-
-
-def opposite(schedule: str, graph: StageGraph) -> LaneStages:
-    """Lanes of two pipelines that pass the same devices, one stage each, in opposite directions; an even number.
-
-    On each lane stands first the stage of pipeline 0. Raises InfeasibleError where they are otherwise.
-    """
-    down, up = _paths(schedule, graph, 2)
-    if down != tuple(range(len(down))) or up != down[::-1]:
-        wanted = "form two pipelines that pass the devices in opposite directions"
-        raise _refusal(schedule, wanted, down + up, _OPPOSITE)
-    if len(down) % 2:
-        raise InfeasibleError(f"schedule {schedule} runs on an even number of devices, but a pipeline has {len(down)}")
-    stages = _by_pipeline(graph)
-    return tuple(zip(stages[0], reversed(stages[1]), strict=True))
-
-
-def _paths(schedule: str, graph: StageGraph, pipelines: int) -> tuple[tuple[int, ...], ...]:
-    """The lane of each stage, for each pipeline. Raises InfeasibleError where there are more or fewer pipelines."""
-    if graph.pipeline_count != pipelines:
-        wanted = "one pipeline" if pipelines == 1 else f"{pipelines} pipelines"
-        reason = f"schedule {schedule} runs {wanted}, but the placement has {graph.pipeline_count}"
-        raise InfeasibleError(reason, hint=_CHAIN if pipelines == 1 else _OPPOSITE)
+def _lane_numbers(schedule: str, graph: StageGraph) -> dict[frozenset[int], int]:
+    """The lane of each group of devices. Raises InfeasibleError where two groups have some in common."""
     groups = list(dict.fromkeys(map(frozenset, graph.stage_devices)))
     for pair in ((other, group) for place, group in enumerate(groups) for other in groups[:place] if group & other):
         listed = " and on ".join(", ".join(map(str, sorted(group))) for group in pair)
@@ -141,26 +116,15 @@ def _paths(schedule: str, graph: StageGraph, pipelines: int) -> tuple[tuple[int,
             f"devices {listed}",
             hint="1f1b_plus takes stages on several devices beside stages on one",
         )
-    lane = {group: place for place, group in enumerate(groups)}
-    return tuple(
-        tuple(lane[frozenset(graph.stage_devices[stage])] for stage in stages) for stages in _by_pipeline(graph)
-    )
+    return {group: place for place, group in enumerate(groups)}
 
 
-def _by_pipeline(graph: StageGraph) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(graph.pipeline_count)]
-    for stage in range(len(graph.stage_devices)):
-        found[graph.pipelines[stage] if graph.pipelines else 0].append(stage)
-    return found
-
-
-def _stages_of(path: Sequence[int]) -> LaneStages:
-    return tuple(tuple(s for s, lane in enumerate(path) if lane == each) for each in range(max(path) + 1))
-
-
-def _refusal(schedule: str, wanted: str, path: Sequence[int], hint: str) -> InfeasibleError:
-    lies = " ".join(map(str, path[:_MOST])) + (" ..." if len(path) > _MOST else "")
-    return InfeasibleError(f"schedule {schedule} wants stages that {wanted}, but they lie on {lies}", hint=hint)
+CHAIN = Form("lie on one device each, like 0 1 2", "shape: v")
+LOOPS = Form("pass all devices in turn, like 0 1 2 0 1 2", "shape: v and chunks: 2 or more", repeats=True)
+_DOWN_AND_UP = "go down the devices and up again, like 0 1 2 2 1 0", "shape: v, chunks: 2 and wave: true"
+ONE_WAVE = Form(*_DOWN_AND_UP, returns=True)
+WAVES = Form(*_DOWN_AND_UP, returns=True, repeats=True)
+OPPOSITE = Form("form two pipelines that pass the devices in opposite directions", "shape: x", pipelines=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +159,7 @@ class Published(ABC):
 
     def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         """The placement's lanes. Raises InfeasibleError, saying what is wanted, where it is not for this schedule."""
-        return type(self).form(self.name, graph)
+        return self.form.lanes(self.name, graph)
 
     @abstractmethod
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
@@ -229,11 +193,11 @@ def on_grid(pipeline: Sequence[int], micro_batches: Iterable[int], group: int) -
         yield from there_and_back(forwards, backwards, first_slot(index, len(pipeline), group))
 
 
-def one_in_turn(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int) -> list[Task]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
-    order = list(forwards[:warm_up])
-    for index, backward in enumerate(backwards):
-        order += [*forwards[warm_up + index : warm_up + index + 1], backward]
+def in_turn(forwards: Sequence[Task], backwards: Sequence[Task], kept: int, k: int = 1) -> list[Task]:
+    """Forwards until `kept` micro-batches are kept, then k backwards and k forwards in turn, then backwards."""
+    order = list(forwards[:kept])
+    for first in range(0, len(backwards), k):
+        order += [*backwards[first : first + k], *forwards[kept + first : kept + first + k]]
     return order
 
 

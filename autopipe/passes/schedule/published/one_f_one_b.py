@@ -15,18 +15,18 @@ from autopipe.passes.cost.memory import stages_in_flight
 from autopipe.passes.schedule.orders import Ticks, find_repetends, merge_orders, require_equal_micro_batches
 from autopipe.passes.schedule.predict import task_ticks
 from autopipe.passes.schedule.published.base import (
+    LOOPS,
+    OPPOSITE,
+    WAVES,
     Form,
     LaneStages,
     Published,
     by_lane,
     first_slot,
+    in_turn,
     on_grid,
-    one_in_turn,
-    opposite,
     order_gpipe,
-    round_robin,
     there_and_back,
-    waves,
 )
 
 
@@ -176,16 +176,10 @@ def kept_micro_batches(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
     return tuple(kept // size for kept, size in zip(in_flight, samples, strict=True))
 
 
-def stage_order(stage: int, warm_up: int, k: int, micro_batches: Sequence[int], train: bool) -> list[Task]:
-    """Forwards until `warm_up` micro-batches are kept, then k backwards and k forwards in turn, then backwards."""
-    forwards = [Task(stage, Phase.FORWARD, m) for m in micro_batches]
-    if not train:
-        return forwards
-    order = forwards[:warm_up]
-    for first in range(0, len(micro_batches), k):
-        order += [Task(stage, Phase.BACKWARD, m) for m in micro_batches[first : first + k]]
-        order += forwards[warm_up + first : warm_up + first + k]
-    return order
+def stage_order(stage: int, kept: int, k: int, micro_batches: Sequence[int], train: bool) -> list[Task]:
+    """A stage's tasks: `kept` forwards, then k backwards and k forwards in turn; without training forwards alone."""
+    forwards, backwards = ([Task(stage, phase, m) for m in micro_batches] for phase in (Phase.FORWARD, Phase.BACKWARD))
+    return in_turn(forwards, backwards, kept, k) if train else forwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +191,11 @@ class InterleavedOneForwardOneBackward(Published):
     """
 
     name: ClassVar[str] = "interleaved_1f1b"
+    form: ClassVar[Form] = LOOPS
 
     def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         """Lanes of several stages, round robin, and whole groups of micro-batches."""
-        lanes = round_robin(self.name, graph)
+        lanes = self.form.lanes(self.name, graph)
         if len(lanes[0]) < 2:
             raise InfeasibleError(
                 f"schedule {self.name} runs several stages a device, but here is one", hint="take 1f1b"
@@ -223,8 +218,7 @@ class InterleavedOneForwardOneBackward(Published):
         for place, stages in enumerate(lanes):
             forwards = [Task(s, Phase.FORWARD, m) for group in groups for s in stages for m in group]
             backwards = [Task(s, Phase.BACKWARD, m) for group in groups for s in stages[::-1] for m in group]
-            warm_up = min((len(stages) - 1) * p + 2 * (p - 1 - place), len(forwards))
-            found.append(one_in_turn(forwards, backwards, warm_up))
+            found.append(in_turn(forwards, backwards, (len(stages) - 1) * p + 2 * (p - 1 - place) + 1))
         return found
 
 
@@ -237,7 +231,7 @@ class LoopedBreadthFirst(Published):
     """
 
     name: ClassVar[str] = "looped_bfs"
-    form: ClassVar[Form] = staticmethod(round_robin)
+    form: ClassVar[Form] = LOOPS
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """Forwards stage by stage, then backwards in the opposite order of stages."""
@@ -258,7 +252,7 @@ class Chimera(Published):
     """
 
     name: ClassVar[str] = "chimera"
-    form: ClassVar[Form] = staticmethod(opposite)
+    form: ClassVar[Form] = OPPOSITE
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         down, up = [stages[0] for stages in lanes], [stages[1] for stages in reversed(lanes)]
@@ -278,7 +272,7 @@ class Hanayo(Published):
     """
 
     name: ClassVar[str] = "hanayo"
-    form: ClassVar[Form] = staticmethod(waves)
+    form: ClassVar[Form] = WAVES
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         return by_lane(lanes, on_grid(range(len(lanes) * len(lanes[0])), range(micro_batches), len(lanes)))

@@ -14,14 +14,15 @@ from typing import ClassVar
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import Phase, StageGraph, Task
 from autopipe.passes.schedule.published.base import (
+    CHAIN,
+    ONE_WAVE,
+    OPPOSITE,
     Form,
     LaneStages,
     Published,
+    by_lane,
     fill_weights,
-    one_each,
-    one_in_turn,
-    one_wave,
-    opposite,
+    in_turn,
     spell,
 )
 
@@ -35,15 +36,26 @@ class ZeroBubbleH1(Published):
     """
 
     name: ClassVar[str] = "zb_h1"
-    form: ClassVar[Form] = staticmethod(one_each)
+    form: ClassVar[Form] = CHAIN
+    factor: ClassVar[int] = 1
+    """Stage s of p warms up with factor (p - 1 - s) forwards and has room for factor (p - 1) + 1 activations."""
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """1F1B's order of F and I, which keeps p activations, with W in its gaps."""
-        return _fill_one_in_turn(len(lanes), micro_batches, 1)
+        """1F1B's order of F and I, after another warm-up, with W in its gaps."""
+        p, every = len(lanes), range(micro_batches)
+        orders = [
+            in_turn(
+                [Task(s, Phase.FORWARD, m) for m in every],
+                [Task(s, Phase.INPUT_GRADIENT, m) for m in every],
+                self.factor * (p - 1 - s) + 1,
+            )
+            for s in range(p)
+        ]
+        return fill_weights(orders, p, self.factor * (p - 1) + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroBubbleH2(Published):
+class ZeroBubbleH2(ZeroBubbleH1):
     """Each device runs as many forwards ahead as fill the time until its first backward.
 
     Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.2. With at least 2p - 1 micro-batches no device
@@ -52,22 +64,7 @@ class ZeroBubbleH2(Published):
     """
 
     name: ClassVar[str] = "zb_h2"
-    form: ClassVar[Form] = staticmethod(one_each)
-
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Twice as many F before the first I as in 1F1B, with W in the gaps."""
-        return _fill_one_in_turn(len(lanes), micro_batches, 2)
-
-
-def _fill_one_in_turn(p: int, micro_batches: int, factor: int) -> list[list[Task]]:
-    """On stage s of p, `factor` (p - 1 - s) forwards of warm-up and room for `factor` (p - 1) + 1 activations."""
-    orders = []
-    for s in range(p):
-        forwards, gradients = (
-            [Task(s, phase, m) for m in range(micro_batches)] for phase in (Phase.FORWARD, Phase.INPUT_GRADIENT)
-        )
-        orders.append(one_in_turn(forwards, gradients, factor * (p - 1 - s)))
-    return fill_weights(orders, p, factor * (p - 1) + 1)
+    factor: ClassVar[int] = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ class ZeroBubbleV(Published):
     """
 
     name: ClassVar[str] = "zb_v"
-    form: ClassVar[Form] = staticmethod(one_wave)
+    form: ClassVar[Form] = ONE_WAVE
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """The published order of F and I, with W in its gaps."""
@@ -100,6 +97,7 @@ def _words(place: int, p: int, micro_batches: int) -> Iterator[str]:
 
 _PERIOD = 6
 """Slots between micro-batches: a device runs F, I and W of two stages for each."""
+_THERE_AND_BACK = (Phase.FORWARD, Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.INPUT_GRADIENT)
 
 
 class _RepeatedPattern(Published):
@@ -110,24 +108,18 @@ class _RepeatedPattern(Published):
     """
 
     __slots__ = ()
-    form: ClassVar[Form] = staticmethod(one_wave)
+    form: ClassVar[Form] = ONE_WAVE
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        orders = []
-        for place, (down, up) in enumerate(lanes):
-            phases = (
-                (down, Phase.FORWARD),
-                (up, Phase.FORWARD),
-                (up, Phase.INPUT_GRADIENT),
-                (down, Phase.INPUT_GRADIENT),
+        slots = [
+            (slot + _PERIOD * m, Task(s, phase, m))
+            for place, (down, up) in enumerate(lanes)
+            for slot, s, phase in zip(
+                self.pattern(place, len(lanes)), (down, up, up, down), _THERE_AND_BACK, strict=True
             )
-            slots = [
-                (slot + _PERIOD * m, Task(s, phase, m))
-                for slot, (s, phase) in zip(self.pattern(place, len(lanes)), phases, strict=True)
-                for m in range(micro_batches)
-            ]
-            orders.append([task for _, task in sorted(slots, key=lambda each: each[0])])
-        return fill_weights(orders, 2 * len(lanes), self.room(len(lanes)))
+            for m in range(micro_batches)
+        ]
+        return fill_weights(by_lane(lanes, slots), 2 * len(lanes), self.room(len(lanes)))
 
     @staticmethod
     @abstractmethod
@@ -192,10 +184,11 @@ class DualPipe(Published):
     """
 
     name: ClassVar[str] = "dualpipe"
+    form: ClassVar[Form] = OPPOSITE
 
     def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         """Lanes of two opposite pipelines, and as many micro-batches for each as keep the middle busy."""
-        lanes = opposite(self.name, graph)
+        lanes = self.form.lanes(self.name, graph)
         if micro_batches % 2 or micro_batches < 2 * len(lanes):
             raise InfeasibleError(
                 f"schedule {self.name} on {len(lanes)} devices runs an even number of micro-batches, "
@@ -208,12 +201,11 @@ class DualPipe(Published):
         """The same on both ends; on each the direction that begins there comes first."""
         directions = range(0, micro_batches, 2), range(1, micro_batches, 2)
         half = len(lanes) // 2
-        words = [tuple(_dual_words(place, half, micro_batches // 2)) for place in range(half)]
-        near = [spell(*each, directions) for each in zip(words, lanes[:half], strict=True)]
-        far = [
-            spell(each, stages[::-1], directions[::-1]) for each, stages in zip(words[::-1], lanes[half:], strict=True)
-        ]
-        return near + far
+        found = []
+        for place, stages in enumerate(lanes):
+            near, way = min(place, len(lanes) - 1 - place), 1 if place < half else -1
+            found.append(spell(_dual_words(near, half, micro_batches // 2), stages[::way], directions[::way]))
+        return found
 
 
 def _dual_words(place: int, depth: int, micro_batches: int) -> Iterator[str]:
@@ -240,10 +232,11 @@ class DualPipeV(Published):
     """
 
     name: ClassVar[str] = "dualpipe_v"
+    form: ClassVar[Form] = ONE_WAVE
 
     def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
         """Lanes of a V, and enough micro-batches to keep it busy."""
-        lanes = one_wave(self.name, graph)
+        lanes = self.form.lanes(self.name, graph)
         if micro_batches < 2 * len(lanes):
             raise InfeasibleError(
                 f"schedule {self.name} on {len(lanes)} devices runs {2 * len(lanes)} micro-batches or more, "
