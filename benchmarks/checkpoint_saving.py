@@ -22,8 +22,11 @@ from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
-from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
+from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import ControlGroup
+from autopipe.ir.graph import DType, Initializer, Parameter, Value
+from autopipe.ir.layout import whole
+from autopipe.ir.program import Shard
 
 SIDE = 1024
 ADAMW = {
@@ -42,8 +45,9 @@ STATES = 3
 def checkpointer(folder: Path, mebibytes: int) -> Checkpointer:
     """One rank's, of a state of that size after a step."""
     count = mebibytes * 2**20 // (SIDE * SIDE * 4 * STATES)
-    entries = tuple(ParameterEntry(f"w{each}", "float32", (SIDE, SIDE), True, Storage("draw")) for each in range(count))
-    shards = tuple(ShardEntry(each, (0, 0), (SIDE, SIDE), (0,)) for each in range(count))
+    values = (Value(f"w{each}", DType.FLOAT32, (SIDE, SIDE)) for each in range(count))
+    entries = tuple(Parameter(value, Initializer("zeros")) for value in values)
+    shards = tuple(Shard(each, whole((SIDE, SIDE)), (0,), None) for each in range(count))
     form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ())
     form |= {"model": Path("m.onnx"), "model_digest": "", "plan": "", "world_size": 1, "optimizer": ADAMW}
     manifest = Manifest(**form | {"parameters": entries, "shards": (shards,)})

@@ -13,8 +13,9 @@ import time
 
 from command_line import parse_arguments
 
-from autopipe.backends.torch.runtime.manifest import ParameterEntry, ShardEntry, Storage
 from autopipe.backends.torch.runtime.parameters import init_shard
+from autopipe.ir.graph import DType, Initializer, Parameter, Value
+from autopipe.ir.layout import Box
 
 
 def main() -> None:
@@ -30,13 +31,13 @@ def main() -> None:
         "an eighth of the rows": ((side // 8, 0), (side // 4, side)),
         "an eighth of the columns": ((0, side // 8), (side, side // 4)),
     }
-    entry = ParameterEntry("w", "float32", (side, side), True, Storage("draw", scheme="normal", scale=0.02))
+    weight = Parameter(Value("w", DType.FLOAT32, (side, side)), Initializer("normal", 0.02))
     for name, (starts, stops) in blocks.items():
         for threads in arguments.threads:
             cpu, clock = [], []
             for _ in range(arguments.rounds):
                 began = time.process_time(), time.perf_counter()
-                init_shard(entry, ShardEntry(0, starts, stops, (0,)), 0, threads)
+                init_shard(weight, Box(starts, stops), 0, threads)
                 cpu.append(time.process_time() - began[0])
                 clock.append(time.perf_counter() - began[1])
             print(f"{name:25} {threads} threads  {min(cpu):.3f} s processor time  {min(clock):.3f} s on the clock")

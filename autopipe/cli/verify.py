@@ -14,7 +14,7 @@ import numpy as np
 from autopipe.backends.onnxruntime import ReferenceModel, precision_of
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
 from autopipe.backends.torch.runtime.data import open_source
-from autopipe.backends.torch.runtime.manifest import Manifest, ShardEntry, read_manifest
+from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.verification import (
     Difference,
     Precision,
@@ -25,6 +25,8 @@ from autopipe.backends.torch.verification import (
 )
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
+from autopipe.ir.graph import DType, Initializer
+from autopipe.ir.layout import whole
 
 
 @click.command()
@@ -281,11 +283,11 @@ class Verification:
         source = open_source(forward, self.data, seed)
         size = _evaluation(forward, model)
         evaluations = [
-            model.run({entry.name: source.rows(entry, start, start + size) for entry in forward.inputs})
+            model.run({entry.value.name: source.rows(entry, start, start + size) for entry in forward.inputs})
             for start in range(0, forward.batch_size, size)
         ]
         share = source.count(0) / forward.batch_size
-        axes = {entry.name: entry.batch_axis for entry in forward.outputs}
+        axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
         return {
             name: _joined([each[name] for each in evaluations], axes[name], share)
             for name in model.outputs
@@ -303,20 +305,20 @@ def _joined(evaluations: list[np.ndarray], batch_axis: int | None, share: float)
 
 
 def _in_rounds(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
-    """The same outputs; those that carry no samples are averaged over the turns in which their stage takes samples."""
-    turns = {
-        entry.name: manifest.stages[entry.places[0].stage].turns if entry.batch_axis is None else 1
+    """The same outputs; those that carry no samples are averaged over the micro-batches of their stage."""
+    ratios = {
+        entry.value.name: manifest.stages[entry.places[0].stage].micro_batch_ratio if entry.batch_axis is None else 1
         for entry in manifest.outputs
     }
     return {
-        name: array if turns[name] == 1 else np.mean(array.reshape(-1, turns[name], *array.shape[1:]), axis=1)
+        name: array if ratios[name] == 1 else np.mean(array.reshape(-1, ratios[name], *array.shape[1:]), axis=1)
         for name, array in outputs.items()
     }
 
 
 def _averaged(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
     """The same outputs with those that carry no samples averaged over the micro-batches."""
-    axes = {entry.name: entry.batch_axis for entry in manifest.outputs}
+    axes = {entry.value.name: entry.batch_axis for entry in manifest.outputs}
     return {name: array if axes[name] is not None else np.mean(array, axis=0) for name, array in outputs.items()}
 
 
@@ -325,20 +327,19 @@ def _drawn_weights(manifest: Manifest, seed: int) -> dict[str, np.ndarray]:
     from autopipe.backends.torch.runtime.parameters import init_shard  # Loads torch, which a check of data need not.
 
     found = {}
-    for index, entry in enumerate(manifest.parameters):
-        if entry.storage.kind == "draw":
-            whole = ShardEntry(index, (0,) * len(entry.shape), entry.shape, (0,))
-            drawn = init_shard(entry, whole, seed)
-            found[entry.name] = (drawn.float() if entry.dtype == "bfloat16" else drawn).numpy()
+    for entry in manifest.parameters:
+        if isinstance(entry.storage, Initializer):
+            drawn = init_shard(entry, whole(entry.value.shape), seed)
+            found[entry.value.name] = (drawn.float() if entry.value.dtype is DType.BFLOAT16 else drawn).numpy()
     return found
 
 
 def _evaluation(manifest: Manifest, model: ReferenceModel) -> int:
     """Samples that the model takes at once."""
     for entry in manifest.inputs:
-        if entry.batch_axis is not None and entry.name in model.inputs:
-            extent = model.inputs[entry.name][entry.batch_axis]
-            per_sample = entry.shape[entry.batch_axis] // manifest.micro_batch_size
+        if entry.batch_axis is not None and entry.value.name in model.inputs:
+            extent = model.inputs[entry.value.name][entry.batch_axis]
+            per_sample = entry.value.shape[entry.batch_axis] // manifest.micro_batch_size
             if isinstance(extent, int):
                 return min(extent // per_sample, manifest.batch_size)
     return manifest.micro_batch_size

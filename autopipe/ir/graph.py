@@ -18,11 +18,11 @@ import hashlib
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from autopipe.ir.codec import AtLeast
+from autopipe.ir.codec import AtLeast, Coded, Flat, Index, Record, decode, encode
 from autopipe.ir.errors import ModelError
 from autopipe.ir.memo import GRAPHS, remembered
 
@@ -80,7 +80,7 @@ class Value:
 
     name: str
     dtype: DType
-    shape: tuple[int, ...]
+    shape: tuple[Index, ...]
 
     @property
     def elements(self) -> int:
@@ -99,15 +99,15 @@ class FileSlice:
     """
 
     file: str
-    offset: int
-    length: int
+    offset: Index
+    length: Index
 
 
 @dataclass(frozen=True, slots=True)
 class FoldedSlice(FileSlice):
     """Numbers that an exporter made of a parameter, which is had back from them."""
 
-    rows: tuple[int, ...] = ()
+    rows: tuple[Index, ...] = ()
     """Where each row of the parameter, a matrix, begins, in elements; none where it is stored as it is."""
     step: int = 1
     """Elements from one of a row's numbers to the next."""
@@ -136,13 +136,28 @@ class Initializer:
 Storage = FileSlice | Fill | Initializer
 
 
+def _write_storage(storage: Storage) -> dict[str, Any]:
+    kind = "file" if isinstance(storage, FileSlice) else "fill" if isinstance(storage, Fill) else "draw"
+    return {"kind": kind} | encode(storage)
+
+
+def _read_storage(record: Record) -> Storage:
+    kind = record.get("kind", Literal["file", "fill", "draw"])
+    if kind == "fill":
+        return Fill(float(record.get("value", Any)))  # It may be infinite, which `float` refuses.
+    folded = FoldedSlice if record.has("rows") else FileSlice
+    storage: Storage = decode(record, folded if kind == "file" else Initializer)
+    return storage
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A value kept from step to step: a weight (trained) or a buffer such as a running mean (not trained)."""
 
-    value: Value
-    storage: Storage
+    value: Annotated[Value, Flat()]
+    storage: Annotated[Storage, Coded(_write_storage, _read_storage)]
     trainable: bool = True
+    written: ClassVar = ("value", "trainable", "storage")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

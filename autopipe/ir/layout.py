@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from autopipe.ir.codec import Index
 from autopipe.ir.placement import Split
 from autopipe.ir.space import AxisKind, Dimension, Space, Windowed
 
@@ -24,8 +25,8 @@ from autopipe.ir.space import AxisKind, Dimension, Space, Windowed
 class Box:
     """A block of a tensor: for each dimension a half-open range [start, stop)."""
 
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
+    starts: tuple[Index, ...]
+    stops: tuple[Index, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:

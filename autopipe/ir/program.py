@@ -37,7 +37,7 @@ from itertools import accumulate
 from typing import Annotated
 
 from autopipe.ir.batch import Samples
-from autopipe.ir.codec import At, Flat, Sparse
+from autopipe.ir.codec import At, Count, Flat, Index, Sparse
 from autopipe.ir.graph import Constant, Parameter, Value
 from autopipe.ir.layout import Box, MeshAxes, Relayout, merged
 from autopipe.ir.ops.operator import Signature
@@ -182,11 +182,11 @@ class Channel:
     `buffers` and `gradient_buffers` are how many messages the target, and of gradients the source, holds at once.
     """
 
-    number: int
-    source_rank: Annotated[int, At("source")]
-    target_rank: Annotated[int, At("target")]
-    buffers: int
-    gradient_buffers: int
+    number: Index
+    source_rank: Annotated[Index, At("source")]
+    target_rank: Annotated[Index, At("target")]
+    buffers: Index
+    gradient_buffers: Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +205,10 @@ class Shard:
     completes the gradient on all of them.
     """
 
-    parameter: int
+    parameter: Index
     box: Annotated[Box, Flat()]
-    gradient_ranks: Annotated[tuple[int, ...], At("ranks")]
-    home: int | None
+    gradient_ranks: Annotated[tuple[Index, ...], At("ranks")]
+    home: Index | None
 
 
 class Verb(enum.Enum):
@@ -286,33 +286,34 @@ class RankCode:
 class OutputShard:
     """Where a block of a graph's output lies when a stage's forward is done."""
 
-    rank: int
+    rank: Index
     box: Annotated[Box, Flat()]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """The stage that gives an output, the blocks that make it up, and how they combine.
+    """The stage that gives an output, as which of its results, the blocks that make it up, and how they combine.
 
     `combine` is `concat` where the blocks are parts (or copies) of the value, and `sum` where the value is the sum of
     all ranks' blocks, divided by `copies`. `copies` ranks have each part.
     """
 
-    stage: int
-    shards: tuple[OutputShard, ...]
+    stage: Index
+    position: Index
     combine: str
-    copies: int
+    copies: Count
+    shards: tuple[OutputShard, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """A value of a micro-batch of the stage that gives it, and where each pipeline has it."""
 
-    value: Value
+    value: Annotated[Value, Flat()]
+    batch_axis: Index | None
+    """The axis that counts samples, along which micro-batches are concatenated; None where they are averaged."""
     places: tuple[OutputPlace, ...]
     """One a pipeline."""
-    batch_axis: int | None
-    """The axis that counts samples, along which micro-batches are concatenated; None where they are averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +322,8 @@ class InputBounds:
 
     least: int
     below: int
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
+    starts: tuple[Index, ...]
+    stops: tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +331,7 @@ class InputRange:
     """Range of a graph input's numbers: rows of tables and classes, by where they are used."""
 
     value: Annotated[Value, Flat()]
-    batch_axis: int | None
+    batch_axis: Index | None
     below: int | None
     """Random data: whole numbers in [0, `below`), or any real number."""
     drawn: Annotated[tuple[InputBounds, ...], Sparse()] = ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from autopipe.backends.torch.runtime.gradients import buckets_of_rank
@@ -40,8 +39,5 @@ def _read_bytes(folder: Path, rank: int) -> int:
     for shard in manifest.shards[rank]:
         if shard.parameter in moved:
             continue
-        size = getattr(torch, manifest.parameters[shard.parameter].dtype).itemsize
-        for start, stop in zip(shard.starts, shard.stops, strict=True):
-            size *= stop - start
-        total += size
+        total += shard.box.elements * manifest.parameters[shard.parameter].value.dtype.itemsize
     return total

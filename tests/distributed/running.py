@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
-from autopipe.backends.torch.runtime.manifest import ShardEntry, read_manifest
+from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import init_shard
 from autopipe.backends.torch.verification import Difference, difference, read_losses, read_outputs
 from autopipe.ir.graph import Graph
+from autopipe.ir.layout import whole
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
@@ -115,11 +116,8 @@ def micro_batches_of(graph: Graph, batch: Mapping[str, np.ndarray], count: int) 
 
 def drawn_parameters(graph: Graph, folder: Path) -> dict[str, torch.Tensor]:
     """The numbers that the program draws for the graph's parameters, whole."""
-    found = {}
-    for index, entry in enumerate(read_manifest(folder).parameters):
-        whole = ShardEntry(index, (0,) * len(entry.shape), entry.shape, (0,))
-        found[entry.name] = init_shard(entry, whole, SEED)
-    return found
+    parameters = read_manifest(folder).parameters
+    return {each.value.name: init_shard(each, whole(each.value.shape), SEED) for each in parameters}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +175,12 @@ def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray] | None,
                 entry = manifest.parameters[shard.parameter]
                 if not entry.trainable:
                     continue
-                whole = gradients.setdefault(shard.parameter, np.full(entry.shape, np.nan))
-                region = tuple(slice(*each) for each in zip(shard.starts, shard.stops, strict=True))
+                known = gradients.setdefault(shard.parameter, np.full(entry.value.shape, np.nan))
+                region = tuple(map(slice, shard.box.starts, shard.box.stops))
                 block = stored[str(shard.parameter)]
-                known = ~np.isnan(whole[region])
-                np.testing.assert_allclose(whole[region][known], block[known], rtol=1e-12)
-                whole[region] = block
+                there = ~np.isnan(known[region])
+                np.testing.assert_allclose(known[region][there], block[there], rtol=1e-12)
+                known[region] = block
     (line,) = report_lines(report)
     return Step(read_losses(report)[0], gradients, cast(dict[str, int], line["communication_bytes"]))
 

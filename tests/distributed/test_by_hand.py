@@ -176,7 +176,7 @@ def forward(pools: Pools, graph: Graph, placement: Placement, micro_batches: int
     found = run_forward(pools, folder, batch)
     parameters = drawn_parameters(graph, folder)
     parts = [evaluate(graph, parameters | inputs) for inputs in micro_batches_of(graph, batch, micro_batches)]
-    axes = {entry.name: entry.batch_axis for entry in read_manifest(folder).outputs}
+    axes = {entry.value.name: entry.batch_axis for entry in read_manifest(folder).outputs}
     assert list(found) == list(graph.outputs)
     for name in graph.outputs:
         values = [part[name] for part in parts]

@@ -86,12 +86,12 @@ def batches_of(manifest: Manifest) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(0)
     found = {}
     for entry in manifest.inputs:
-        shape = list(entry.shape)
+        shape = list(entry.value.shape)
         if entry.batch_axis is not None:
             shape[entry.batch_axis] *= manifest.micro_batches * (SAVED + 1)
-        whole = entry.dtype.startswith("int")
+        whole = entry.value.dtype.is_integer
         drawn = generator.integers(0, entry.below or 2, shape) if whole else generator.normal(size=shape)
-        found[entry.name] = drawn.astype(entry.dtype)
+        found[entry.value.name] = drawn.astype(entry.value.dtype.value)
     return found
 
 
@@ -107,7 +107,7 @@ def trained(pools: Pools, manifest: Manifest, folder: Path) -> list[float]:
 def loss_of(model: Path, manifest: Manifest, batches: dict[str, np.ndarray]) -> float:
     """What ONNX Runtime computes on the last step's data, a micro-batch at a time."""
     reference = ReferenceModel(model, {})
-    axes = {entry.name: entry.batch_axis for entry in manifest.inputs}
+    axes = {entry.value.name: entry.batch_axis for entry in manifest.inputs}
     count = manifest.micro_batches * (SAVED + 1)
     losses = []
     for number in range(manifest.micro_batches * SAVED, count):
@@ -141,7 +141,7 @@ def test_what_inspect_and_verify_say(pools: Pools, tmp_path: Path, capsys: pytes
     assert [each["step"] for each in said["checkpoints"]] == [SAVED, SAVED + 1]
     assert said["world_size"] == 2
     assert {each["name"]: tuple(each["shape"]) for each in said["parameters"]} == {
-        each.name: each.shape for each in manifest.parameters
+        each.value.name: each.value.shape for each in manifest.parameters
     }
     assert any(len(each["shards"]) > 1 for each in said["parameters"])
     assert main(["checkpoint", "verify", str(tmp_path / "saved"), "--json"]) == 0

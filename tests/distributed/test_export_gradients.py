@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime.manifest import ShardEntry, read_manifest
+from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import read_block
 from autopipe.backends.torch.verification import difference
 from autopipe.cli.main import main
+from autopipe.ir.layout import whole
 from tests.distributed.pool import Pools
 from tests.distributed.running import run_step
 from tests.exports.export import Export, onnx_file, traced
@@ -47,9 +48,8 @@ def test_gradients_are_those_of_the_exported_module(model: str, pools: Pools, tm
     compared = set()
     manifest = read_manifest(program)
     for index, entry in enumerate(manifest.parameters):
-        whole = ShardEntry(index, (0,) * len(entry.shape), entry.shape, (0,))
-        stored = read_block(manifest.model.parent, manifest.model, entry, whole, 0).numpy()
-        name, turned = known_as(entry.name, stored, module)
+        stored = read_block(manifest.model, entry, whole(entry.value.shape), 0).numpy()
+        name, turned = known_as(entry.value.name, stored, module)
         if name in known and index in step.gradients and "lstm" not in name:
             gradient = known[name].T if turned else known[name]
             assert difference(name, step.gradients[index], gradient, scale).relative <= TOLERANCE, name

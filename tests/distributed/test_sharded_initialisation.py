@@ -51,11 +51,11 @@ def check_placement(name: str, number: int, folder: Path) -> None:
     for rank, shards in enumerate(manifest.shards):
         blocks = load_parameters(manifest, rank, torch.device("cpu"), SEED)
         for shard in shards:
-            parameter = manifest.parameters[shard.parameter].name
-            region = tuple(map(slice, shard.starts, shard.stops))
+            parameter = manifest.parameters[shard.parameter].value.name
+            region = tuple(map(slice, shard.box.starts, shard.box.stops))
             assert torch.equal(blocks[shard.parameter], expected[parameter][region]), (rank, parameter)
             left[parameter][region] = False
-    read = {parameter.name for parameter in manifest.parameters}
+    read = {parameter.value.name for parameter in manifest.parameters}
     assert read == expected.keys()
     assert not any(mask.any() for mask in left.values())
 
@@ -78,4 +78,4 @@ def written(graph: Graph, placement: Placement, schedule: Schedule, loss: str | 
 def by_name(manifest: Manifest) -> Parameters:
     """The parameters of rank 0, gradients off."""
     found = load_parameters(manifest, 0, torch.device("cpu"), SEED)
-    return {manifest.parameters[index].name: tensor.detach() for index, tensor in found.items()}
+    return {manifest.parameters[index].value.name: tensor.detach() for index, tensor in found.items()}

@@ -115,15 +115,15 @@ def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Ite
             if str(shard.parameter) not in gradients or shard.parameter not in whole:
                 if not entry.trainable:
                     continue
-                raise VerificationError(f"no gradient was recorded for {entry.name!r}", where=f"rank {rank}")
-            region = tuple(slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))
+                raise VerificationError(f"no gradient was recorded for {entry.value.name!r}", where=f"rank {rank}")
+            region = tuple(map(slice, shard.box.starts, shard.box.stops))
             ours = gradients[str(shard.parameter)]
-            found = difference(entry.name, ours, whole[shard.parameter][region], scale)
+            found = difference(entry.value.name, ours, whole[shard.parameter][region], scale)
             if shard.parameter not in worst or found.relative > worst[shard.parameter].relative:
                 worst[shard.parameter] = found
     for index in sorted(whole):
         if index not in worst:
-            raise VerificationError(f"no rank holds {ranks.parameters[index].name!r}", where=str(recorded))
+            raise VerificationError(f"no rank holds {ranks.parameters[index].value.name!r}", where=str(recorded))
         yield worst[index]
 
 

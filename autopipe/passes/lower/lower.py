@@ -240,14 +240,16 @@ def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
     giving = sorted((stage for stage in parts.stages if name in stage.outputs), key=lambda stage: stage.code.pipeline)
     places = {stage.code.pipeline: _place(stage, name) for stage in reversed(giving)}
     graph = parts.graphs[giving[0].code.stage]
-    return Output(graph.type_of(name), tuple(places[each] for each in sorted(places)), _batch_axis(graph, name, batch))
+    return Output(graph.type_of(name), _batch_axis(graph, name, batch), tuple(places[each] for each in sorted(places)))
 
 
 def _place(stage: ShardedStage, name: str) -> OutputPlace:
     layout, devices = stage.outputs[name], stage.code.devices
     boxes = tuple(OutputShard(rank, layout.box(position)) for position, rank in enumerate(devices))
     different = layout.parts * degree_of(layout.sums)
-    return OutputPlace(stage.code.stage, boxes, "sum" if layout.is_partial else "concat", len(devices) // different)
+    position = [value.name for value in stage.code.outputs].index(name)
+    combine = "sum" if layout.is_partial else "concat"
+    return OutputPlace(stage.code.stage, position, combine, len(devices) // different, boxes)
 
 
 def _batch_axis(graph: Graph, name: str, batch: BatchAxes) -> int | None:

@@ -19,9 +19,9 @@ from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.ir.atomic_file import replacing_folder
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
-from autopipe.ir.graph import Constant, DType, FileSlice, Fill, Parameter
+from autopipe.ir.graph import Constant, DType
 from autopipe.ir.problem import Optimizer
-from autopipe.ir.program import Output, Program, RankCode, StageCode
+from autopipe.ir.program import Program, RankCode, StageCode
 
 FORMAT = "autopipe.program/1"
 
@@ -59,8 +59,8 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
         "optimizer": encode(optimizer) | {"shard": program.shard},
         "predicted": {"step_s": provenance.predicted_step_s, "bubble": provenance.predicted_bubble},
         "inputs": [encode(each) for each in program.inputs],
-        "outputs": [_output(each, program) for each in program.outputs],
-        "parameters": [_parameter(each) for each in program.parameters],
+        "outputs": [encode(each) for each in program.outputs],
+        "parameters": [encode(each) for each in program.parameters],
         "stages": [_stage(each) for each in program.stages],
         "channels": [encode(each) for each in program.channels],
         "ranks": [_rank(each) for each in program.ranks],
@@ -75,26 +75,6 @@ def _stage(stage: StageCode) -> dict[str, Any]:
         "meshes": [[[axis.degree, axis.stride] for axis in axes] for axes in meshes_of(stage)],
     }
     return found if stage.turns == 1 else found | {"turns": stage.turns}
-
-
-def _output(output: Output, program: Program) -> dict[str, Any]:
-    places = [
-        {
-            "stage": place.stage,
-            "position": [value.name for value in program.stages[place.stage].outputs].index(output.value.name),
-            "combine": place.combine,
-            "copies": place.copies,
-            "shards": [encode(shard) for shard in place.shards],
-        }
-        for place in output.places
-    ]
-    return encode(output.value) | {"batch_axis": output.batch_axis, "places": places}
-
-
-def _parameter(parameter: Parameter) -> dict[str, Any]:
-    kind = "fill" if isinstance(parameter.storage, Fill) else "draw"
-    storage = {"kind": "file" if isinstance(parameter.storage, FileSlice) else kind} | encode(parameter.storage)
-    return encode(parameter.value) | {"trainable": parameter.trainable, "storage": storage}
 
 
 def _rank(rank: RankCode) -> dict[str, Any]:

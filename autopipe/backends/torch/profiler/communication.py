@@ -26,9 +26,10 @@ from autopipe.backends.torch.launcher import LaunchConfig, launch_program, rank_
 from autopipe.backends.torch.profiler.timed_program import timing_of
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import save_samples
-from autopipe.backends.torch.runtime.manifest import ChannelEntry, read_manifest
+from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
 from autopipe.ir.measured_costs import COLLECTIVES, Affine, ExchangeCost, TimedBytes, Timing
+from autopipe.ir.program import Channel
 
 
 def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
@@ -348,7 +349,7 @@ def main(target: Path, device: str, seconds: float) -> None:
     transport.start()
     sizes = tuple(group_sizes(transport.world_size))
     transport.make_groups(tuple(range(size)) for size in sizes)
-    transport.make_channels(ChannelEntry(number, 0, 1, 2, 2) for number in range(len(SIZES)))
+    transport.make_channels(Channel(number, 0, 1, 2, 2) for number in range(len(SIZES)))
     each = seconds / (len(SIZES) * (2 + 4 * len(sizes)))
     with torch.no_grad():
         found = [

@@ -131,7 +131,7 @@ def _operands(sample: Sample, stage: StageCode, device: torch.device, train: boo
     generator = torch.Generator().manual_seed(0)
     found = []
     for value in stage.inputs:
-        below, dtype = limits.get(value.name), torch_dtype(value.dtype.value)
+        below, dtype = limits.get(value.name), torch_dtype(value.dtype)
         key = value.dtype, value.shape, below
         if key not in pool:
             if below is not None:

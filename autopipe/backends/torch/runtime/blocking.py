@@ -9,9 +9,10 @@ task whose result it is (Lin et al., "Tessel" (HPCA 2024), section V).
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopipe.backends.torch.runtime.stage import RankContext, Receive, Send, Stage
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
@@ -56,81 +57,63 @@ def global_event_order(lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEn
 
     What can start first comes first, so that the order is near to that in which things happen.
     """
-    merge = _EventMerge(lists, ends)
-    while (task := merge.next_task()) is not None:
-        merge.run(task)
-    return merge.orders
+    orders: list[list[Event]] = [[] for _ in lists]
+    rest = [deque(tasks) for tasks in lists]
+    clocks = [0] * len(lists)
+    ranks = defaultdict[int, list[int]](list)
+    for rank, tasks in enumerate(lists):
+        for stage in {task.stage for task in tasks}:
+            ranks[stage].append(rank)
+    # By stage, and whether of gradients: stages whose messages it needs, with its slice and theirs; where its own go.
+    needs = defaultdict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]](set)
+    leaving = defaultdict[tuple[int, bool], list[tuple[ChannelEnd, MicroBatchSlice]]](list)
+    for end in ends:
+        there, back = (end.source_stage, end.source_turn), (end.target_stage, end.target_turn)
+        for gradient, (source, given), (target, taken) in ((False, there, back), (True, back, there)):
+            if end.gradient or not gradient:
+                needs[target, gradient].add((taken, source, given))
+                if end.source_rank != end.target_rank:
+                    leaving[source, gradient].append((end, given))
+    done: set[tuple[int, bool, int]] = set()
 
-
-class _EventMerge:
-    """How far every rank has come in the order."""
-
-    def __init__(self, lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]) -> None:
-        self.orders: list[list[Event]] = [[] for _ in lists]
-        self._rest = [deque(tasks) for tasks in lists]
-        self._clocks = [0] * len(lists)
-        self._done: set[Task] = set()
-        self._ends = ends
-        self._ranks: dict[int, list[int]] = {}
-        for rank, tasks in enumerate(lists):
-            for stage in {task.stage for task in tasks}:
-                self._ranks.setdefault(stage, []).append(rank)
-        self._sources: dict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]] = {}
-        """By stage, and whether of gradients, the stages whose messages it needs, between its slice and theirs."""
-        for end in ends:
-            forward = end.target_turn, end.source_stage, end.source_turn
-            self._sources.setdefault((end.target_stage, False), set()).add(forward)
-            if end.gradient:
-                backward = end.source_turn, end.target_stage, end.target_turn
-                self._sources.setdefault((end.source_stage, True), set()).add(backward)
-
-    def next_task(self) -> Task | None:
-        """That which can start first; None at the end."""
-        heads = {rest[0] for rest in self._rest if rest}
-        ready = [task for task in heads if self._can_run(task)]
-        return min(ready, key=lambda task: (self._start(task), task.stage, task.micro_batch), default=None)
-
-    def _can_run(self, task: Task) -> bool:
-        if any(not self._rest[rank] or self._rest[rank][0] != task for rank in self._ranks[task.stage]):
+    def can_run(task: Task) -> bool:
+        if any(not rest[rank] or rest[rank][0] != task for rank in ranks[task.stage]):
             return False
-        if task.phase is Phase.WEIGHT_GRADIENT:
-            return True
-        backward = task.phase is not Phase.FORWARD
-        phases = (Phase.BACKWARD, Phase.INPUT_GRADIENT) if backward else (Phase.FORWARD,)
-        return all(
-            any(Task(stage, phase, other.micro_batch(own.message(task.micro_batch))) in self._done for phase in phases)
-            for own, stage, other in self._sources.get((task.stage, backward), ())
-            if own.has(task.micro_batch)
+        backward, number = task.phase is not Phase.FORWARD, task.micro_batch
+        return task.phase is Phase.WEIGHT_GRADIENT or all(
+            (source, backward, given.micro_batch(taken.message(number))) in done
+            for taken, source, given in needs[task.stage, backward]
+            if taken.has(number)
         )
 
-    def _start(self, task: Task) -> int:
-        return max(self._clocks[rank] for rank in self._ranks[task.stage])
+    def start(task: Task) -> int:
+        return max(clocks[rank] for rank in ranks[task.stage])
 
-    def run(self, task: Task) -> None:
-        """Put the task, and behind it the messages that carry its results, in the order."""
-        end = self._start(task) + _UNITS[task.phase]
-        for rank in self._ranks[task.stage]:
-            self._rest[rank].popleft()
-            self._clocks[rank] = end
-            self.orders[rank].append(task)
-        self._done.add(task)
-        for message in self._messages(task):
-            for rank in message.ranks:
-                self.orders[rank].append(message)
-
-    def _messages(self, task: Task) -> Iterator[Message]:
+    while ready := [task for task in {tasks[0] for tasks in rest if tasks} if can_run(task)]:
+        task = min(ready, key=lambda task: (start(task), task.stage, task.micro_batch))
+        ends_at = start(task) + _UNITS[task.phase]
+        for rank in ranks[task.stage]:
+            rest[rank].popleft()
+            clocks[rank] = ends_at
+            orders[rank].append(task)
         if task.phase is Phase.WEIGHT_GRADIENT:
-            return
+            continue
         backward = task.phase is not Phase.FORWARD
-        for end in self._ends:
-            leaves = end.gradient and end.target_stage == task.stage if backward else end.source_stage == task.stage
-            turn = end.target_turn if backward else end.source_turn
-            if leaves and turn.has(task.micro_batch) and end.source_rank != end.target_rank:
-                yield Message(end, backward, turn.message(task.micro_batch))
+        done.add((task.stage, backward, task.micro_batch))
+        for end, given in leaving[task.stage, backward]:
+            if given.has(task.micro_batch):
+                message = Message(end, backward, given.message(task.micro_batch))
+                for rank in message.ranks:
+                    orders[rank].append(message)
+    return orders
 
 
 class BlockingStage(Stage):
     """A stage whose messages are `GlobalOrder`'s to exchange, before its tasks."""
+
+    def __init__(self, order: GlobalOrder, *wiring: Any) -> None:
+        super().__init__(*wiring)
+        self._order = order
 
     def receive(self, micro_batch: int, source: int | None = None) -> None: ...
     def send(self, micro_batch: int) -> None: ...
@@ -138,23 +121,20 @@ class BlockingStage(Stage):
     def send_gradient(self, micro_batch: int) -> None: ...
 
     def forward(self, micro_batch: int) -> None:
-        if self._comes_to(Phase.FORWARD, micro_batch):
+        if self._order.come_to(Task(self.number, Phase.FORWARD, micro_batch)):
             super().forward(micro_batch)
 
     def backward(self, micro_batch: int) -> None:
-        if self._comes_to(Phase.BACKWARD, micro_batch):
+        if self._order.come_to(Task(self.number, Phase.BACKWARD, micro_batch)):
             super().backward(micro_batch)
 
     def input_gradient(self, micro_batch: int) -> None:
-        if self._comes_to(Phase.INPUT_GRADIENT, micro_batch):
+        if self._order.come_to(Task(self.number, Phase.INPUT_GRADIENT, micro_batch)):
             super().input_gradient(micro_batch)
 
     def weight_gradient(self, micro_batch: int) -> None:
-        if self._comes_to(Phase.WEIGHT_GRADIENT, micro_batch):
+        if self._order.come_to(Task(self.number, Phase.WEIGHT_GRADIENT, micro_batch)):
             super().weight_gradient(micro_batch)
-
-    def _comes_to(self, phase: Phase, micro_batch: int) -> bool:
-        return self._rank.comes_to(Task(self.number, phase, micro_batch))
 
 
 class GlobalOrder:
@@ -194,15 +174,12 @@ class GlobalOrder:
             self._exchange(event)
 
     def _exchange(self, message: Message) -> None:
-        end, number = message.end, self._rank.number
-        if number == end.source_rank:
-            stage = self._rank.stages[end.source_stage]
-            port: Send | Receive = next(each for each in stage.sends if each.channel == end.channel)
-        else:
-            stage = self._rank.stages[end.target_stage]
-            port = next(each for each in stage.receives if each.channel == end.channel)
-        act = stage.start_send if message.ranks[0] == number else stage.post_recv
-        with self._rank.heartbeat.waiting():
+        end, rank = message.end, self._rank
+        stage = rank.stages[end.source_stage if rank.number == end.source_rank else end.target_stage]
+        ports: Sequence[Send | Receive] = stage.sends if rank.number == end.source_rank else stage.receives
+        port = next(each for each in ports if each.channel == end.channel)
+        act = stage.start_send if message.ranks[0] == rank.number else stage.post_recv
+        with rank.heartbeat.waiting():
             act(port, MicroBatchSlice(*port.slice).micro_batch(message.number)).wait()
 
     def _agree(self) -> list[Event]:
@@ -217,7 +194,8 @@ class GlobalOrder:
             ],
             "arriving": [(port.channel, port.slice) for stage in stages for port in stage.receives],
         }
-        every = [json.loads(data) for data in self._rank.control_group.gather(json.dumps(own).encode())]
+        control_group = self._rank.transport.make_control_group()
+        every = [json.loads(data) for data in control_group.gather(json.dumps(own).encode())]
         arriving = {channel: MicroBatchSlice(*numbers) for each in every for channel, numbers in each["arriving"]}
         ends = [
             replace(ChannelEnd(*end), source_turn=MicroBatchSlice(*leaving), target_turn=arriving[end[0]])

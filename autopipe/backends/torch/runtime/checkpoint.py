@@ -9,10 +9,11 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,49 +22,13 @@ import torch
 
 from autopipe.backends.torch.checkpoint import format as files
 from autopipe.backends.torch.checkpoint.read import FolderLock, Reader, verify_file
-from autopipe.backends.torch.runtime.checkpoint_state import (
-    SavedBlock,
-    TrainingState,
-    tensor_of,
-    write_blocks,
-)
+from autopipe.backends.torch.runtime.checkpoint_state import SavedBlock, TrainingState, write_blocks
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.parameters import dtype_name, tensor_of
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
-from autopipe.ir.layout import Box
-
-
-class Background:
-    """Runs jobs beside the steps, one after the other. What a job raises comes out of `end`."""
-
-    def __init__(self) -> None:
-        self._job: Future[None] | None = None
-
-    def start(self, job: Callable[[], None]) -> None:
-        """Start a job; the one before must have been ended."""
-        assert self._job is None
-        self._job = future = Future[None]()
-
-        def run() -> None:
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        # Never waited for by the interpreter: a rank that fails must not hang on a job whose peers are gone.
-        Thread(target=run, name="checkpoint", daemon=True).start()
-
-    def end(self, timeout_s: float | None = None) -> bool:
-        """Wait for the job, if there is one; True if it has ended. Raises what the job raised."""
-        if self._job is not None:
-            if not wait([self._job], timeout_s).done:
-                return False
-            job, self._job = self._job, None
-            job.result()
-        return True
+from autopipe.ir.layout import Box, whole
 
 
 class HostCopies:
@@ -74,7 +39,7 @@ class HostCopies:
         self._buffers: dict[str, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
-    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Start to copy; what a GPU does after this call leaves the copies as they are."""
         for key in self._buffers.keys() - tensors.keys():
             del self._buffers[key]
@@ -90,43 +55,33 @@ class HostCopies:
             self._copied.record()
 
     def contents(self) -> list[files.Content]:
-        """Wait for the copies, and give them as what a file holds."""
+        """Wait for the copies, and give them as the contents of a file."""
         if self._copied is not None:
             self._copied.synchronize()
         return [
-            files.Content(key, _dtype_name(each), tuple(each.shape), each.reshape(-1).view(torch.uint8).numpy().data)
+            files.Content(
+                key, dtype_name(each.dtype), tuple(each.shape), each.reshape(-1).view(torch.uint8).numpy().data
+            )
             for key, each in self._buffers.items()
         ]
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    """ONNX's name of a tensor's element type, which is torch's."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 _DIGITS = 12
 """Of a digest, enough to tell two apart."""
 
 
-def check_identity(checkpoint: files.Checkpoint, manifest: Manifest, path: Path) -> None:
-    """Raise ConfigurationError, with the first difference, unless the checkpoint is of the program's model."""
-    difference = next(_differences(checkpoint, manifest), None)
-    if difference is not None:
-        hint = "choose another --checkpoint folder"
-        raise ConfigurationError(f"the checkpoint is of another {difference}", hint=hint, where=str(path))
-
-
 def _differences(checkpoint: files.Checkpoint, manifest: Manifest) -> Iterator[str]:
+    """In how far a checkpoint is of another model, or optimizer, than the program's."""
     saved = {each.name: each.value for each in checkpoint.parameters}
     for index in sorted({shard.parameter for shards in manifest.shards for shard in shards}):
-        entry = manifest.parameters[index]
-        found = saved.get(entry.name)
+        value = manifest.parameters[index].value
+        found = saved.get(value.name)
         if found is None:
-            yield f"model: it has no parameter {entry.name!r}"
-        elif (found.dtype, found.shape) != (entry.dtype, entry.shape):
-            there, here = (f"{each.dtype} {list(each.shape)}" for each in (found, entry))
-            yield f"model: its parameter {entry.name!r} is {there}, the program's is {here}"
-    for name in sorted(saved.keys() - {entry.name for entry in manifest.parameters}):
+            yield f"model: it has no parameter {value.name!r}"
+        elif (found.dtype, found.shape) != (value.dtype.value, value.shape):
+            there, here = f"{found.dtype} {list(found.shape)}", f"{value.dtype.value} {list(value.shape)}"
+            yield f"model: its parameter {value.name!r} is {there}, the program's is {here}"
+    for name in sorted(saved.keys() - {each.value.name for each in manifest.parameters}):
         yield f"model: it has a parameter {name!r}, the program has none"
     if checkpoint.model_digest != manifest.model_digest:
         there, here = (digest[:_DIGITS] or "none" for digest in (checkpoint.model_digest, manifest.model_digest))
@@ -142,23 +97,64 @@ def _kind(optimizer: dict[str, Any]) -> str:
     return f"{name} with momentum" if name == "sgd" and optimizer["momentum"] else name
 
 
-def _stored(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box) -> files.StoredTensor:
-    return files.StoredTensor(_dtype_name(tensor), shape, (files.Block(box, 0, 0, key),))
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of one rank at a step, but for the numbers, of which `HostCopies` has the copies."""
 
+    position: Position
+    seed: int
+    blocks: Sequence[SavedBlock]
+    counters: Mapping[int, tuple[tuple[str, float], ...]]
+    """By parameter."""
+    generators: Mapping[str, torch.Tensor]
+    """States by device."""
 
-def located(part: files.Checkpoint, file: files.StoredFile, offsets: Mapping[str, int]) -> files.Checkpoint:
-    def found(tensor: files.StoredTensor) -> files.StoredTensor:
-        return replace(tensor, blocks=tuple(replace(block, offset=offsets[block.key]) for block in tensor.blocks))
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that is written, by key."""
+        random = {f"random.{device}": state for device, state in self.generators.items()}
+        return {block.key: block.tensor for block in self.blocks} | random
 
-    return replace(
-        part,
-        files=(file,),
-        parameters=tuple(
-            replace(each, value=found(each.value), state=tuple((name, found(own)) for name, own in each.state))
-            for each in part.parameters
-        ),
-        random=tuple(replace(each, state=found(each.state)) for each in part.random),
-    )
+    def checkpoint(
+        self, manifest: Manifest, rank: int, file: files.StoredFile, offsets: Mapping[str, int]
+    ) -> files.Checkpoint:
+        """The rank's part of the checkpoint's manifest: its file, and where in it each tensor lies."""
+
+        def stored(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box) -> files.StoredTensor:
+            return files.StoredTensor(dtype_name(tensor.dtype), shape, (files.Block(box, 0, offsets[key], key),))
+
+        parameters = []
+        for index, blocks in groupby(self.blocks, key=lambda block: block.piece.parameter):
+            parameter, tensors = manifest.parameters[index], dict[str, files.StoredTensor]()
+            for block in blocks:
+                part = stored(block.key, block.tensor, parameter.value.shape, block.piece.box)
+                known = tensors.get(block.state)
+                tensors[block.state] = part if known is None else replace(part, blocks=known.blocks + part.blocks)
+            value = tensors.pop("")
+            parameters.append(
+                files.StoredParameter(
+                    parameter.value.name, parameter.trainable, value, tuple(tensors.items()), self.counters[index]
+                )
+            )
+        random = [
+            files.StoredGenerator(
+                rank, device, stored(f"random.{device}", state, tuple(state.shape), whole(tuple(state.shape)))
+            )
+            for device, state in self.generators.items()
+        ]
+        return files.Checkpoint(
+            model=str(manifest.model),
+            model_digest=manifest.model_digest,
+            plan=manifest.plan,
+            world_size=manifest.world_size,
+            step=self.position.steps,
+            samples=self.position.samples,
+            seed=self.seed,
+            optimizer=manifest.optimizer,
+            files=(file,),
+            parameters=tuple(parameters),
+            random=tuple(random),
+        )
 
 
 _LOOK_S = 0.1
@@ -178,7 +174,7 @@ class Checkpointer:
         self._control_group = control_group
         self._copies = HostCopies(state.device)
         self._pieces = write_blocks(manifest)[control_group.rank]
-        self._background = Background()
+        self._saving: Future[None] | None = None
         self._lock: FolderLock | None = None
         control_group.run_collectively("checkpoint", self._take_folder)
 
@@ -192,62 +188,43 @@ class Checkpointer:
         Raises what ended that one.
         """
         self.wait()
-        self._background.start(partial(self._write, self._take_snapshot(position, seed)))
+        state = self._state
+        counters = {piece.parameter: state.counters(piece.parameter) for piece in self._pieces}
+        snapshot = Snapshot(position, seed, list(state.blocks(self._pieces)), counters, state.generators())
+        self._copies.take(snapshot.tensors)
+        self._saving = future = Future[None]()
 
-    def _take_snapshot(self, position: Position, seed: int) -> files.Checkpoint:
-        """Start to copy what the rank writes. Returns its manifest, which lacks file and offsets."""
-        manifest, blocks = self._manifest, list(self._state.blocks(self._pieces))
-        states = self._state.generators()
-        self._copies.take(
-            {block.key: block.tensor for block in blocks}
-            | {f"random.{device}": tensor for device, tensor in states.items()}
-        )
-        return files.Checkpoint(
-            model=str(manifest.model),
-            model_digest=manifest.model_digest,
-            plan=manifest.plan,
-            world_size=manifest.world_size,
-            step=position.steps,
-            samples=position.samples,
-            seed=seed,
-            optimizer=manifest.optimizer,
-            files=(),
-            parameters=tuple(self._parameters(blocks)),
-            random=tuple(
-                files.StoredGenerator(
-                    self._control_group.rank,
-                    device,
-                    _stored(f"random.{device}", tensor, tuple(tensor.shape), Box((0,), tuple(tensor.shape))),
-                )
-                for device, tensor in states.items()
-            ),
-        )
+        def run() -> None:
+            try:
+                self._write(snapshot)
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
-    def _parameters(self, blocks: Iterable[SavedBlock]) -> Iterator[files.StoredParameter]:
-        by_parameter: dict[int, dict[str, files.StoredTensor]] = {}
-        for block in blocks:
-            index = block.piece.parameter
-            part = _stored(block.key, block.tensor, self._manifest.parameters[index].shape, block.piece.box)
-            tensors = by_parameter.setdefault(index, {})
-            if block.state in tensors:
-                part = replace(part, blocks=(*tensors[block.state].blocks, *part.blocks))
-            tensors[block.state] = part
-        for index, tensors in by_parameter.items():
-            entry, value = self._manifest.parameters[index], tensors.pop("")
-            counters = self._state.counters(index)
-            yield files.StoredParameter(entry.name, entry.trainable, value, tuple(tensors.items()), counters)
+        # Never waited for by the interpreter: a rank that fails must not hang on a job whose peers are gone.
+        Thread(target=run, name="checkpoint", daemon=True).start()
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        """Wait so long for the save that runs, if there is one. Raises what has ended it."""
+        if self._saving is not None:
+            if not wait([self._saving], timeout_s).done:
+                return False
+            saving, self._saving = self._saving, None
+            saving.result()
+        return True
 
     def wait(self) -> None:
         """Wait until what is being saved is committed. Raises LaunchError where it could not be."""
-        while not self._background.end(_LOOK_S):
+        while not self._has_ended(_LOOK_S):
             if self._control_group.waits:
                 with self._control_group.heartbeat.waiting():
-                    while self._control_group.waits and not self._background.end(_LOOK_S):
+                    while self._control_group.waits and not self._has_ended(_LOOK_S):
                         pass
 
     def look(self) -> None:
         """Raise what has ended the save that runs, if something has."""
-        self._background.end(0.0)
+        self._has_ended(0.0)
 
     def close(self) -> None:
         """Wait for the last save, and leave the folder to others."""
@@ -255,13 +232,27 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
 
-    def _write(self, part: files.Checkpoint) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         """On a thread of its own: files of all ranks, then the commit."""
+        together: Callable[[Callable[[], Any]], list[Any]]
         together, rank = partial(self._control_group.run_collectively, "checkpoint"), self._control_group.rank
-        temporary = self._folder / together(partial(self._begin, part.step))[0]
+        temporary = self._folder / together(partial(self._begin, snapshot.position.steps))[0]
+
+        def write() -> dict[str, Any]:
+            if not temporary.is_dir():
+                hint = "all nodes must share it"
+                raise LaunchError("rank 0's checkpoint folder is not here", hint=hint, where=str(temporary))
+            written = files.write_shard(temporary / files.rank_file(rank), self._copies.contents())
+            return files.document_of(snapshot.checkpoint(self._manifest, rank, *written))
+
+        def commit() -> None:
+            if rank == 0:
+                files.commit(temporary, files.text_of(files.merged([files.parsed(each) for each in parts])))
+                files.prune(self._folder)
+
         try:
-            parts = together(partial(self._write_part, part, temporary))
-            together(partial(self._commit, temporary, parts))
+            parts = together(write)
+            together(commit)
         except AutopipeError:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -278,29 +269,14 @@ class Checkpointer:
             temporary.mkdir()
         return temporary.name
 
-    def _write_part(self, part: files.Checkpoint, temporary: Path) -> dict[str, Any]:
-        if not temporary.is_dir():
-            hint = "all nodes must share it"
-            raise LaunchError("rank 0's checkpoint folder is not here", hint=hint, where=str(temporary))
-        path = temporary / files.rank_file(self._control_group.rank)
-        return files.document_of(located(part, *files.write_shard(path, self._copies.contents())))
-
-    def _commit(self, temporary: Path, parts: list[dict[str, Any]]) -> None:
-        if self._control_group.rank == 0:
-            files.commit(temporary, files.text_of(files.merged([files.parsed(each) for each in parts])))
-            files.prune(self._folder)
-
     def restore(self) -> files.Checkpoint | None:
         """Put the newest committed state in place. Returns its manifest, None where there is none.
 
-        Raises ConfigurationError for a checkpoint of another model, LaunchError for a damaged one.
+        Random numbers go on as they would have under the same plan. Raises ConfigurationError for a checkpoint of
+        another model, LaunchError for a damaged one.
         """
-        together, rank, size = (
-            partial(self._control_group.run_collectively, "restore"),
-            self._control_group.rank,
-            self._control_group.world_size,
-        )
-        newest = together(self._newest)
+        group, manifest = self._control_group, self._manifest
+        newest = group.run_collectively("restore", self._newest)
         if any(each != newest[0] for each in newest):
             steps = ", ".join(sorted({str(step) for step, _ in newest}))
             reason = f"ranks see different newest checkpoints: steps {steps}"
@@ -310,14 +286,22 @@ class Checkpointer:
             return None
         path = files.checkpoint_path(self._folder, step)
         checkpoint = files.read_checkpoint(path)
-        check_identity(checkpoint, self._manifest, path)
+        for difference in _differences(checkpoint, manifest):
+            hint = "choose another --checkpoint folder"
+            raise ConfigurationError(f"the checkpoint is of another {difference}", hint=hint, where=str(path))
 
         def verify() -> None:
-            for file in checkpoint.files[rank::size]:
+            for file in checkpoint.files[group.rank :: group.world_size]:
                 verify_file(path, file)
 
-        together(verify)
-        self._put_in_place(Reader(path, checkpoint), checkpoint)
+        group.run_collectively("restore", verify)
+        reader = Reader(path, checkpoint)
+        self._state.restore(reader, {each.name: each for each in checkpoint.parameters})
+        if (checkpoint.plan, checkpoint.world_size) == (manifest.plan, manifest.world_size):
+            own = (each for each in checkpoint.random if each.rank == group.rank)
+            self._state.restore_generators({each.device: tensor_of(reader.read(each.state), "uint8") for each in own})
+        else:
+            self._state.seed_generators(checkpoint.seed, checkpoint.step, group.rank)
         return checkpoint
 
     def _newest(self) -> tuple[int, str]:
@@ -328,13 +312,3 @@ class Checkpointer:
         except OSError:
             manifest = b""  # To read it will say what is wrong.
         return step, hashlib.sha256(manifest).hexdigest()
-
-    def _put_in_place(self, reader: Reader, checkpoint: files.Checkpoint) -> None:
-        """This rank's blocks, and where its random numbers go on: as they would have under the same plan."""
-        self._state.restore(reader, {each.name: each for each in checkpoint.parameters})
-        manifest, rank = self._manifest, self._control_group.rank
-        if (checkpoint.plan, checkpoint.world_size) == (manifest.plan, manifest.world_size):
-            own = (each for each in checkpoint.random if each.rank == rank)
-            self._state.restore_generators({each.device: tensor_of(reader.read(each.state), "uint8") for each in own})
-        else:
-            self._state.seed_generators(checkpoint.seed, checkpoint.step, rank)

@@ -16,9 +16,9 @@ import torch
 from autopipe.backends.torch.checkpoint.format import StoredParameter, StoredTensor
 from autopipe.backends.torch.checkpoint.read import Reader
 from autopipe.backends.torch.runtime.gradients import OptimizerShard, buckets_of_rank, is_reduced
-from autopipe.backends.torch.runtime.manifest import Manifest, ShardEntry
-from autopipe.ir.graph import DType
-from autopipe.ir.layout import Box
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.parameters import region, tensor_of
+from autopipe.ir.layout import Box, whole
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import ElementRange
 
@@ -53,15 +53,18 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
 
     if manifest.optimizer["shard"]:
         for rank, pieces in enumerate(found):
-            own = {shard.parameter: shard for shard in manifest.shards[rank]}
+            own = {shard.parameter: shard.box for shard in manifest.shards[rank]}
             for run in (run for bucket in buckets_of_rank(manifest, rank) for run in bucket.runs(rank)):
                 pieces.extend(numbered(run.parameter, box) for box in boxes_of(run, own[run.parameter]))
     holders: dict[tuple[int, Box], list[int]] = {}
     for rank, shards in enumerate(manifest.shards):
         for shard in shards:
-            holders.setdefault((shard.parameter, Box(shard.starts, shard.stops)), []).append(rank)
+            holders.setdefault((shard.parameter, shard.box), []).append(rank)
+    settings = manifest.optimizer
+    states = Optimizer(settings["name"], momentum=settings["momentum"]).states
+    sizes = [each.value.dtype.itemsize * (1 + states * each.trainable) for each in manifest.parameters]
     blocks = [
-        (parameter, box, ranks, box.elements * _element_bytes(manifest, parameter))
+        (parameter, box, ranks, box.elements * sizes[parameter])
         for (parameter, box), ranks in holders.items()
         if not (manifest.optimizer["shard"] and is_reduced(manifest, parameter, ranks))
     ]
@@ -78,13 +81,6 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
     return tuple(tuple(sorted(each, key=lambda piece: (piece.parameter, piece.number))) for each in found)
 
 
-def _element_bytes(manifest: Manifest, parameter: int) -> int:
-    """Bytes of an element with what the optimizer keeps of it."""
-    entry, settings = manifest.parameters[parameter], manifest.optimizer
-    states = Optimizer(settings["name"], momentum=settings["momentum"]).states
-    return DType(entry.dtype).itemsize * (1 + states * entry.trainable)
-
-
 def _parts(box: Box, count: int) -> Iterator[Box]:
     """About `count` parts of a block, cut along its longest dimension."""
     extent = max(box.shape, default=1)
@@ -99,12 +95,9 @@ def _parts(box: Box, count: int) -> Iterator[Box]:
         yield Box(starts, (*box.stops[:axis], stop, *box.stops[axis + 1 :]))
 
 
-def boxes_of(run: ElementRange, shard: ShardEntry) -> Iterable[Box]:
-    """A run of a block as boxes of the whole parameter, in order."""
-    for box in run.boxes(shard.shape):
-        starts = (begin + start for begin, start in zip(shard.starts, box.starts, strict=True))
-        stops = (begin + stop for begin, stop in zip(shard.starts, box.stops, strict=True))
-        yield Box(tuple(starts), tuple(stops))
+def boxes_of(run: ElementRange, block: Box) -> Iterator[Box]:
+    """A run of a parameter's block as boxes of the whole parameter, in order."""
+    return (box.beside(whole(block.shape), block) for box in run.boxes(block.shape))
 
 
 COUNTERS = frozenset({"step"})
@@ -135,41 +128,35 @@ class TrainingState:
     ) -> None:
         self.device = device
         self._manifest = manifest
-        self._shards = {shard.parameter: shard for shard in manifest.shards[rank]}
-        self._boxes = {index: Box(shard.starts, shard.stops) for index, shard in self._shards.items()}
+        self._boxes = {shard.parameter: shard.box for shard in manifest.shards[rank]}
         self._parameters = parameters
         self._optimizer = optimizer
         self._updated_in_shards = {run.parameter: (shard, run) for shard in shards for run in shard.runs}
         self._optimizer_shards = {id(shard.tensor): shard for shard in shards}
 
     def blocks(self, pieces: Sequence[WriteBlock]) -> Iterator[SavedBlock]:
-        """Blocks to write, as views."""
+        """Blocks to write, as views. Of a parameter that is updated in shards a piece must be one of its runs."""
         for piece in pieces:
-            box = piece.box.within(self._boxes[piece.parameter])
-            key = f"p{piece.parameter}.{piece.number}"
-            yield SavedBlock(key, piece, "", self._parameters[piece.parameter].detach()[_region(box)])
-            for name, tensor in self._optimizer_tensors(piece.parameter, box).items():
-                yield SavedBlock(f"{key}.{name}", piece, name, tensor)
-
-    def _optimizer_tensors(self, parameter: int, box: Box) -> dict[str, torch.Tensor]:
-        """State tensors of the elements of a box, in coordinates of the rank's block, as views by torch's names.
-
-        Of a parameter that is updated in shards a box must be one of its runs.
-        """
-        kept = {name: tensor for name, tensor in self._kept(parameter).items() if name not in COUNTERS}
-        if parameter not in self._updated_in_shards:
-            return {name: tensor[_region(box)] for name, tensor in kept.items()}
-        _, run = self._updated_in_shards[parameter]
-        shape = self._shards[parameter].shape
-        first = sum(start * math.prod(shape[axis + 1 :]) for axis, start in enumerate(box.starts))
-        at = run.at + first - run.start
-        return {name: tensor[at : at + box.elements].view(box.shape) for name, tensor in kept.items()}
+            index, own = piece.parameter, self._boxes[piece.parameter]
+            box = piece.box.within(own)
+            key = f"p{index}.{piece.number}"
+            yield SavedBlock(key, piece, "", self._parameters[index].detach()[region(box)])
+            for name, tensor in self._kept(index).items():
+                if name in COUNTERS:
+                    continue
+                if index in self._updated_in_shards:
+                    _, run = self._updated_in_shards[index]
+                    first = sum(start * math.prod(own.shape[axis + 1 :]) for axis, start in enumerate(box.starts))
+                    at = run.at + first - run.start
+                    yield SavedBlock(f"{key}.{name}", piece, name, tensor[at : at + box.elements].view(box.shape))
+                else:
+                    yield SavedBlock(f"{key}.{name}", piece, name, tensor[region(box)])
 
     def counters(self, parameter: int) -> tuple[tuple[str, float], ...]:
         return tuple((name, float(value)) for name, value in self._kept(parameter).items() if name in COUNTERS)
 
     def _kept(self, parameter: int) -> dict[str, torch.Tensor]:
-        """State tensors of a parameter, or of the shard that it is updated in."""
+        """State tensors of a parameter by torch's names, or of the shard that it is updated in."""
         found = self._updated_in_shards.get(parameter)
         tensor = self._parameters[parameter] if found is None else found[0].tensor
         state = {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
@@ -210,7 +197,7 @@ class TrainingState:
         self._optimizer.load_state_dict(form)
 
     def _stored(self, saved: Mapping[str, StoredParameter], parameter: int) -> StoredParameter:
-        return saved[self._manifest.parameters[parameter].name]
+        return saved[self._manifest.parameters[parameter].value.name]
 
     def _restored_shard(
         self, reader: Reader, saved: Mapping[str, StoredParameter], shard: OptimizerShard
@@ -221,7 +208,7 @@ class TrainingState:
             for name, tensor in self._stored(saved, run.parameter).state:
                 row = found.setdefault(name, torch.zeros_like(shard.tensor))
                 at = run.at
-                for box in boxes_of(run, self._shards[run.parameter]):
+                for box in boxes_of(run, self._boxes[run.parameter]):
                     row[at : at + box.elements] = _read(reader, tensor, box).reshape(-1)
                     at += box.elements
         return found | _scalars(self._stored(saved, run.parameter) for run in shard.runs)
@@ -237,10 +224,6 @@ class TrainingState:
         torch.manual_seed(int(seed >> np.uint64(1)))
 
 
-def _region(box: Box) -> tuple[slice, ...]:
-    return tuple(map(slice, box.starts, box.stops))
-
-
 def _scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]:
     """The largest of each."""
     found: dict[str, float] = {}
@@ -251,10 +234,3 @@ def _scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]:
 
 def _read(reader: Reader, tensor: StoredTensor, box: Box) -> torch.Tensor:
     return tensor_of(reader.read(tensor, box), tensor.dtype)
-
-
-def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A tensor of what a checkpoint stores under the type called `dtype`."""
-    if dtype == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)

@@ -21,9 +21,11 @@ from typing import IO
 
 import numpy as np
 
-from autopipe.backends.torch.runtime.manifest import Bounds, InputEntry, Manifest
+from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.philox import box_muller_normal, integers, words
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import DType
+from autopipe.ir.program import InputBounds, InputRange
 
 Slices = tuple[tuple[int, int], ...]
 """A block of a tensor: (start, stop) in each dimension."""
@@ -31,15 +33,6 @@ _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """ZIP's header before each member; its last two fields are the lengths of the name and of the extra field that follow
 (APPNOTE.TXT 4.3.7)."""
 _DAMAGED = (OSError, ValueError, EOFError, KeyError, struct.error, zlib.error, zipfile.BadZipFile, RuntimeError)
-
-
-@contextmanager
-def _reading(what: str, path: Path) -> Iterator[None]:
-    """Raise ConfigurationError where the file is damaged."""
-    try:
-        yield
-    except _DAMAGED as error:
-        raise ConfigurationError(f"{what} cannot be read: {error}", where=str(path)) from error
 
 
 class Archive:
@@ -50,25 +43,29 @@ class Archive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _reading("data", path), zipfile.ZipFile(path) as archive:
+        with self._opened("data") as archive:
             self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         self.names = frozenset(self._members)
 
+    @contextmanager
+    def _opened(self, what: str) -> Iterator[zipfile.ZipFile]:
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                yield archive
+        except _DAMAGED as error:
+            raise ConfigurationError(f"{what} cannot be read: {error}", where=str(self.path)) from error
+
     def shape(self, name: str) -> tuple[int, ...]:
-        with (
-            _reading(repr(name), self.path),
-            zipfile.ZipFile(self.path) as archive,
-            archive.open(self._members[name]) as file,
-        ):
+        with self._opened(repr(name)) as archive, archive.open(self._members[name]) as file:
             return _array_header(file)[0]
 
     def array(self, name: str) -> np.ndarray:
         """The array called `name`: mapped where it is stored as it is, in memory where it is compressed."""
         info = self._members[name]
-        with _reading(repr(name), self.path):
+        with self._opened(repr(name)) as archive:
             if info.compress_type == zipfile.ZIP_STORED:
                 return self._mapped(info)
-            with zipfile.ZipFile(self.path) as archive, archive.open(info) as file:
+            with archive.open(info) as file:
                 loaded: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
                 return loaded
 
@@ -89,12 +86,12 @@ class Archive:
 
 def _array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Shape, whether columns come first, and element type."""
-    version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(file)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(file)
-    raise ValueError(f"format {version[0]}.{version[1]} of arrays is not known")
+    form = np.lib.format
+    version = form.read_magic(file)
+    readers = {(1, 0): form.read_array_header_1_0, (2, 0): form.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"format {version[0]}.{version[1]} of arrays is not known")
+    return readers[version](file)
 
 
 _DATA_STREAM = 2
@@ -142,16 +139,11 @@ class Source(ABC):
         return self._manifest.batch_size
 
     @abstractmethod
-    def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
+    def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
         """Samples [start, stop) of an input, along its batch axis; the whole value where it has none.
 
         `start` says the step either way. Behind the last sample come the first ones again.
         """
-
-    def _extent(self, entry: InputEntry) -> int:
-        """Rows of a sample along the batch axis."""
-        assert entry.batch_axis is not None
-        return entry.shape[entry.batch_axis] // self._manifest.micro_batch_size
 
 
 def open_source(manifest: Manifest, data: str | None, seed: int, begin: Position = START) -> Source:
@@ -166,24 +158,29 @@ def open_source(manifest: Manifest, data: str | None, seed: int, begin: Position
     return FunctionSource(manifest, data, begin)
 
 
-def read_block(source: Source, manifest: Manifest, entry: InputEntry, sample: int, box: Slices) -> np.ndarray:
+def read_block(source: Source, manifest: Manifest, entry: InputRange, sample: int, box: Slices) -> np.ndarray:
     """The block `box` of the micro-batch that starts at sample number `sample`; a copy, row-major."""
-    axis = entry.batch_axis
+    axis, region = entry.batch_axis, [slice(*each) for each in box]
     if axis is None:
-        return np.array(source.rows(entry, sample, sample)[tuple(slice(*each) for each in box)])
+        return np.array(source.rows(entry, sample, sample)[tuple(region)])
     start, stop = box[axis]
-    per_sample = entry.shape[axis] // manifest.micro_batch_size
-    rows = source.rows(entry, sample + start // per_sample, sample + -(-stop // per_sample))
-    base = start // per_sample * per_sample
-    region = [slice(*each) for each in box]
-    region[axis] = slice(start - base, stop - base)
+    per_sample = rows_per_sample(entry, manifest)
+    first = start // per_sample
+    rows = source.rows(entry, sample + first, sample + -(-stop // per_sample))
+    region[axis] = slice(start - first * per_sample, stop - first * per_sample)
     return rows[tuple(region)].copy()
+
+
+def rows_per_sample(entry: InputRange, manifest: Manifest) -> int:
+    """Rows of a sample along the batch axis of an input that has one."""
+    assert entry.batch_axis is not None
+    return entry.value.shape[entry.batch_axis] // manifest.micro_batch_size
 
 
 def save_samples(manifest: Manifest, target: Path) -> None:
     """Draw one step's samples into an `.npz` file to run on, where drawing them shall be no part of a step."""
     source = RandomSource(manifest, 0)
-    drawn = {entry.name: source.rows(entry, 0, manifest.batch_size) for entry in manifest.inputs}
+    drawn = {entry.value.name: source.rows(entry, 0, manifest.batch_size) for entry in manifest.inputs}
     np.savez(target, **drawn)  # type: ignore[arg-type]
 
 
@@ -193,20 +190,16 @@ class RandomSource(Source):
     def __init__(self, manifest: Manifest, seed: int, begin: Position = START) -> None:
         super().__init__(manifest, begin)
         self._seed = seed
-        self._index = {entry.name: index for index, entry in enumerate(manifest.inputs)}
+        self._index = {entry.value.name: index for index, entry in enumerate(manifest.inputs)}
 
-    def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
-        axis = entry.batch_axis
-        if axis is None:
-            return self._draw(entry, 0, entry.shape, None)
-        extent = self._extent(entry)
-        rest = (*entry.shape[:axis], *entry.shape[axis + 1 :])
-        drawn = self._draw(entry, start * extent * math.prod(rest), ((stop - start) * extent, *rest), axis)
-        return np.moveaxis(drawn, 0, axis)
-
-    def _draw(self, entry: InputEntry, start: int, shape: tuple[int, ...], axis: int | None) -> np.ndarray:
-        """Numbers from place `start` of the input's stream on, samples first where there are any."""
-        flat = words(self._seed, (_DATA_STREAM, self._index[entry.name]), start, math.prod(shape))
+    def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
+        """Made from words of the input's stream, samples first where there are any."""
+        shape, axis, place = entry.value.shape, entry.batch_axis, 0
+        if axis is not None:
+            extent = rows_per_sample(entry, self._manifest)
+            rest = (*shape[:axis], *shape[axis + 1 :])
+            place, shape = start * extent * math.prod(rest), ((stop - start) * extent, *rest)
+        flat = words(self._seed, (_DATA_STREAM, self._index[entry.value.name]), place, math.prod(shape))
         found = (box_muller_normal(flat) if entry.below is None else integers(flat, entry.below)).reshape(shape)
         drawn = flat.reshape(shape)
         for bounds in entry.drawn:
@@ -215,7 +208,7 @@ class RandomSource(Source):
                 block = (slice(None), *block[:axis], *block[axis + 1 :])
             least = max(0, bounds.least) if bounds.below > 0 else bounds.least
             found[block] = integers(drawn[block], bounds.below - least) + least
-        return found.astype(_numpy_dtype(entry))
+        return np.moveaxis(found.astype(_numpy_dtype(entry)), 0, axis) if axis else found.astype(_numpy_dtype(entry))
 
 
 class FileSource(Source):
@@ -227,15 +220,15 @@ class FileSource(Source):
 
     def __init__(self, manifest: Manifest, path: Path, begin: Position = START) -> None:
         super().__init__(manifest, begin)
-        self._archive = Archive(path)
-        missing = [entry.name for entry in manifest.inputs if entry.name not in self._archive.names]
-        if missing:
-            have = ", ".join(sorted(self._archive.names)) or "nothing"
-            raise ConfigurationError(f"no array for input {missing[0]!r}", hint=f"it has {have}", where=str(path))
         self._where = str(path)
+        self._archive = Archive(path)
         self._arrays: dict[str, np.ndarray] = {}
-        shapes = {entry.name: self._archive.shape(entry.name) for entry in manifest.inputs}
-        self.samples = _samples(manifest, shapes, self._where)
+        names = [entry.value.name for entry in manifest.inputs]
+        for name in names:
+            if name not in self._archive.names:
+                have = ", ".join(sorted(self._archive.names)) or "nothing"
+                raise ConfigurationError(f"no array for input {name!r}", hint=f"it has {have}", where=self._where)
+        self.samples = _samples(manifest, {name: self._archive.shape(name) for name in names}, self._where)
         """How many there are; None where no input has samples."""
         self.left_over = 0 if self.samples is None else self.samples % manifest.batch_size
         if manifest.train and self.samples is not None and self.samples < manifest.batch_size:
@@ -265,11 +258,11 @@ class FileSource(Source):
         batch = self._manifest.batch_size
         return batch if self.samples is None else min(batch, self.samples - self.sample(step) % self.samples)
 
-    def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
+    def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
         array, axis = self._array(entry), entry.batch_axis
         if axis is None:
             return _taken(array, entry, self._where)
-        extent, length = self._extent(entry), array.shape[axis]
+        extent, length = rows_per_sample(entry, self._manifest), array.shape[axis]
         first, count = start * extent % length, (stop - start) * extent
         if first + count <= length:
             rows = array[(slice(None),) * axis + (slice(first, first + count),)]
@@ -277,10 +270,11 @@ class FileSource(Source):
             rows = np.take(array, np.arange(first, first + count) % length, axis=axis)
         return _taken(rows, entry, self._where, first)
 
-    def _array(self, entry: InputEntry) -> np.ndarray:
-        if entry.name not in self._arrays:
-            self._arrays[entry.name] = self._archive.array(entry.name)
-        return self._arrays[entry.name]
+    def _array(self, entry: InputRange) -> np.ndarray:
+        name = entry.value.name
+        if name not in self._arrays:
+            self._arrays[name] = self._archive.array(name)
+        return self._arrays[name]
 
     def check(self, samples: int | None = None) -> None:
         """Look at the first `samples` of each array, a piece at a time. Raises ConfigurationError for numbers that the
@@ -288,14 +282,14 @@ class FileSource(Source):
         for entry in self._manifest.inputs:
             array, axis = self._array(entry), entry.batch_axis
             if not entry.allowed and (array.dtype == _numpy_dtype(entry) or _numpy_dtype(entry).kind not in "biu"):
-                _convertible(array, entry, self._where)
+                _check_convertible(array, entry, self._where)
                 continue
             if axis is None:
                 _taken(array, entry, self._where)
                 continue
-            extent = self._extent(entry)
-            stop = array.shape[axis] if samples is None else min(array.shape[axis], samples * extent)
-            piece = max(1, _PIECE * array.shape[axis] // max(array.nbytes, 1))
+            extent, length = rows_per_sample(entry, self._manifest), array.shape[axis]
+            stop = length if samples is None else min(length, samples * extent)
+            piece = max(1, _PIECE * length // max(array.nbytes, 1))
             for first in range(0, stop, piece):
                 rows = array[(slice(None),) * axis + (slice(first, min(first + piece, stop)),)]
                 _taken(rows, entry, self._where, first)
@@ -315,9 +309,9 @@ class FileSource(Source):
             left = f", the last {rest:,} of each epoch left out" if rest else ""
             more = f"; {steps:,} steps go on into epoch {-(-steps // full):,}" if steps > full else ""
             return f"{samples} are {full:,} batches of {batch}{left}{more}" if left or more else ""
-        batches = full + (rest > 0)
+        batches = self.steps
         padded = f", the last of {rest:,}" if rest and steps >= batches else ""
-        without = [repr(entry.name) for entry in self._manifest.outputs if entry.batch_axis is None]
+        without = [repr(output.value.name) for output in self._manifest.outputs if output.batch_axis is None]
         if padded and without:
             padded += f" ({', '.join(without)}: the last value also counts what fills its micro-batch up)"
         ends = f"; it ends before step {batches:,} of {steps:,}" if steps > batches else ""
@@ -356,17 +350,17 @@ class FunctionSource(Source):
     def count(self, step: int) -> int:
         return self._count
 
-    def rows(self, entry: InputEntry, start: int, stop: int) -> np.ndarray:
-        begin, batch_size = self._begin, self._manifest.batch_size
+    def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
+        begin, batch_size, name = self._begin, self._manifest.batch_size, entry.value.name
         step = begin.steps + (start - begin.samples) // batch_size
         self._advance(step)
-        if entry.name not in self._batch:
-            raise ConfigurationError(f"a batch lacks input {entry.name!r}", where=self._name)
+        if name not in self._batch:
+            raise ConfigurationError(f"a batch lacks input {name!r}", where=self._name)
         where = f"{self._name}, batch {step}"
-        array, axis = np.asarray(self._batch[entry.name]), entry.batch_axis
+        array, axis = np.asarray(self._batch[name]), entry.batch_axis
         if axis is None:
             return _taken(array, entry, where)
-        extent = self._extent(entry)
+        extent = rows_per_sample(entry, self._manifest)
         offset = begin.samples + (self._step - begin.steps) * batch_size
         wanted = np.arange((start - offset) * extent, (stop - offset) * extent)
         rows = np.take(array, wanted % (self._count * extent), axis=axis)
@@ -384,7 +378,7 @@ class FunctionSource(Source):
 
     def _numbered(self) -> Iterator[tuple[int, Mapping[str, np.ndarray], int]]:
         """Epochs, batches, and how many samples each batch has: only the last of an epoch may lack some."""
-        batch_size = self._manifest.batch_size
+        batch_size, train = self._manifest.batch_size, self._manifest.train
         for epoch in itertools.count(1):
             given, short = 0, None
             for number, batch in enumerate(self._function()):
@@ -403,9 +397,9 @@ class FunctionSource(Source):
                     continue
                 given += 1
                 yield epoch, batch, count
-            if short is not None and not self._manifest.train:
-                yield epoch, *short
-            if not self._manifest.train:
+            if not train:
+                if short is not None:
+                    yield epoch, *short
                 return
             self.left_over = 0 if short is None else short[1]
             if not given:
@@ -429,22 +423,23 @@ def _samples(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], where: s
     not fit the model or one another."""
     found: dict[str, int] = {}
     for entry in manifest.inputs:
-        if entry.name not in shapes:
+        name, axis = entry.value.name, entry.batch_axis
+        if name not in shapes:
             continue
-        shape, axis = shapes[entry.name], entry.batch_axis
-        wanted = ["samples" if index == axis else str(extent) for index, extent in enumerate(entry.shape)]
+        shape = shapes[name]
+        wanted = ["samples" if index == axis else str(extent) for index, extent in enumerate(entry.value.shape)]
         if len(shape) != len(wanted) or any(
             need not in ("samples", str(have)) for have, need in zip(shape, wanted, strict=True)
         ):
-            raise ConfigurationError(f"{entry.name!r} is {list(shape)}, not [{', '.join(wanted)}]", where=where)
+            raise ConfigurationError(f"{name!r} is {list(shape)}, not [{', '.join(wanted)}]", where=where)
         if axis is None:
             continue
         if not (rows := shape[axis]):
-            raise ConfigurationError(f"{entry.name!r} has no samples", where=where)
-        extent = entry.shape[axis] // manifest.micro_batch_size
+            raise ConfigurationError(f"{name!r} has no samples", where=where)
+        extent = rows_per_sample(entry, manifest)
         if rows % extent:
-            raise ConfigurationError(f"{entry.name!r} has {rows:,} rows, of which a sample has {extent}", where=where)
-        found[entry.name] = rows // extent
+            raise ConfigurationError(f"{name!r} has {rows:,} rows, of which a sample has {extent}", where=where)
+        found[name] = rows // extent
     if len(set(found.values())) > 1:
         lengths = ", ".join(f"{name!r} {count:,}" for name, count in found.items())
         raise ConfigurationError(f"the arrays have different numbers of samples: {lengths}", where=where)
@@ -466,13 +461,19 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _taken(rows: np.ndarray, entry: InputEntry, where: str, first: int = 0) -> np.ndarray:
+def _taken(rows: np.ndarray, entry: InputRange, where: str, first: int = 0) -> np.ndarray:
     """Rows, of which the first is number `first`, in the input's type.
 
     Raises ConfigurationError for what it cannot hold, text or fractions as whole numbers, and for what it may not:
     indices and labels out of range.
     """
-    found = _converted(rows, entry, where)
+    name, dtype, found = entry.value.name, _numpy_dtype(entry), rows
+    if rows.dtype != dtype:
+        _check_convertible(rows, entry, where)
+        with np.errstate(invalid="ignore"):
+            found = rows.astype(dtype)
+        if dtype.kind in "biu" and not np.array_equal(found, rows):
+            raise ConfigurationError(f"{name!r} holds numbers that are no {dtype}", where=where)
     for bounds in entry.allowed if found.size else ():
         block = found[_region(bounds, entry.batch_axis)]
         if not block.size or (block.min() >= bounds.least and block.max() < bounds.below):
@@ -486,37 +487,25 @@ def _taken(rows: np.ndarray, entry: InputEntry, where: str, first: int = 0) -> n
         row = "" if entry.batch_axis is None else f" row {first + int(place[entry.batch_axis]):,}"
         besides = "" if entry.ignored is None else f", or {entry.ignored}"
         raise ConfigurationError(
-            f"{entry.name!r}{row} holds {int(block[tuple(place)])}: it must be from {bounds.least} to "
+            f"{name!r}{row} holds {int(block[tuple(place)])}: it must be from {bounds.least} to "
             f"{bounds.below - 1}{besides}",
             where=where,
         )
     return found
 
 
-def _region(bounds: Bounds, batch_axis: int | None) -> tuple[slice, ...]:
-    return tuple(
-        slice(None) if axis == batch_axis else slice(start, stop)
-        for axis, (start, stop) in enumerate(zip(bounds.starts, bounds.stops, strict=True))
-    )
+def _region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:
+    block = [slice(*each) for each in zip(bounds.starts, bounds.stops, strict=True)]
+    if batch_axis is not None:
+        block[batch_axis] = slice(None)
+    return tuple(block)
 
 
-def _converted(rows: np.ndarray, entry: InputEntry, where: str) -> np.ndarray:
-    dtype = _numpy_dtype(entry)
-    if rows.dtype == dtype:
-        return rows
-    _convertible(rows, entry, where)
-    with np.errstate(invalid="ignore"):
-        found: np.ndarray = rows.astype(dtype)
-    if dtype.kind in "biu" and not np.array_equal(found, rows):
-        raise ConfigurationError(f"{entry.name!r} holds numbers that are no {dtype}", where=where)
-    return found
-
-
-def _convertible(array: np.ndarray, entry: InputEntry, where: str) -> None:
+def _check_convertible(array: np.ndarray, entry: InputRange, where: str) -> None:
     dtype = _numpy_dtype(entry)
     if array.dtype != dtype and array.dtype.kind not in ("biufc" if dtype.kind == "c" else "biuf"):
-        raise ConfigurationError(f"{entry.name!r} holds {array.dtype}, not {dtype}", where=where)
+        raise ConfigurationError(f"{entry.value.name!r} holds {array.dtype}, not {dtype}", where=where)
 
 
-def _numpy_dtype(entry: InputEntry) -> np.dtype:
-    return np.dtype("float32" if entry.dtype == "bfloat16" else entry.dtype)
+def _numpy_dtype(entry: InputRange) -> np.dtype:
+    return np.dtype("float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.value)

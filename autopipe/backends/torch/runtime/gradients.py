@@ -17,7 +17,6 @@ import torch
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import PendingRecv, PendingReduce, Transport
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import DType
 from autopipe.ir.program import Block, Bucket, ElementRange, buckets_of
 
 
@@ -185,18 +184,19 @@ class GradientReduction:
 
 def is_reduced(manifest: Manifest, parameter: int, ranks: Sequence[int]) -> bool:
     """True if the gradients of a block that `ranks` hold are added up, so that its optimizer's state may be shared."""
-    entry = manifest.parameters[parameter]
-    return len(ranks) > 1 and entry.trainable and DType(entry.dtype).is_floating
+    found = manifest.parameters[parameter]
+    return len(ranks) > 1 and found.trainable and found.value.dtype.is_floating
 
 
 def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
     """Buckets of the trained blocks that the rank holds together with others, in the order of their exchanges."""
     found = []
     for shard in manifest.shards[rank]:
-        if is_reduced(manifest, shard.parameter, shard.ranks):
-            dtype = manifest.parameters[shard.parameter].dtype
-            size = DType(dtype).itemsize
-            found.append(Block(shard.parameter, shard.elements, dtype, size, shard.ranks, shard.home))
+        if is_reduced(manifest, shard.parameter, shard.gradient_ranks):
+            dtype, elements = manifest.parameters[shard.parameter].value.dtype, shard.box.elements
+            found.append(
+                Block(shard.parameter, elements, dtype.value, dtype.itemsize, shard.gradient_ranks, shard.home)
+            )
     return buckets_of(found)
 
 

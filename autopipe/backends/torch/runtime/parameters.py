@@ -8,6 +8,7 @@ neighbouring elements, drawn a piece at a time by several threads.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,16 +21,18 @@ import numpy.typing as npt
 import torch
 
 from autopipe.backends.torch.runtime.host import processors_of_this_rank
-from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry
+from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.philox import WordReader, Words, as_uniform, box_muller_normal, key_of
 from autopipe.ir.errors import ConfigurationError, LaunchError
+from autopipe.ir.graph import DType, FileSlice, Fill, FoldedSlice, Initializer, Parameter
+from autopipe.ir.layout import Box
 
 Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class ContiguousRanges:
-    """Runs of `length` elements each, in the tensor's order; together they are the block, row-major."""
+    """Runs of `length` elements each, in the tensor's order; together they are a block, row-major."""
 
     first: int
     """Place of the block's first element in the tensor."""
@@ -38,7 +41,10 @@ class ContiguousRanges:
     """Extents of the grid in which the runs lie, outer to inner; () for one run."""
     strides: tuple[int, ...]
     """Elements of the tensor from one run to the next, along each of those dimensions."""
-    count: int
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.counts) if self.length else 0
 
     def places(self, start: int, stop: int) -> Places:
         """Where runs [start, stop) begin in the tensor, int64, ascending."""
@@ -50,20 +56,18 @@ class ContiguousRanges:
         return found
 
 
-def contiguous_ranges(shape: tuple[int, ...], starts: tuple[int, ...], stops: tuple[int, ...]) -> ContiguousRanges:
-    """The runs of block [starts, stops) of a tensor of `shape`: as long, and as few, as there are."""
-    first, length, stride, count = 0, 1, 1, 1
+def contiguous_ranges(shape: tuple[int, ...], box: Box) -> ContiguousRanges:
+    """The runs of a block of a tensor of `shape`: as long, and as few, as there are."""
+    first, length, stride = 0, 1, 1
     outer: list[tuple[int, int]] = []
-    for extent, start, stop in reversed(list(zip(shape, starts, stops, strict=True))):
+    for extent, start, stop in reversed(list(zip(shape, box.starts, box.stops, strict=True))):
         if length == stride:  # All that lies below is in the block.
             length *= stop - start
         else:
             outer.insert(0, (stop - start, stride))
-            count *= stop - start
         first += start * stride
         stride *= extent
-    counts, strides = tuple(each for each, _ in outer), tuple(each for _, each in outer)
-    return ContiguousRanges(first, length, counts, strides, count if length else 0)
+    return ContiguousRanges(first, length, tuple(each for each, _ in outer), tuple(each for _, each in outer))
 
 
 _PARAMETER_STREAM: Final = 1
@@ -73,20 +77,22 @@ SKIP: Final = 512
 """Words that are drawn as fast as they are skipped."""
 
 
-def init_shard(entry: ParameterEntry, shard: ShardEntry, seed: int, threads: int = 1) -> torch.Tensor:
+def init_shard(parameter: Parameter, box: Box, seed: int, threads: int = 1) -> torch.Tensor:
     """The numbers of a block of a drawn parameter, on the CPU, in the parameter's element type."""
-    block = torch.empty(shard.shape, dtype=getattr(torch, entry.dtype))
-    if entry.storage.scheme in ("zeros", "ones"):
-        return block.fill_(float(entry.storage.scheme == "ones"))
-    key = key_of(seed, (_PARAMETER_STREAM, _number_of(entry.name)))
-    runs, flat = contiguous_ranges(entry.shape, shard.starts, shard.stops), block.view(-1)
+    value, storage = parameter.value, parameter.storage
+    assert isinstance(storage, Initializer)
+    block = torch.empty(box.shape, dtype=torch_dtype(value.dtype))
+    if storage.scheme in ("zeros", "ones"):
+        return block.fill_(float(storage.scheme == "ones"))
+    key = key_of(seed, (_PARAMETER_STREAM, _number_of(value.name)))
+    runs, flat = contiguous_ranges(value.shape, box), block.view(-1)
     sharing = threads if len(flat) > PIECE else 1
 
     def draw(thread: int) -> None:
         for place, words in _pieces(runs, key, thread, sharing):
-            normal = entry.storage.scheme == "normal"
-            numbers = (box_muller_normal(words) if normal else as_uniform(words) * 2.0 - 1.0) * entry.storage.scale
-            flat[place : place + len(numbers)] = torch.from_numpy(numbers.astype(np.float32))
+            unscaled = box_muller_normal(words) if storage.scheme == "normal" else as_uniform(words) * 2.0 - 1.0
+            numbers = (unscaled * storage.scale).astype(np.float32)
+            flat[place : place + len(numbers)] = torch.from_numpy(numbers)
 
     if sharing == 1:
         draw(0)
@@ -120,7 +126,7 @@ def _pieces(runs: ContiguousRanges, key: Words, thread: int, threads: int) -> It
         yield start * runs.length, _gathered(reader, places, runs.length, apart)
 
 
-def _gathered(reader: WordReader, places: npt.NDArray[np.int64], length: int, apart: int) -> Words:
+def _gathered(reader: WordReader, places: Places, length: int, apart: int) -> Words:
     """The words of several runs, one after the other; runs that begin no further than `apart` are read as one."""
     borders = np.flatnonzero(np.diff(places) > apart) + 1
     found = []
@@ -132,10 +138,26 @@ def _gathered(reader: WordReader, places: npt.NDArray[np.int64], length: int, ap
     return np.concatenate(found)
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+def torch_dtype(dtype: DType) -> torch.dtype:
+    found = getattr(torch, dtype.value)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ONNX's name of an element type, which is torch's."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """A tensor on the array's memory; of `bfloat16`, which numpy does not know, the array holds the bits."""
+    if dtype == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    return tuple(map(slice, box.starts, box.stops))
 
 
 def load_parameters(
@@ -148,33 +170,32 @@ def load_parameters(
     found: dict[int, torch.Tensor] = {}
     threads = processors_of_this_rank()
     for shard in manifest.shards[rank]:
-        entry = manifest.parameters[shard.parameter]
+        parameter = manifest.parameters[shard.parameter]
         if valued:
-            tensor = read_block(manifest.model.parent, manifest.model, entry, shard, seed, threads).to(device)
+            tensor = read_block(manifest.model, parameter, shard.box, seed, threads).to(device)
         else:
-            tensor = torch.empty(shard.shape, dtype=torch_dtype(entry.dtype), device=device)
-        tensor.requires_grad_(manifest.train and entry.trainable and tensor.is_floating_point())
+            tensor = torch.empty(shard.box.shape, dtype=torch_dtype(parameter.value.dtype), device=device)
+        tensor.requires_grad_(manifest.train and parameter.trainable and tensor.is_floating_point())
         found[shard.parameter] = tensor
     return found
 
 
-def read_block(
-    folder: Path, model: Path, entry: ParameterEntry, shard: ShardEntry, seed: int, threads: int = 1
-) -> torch.Tensor:
-    """One block of one parameter on the CPU.
+def read_block(model: Path, parameter: Parameter, box: Box, seed: int, threads: int = 1) -> torch.Tensor:
+    """One block of one parameter of the ONNX file `model`, on the CPU.
 
-    Raises ConfigurationError where the model's file is not there, LaunchError where it cannot be read or is too short.
+    Raises ConfigurationError where the file is not there, LaunchError where it cannot be read or is too short.
     """
-    if entry.storage.kind == "fill":
-        return torch.full(shard.shape, entry.storage.value, dtype=torch_dtype(entry.dtype))
-    if entry.storage.kind == "draw":
-        return init_shard(entry, shard, seed, threads)
-    path = folder / entry.storage.file if entry.storage.file else model
-    stored = np.dtype("<u2" if entry.dtype == "bfloat16" else entry.dtype).newbyteorder("<")
-    place = entry.storage
-    extent = (place.length // stored.itemsize,) if place.rows else entry.shape or (1,)
+    storage, name, dtype, shape = parameter.storage, parameter.value.name, parameter.value.dtype, parameter.value.shape
+    if isinstance(storage, Fill):
+        return torch.full(box.shape, storage.value, dtype=torch_dtype(dtype))
+    if not isinstance(storage, FileSlice):
+        return init_shard(parameter, box, seed, threads)
+    path = model.parent / storage.file if storage.file else model
+    stored = np.dtype("<u2" if dtype is DType.BFLOAT16 else dtype.value).newbyteorder("<")
+    rows = storage.rows if isinstance(storage, FoldedSlice) else ()
+    extent = (storage.length // stored.itemsize,) if rows else shape or (1,)
     try:
-        whole = np.memmap(path, dtype=stored, mode="r", offset=place.offset, shape=extent)
+        whole = np.memmap(path, dtype=stored, mode="r", offset=storage.offset, shape=extent)
     except FileNotFoundError as error:
         raise ConfigurationError(
             "the model's file is not there, and its weights are needed",
@@ -182,28 +203,23 @@ def read_block(
             where=str(path),
         ) from error
     except (OSError, ValueError) as error:
-        raise LaunchError(f"parameter {entry.name!r} cannot be read: {error}", where=str(path)) from error
-    region = tuple(slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))
-    if place.rows:
-        begins = np.asarray(place.rows[region[0]], dtype=np.int64)
-        block = np.array(whole[begins[:, None] + place.step * np.arange(region[1].start, region[1].stop)])
+        raise LaunchError(f"parameter {name!r} cannot be read: {error}", where=str(path)) from error
+    if isinstance(storage, FoldedSlice) and rows:
+        begins = np.asarray(rows[slice(box.starts[0], box.stops[0])], dtype=np.int64)
+        block = np.array(whole[begins[:, None] + storage.step * np.arange(box.starts[1], box.stops[1])])
     else:
-        block = np.array(whole[region] if entry.shape else whole.reshape(()))
-    numbers = _brain_floats(block) if entry.dtype == "bfloat16" else torch.from_numpy(block)
-    if not place.form:
+        block = np.array(whole[region(box)] if shape else whole.reshape(()))
+    numbers = tensor_of(block, dtype.value)
+    if not isinstance(storage, FoldedSlice) or not storage.form:
         return numbers
-    return (-numbers if place.form == "log of the negative" else numbers).log()  # Its exponential is stored.
-
-
-def _brain_floats(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    return (-numbers if storage.form == "log of the negative" else numbers).log()  # Its exponential is stored.
 
 
 def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[str, torch.Tensor]:
     with np.load(folder / "constants.npz", allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in sorted(names)}
     return {
-        name: (_brain_floats(array) if array.dtype.kind == "V" else torch.from_numpy(array)).to(device)
+        name: tensor_of(array, "bfloat16" if array.dtype.kind == "V" else array.dtype.name).to(device)
         for name, array in arrays.items()
     }
 

@@ -7,28 +7,17 @@ after the other, as backwards do that keep all.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from autopipe.backends.torch.runtime.parameters import Arguments
-from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.stage import output_edge
 
 Tensors = tuple[torch.Tensor, ...]
 Segment = Callable[..., tuple[Tensors, Tensors]]
 """Generated: takes `p` and tensors, gives what gradients flow through and what they do not."""
-
-
-@contextmanager
-def _as_before(random: Random, drawn: torch.Tensor, narrow: torch.dtype | None) -> Iterator[None]:
-    """Draw the same numbers once more, then what the forwards that go on meanwhile draw; autocast to the same type."""
-    meanwhile, random.state = random.state, drawn
-    with torch.autocast(random.device.type, dtype=narrow, enabled=narrow is not None):
-        yield
-    random.state = meanwhile
 
 
 def recompute(segment: Segment) -> Callable[..., Tensors]:
@@ -51,8 +40,8 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor) -> Tensors:
         is_narrow = torch.is_autocast_enabled(p.device.type)
-        narrow = torch.get_autocast_dtype(p.device.type) if is_narrow else None
-        context.segment, context.p, context.before = segment, p, (p.random, p.random.state, narrow)
+        context.narrow = torch.get_autocast_dtype(p.device.type) if is_narrow else None
+        context.segment, context.p, context.drawn = segment, p, p.random.state
         context.save_for_backward(*arguments)
         flowing, others = segment(p, *arguments)
         torch.clear_autocast_cache()  # Its narrow copies of parameters: they know of no gradient, and are many.
@@ -61,10 +50,17 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        p, segment, narrow = context.p, context.segment, context.narrow
         arguments = [each.detach().requires_grad_(each.requires_grad) for each in context.saved_tensors]
-        with torch.enable_grad(), _as_before(*context.before):
-            context.p.weight_grads.begin(context.segment.__name__)
-            ends = [output_edge(each).edge for each in context.segment(context.p, *arguments)[0]]
-        seeds = [(edge, gradient) for edge, gradient in zip(ends, gradients, strict=False) if edge is not None]
+        # The same numbers are drawn once more; then those go on that forwards meanwhile draw.
+        meanwhile, p.random.state = p.random.state, context.drawn
+        with torch.enable_grad(), torch.autocast(p.device.type, dtype=narrow, enabled=narrow is not None):
+            p.weight_grads.begin(segment.__name__)
+            seeds = [
+                (get_gradient_edge(result), gradient)
+                for result, gradient in zip(segment(p, *arguments)[0], gradients, strict=False)
+                if result.requires_grad
+            ]
+        p.random.state = meanwhile
         torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
         return (None, None, None, *(each.grad for each in arguments))

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.manifest import Manifest, OutputEntry, OutputPlace, OutputShard
-from autopipe.backends.torch.runtime.parameters import torch_dtype
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.parameters import region, torch_dtype
 from autopipe.backends.torch.runtime.stage import RankContext
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.program import KINDS, by_kind
+from autopipe.ir.layout import Box
+from autopipe.ir.program import KINDS, Output, OutputPlace, OutputShard, by_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +205,13 @@ class OutputCollector:
         self._kept: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
         """By output and stage, the results by micro-batch, counted over all steps."""
 
-    def keep(self, stage: int, micro_batch: int, rank: int, results: tuple[torch.Tensor, ...]) -> None:
+    def keep(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
         """Keep what a forward gave, if outputs are to be written; micro-batches are counted over all steps."""
         if self._path is None:
             return
-        for index, entry in enumerate(self._manifest.outputs):
-            for place in entry.places:
-                if place.stage == stage and any(shard.rank == rank for shard in _needed(place)):
+        for index, output in enumerate(self._manifest.outputs):
+            for place in output.places:
+                if place.stage == stage and any(shard.rank == self._transport.rank for shard in _needed(place)):
                     result = results[place.position].detach().cpu().contiguous()
                     self._kept.setdefault((index, stage), {})[micro_batch] = result
 
@@ -220,22 +221,22 @@ class OutputCollector:
         if self._path is None or self._manifest.train:
             return
         found = {}
-        for index, entry in enumerate(self._manifest.outputs):
-            parts = []
-            for place in entry.places:
-                for shard in _needed(place) if self._manifest.micro_batches_of(place.stage) else ():
-                    if (part := self._fetch(index, entry, place, shard)) is not None:
-                        parts.append((place, shard, part))
+        for index, output in enumerate(self._manifest.outputs):
+            parts = [
+                (place, shard.box, part)
+                for place in output.places
+                for shard in (_needed(place) if self._manifest.micro_batches_of(place.stage) else ())
+                if (part := self._fetch(index, place, shard)) is not None
+            ]
             if self._transport.rank == 0:
-                whole = self._whole(entry, parts)
-                found[f"output_{index}"] = self._joined(entry, whole, samples)
+                found[f"output_{index}"] = self._joined(output, parts, samples)
         if self._transport.rank == 0:
-            names = np.array([entry.name for entry in self._manifest.outputs])
+            names = np.array([output.value.name for output in self._manifest.outputs])
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._path) as file:
                 np.savez(file, names=names, **found)  # type: ignore[arg-type]
 
-    def _fetch(self, index: int, entry: OutputEntry, place: OutputPlace, shard: OutputShard) -> torch.Tensor | None:
+    def _fetch(self, index: int, place: OutputPlace, shard: OutputShard) -> torch.Tensor | None:
         """A rank's blocks of all micro-batches that a place had, stacked, on rank 0; None elsewhere."""
         own, tag = self._transport.rank, _TAG + index
         if own not in (shard.rank, 0):
@@ -251,34 +252,30 @@ class OutputCollector:
         count = torch.empty(1, dtype=torch.int64)
         with self._transport.heartbeat.waiting():
             dist.recv(count, shard.rank, tag=tag)
-            shape = tuple(stop - start for start, stop in zip(shard.starts, shard.stops, strict=True))
-            stacked = torch.empty((int(count), *shape), dtype=torch_dtype(entry.dtype))
+            dtype = torch_dtype(self._manifest.outputs[index].value.dtype)
+            stacked = torch.empty((int(count), *shard.box.shape), dtype=dtype)
             dist.recv(stacked, shard.rank, tag=tag)
         return stacked
 
-    def _whole(self, entry: OutputEntry, parts: list[tuple[OutputPlace, OutputShard, torch.Tensor]]) -> torch.Tensor:
-        """The output of every micro-batch, of the stage that gives it, of every step, one after the other."""
-        place, _, part = parts[0]
-        steps = len(part) // len(self._manifest.micro_batches_of(place.stage))
-        whole = torch.zeros((steps, self._manifest.micro_batches_at(place.stage), *entry.shape), dtype=part.dtype)
-        for place, shard, part in parts:
-            own = self._manifest.micro_batches_of(place.stage)
-            region = (slice(start, stop) for start, stop in zip(shard.starts, shard.stops, strict=True))
-            block = whole[(slice(None), slice(own.start, None, own.step), *region)]
-            found = part.reshape(block.shape)
+    def _joined(
+        self, output: Output, parts: Sequence[tuple[OutputPlace, Box, torch.Tensor]], samples: int
+    ) -> np.ndarray:
+        """An output as users get it, from the blocks of its places: rows of the first `samples`, one after the other;
+        values without samples stacked in front."""
+        manifest, (place, _, part) = self._manifest, parts[0]
+        count = manifest.micro_batches_at(place.stage)
+        steps = len(part) // len(manifest.micro_batches_of(place.stage))
+        whole = torch.zeros((steps, count, *output.value.shape), dtype=part.dtype)
+        for place, box, part in parts:
+            own = manifest.micro_batches_of(place.stage)
+            block = whole[(slice(None), slice(own.start, None, own.step), *region(box))]
             if place.combine == "concat":
-                block.copy_(found)
+                block.copy_(part.reshape(block.shape))
             else:
-                block.add_(found / place.copies)
-        return whole.flatten(0, 1)
-
-    def _joined(self, entry: OutputEntry, whole: torch.Tensor, samples: int) -> np.ndarray:
-        """Micro-batches as users get them: rows of the first `samples`, one after the other; values without samples
-        stacked in front."""
-        axis, stage = entry.batch_axis, entry.places[0].stage
-        size = self._manifest.batch_size // self._manifest.micro_batches_at(stage)
-        length = -(-samples // size) if axis is None else entry.shape[axis] * samples // size
-        joined = whole if axis is None else torch.cat(list(whole), dim=axis)
+                block.add_(part.reshape(block.shape) / place.copies)
+        axis, size = output.batch_axis, manifest.batch_size // count
+        joined = whole.flatten(0, 1) if axis is None else torch.cat(list(whole.flatten(0, 1)), dim=axis)
+        length = -(-samples // size) if axis is None else output.value.shape[axis] * samples // size
         joined = joined.narrow(axis or 0, 0, length)
         return joined.float().numpy() if joined.dtype is torch.bfloat16 else joined.numpy()
 
@@ -287,12 +284,12 @@ def _needed(place: OutputPlace) -> tuple[OutputShard, ...]:
     """One holder for each block; all of them where each holds a share of a sum."""
     if place.combine != "concat":
         return place.shards
-    return tuple({(shard.starts, shard.stops): shard for shard in reversed(place.shards)}.values())
+    return tuple({shard.box: shard for shard in reversed(place.shards)}.values())
 
 
 def dump_gradients(folder: Path, rank: int, gradients: dict[int, torch.Tensor]) -> None:
     """Write the gradients of the rank's blocks to `gradients_<rank>.npz` by parameter index, as float32 or float64."""
     folder.mkdir(parents=True, exist_ok=True)
-    wide = {i: each if each.dtype is torch.float64 else each.float() for i, each in gradients.items()}
-    found = {str(index): gradient.cpu().numpy() for index, gradient in wide.items()}
+    wide = {str(i): each if each.dtype is torch.float64 else each.float() for i, each in gradients.items()}
+    found = {index: gradient.cpu().numpy() for index, gradient in wide.items()}
     np.savez(folder / f"gradients_{rank:03d}.npz", **found)  # type: ignore[arg-type]

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopipe.backends.torch.runtime.data import Slices
+from autopipe.backends.torch.runtime.data import Slices, Source, read_block
 from autopipe.backends.torch.runtime.failures import Options
+from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.parameters import Arguments
-from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.transport import ControlGroup, Form, PendingRecv, PendingSend, Transport
+from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
+from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, compute_all
-from autopipe.ir.schedule import MicroBatchSlice, Task
+from autopipe.ir.schedule import MicroBatchSlice
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,36 +36,34 @@ class Data:
     box: Slices
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
-    """An argument, or the block `box` of it, that comes from a stage on `rank`; its gradient goes back there.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Port:
+    """A value, or the block `box` of it, on its way between this stage and a stage on `rank`.
 
-    `slice` is the index and count of the `MicroBatchSlice` of the stage's micro-batches of which it carries something.
+    `slice` is the index and count of the `MicroBatchSlice` of this stage's micro-batches of which it carries something.
     """
+
+    rank: int
+    stage: int
+    channel: int
+    gradient: bool = True
+    """True if its gradient goes the other way."""
+    box: Slices | None = None
+    slice: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Receive(_Port):
+    """An argument that comes from another stage."""
 
     argument: str
-    rank: int
-    stage: int
-    channel: int
-    gradient: bool = True
-    box: Slices | None = None
-    slice: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """A result, or the block `box` of it, that goes to a stage on `rank`; its gradient comes back from there.
-
-    `slice` is as in `Receive`.
-    """
+class Send(_Port):
+    """A result that goes to another stage."""
 
     result: int
-    rank: int
-    stage: int
-    channel: int
-    gradient: bool = True
-    box: Slices | None = None
-    slice: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,37 +86,31 @@ class OutputEdge:
     """A result's place in autograd's graph (None where no gradient flows through it), without the result's numbers."""
 
     edge: GradientEdge | None
-    shape: torch.Size
-    dtype: torch.dtype
+    form: Form
     device: torch.device
 
 
 def output_edge(result: torch.Tensor) -> OutputEdge:
     edge = get_gradient_edge(result) if result.requires_grad else None
-    return OutputEdge(edge, result.shape, result.dtype, result.device)
+    return OutputEdge(edge, (result.dtype, result.shape), result.device)
 
 
 def _part(tensor: torch.Tensor, box: Slices | None) -> torch.Tensor:
     return tensor if box is None else tensor[tuple(slice(*each) for each in box)]
 
 
-def _joined(pieces: list[Block], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _assembled(pieces: list[Block], form: Form, device: torch.device, add: bool = False) -> torch.Tensor:
+    """A tensor of its blocks; or, with `add`, the sum of blocks that may overlap, zero where there is none."""
     if len(pieces) == 1 and pieces[0][1] is None:
         return pieces[0][0]
-    whole = torch.empty(shape, dtype=dtype, device=pieces[0][0].device)
+    dtype, shape = form
+    whole = (torch.zeros if add else torch.empty)(shape, dtype=dtype, device=device)
     for tensor, box in pieces:
-        _part(whole, box).copy_(tensor)
+        if add:
+            _part(whole, box).add_(tensor)
+        else:
+            _part(whole, box).copy_(tensor)
     return whole
-
-
-def _added(pieces: list[Block], result: OutputEdge) -> torch.Tensor:
-    """The sum of a result's gradients, each of a block; blocks that no one uses have gradient zero."""
-    if len(pieces) == 1 and pieces[0][1] is None:
-        return pieces[0][0]
-    total = torch.zeros(result.shape, dtype=result.dtype, device=result.device)
-    for tensor, box in pieces:
-        _part(total, box).add_(tensor)
-    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,30 +165,69 @@ class Clock:
         return float(self._begin.elapsed_time(mark)) / 1000.0
 
 
-class RankContext(Protocol):
-    """The rank as its stages, its reports and the order of blocking messages see it."""
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-    number: int
-    train: bool
-    task: str
-    steps_done: int
-    options: Options
-    manifest: Manifest
-    device: torch.device
-    transport: Transport
-    control_group: ControlGroup
-    heartbeat: Heartbeat
-    clock: Clock
-    stages: dict[int, Stage]
-    parameters: dict[int, torch.Tensor]
 
-    def autocast(self) -> AbstractContextManager[object]: ...
-    def begin_drawing(self, stage: int, micro_batch: int, random: Random) -> None: ...
-    def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor: ...
-    def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None: ...
-    def before_last_gradients(self, stage: Stage) -> None: ...
-    def after_gradients(self, stage: Stage) -> None: ...
-    def comes_to(self, task: Task) -> bool: ...
+class RankContext:
+    """The part of a rank that its stages, its reports and the order of blocking messages use."""
+
+    source: Source
+    reduction: GradientReduction
+    collect: Callable[[int, int, tuple[torch.Tensor, ...]], None]
+    """Keeps a stage's results of inference by micro-batch, counted over all steps."""
+
+    def __init__(
+        self, number: int, options: Options, manifest: Manifest, transport: Transport, heartbeat: Heartbeat
+    ) -> None:
+        self.number = number
+        self.options = options
+        self.manifest = manifest
+        self.train = manifest.train
+        self.seed = manifest.seed if options.seed is None else options.seed
+        self.transport = transport
+        self.heartbeat = heartbeat
+        self.device = transport.device
+        self.clock = Clock(self.device)
+        self.steps_done = 0
+        self.stages: dict[int, Stage] = {}
+        self.parameters: dict[int, torch.Tensor] = {}
+        self._inputs = {entry.value.name: entry for entry in manifest.inputs}
+
+    @property
+    def task(self) -> str:
+        """Current task of the rank, for its heartbeat and its errors."""
+        return self.heartbeat.task
+
+    @task.setter
+    def task(self, task: str) -> None:
+        self.heartbeat.task = task
+
+    @property
+    def samples_done(self) -> int:
+        """Number of the next step's first sample: how far the data was gone through, by plans of other batches too."""
+        return self.source.sample(self.steps_done)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        dtype = _AUTOCAST.get(self.manifest.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+    def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
+        """Read a stage's block of a graph input for one of its micro-batches of this step, on the device."""
+        entry = self._inputs[data.name]
+        size = self.manifest.batch_size // self.manifest.micro_batches_at(stage)
+        sample = self.samples_done + micro_batch * size
+        block = torch.from_numpy(read_block(self.source, self.manifest, entry, sample, data.box))
+        found = block.to(self.device, torch_dtype(entry.value.dtype), non_blocking=True)
+        return perturbed(found, self.options.perturb, sample) if self.options.perturb else found
+
+
+def perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
+    """The tensor with each number a relative `step` larger or smaller, as `key` decides; whole numbers stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    signs = np.random.default_rng(key).integers(0, 2, tensor.shape, np.int8)
+    factors = 1 + (torch.from_numpy(2 * signs - 1) * step).to(torch.float64)
+    return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)
 
 
 @dataclass(slots=True)
@@ -202,12 +235,13 @@ class ForwardState:
     """Tensors that a forward leaves for its backward."""
 
     arguments: Tensors
+    """Of the arguments, those whose gradients are needed."""
     results: tuple[OutputEdge, ...]
     """Their numbers are kept by nobody but those operators that need them."""
+    waiting: Waiting
+    """Where backwards are split: gradients of parameters that the first half leaves."""
     gradients: dict[int, list[Block]] = field(default_factory=dict)
     """Gradients of results as they come in from stages on this rank."""
-    waiting: Waiting = field(default_factory=list)
-    """Where backwards are split: gradients of parameters that the first half leaves."""
 
 
 class Stage:
@@ -224,11 +258,12 @@ class Stage:
         self._data = [port for port in ports if isinstance(port, Data)]
         self.receives = tuple(port for port in ports if isinstance(port, Receive))
         self.sends = tuple(port for port in ports if isinstance(port, Send))
-        between = (port for port in ports if isinstance(port, Receive | Send))
-        self._slices = {port.channel: MicroBatchSlice(*port.slice) for port in between}
+        self._slices = {port.channel: MicroBatchSlice(*port.slice) for port in (*self.receives, *self.sends)}
         self._loss = next((port for port in ports if isinstance(port, Loss)), None)
+        self.loss_share = 0.0 if self._loss is None else self._loss.share
+        """Weight of one micro-batch's loss on this rank in the step's loss; 0 where the stage gives no loss."""
         self._forward = module.forward
-        self.readers = Counter(int(name[1:]) for segment in getattr(module, "SEGMENTS", ()) for name in segment)
+        self._readers = Counter(int(name[1:]) for segment in getattr(module, "SEGMENTS", ()) for name in segment)
         """By parameter the segments that run again and read it."""
         self._arriving: dict[tuple[int, bool], dict[int, PendingRecv]] = {}
         """By micro-batch, and whether they are gradients, the messages that come, by channel."""
@@ -238,14 +273,9 @@ class Stage:
         """By micro-batch and channel the arguments from stages on this rank."""
         self._kept: dict[int, ForwardState] = {}
         self._waiting: dict[int, Waiting] = {}
-        self.backwards = 0
+        self._backwards = 0
         """Micro-batches of this step whose gradients of parameters are being or have been computed."""
         self.losses: dict[int, torch.Tensor] = {}
-
-    @property
-    def loss_share(self) -> float:
-        """Weight of one micro-batch's loss on this rank in the step's loss; 0 where the stage gives no loss."""
-        return 0.0 if self._loss is None else self._loss.share
 
     def _due(self, ports: tuple[_Between, ...], micro_batch: int, gradient: bool = False) -> list[_Between]:
         return [
@@ -299,17 +329,18 @@ class Stage:
 
     def forward(self, micro_batch: int) -> None:
         """Wait for the arguments and compute."""
-        rank = self._rank
+        rank, manifest = self._rank, self._rank.manifest
         rank.task = task = f"{self.number}F{micro_batch}"
         arguments = self._arguments(micro_batch)
-        rank.begin_drawing(self.number, micro_batch, self._p.random)
+        ratio, whole = manifest.stages[self.number].micro_batch_ratio, manifest.micro_batch_size
+        self._p.random.begin(rank.seed, rank.steps_done, micro_batch * (whole // ratio), micro_batch // ratio * whole)
         start = rank.clock.mark()
         results = self._results(arguments)
         rank.clock.add(task, start)
         if rank.train:
-            state = ForwardState(_with_gradients(arguments), tuple(map(output_edge, results)))
-            state.waiting = self._p.weight_grads.take()
-            self._kept[micro_batch] = state
+            asking = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
+            waiting = self._p.weight_grads.take()
+            self._kept[micro_batch] = ForwardState(asking, tuple(map(output_edge, results)), waiting)
         leaving = self._leaving[micro_batch, False] = {}
         for port in self._due(self.sends, micro_batch):
             block = _part(results[port.result].detach(), port.box)
@@ -321,7 +352,8 @@ class Stage:
         if self._loss is not None:
             self.losses[micro_batch] = results[self._loss.result].detach()
         if not rank.train:
-            rank.collect(self.number, micro_batch, results)
+            counted = rank.steps_done * manifest.micro_batches_at(self.number) + micro_batch
+            rank.collect(self.number, counted, results)
 
     def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
         """The results in the types that those who receive them expect: autocast computes in narrower ones."""
@@ -339,7 +371,7 @@ class Stage:
             parts.setdefault(port.argument, []).append((tensor, port.box))
         gradients = {port.argument for port in self.receives if port.gradient} if self._rank.train else ()
         for name, pieces in parts.items():
-            tensor = _joined(pieces, *self._inputs[name])
+            tensor = _assembled(pieces, self._inputs[name], pieces[0][0].device)
             found[name] = tensor.requires_grad_(True) if name in gradients else tensor
         return {name: found[name] for name in self._inputs}
 
@@ -360,11 +392,12 @@ class Stage:
 
     def backward(self, micro_batch: int) -> None:
         """Wait for the results' gradients and compute those of parameters and arguments."""
-        self.backwards += 1
-        if not self._p.weight_grads.used:
-            self._rank.before_last_gradients(self)
+        last = self._begins_last()
+        if last and not self._p.weight_grads.used:
+            self._rank.reduction.arm(self.number, self._readers)  # Gradients are sent off as they come.
         self._propagate(micro_batch, "B")
-        self._rank.after_gradients(self)
+        if last:
+            self._rank.reduction.start(self.number)
 
     def input_gradient(self, micro_batch: int) -> None:
         """The first half of a backward: wait for the results' gradients and compute those of arguments."""
@@ -372,20 +405,30 @@ class Stage:
 
     def weight_gradient(self, micro_batch: int) -> None:
         """The second half: compute the gradients of parameters that the first half left."""
+        last = self._begins_last()
         self._rank.task = task = f"{self.number}W{micro_batch}"
-        self.backwards += 1
         start = self._rank.clock.mark()
         compute_all(self._waiting.pop(micro_batch))
         self._rank.clock.add(task, start)
-        self._rank.after_gradients(self)
+        if last:
+            self._rank.reduction.start(self.number)
+
+    def _begins_last(self) -> bool:
+        """Count a micro-batch whose gradients of parameters are computed next; True if it is the step's last."""
+        self._backwards += 1
+        return self._backwards == len(self._rank.manifest.micro_batches_of(self.number))
 
     def _propagate(self, micro_batch: int, phase: str) -> None:
         """Run autograd; gradients that a split backward defers are left, or computed behind it."""
         self._rank.task = task = f"{self.number}{phase}{micro_batch}"
         state = self._kept.pop(micro_batch)
-        incoming = self._incoming(state, micro_batch)
+        pending = self._arriving.pop((micro_batch, True), {})
+        for port in self.sends:
+            if port.channel in pending:
+                block = self._await(pending[port.channel]), port.box
+                state.gradients.setdefault(port.result, []).append(block)
         start = self._rank.clock.mark()
-        if seeds := self._seeds(state, incoming):
+        if seeds := self._seeds(state):
             torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
         state.waiting += self._p.weight_grads.take()  # What ran again leaves.
         if phase == "I":
@@ -398,45 +441,31 @@ class Stage:
             for name, tensor in state.arguments.items()
         }
         leaving = self._leaving[micro_batch, True] = {}
-        for port in self._due(self.receives, micro_batch, gradient=True):
-            block = _part(gradients[port.argument], port.box)
-            if self._is_remote(port):
-                leaving[port.channel] = block
+        for source in self._due(self.receives, micro_batch, gradient=True):
+            part = _part(gradients[source.argument], source.box)
+            if self._is_remote(source):
+                leaving[source.channel] = part
             else:
-                number = self._slices[port.channel].message(micro_batch)
-                self._rank.stages[port.stage].accept_gradient(number, port.channel, block)
+                number = self._slices[source.channel].message(micro_batch)
+                self._rank.stages[source.stage].accept_gradient(number, source.channel, part)
 
-    def _incoming(self, state: ForwardState, micro_batch: int) -> dict[int, list[Block]]:
-        """Wait for the gradients of results, and give them by result."""
-        pending = self._arriving.pop((micro_batch, True), {})
-        found: dict[int, list[Block]] = dict(state.gradients)
-        for port in self.sends:
-            if port.channel in pending:
-                found.setdefault(port.result, []).append((self._await(pending[port.channel]), port.box))
-        return found
-
-    def _seeds(self, state: ForwardState, incoming: dict[int, list[Block]]) -> list[tuple[GradientEdge, torch.Tensor]]:
+    def _seeds(self, state: ForwardState) -> list[tuple[GradientEdge, torch.Tensor]]:
         """Where backward starts, and the gradients there."""
+        incoming, results = state.gradients, state.results
         if self._loss is not None:
-            loss = state.results[self._loss.result]
-            share = torch.full(loss.shape, self._loss.share, dtype=loss.dtype, device=loss.device)
+            loss = results[self._loss.result]
+            share = torch.full(loss.form[1], self._loss.share, dtype=loss.form[0], device=loss.device)
             incoming.setdefault(self._loss.result, []).append((share, None))
-        if self._p.group.size > 1:
-            # Exchanges in backward wait for the whole group, so a rank that no gradient comes to takes part too.
-            for index in range(len(state.results)):
-                incoming.setdefault(index, [])
+        # Exchanges in backward wait for the whole group, so a rank that no gradient comes to takes part too.
+        wanted = range(len(results)) if self._p.group.size > 1 else sorted(incoming)
         return [
-            (edge, _added(pieces, state.results[index]))
-            for index, pieces in sorted(incoming.items())
-            if (edge := state.results[index].edge) is not None
+            (edge, _assembled(incoming.get(index, []), results[index].form, results[index].device, add=True))
+            for index in wanted
+            if (edge := results[index].edge) is not None
         ]
 
     def end_step(self) -> None:
         self._kept.clear()
         self._leaving.clear()
         self.losses.clear()
-        self.backwards = 0
-
-
-def _with_gradients(arguments: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
+        self._backwards = 0

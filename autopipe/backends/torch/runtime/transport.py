@@ -31,9 +31,9 @@ from autopipe.backends.torch.runtime.host import (
     patient_threads,
     pin_to_cores,
 )
-from autopipe.backends.torch.runtime.manifest import ChannelEntry
 from autopipe.backends.torch.runtime.signed_store import KEY, SignedStore, Signer
 from autopipe.ir.errors import AutopipeError, LaunchError
+from autopipe.ir.program import Channel
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's type and shape."""
@@ -363,7 +363,7 @@ class Transport:
                 with self.heartbeat.waiting(), patient_threads():
                     self._groups[ranks] = dist.new_group(list(ranks))
 
-    def make_channels(self, channels: Iterable[ChannelEntry]) -> None:
+    def make_channels(self, channels: Iterable[Channel]) -> None:
         """Channels in global order. NCCL orders messages by communicator alone, so every channel and direction has its
         own there; gloo tells them apart by tag."""
         for each in channels:
@@ -371,7 +371,7 @@ class Transport:
                 self._buffers[each.number, gradient] = RecvBufferPool(buffers)
                 if self.nccl:
                     with self.heartbeat.waiting():
-                        self._channels[each.number, gradient] = dist.new_group([each.source, each.target])
+                        self._channels[each.number, gradient] = dist.new_group([each.source_rank, each.target_rank])
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of these ranks; None stands for the whole world."""

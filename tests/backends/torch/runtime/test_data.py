@@ -8,6 +8,7 @@ import tracemalloc
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,26 +16,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.backends.torch.runtime.data import Position, check_data, open_source, read_block
-from autopipe.backends.torch.runtime.manifest import Bounds, InputEntry, OutputEntry
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import DType, Value
+from autopipe.ir.program import InputBounds, InputRange, Output
+
+
+def input_range(name: str, dtype: str, shape: tuple[int, ...], *more: Any, **bounds: Any) -> InputRange:
+    return InputRange(Value(name, DType(dtype), shape), *more, **bounds)
 
 
 @dataclass(frozen=True)
 class Batches:
     """What sources read of a manifest: three micro-batches of two samples."""
 
-    inputs: tuple[InputEntry, ...] = (
-        InputEntry("ids", "int64", (2, 3), 0, 7),
-        InputEntry("picture", "float32", (3, 2, 2), 1, None),
-        InputEntry("rows", "float32", (6, 2), 0, None),
-        InputEntry("table", "float32", (3, 2), None, None),
-        InputEntry("mask", "bool", (2,), 0, 2),
+    inputs: tuple[InputRange, ...] = (
+        input_range("ids", "int64", (2, 3), 0, 7),
+        input_range("picture", "float32", (3, 2, 2), 1, None),
+        input_range("rows", "float32", (6, 2), 0, None),
+        input_range("table", "float32", (3, 2), None, None),
+        input_range("mask", "bool", (2,), 0, 2),
     )
     """`rows` has three rows a sample: a sequence merged into the batch."""
     micro_batches: int = 3
     micro_batch_size: int = 2
     train: bool = True
-    outputs: tuple[OutputEntry, ...] = (OutputEntry("mean", "float32", (), None, ()),)
+    outputs: tuple[Output, ...] = (Output(Value("mean", DType.FLOAT32, ()), None, ()),)
 
     @property
     def batch_size(self) -> int:
@@ -50,10 +56,10 @@ def arrays(samples: int) -> dict[str, np.ndarray]:
     """Numbers for `samples` samples, all different."""
     found = {}
     for entry in MANIFEST.inputs:
-        shape = list(entry.shape)
+        shape = list(entry.value.shape)
         if entry.batch_axis is not None:
             shape[entry.batch_axis] = shape[entry.batch_axis] // 2 * samples
-        found[entry.name] = np.arange(np.prod(shape)).reshape(shape).astype(entry.dtype)
+        found[entry.value.name] = np.arange(np.prod(shape)).reshape(shape).astype(entry.value.dtype.value)
     return found
 
 
@@ -93,27 +99,27 @@ def batches():
 """
 
 
-@pytest.mark.parametrize("entry", MANIFEST.inputs, ids=lambda entry: entry.name)
-def test_blocks_are_parts_of_the_micro_batch(data: str | None, entry: InputEntry) -> None:
+@pytest.mark.parametrize("entry", MANIFEST.inputs, ids=lambda entry: entry.value.name)
+def test_blocks_are_parts_of_the_micro_batch(data: str | None, entry: InputRange) -> None:
     """A rank that asks for a block alone, with a source of its own, gets that part of what others read whole."""
     reading_all = open_source(MANIFEST, data, 3)
-    everything = tuple((0, extent) for extent in entry.shape)
+    everything = tuple((0, extent) for extent in entry.value.shape)
     for sample in range(0, 12, 2):
         whole = read_block(reading_all, MANIFEST, entry, sample, everything)
-        assert whole.shape == entry.shape
-        assert whole.dtype == np.dtype(entry.dtype)
-        for axis, extent in enumerate(entry.shape):
+        assert whole.shape == entry.value.shape
+        assert whole.dtype == np.dtype(entry.value.dtype.value)
+        for axis, extent in enumerate(entry.value.shape):
             for start in range(extent):
                 box = (*everything[:axis], (start, start + 1), *everything[axis + 1 :])
                 part = read_block(open_source(MANIFEST, data, 3), MANIFEST, entry, sample, box)
                 assert np.array_equal(part, np.take(whole, [start], axis))
 
 
-@pytest.mark.parametrize("entry", MANIFEST.inputs, ids=lambda entry: entry.name)
-def test_files_are_read_sample_by_sample_and_filled_up(tmp_path: Path, entry: InputEntry) -> None:
+@pytest.mark.parametrize("entry", MANIFEST.inputs, ids=lambda entry: entry.value.name)
+def test_files_are_read_sample_by_sample_and_filled_up(tmp_path: Path, entry: InputRange) -> None:
     np.savez(tmp_path / "data.npz", **arrays(5))
     source = open_source(INFERENCE, str(tmp_path / "data.npz"), 0)
-    whole = arrays(5)[entry.name]
+    whole = arrays(5)[entry.value.name]
     found = source.rows(entry, 3, 7)
     if entry.batch_axis is None:
         assert np.array_equal(found, whole)
@@ -171,10 +177,10 @@ def test_training_needs_a_whole_batch(tmp_path: Path) -> None:
         open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
 
 
-BOUNDED = InputEntry(
-    "ids", "int64", (2, 3), 0, 7, allowed=(Bounds(0, 7, (0, 0), (2, 1)), Bounds(-9, 9, (0, 1), (2, 3)))
+BOUNDED = input_range(
+    "ids", "int64", (2, 3), 0, 7, allowed=(InputBounds(0, 7, (0, 0), (2, 1)), InputBounds(-9, 9, (0, 1), (2, 3)))
 )
-LABELS = InputEntry("labels", "int64", (2,), 0, 5, allowed=(Bounds(0, 5, (0,), (2,)),), ignored=-100)
+LABELS = input_range("labels", "int64", (2,), 0, 5, allowed=(InputBounds(0, 5, (0,), (2,)),), ignored=-100)
 
 
 @pytest.mark.parametrize(
@@ -242,18 +248,22 @@ def test_large_files_are_looked_at_where_they_lie(tmp_path: Path, dtype: str, mo
 
 def test_random_numbers_cover_the_table_of_each_column() -> None:
     """Each column of a recommender's input has a table of its own; a label may begin above 0."""
-    bounds = (Bounds(-9, 2, (0, 0), (2, 1)), Bounds(10, 1000, (0, 1), (2, 2)), Bounds(-5, -2, (0, 2), (2, 3)))
-    source = open_source(Batches(inputs=(InputEntry("ids", "int64", (2, 3), 0, 2, drawn=bounds),)), None, 0)
-    found = source.rows(InputEntry("ids", "int64", (2, 3), 0, 2, drawn=bounds), 0, 4000)
+    bounds = (
+        InputBounds(-9, 2, (0, 0), (2, 1)),
+        InputBounds(10, 1000, (0, 1), (2, 2)),
+        InputBounds(-5, -2, (0, 2), (2, 3)),
+    )
+    source = open_source(Batches(inputs=(input_range("ids", "int64", (2, 3), 0, 2, drawn=bounds),)), None, 0)
+    found = source.rows(input_range("ids", "int64", (2, 3), 0, 2, drawn=bounds), 0, 4000)
     assert set(found[:, 0]) == {0, 1}
     assert found[:, 1].min() < 20 and found[:, 1].max() > 990 and found[:, 1].min() >= 10
     assert set(found[:, 2]) == {-5, -4, -3}
 
 
 @pytest.mark.parametrize("below", [None, 5])
-@pytest.mark.parametrize("drawn", [(), (Bounds(2, 4, (), ()),)])
-def test_random_data_of_an_input_that_is_one_number(below: int | None, drawn: tuple[Bounds, ...]) -> None:
-    entry = InputEntry("scale", "float32", (), None, below, drawn=drawn)
+@pytest.mark.parametrize("drawn", [(), (InputBounds(2, 4, (), ()),)])
+def test_random_data_of_an_input_that_is_one_number(below: int | None, drawn: tuple[InputBounds, ...]) -> None:
+    entry = input_range("scale", "float32", (), None, below, drawn=drawn)
     found = open_source(Batches(inputs=(entry,)), None, 0).rows(entry, 0, 0)
     assert (found.shape, found.dtype) == ((), np.float32)
     assert not drawn or found.item() in {2, 3}
@@ -364,7 +374,7 @@ def test_damaged_members(tmp_path: Path, compressed: bool) -> None:
     method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
     with zipfile.ZipFile(path, "w", method) as archive:
         for entry in MANIFEST.inputs:
-            archive.writestr(f"{entry.name}.npy", b"\x93NUMPY\x01\x00 short")
+            archive.writestr(f"{entry.value.name}.npy", b"\x93NUMPY\x01\x00 short")
     with pytest.raises(ConfigurationError, match="'ids' cannot be read"):
         open_source(MANIFEST, str(path), 0).rows(IDS, 0, 2)
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from autopipe.backends.torch.runtime import parameters as drawing
 from autopipe.backends.torch.runtime import philox
-from autopipe.backends.torch.runtime.manifest import ParameterEntry, ShardEntry, Storage
 from autopipe.backends.torch.runtime.parameters import init_shard
+from autopipe.ir.graph import DType, Initializer, Parameter, Value
+from autopipe.ir.layout import Box
 
-NORMAL = Storage("draw", scheme="normal", scale=0.5)
+NORMAL = Initializer("normal", 0.5)
 Block = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -36,8 +37,8 @@ def drawn(
     name: str = "w",
     threads: int = 1,
 ) -> torch.Tensor:
-    entry = ParameterEntry(name, dtype, shape, True, NORMAL)
-    return init_shard(entry, ShardEntry(0, starts, stops, (0,)), 9, threads)
+    parameter = Parameter(Value(name, DType(dtype), shape), NORMAL)
+    return init_shard(parameter, Box(starts, stops), 9, threads)
 
 
 def whole(shape: tuple[int, ...], dtype: str = "float32", name: str = "w") -> torch.Tensor:
@@ -98,8 +99,6 @@ def test_the_element_type_only_rounds(dtype: str) -> None:
 def test_parameters_are_told_apart_by_name_not_by_index() -> None:
     """Another plan may count them otherwise."""
     assert not torch.equal(whole((50,)), whole((50,), name="v"))
-    entry = ParameterEntry("w", "float32", (50,), True, NORMAL)
-    assert torch.equal(init_shard(entry, ShardEntry(7, (0,), (50,), (0,)), 9), whole((50,)))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])

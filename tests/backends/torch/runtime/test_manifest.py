@@ -27,13 +27,16 @@ def test_what_is_written_is_read(folder: Path) -> None:
     assert (found.world_size, found.micro_batches, found.micro_batch_size, found.batch_size) == (3, 3, 4, 12)
     assert (found.train, found.loss, found.precision, found.seed) == (True, "v5", "fp32", 5)
     assert [stage.ranks for stage in found.stages] == [(1, 0), (2,)]
-    halves = [[(shard.parameter, shard.starts, shard.stops, shard.ranks) for shard in each] for each in found.shards]
+    halves = [
+        [(shard.parameter, shard.box.starts, shard.box.stops, shard.gradient_ranks) for shard in each]
+        for each in found.shards
+    ]
     assert halves == [
         [(0, (0, 2), (4, 4), (0,))],
         [(0, (0, 0), (4, 2), (1,))],
         [(1, (0, 0), (4, 4), (2,))],
     ]
-    assert [(channel.source, channel.target) for channel in found.channels] == [(1, 2)], (
+    assert [(channel.source_rank, channel.target_rank) for channel in found.channels] == [(1, 2)], (
         "of two that hold the value, the first sends it"
     )
     assert found.inputs[0].batch_axis == 0

@@ -19,8 +19,11 @@ from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
-from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
+from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import ControlGroup
+from autopipe.ir.graph import DType, Initializer, Parameter, Value
+from autopipe.ir.layout import Box, whole
+from autopipe.ir.program import Shard
 
 ADAMW = {
     "name": "adamw",
@@ -34,22 +37,26 @@ ADAMW = {
 ROWS, COLUMNS = 4, 100
 
 
+def drawn(name: str, shape: tuple[int, ...], trainable: bool = True) -> Parameter:
+    return Parameter(Value(name, DType.FLOAT32, shape), Initializer("zeros"), trainable)
+
+
 def manifest_of(world_size: int) -> Manifest:
     """Two parameters: of "split" each rank holds some rows, of "whole" everything."""
     names = ("split", "whole")
-    entries = tuple(ParameterEntry(name, "float32", (ROWS, COLUMNS), True, Storage("draw")) for name in names)
+    parameters = tuple(drawn(name, (ROWS, COLUMNS)) for name in names)
     rows = ROWS // world_size
     shards = tuple(
         (
-            ShardEntry(0, (rows * rank, 0), (rows * (rank + 1), COLUMNS), (rank,)),
-            ShardEntry(1, (0, 0), (ROWS, COLUMNS), tuple(range(world_size))),
+            Shard(0, Box((rows * rank, 0), (rows * (rank + 1), COLUMNS)), (rank,), None),
+            Shard(1, whole((ROWS, COLUMNS)), tuple(range(world_size)), None),
         )
         for rank in range(world_size)
     )
     form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ())
     form |= {"folder": Path(), "model": Path("m.onnx"), "model_digest": "model", "plan": "plan"}
     form |= {"train": True, "micro_batches": 1, "micro_batch_size": 1, "optimizer": ADAMW}
-    return Manifest(**form | {"world_size": world_size, "parameters": entries, "shards": shards})
+    return Manifest(**form | {"world_size": world_size, "parameters": parameters, "shards": shards})
 
 
 def digest_of(split: bytes, whole: bytes) -> str:
@@ -69,7 +76,7 @@ def save_all_steps(folder: Path, rank: int, world_size: int, store: str, says: C
         shared = dist.FileStore(store, world_size)
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=patience)
     manifest, cpu = manifest_of(world_size), torch.device("cpu")
-    parameters = {shard.parameter: torch.ones(shard.shape, requires_grad=True) for shard in manifest.shards[rank]}
+    parameters = {shard.parameter: torch.ones(shard.box.shape, requires_grad=True) for shard in manifest.shards[rank]}
     optimizer = make_optimizer(ADAMW, list(parameters.values()))
     assert optimizer is not None
     state = TrainingState(manifest, rank, parameters, optimizer, cpu)

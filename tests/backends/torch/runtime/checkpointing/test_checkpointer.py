@@ -23,9 +23,13 @@ from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
-from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
+from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.errors import ConfigurationError, LaunchError
+from autopipe.ir.graph import DType, Parameter
+from autopipe.ir.layout import whole
+from autopipe.ir.program import Shard
+from tests.backends.torch.runtime.checkpointing.saving import drawn
 
 ADAMW = {
     "name": "adamw",
@@ -43,15 +47,12 @@ BATCH = 8
 
 
 def manifest_of(optimizer: dict[str, Any], **changes: Any) -> Manifest:
-    entries = tuple(
-        ParameterEntry(name, "float32", (4, 3), trainable, Storage("draw"))
-        for name, trainable in ((HOSTILE, True), ("frozen", False))
-    )
-    shards = (ShardEntry(0, (0, 0), (4, 3), (0,)), ShardEntry(1, (0, 0), (4, 3), (0,)))
+    parameters = (drawn(HOSTILE, (4, 3)), drawn("frozen", (4, 3), trainable=False))
+    shards = (Shard(0, whole((4, 3)), (0,), None), Shard(1, whole((4, 3)), (0,), None))
     form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ())
     form |= {"folder": Path(), "model": Path("m.onnx"), "model_digest": "model", "plan": "plan", "world_size": 1}
     form |= {"train": True, "micro_batches": 2, "micro_batch_size": BATCH // 2, "optimizer": optimizer}
-    return Manifest(**form | {"parameters": entries, "shards": (shards,)} | changes)
+    return Manifest(**form | {"parameters": parameters, "shards": (shards,)} | changes)
 
 
 class Training:
@@ -271,12 +272,16 @@ def test_a_strange_manifest_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     saved_once(tmp_path)
     hostile, frozen = manifest_of(ADAMW).parameters
-    shards = ((ShardEntry(0, (0, 0), (4, 3), (0,)),),)
+
+    def changed(parameter: Parameter, **changes: Any) -> Parameter:
+        return replace(parameter, value=replace(parameter.value, **changes))
+
+    shards = ((Shard(0, whole((4, 3)), (0,), None),),)
     for changes, difference in (
         ({"model_digest": "other"}, "another model: m.onnx had digest model, the program's m.onnx has other"),
-        ({"parameters": (replace(hostile, name="v"), frozen)}, "another model: it has no parameter 'v'"),
-        ({"parameters": (hostile, replace(frozen, shape=(4, 4)))}, r"'frozen' is float32 .4, 3., .* float32 .4, 4."),
-        ({"parameters": (hostile, replace(frozen, dtype="float16"))}, "is float32 .* float16"),
+        ({"parameters": (changed(hostile, name="v"), frozen)}, "another model: it has no parameter 'v'"),
+        ({"parameters": (hostile, changed(frozen, shape=(4, 4)))}, r"'frozen' is float32 .4, 3., .* float32 .4, 4."),
+        ({"parameters": (hostile, changed(frozen, dtype=DType.FLOAT16))}, "is float32 .* float16"),
         ({"parameters": (hostile,), "shards": shards}, "it has a parameter 'frozen', the program has none"),
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=difference):

@@ -9,30 +9,28 @@ import numpy as np
 import pytest
 
 from autopipe.backends.torch.runtime.checkpoint_state import write_blocks
-from autopipe.backends.torch.runtime.manifest import Manifest, ParameterEntry, ShardEntry, Storage
-from autopipe.ir.layout import Box
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.ir.layout import Box, whole
+from autopipe.ir.program import Shard
 from tests.backends.torch.checkpoint.test_reading import boxes_of
-from tests.backends.torch.runtime.checkpointing.saving import ADAMW, manifest_of
+from tests.backends.torch.runtime.checkpointing.saving import ADAMW, drawn, manifest_of
 
 RANKS = 5
 
 
 def manifest(shapes: list[tuple[int, ...]], random: Random) -> Manifest:
     """Parameters in random blocks, each held by some ranks."""
-    entries = tuple(
-        ParameterEntry(f"w{index}", "float32", shape, random.random() < 0.8, Storage("draw"))
-        for index, shape in enumerate(shapes)
-    )
-    shards: list[list[ShardEntry]] = [[] for _ in range(RANKS)]
+    parameters = tuple(drawn(f"w{index}", shape, random.random() < 0.8) for index, shape in enumerate(shapes))
+    shards: list[list[Shard]] = [[] for _ in range(RANKS)]
     for index, shape in enumerate(shapes):
         ranks = random.sample(range(RANKS), RANKS)
         for box in boxes_of(shape, random)[:RANKS]:
             holders = tuple(ranks.pop() for _ in range(min(len(ranks), random.randrange(1, 3))))
             for rank in holders:
-                shards[rank].append(ShardEntry(index, box.starts, box.stops, holders))
-    whole = manifest_of(1)
-    form = {name: getattr(whole, name) for name in Manifest.__dataclass_fields__}
-    return Manifest(**form | {"world_size": RANKS, "parameters": entries, "shards": tuple(map(tuple, shards))})
+                shards[rank].append(Shard(index, box, holders, None))
+    other = manifest_of(1)
+    form = {name: getattr(other, name) for name in Manifest.__dataclass_fields__}
+    return Manifest(**form | {"world_size": RANKS, "parameters": parameters, "shards": tuple(map(tuple, shards))})
 
 
 @pytest.mark.parametrize("in_shares", [False, True])
@@ -45,7 +43,7 @@ def test_every_element_that_is_held_is_written_once(seed: int, in_shares: bool) 
     written = {index: np.zeros(shape, int) for index, shape in enumerate(shapes)}
     numbers = set()
     for rank, pieces in enumerate(write_blocks(found)):
-        held = {shard.parameter: Box(shard.starts, shard.stops) for shard in found.shards[rank]}
+        held = {shard.parameter: shard.box for shard in found.shards[rank]}
         for piece in pieces:
             assert piece.box.elements == 0 or piece.box.intersect(held[piece.parameter]) == piece.box
             written[piece.parameter][_region(piece.box)] += 1
@@ -56,7 +54,7 @@ def test_every_element_that_is_held_is_written_once(seed: int, in_shares: bool) 
         for shards in found.shards:
             for shard in shards:
                 if shard.parameter == index:
-                    expected[_region(Box(shard.starts, shard.stops))] = 1
+                    expected[_region(shard.box)] = 1
         np.testing.assert_array_equal(array, expected)
 
 
@@ -68,12 +66,10 @@ def test_copies_are_shared_evenly() -> None:
     """As a data-parallel run of five ranks holds them: a large table and small ones."""
     shapes = [(1000, 1024), (512, 512), *[(64, 64)] * 40]
     everyone = tuple(range(RANKS))
-    shards = tuple(ShardEntry(index, (0,) * len(shape), shape, everyone) for index, shape in enumerate(shapes))
-    whole = manifest([], Random(0))
-    form = {name: getattr(whole, name) for name in Manifest.__dataclass_fields__}
-    entries = tuple(
-        ParameterEntry(f"w{index}", "float32", shape, True, Storage("draw")) for index, shape in enumerate(shapes)
-    )
-    found = write_blocks(Manifest(**form | {"parameters": entries, "shards": (shards,) * RANKS}))
+    shards = tuple(Shard(index, whole(shape), everyone, None) for index, shape in enumerate(shapes))
+    other = manifest([], Random(0))
+    form = {name: getattr(other, name) for name in Manifest.__dataclass_fields__}
+    parameters = tuple(drawn(f"w{index}", shape) for index, shape in enumerate(shapes))
+    found = write_blocks(Manifest(**form | {"parameters": parameters, "shards": (shards,) * RANKS}))
     loads = [sum(piece.box.elements for piece in pieces) for pieces in found]
     assert max(loads) < 1.05 * sum(loads) / RANKS
