@@ -19,8 +19,9 @@ from autopipe.backends.torch.runtime.transport import (
     everyones,
     goes_at_once,
     is_summed_at_once,
+    start_all_reduce,
+    start_reduce_scatter,
     start_sum,
-    start_sum_of_rows,
 )
 from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, members, moves_between
 
@@ -234,8 +235,7 @@ def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) 
         if is_summed_at_once(tensor, group.process_group):
             return start_sum(tensor, group.process_group, how).wait()
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, how, group=group.process_group)
-    return total
+        return start_all_reduce(total, group.process_group, how).wait()
 
 
 def _gathered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
@@ -251,13 +251,7 @@ def _gathered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tenso
 
 def _scattered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
     group.traffic["reduce_scatter"] += tensor.nbytes
-    if tensor.is_cuda and dist.get_backend(group.process_group) == "gloo":  # It scatters tensors of the host alone.
-        return group.slice(_combined(tensor, group, dist.ReduceOp.SUM), dimension).contiguous()
     parts = tensor.chunk(group.size, dimension)
-    by_rank = [parts[group.order.index(place)].contiguous() for place in range(group.size)]
+    by_rank = torch.stack([parts[group.order.index(place)] for place in range(group.size)])
     with group.heartbeat.waiting():
-        if goes_at_once(tensor, group.process_group):
-            return start_sum_of_rows(torch.stack(by_rank), group.process_group).wait()
-        shard = torch.empty_like(by_rank[0])
-        dist.reduce_scatter(shard, by_rank, group=group.process_group)
-    return shard
+        return start_reduce_scatter(by_rank, group.process_group).wait()

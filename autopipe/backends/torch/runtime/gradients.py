@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.transport import PendingRecv, PendingReduce, Transport
+from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Block, Bucket, ElementRange, buckets_of
 
@@ -38,7 +38,7 @@ class ReducedBucket:
         """Gradients that its stage's last backward has still to give; where that has not begun, it only falls."""
         self.started = False
         self._transport = transport
-        self._pending: PendingRecv | PendingReduce | None = None
+        self._pending: PendingRecv | None = None
         if bucket.home is not None:
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._count)
@@ -52,7 +52,7 @@ class ReducedBucket:
         self.started = True
         self._pending = self._send()
 
-    def _send(self) -> PendingRecv | PendingReduce:
+    def _send(self) -> PendingRecv:
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
         row = torch.cat([gradient.reshape(-1) for gradient in gradients])
         for parameter in self.parameters:
@@ -94,7 +94,7 @@ class ShardedBucket(ReducedBucket):
             for start, parameter in zip(self.bucket.starts, self.parameters, strict=True)
         ]
 
-    def _send(self) -> PendingRecv | PendingReduce:
+    def _send(self) -> PendingRecv:
         gradients = torch.zeros_like(self._row)
         for parameter, place in zip(self.parameters, self._places(gradients), strict=True):
             if parameter.grad is not None:

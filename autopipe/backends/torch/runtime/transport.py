@@ -12,10 +12,10 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -41,33 +41,25 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(slots=True)
 class PendingRecv:
+    """A tensor that arrives; or, with `reduce`, tensors of all ranks, [ranks, ...], of which the sum or maximum is."""
+
     work: dist.Work | None
     buffer: torch.Tensor
     device: torch.device
     sent: torch.Tensor | None = None
     """Tensor sent by the same exchange, which must stay alive until it is done."""
+    reduce: dist.ReduceOp.RedOpType | None = None
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it is there. Over NCCL it is the device's current stream that waits."""
         if self.work is not None:
             self.work.wait()
             self.work = self.sent = None  # Gloo would wait a second time for ever.
+        if self.reduce == dist.ReduceOp.MAX:
+            return self.buffer.amax(0)
+        if self.reduce is not None:  # Added up in the order of ranks, so that all have the same.
+            return self.buffer.sum(0, dtype=self.buffer.dtype)
         return self.buffer if self.buffer.device == self.device else self.buffer.to(self.device, non_blocking=True)
-
-
-@dataclass(slots=True)
-class PendingReduce:
-    """Tensors of all ranks, [ranks, ...], to be added up, or reduced by maximum, once they are there."""
-
-    rows: PendingRecv
-    how: dist.ReduceOp.RedOpType
-
-    def wait(self) -> torch.Tensor:
-        """The sum; added up in the order of ranks, so that all have the same."""
-        rows = self.rows.wait()
-        if self.how == dist.ReduceOp.MAX:
-            return rows.amax(0)
-        return rows.sum(0, dtype=rows.dtype)
 
 
 @dataclass(slots=True)
@@ -111,15 +103,13 @@ class SendQueue:
         self._most_bytes = most_bytes
         self._under_way: deque[PendingSend] = deque()
         self._held_bytes = 0
-        self._given: SimpleQueue[PendingSend | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
-        self._waiting = 0
-        self._error: RuntimeError | None = None
+        self._thread = ThreadPoolExecutor(1, "sends")
+        self._waited_for: deque[Future[None]] = deque()
 
     def add(self, message: PendingSend) -> None:
         """Hold a message until it is gone. Raises what an earlier one ended with."""
-        self._check()
+        while self._waited_for and self._waited_for[0].done():
+            self._forget_one()
         self._under_way.append(message)
         self._held_bytes += message.bytes
         if not self._watched:
@@ -127,46 +117,27 @@ class SendQueue:
                 self._earliest()
             return
         while self._held_bytes > self._most_bytes:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._wait_for_each, name="sends", daemon=True)
-                self._thread.start()
-            with self._changed:
-                self._waiting += 1
-            self._given.put(self._earliest())
+            self._waited_for.append(self._thread.submit(self._earliest().wait))
 
     def _earliest(self) -> PendingSend:
         earliest = self._under_way.popleft()
         self._held_bytes -= earliest.bytes
         return earliest
 
+    def _forget_one(self) -> None:
+        """Wait for the first that the thread waits for. One that failed stays, and fails all that come behind it."""
+        self._waited_for[0].result()
+        self._waited_for.popleft()
+
     def finish(self) -> None:
         """Wait until all are gone. Raises what one ended with."""
         while self._under_way:
             self._earliest().wait()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or self._error is not None)
-        self._check()
+        while self._waited_for:
+            self._forget_one()
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._given.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _wait_for_each(self) -> None:
-        while (message := self._given.get()) is not None:
-            try:
-                message.wait()
-            except RuntimeError as error:  # The rank's own thread shall end with it.
-                self._error = error
-            del message
-            with self._changed:
-                self._waiting -= 1
-                self._changed.notify()
+        self._thread.shutdown()
 
 
 class RecvBufferPool:
@@ -200,7 +171,7 @@ _SMALL_BYTES = 1 << 17
 
 
 def goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """True if a collective of the tensor is small enough for a direct exchange."""
+    """True where every rank sends to all others directly: tensors in host memory, over gloo."""
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
@@ -211,33 +182,56 @@ def is_summed_at_once(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> 
 
 def everyones(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The tensors of all ranks of the group, by rank; [ranks, ...]."""
-    return _swap(_for_each(tensor, group), group).wait()
+    return _swap(tensor.detach().expand(dist.get_world_size(group), *tensor.shape), group).wait()
 
 
 def start_sum(
     tensor: torch.Tensor, group: dist.ProcessGroup | None, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> PendingReduce:
+) -> PendingRecv:
     """Start adding up all ranks' tensors, or take what else `how` says of them."""
-    return PendingReduce(_swap(_for_each(tensor, group), group), how)
+    return _swap(tensor.detach().expand(dist.get_world_size(group), *tensor.shape), group, how)
 
 
-def start_sum_of_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingReduce:
+def start_sum_of_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
     """Start adding up, of all ranks' [ranks, ...], the rows that are this rank's."""
-    return PendingReduce(_swap(rows, group), dist.ReduceOp.SUM)
+    return _swap(rows, group, dist.ReduceOp.SUM)
 
 
-def _for_each(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return tensor.detach().expand(dist.get_world_size(group), *tensor.shape)
-
-
-def _swap(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
+def _swap(
+    rows: torch.Tensor, group: dist.ProcessGroup | None, reduce: dist.ReduceOp.RedOpType | None = None
+) -> PendingRecv:
     """Start sending row i to rank i; what arrives is row i from rank i."""
     rows = rows.contiguous()
     received = torch.empty_like(rows)
     work = dist.all_to_all_single(received, rows, group=group, async_op=True)
+    return PendingRecv(_started(work), received, received.device, rows, reduce)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise LaunchError("this rank is not in the group that exchanges")
-    return PendingRecv(work, received, received.device, rows)
+    return work
+
+
+def start_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> PendingRecv:
+    """Start adding up all ranks' tensors, or take what else `how` says of them; large ones in place."""
+    if is_summed_at_once(tensor, group):
+        return start_sum(tensor, group, how)
+    work = dist.all_reduce(tensor, how, group=group, async_op=True)
+    return PendingRecv(_started(work), tensor, tensor.device)
+
+
+def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
+    """Start adding up, of all ranks' [ranks, ...], the rows that are this rank's; it may be done in place."""
+    if goes_at_once(rows, group):
+        return start_sum_of_rows(rows, group)
+    if rows.is_cuda and dist.get_backend(group) == "gloo":  # It scatters tensors of the host alone.
+        return replace(start_all_reduce(rows, group), buffer=rows[dist.get_rank(group)])
+    share = torch.empty_like(rows[0])
+    work = dist.reduce_scatter_tensor(share, rows, group=group, async_op=True)
+    return PendingRecv(_started(work), share, share.device, rows)
 
 
 class ControlGroup:
@@ -407,44 +401,24 @@ class Transport:
             give_way()
         return PendingRecv(work, buffer, self.device)
 
-    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv | PendingReduce:
+    def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
         """Start adding up a gradient over the ranks; it may be done in place."""
         self.traffic["gradient"] += tensor.nbytes
-        group = self.group(ranks)
-        if is_summed_at_once(tensor, group):
-            return start_sum(tensor, group)
-        return self._start_in_place(tensor, ranks)
+        return start_all_reduce(tensor, self.group(ranks))
 
-    def _start_in_place(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
-        work: dist.Work | None = dist.all_reduce(tensor, group=self.group(ranks), async_op=True)
-        if work is None:
-            raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")
-        return PendingRecv(work, tensor, tensor.device)
-
-    def start_reduce_scatter(self, row: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv | PendingReduce:
+    def start_reduce_scatter(self, row: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
         """Start adding up gradients over the ranks, of which this rank gets its share of the sums."""
         self.traffic["gradient"] += row.nbytes
-        if self.staged:  # gloo scatters tensors of the host alone.
-            sums = self._start_in_place(row, ranks)
-            return replace(sums, buffer=row.chunk(len(ranks))[ranks.index(self.rank)])
-        group = self.group(ranks)
-        if goes_at_once(row, group):
-            return start_sum_of_rows(row.view(len(ranks), -1), group)
-        parts = list(row.chunk(len(ranks)))
-        share = torch.empty_like(parts[0])
-        started: dist.Work | None = dist.reduce_scatter(share, parts, group=group, async_op=True)
-        if started is None:
-            raise LaunchError(f"rank {self.rank} is not among ranks {ranks}")
-        return PendingRecv(started, share, share.device, row)
+        return start_reduce_scatter(row.view(len(ranks), -1), self.group(ranks))
 
     def gather(self, row: torch.Tensor, ranks: tuple[int, ...]) -> None:
         """Fill a row, of which each of the ranks has its share in place. Counted by who asks for it."""
-        parts = list(row.chunk(len(ranks)))
-        own, group = parts[ranks.index(self.rank)], self.group(ranks)
+        rows, group = row.view(len(ranks), -1), self.group(ranks)
+        own = rows[ranks.index(self.rank)]
         if goes_at_once(row, group):
-            row.view(len(ranks), -1).copy_(everyones(own, group))
+            rows.copy_(everyones(own, group))
         else:
-            dist.all_gather(parts, own, group=group)
+            dist.all_gather(list(rows.unbind()), own, group=group)
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """Every rank's numbers, by rank."""

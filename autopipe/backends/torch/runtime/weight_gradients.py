@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,24 +26,19 @@ Operands = tuple[Any, ...]
 Settings = Mapping[str, Any]
 Add = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds a weight's gradient to `parameter.grad`: takes the operand beside the weight, and the result's gradient."""
+Formula = tuple[tuple[torch.Tensor, ...], Add]
+"""How an operator runs without the history of its weight: the weight, and what waits with it, detached, in place of the
+operands behind the first; and how the weight's gradient comes about."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A whole parameter as an operator reads it: as it is, or its transpose."""
-
-    parameter: torch.Tensor
-    transposed: bool
-
-    @staticmethod
-    def of(operand: torch.Tensor) -> Weight | None:
-        """The parameter that an operand is; None where it is another view of one."""
-        base = operand if operand._base is None else operand._base
-        if operand.shape == base.shape and operand.stride() == base.stride():
-            return Weight(base, False)
-        if base.dim() == 2 and operand.shape == base.shape[::-1] and operand.stride() == base.stride()[::-1]:
-            return Weight(base, True)
-        return None
+def _whole_parameter(operand: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
+    """The parameter that an operand is, and whether it is its transpose; None where it is another view of one."""
+    base = operand if operand._base is None else operand._base
+    if operand.shape == base.shape and operand.stride() == base.stride():
+        return base, False
+    if base.dim() == 2 and operand.shape == base.shape[::-1] and operand.stride() == base.stride()[::-1]:
+        return base, True
+    return None
 
 
 def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -54,18 +49,81 @@ def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """How an operator runs without the history of its weight, and how the weight's gradient comes about."""
+def _product(
+    rows_first: bool, parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings
+) -> Formula | None:
+    """`x @ weight`, or `x @ weight.t()` where the weight has the rows of the result first."""
+    if settings or operands[0].dim() < 2 or operands[1].dim() != 2:
+        return None
+    flip = rows_first is not transposed
 
-    function: Function
-    detached: tuple[torch.Tensor, ...]
-    """The weight, and what waits with it, in place of the operands behind the first."""
-    add: Add
+    def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
+        left, right = source.flatten(0, -2), gradient.flatten(0, -2)
+        left, right = (right, left) if flip else (left, right)
+        if parameter.grad is None:
+            parameter.grad = left.t() @ right
+        else:
+            parameter.grad.addmm_(left.t(), right)
+
+    return (operands[1].detach(),), add
+
+
+def _convolution(
+    upwards: bool, parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings
+) -> Formula | None:
+    """A convolution, `upwards` a transposed one; its bias waits with the weight, since libraries compute both gradients
+    in one."""
+    bias: torch.Tensor | None = operands[2] if len(operands) > 2 else None
+    trained = bias if bias is not None and bias.requires_grad else None
+    if transposed or len(operands) > 3 or (trained is not None and not trained.is_leaf):
+        return None
+    axes = parameter.dim() - 2
+    if operands[0].dim() != axes + 2 or isinstance(settings.get("padding"), str):
+        return None
+
+    def each(name: str, neutral: int) -> list[int]:
+        value = settings.get(name, neutral)
+        return [value] * axes if isinstance(value, int) else list(value)
+
+    words = each("stride", 1), each("padding", 0), each("dilation", 1), upwards, each("output_padding", 0)
+    groups, sizes = settings.get("groups", 1), None if trained is None else list(trained.shape)
+
+    def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
+        _, found, shifts = torch.ops.aten.convolution_backward(
+            gradient, source, parameter, sizes, *words, groups, [False, True, trained is not None]
+        )
+        add_to(parameter, found)
+        if trained is not None:
+            add_to(trained, shifts)
+
+    return tuple(each.detach() for each in operands[1:] if each is not None), add
+
+
+def _lookup(parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings) -> Formula | None:
+    if settings or transposed or len(operands) != 2:
+        return None
+
+    def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
+        found = torch.ops.aten.embedding_dense_backward(gradient, source, len(parameter), -1, False)
+        add_to(parameter, found)
+
+    return (operands[1].detach(),), add
+
+
+_FORMULAS: dict[Function, Callable[[torch.Tensor, bool, Operands, Settings], Formula | None]] = {
+    F.linear: partial(_product, True),
+    torch.matmul: partial(_product, False),
+    torch.mm: partial(_product, False),
+    F.embedding: _lookup,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), partial(_convolution, False)),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), partial(_convolution, True)),
+}
 
 
 @dataclass(slots=True)
 class FormulaGradient:
+    """The gradient of one operator's weight by formula."""
+
     add: Add
     source: torch.Tensor
     arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
@@ -89,99 +147,22 @@ class FormulaGradient:
             self.add(self.source, gradient)
 
 
-def formula_of(function: Function, operands: Operands, settings: Settings, places: tuple[int, ...]) -> Formula | None:
-    """The formula for calls of an operator of whose operands those at `places` are weights; None where there is none.
+@dataclass(frozen=True, slots=True)
+class AutogradWeightGradient:
+    """Gradients of one operator's parameters by autograd: where its graph begins and ends, and what comes in."""
 
-    There is none under autocast, which casts weights and what flows alike.
-    """
-    make = _FORMULAS.get(function)
-    if make is None or places != (1,):
-        return None
-    weight = Weight.of(operands[1])
-    if weight is None or torch.is_autocast_enabled(operands[1].device.type):
-        return None
-    found = make(weight, operands, settings)
-    return None if found is None else Formula(function, *found)
+    result: GradientEdge
+    operands: list[GradientEdge]
+    parameters: list[torch.Tensor]
+    arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
 
-
-_Found = tuple[tuple[torch.Tensor, ...], Add]
-"""The parameter that is detached, and how its gradient is added."""
+    def compute(self) -> None:
+        for gradients in self.arrived:
+            torch.autograd.backward(self.parameters, torch.autograd.grad([self.result], self.operands, gradients))
 
 
-def _product(rows_first: bool, weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
-    """`x @ weight`, or `x @ weight.t()` where the weight has the rows of the result first."""
-    if settings or operands[0].dim() < 2 or operands[1].dim() != 2:
-        return None
-    parameter, flip = weight.parameter, rows_first is not weight.transposed
-
-    def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
-        left, right = source.flatten(0, -2), gradient.flatten(0, -2)
-        left, right = (right, left) if flip else (left, right)
-        if parameter.grad is None:
-            parameter.grad = left.t() @ right
-        else:
-            parameter.grad.addmm_(left.t(), right)
-
-    return (operands[1].detach(),), add
-
-
-def _convolution(transposed: bool, weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
-    """A convolution; its bias waits with the weight, since libraries compute both gradients in one."""
-    bias: torch.Tensor | None = operands[2] if len(operands) > 2 else None
-    trained = bias if bias is not None and bias.requires_grad else None
-    if weight.transposed or len(operands) > 3 or (trained is not None and not trained.is_leaf):
-        return None
-    axes = weight.parameter.dim() - 2
-    if operands[0].dim() != axes + 2 or isinstance(settings.get("padding"), str):
-        return None
-
-    def each(name: str, neutral: int) -> list[int]:
-        value = settings.get(name, neutral)
-        return [value] * axes if isinstance(value, int) else list(value)
-
-    words = each("stride", 1), each("padding", 0), each("dilation", 1), transposed, each("output_padding", 0)
-    groups, sizes = settings.get("groups", 1), None if trained is None else list(trained.shape)
-
-    def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
-        _, found, shifts = torch.ops.aten.convolution_backward(
-            gradient, source, weight.parameter, sizes, *words, groups, [False, True, trained is not None]
-        )
-        add_to(weight.parameter, found)
-        if trained is not None:
-            add_to(trained, shifts)
-
-    return tuple(each.detach() for each in operands[1:] if each is not None), add
-
-
-def _lookup(weight: Weight, operands: Operands, settings: Settings) -> _Found | None:
-    if settings or weight.transposed or len(operands) != 2:
-        return None
-    rows = len(weight.parameter)
-
-    def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
-        add_to(weight.parameter, torch.ops.aten.embedding_dense_backward(gradient, source, rows, -1, False))
-
-    return (operands[1].detach(),), add
-
-
-_FORMULAS: dict[Function, Callable[[Weight, Operands, Settings], _Found | None]] = {
-    F.linear: partial(_product, True),
-    torch.matmul: partial(_product, False),
-    torch.mm: partial(_product, False),
-    F.embedding: _lookup,
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), partial(_convolution, False)),
-    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), partial(_convolution, True)),
-}
-
-
-class DeferredGradients(Protocol):
-    """Gradients of one operator's parameters, which `compute` adds to theirs if backward has come to the operator."""
-
-    def compute(self) -> None: ...
-
-
-Waiting = list[DeferredGradients]
-"""Of a forward's operators, in the order in which it called them."""
+Waiting = list[FormulaGradient | AutogradWeightGradient]
+"""Of a forward's operators, in the order in which it called them. One that backward does not come to adds nothing."""
 
 
 def compute_all(waiting: Waiting) -> None:
@@ -197,7 +178,7 @@ class WeightGradQueue:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         # A bias is no such parameter: its gradient is a sum, cheaper computed than waited for.
         self._weights = {id(each) for each in parameters if each.requires_grad and each.dim() > 1}
-        self._known: dict[str, list[Formula | None]] = {}
+        self._known: dict[str, list[tuple[Function, Formula | None]]] = {}
         """Of the calls of a forward, or a segment of one by its name, which are always the same."""
         self.begin()
         self._waiting: Waiting = []
@@ -218,20 +199,29 @@ class WeightGradQueue:
         if not torch.is_grad_enabled():
             return function(*operands, **settings)
         if self._calls == len(self._formulas):
-            self._formulas.append(formula_of(function, operands, settings, self._places(operands)))
-        formula = self._formulas[self._calls]
+            self._formulas.append((function, self._formula_of(function, operands, settings)))
+        known, formula = self._formulas[self._calls]
         self._calls += 1
-        if formula is None or formula.function is not function:
+        if formula is None or known is not function:
             places = self._places(operands)
             if not places:
                 return function(*operands, **settings)
             deferred: torch.Tensor = _Deferred.apply(self._waiting, function, settings, places, *operands)  # type: ignore[no-untyped-call]
             return deferred
-        result = function(operands[0], *formula.detached, *operands[1 + len(formula.detached) :], **settings)
-        waits = FormulaGradient(formula.add, operands[0].detach())
+        detached, add = formula
+        result = function(operands[0], *detached, *operands[1 + len(detached) :], **settings)
+        waits = FormulaGradient(add, operands[0].detach())
         self._waiting.append(waits)
         waits.follow(result)
         return result
+
+    def _formula_of(self, function: Function, operands: Operands, settings: Settings) -> Formula | None:
+        """The formula for a call; None where there is none, as under autocast, which casts weights and what flows."""
+        make = _FORMULAS.get(function)
+        if make is None or self._places(operands) != (1,) or torch.is_autocast_enabled(operands[1].device.type):
+            return None
+        weight = _whole_parameter(operands[1])
+        return None if weight is None else make(*weight, operands, settings)
 
     def _places(self, operands: Operands) -> tuple[int, ...]:
         return tuple(
@@ -245,20 +235,6 @@ class WeightGradQueue:
         taken, self._waiting = self._waiting, []
         self.begin()
         return taken
-
-
-@dataclass(frozen=True, slots=True)
-class AutogradWeightGradient:
-    """Gradients of one operator's parameters by autograd: where its graph begins and ends, and what comes in."""
-
-    result: GradientEdge
-    operands: list[GradientEdge]
-    parameters: list[torch.Tensor]
-    arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-
-    def compute(self) -> None:
-        for gradients in self.arrived:
-            torch.autograd.backward(self.parameters, torch.autograd.grad([self.result], self.operands, gradients))
 
 
 class _Deferred(torch.autograd.Function):

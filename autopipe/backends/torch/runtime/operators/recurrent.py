@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,21 +24,6 @@ Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]
 """From a step's input, as all gates have it, the states before it and all units' outputs before it, to the states after
 it, the output first."""
 CellFactory = Callable[["Layer", int, list[Activation]], Cell]
-
-
-class Settings(TypedDict, total=False):
-    """Operands and settings that all three layers take by name."""
-
-    bias: Tensor | None
-    lengths: Tensor | None
-    hidden: Tensor | None
-    direction: str
-    activations: tuple[str, ...]
-    alpha: tuple[float, ...]
-    beta: tuple[float, ...]
-    clip: float | None
-    batch_first: bool
-    group: ShardedAxis | None
 
 
 @dataclass(slots=True)
@@ -204,7 +189,7 @@ def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> A
     return lambda x: function(x, alpha, beta)
 
 
-def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Unpack[Settings]) -> tuple[Tensor, ...]:
+def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple[Tensor, ...]:
     """Elman's network: `h' = f(W x + R h + b)`. Returns all outputs and the last states."""
     layer = Layer(x, weight, recurrence, **settings)
     kinds = set(layer.activations or ("tanh",))
@@ -219,7 +204,7 @@ def _elman_cell(layer: Layer, direction: int, functions: list[Activation]) -> Ce
 
 
 def gru(
-    x: Tensor, weight: Tensor, recurrence: Tensor, *, reset_after: bool = False, **settings: Unpack[Settings]
+    x: Tensor, weight: Tensor, recurrence: Tensor, *, reset_after: bool = False, **settings: Any
 ) -> tuple[Tensor, ...]:
     """Gated recurrent unit, gates in ONNX's order: update, reset, hidden. Returns all outputs and the last states.
 
@@ -259,7 +244,7 @@ def lstm(
     cell: Tensor | None = None,
     peepholes: Tensor | None = None,
     coupled: bool = False,
-    **settings: Unpack[Settings],
+    **settings: Any,
 ) -> tuple[Tensor, ...]:
     """Long short-term memory, gates in ONNX's order: input, output, forget, cell.
 

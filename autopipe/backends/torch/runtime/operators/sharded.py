@@ -84,14 +84,12 @@ def _places(indices: Tensor, rows: int, group: ShardedAxis) -> tuple[Tensor, Ten
     return own_places(places, rows, group)
 
 
-def softmax_part(scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
-    found: Tensor = _Softmax.apply(precise(scores), dim, group, False)  # type: ignore[no-untyped-call]
+def _softmax(logarithm: bool, scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
+    found: Tensor = _Softmax.apply(precise(scores), dim, group, logarithm)  # type: ignore[no-untyped-call]
     return found
 
 
-def log_softmax_part(scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
-    found: Tensor = _Softmax.apply(precise(scores), dim, group, True)  # type: ignore[no-untyped-call]
-    return found
+softmax_part, log_softmax_part = partial(_softmax, False), partial(_softmax, True)
 
 
 class _Softmax(torch.autograd.Function):
@@ -114,8 +112,34 @@ class _Softmax(torch.autograd.Function):
         return product - (result.exp() if context.logarithm else result) * total, None, None, None
 
 
+class _CrossEntropy(torch.autograd.Function):
+    """Losses by label. Only exponentials of the scores are kept, and backward is one pass over them."""
+
+    @staticmethod
+    def forward(context: Any, scores: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
+        largest = group.largest(scores.amax(1, keepdim=True))
+        picked = scores.gather(1, places.unsqueeze(1)) - largest
+        exponentials = (scores - largest).exp_()
+        total = group.total(exponentials.sum(1, keepdim=True))
+        context.group = group
+        context.save_for_backward(exponentials, total, places, own)
+        return ((total.log() - picked).squeeze(1) * own).masked_fill(own == 0, 0)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, total, places, own = context.saved_tensors
+        share = (gradients[0] * own).unsqueeze(1)
+        found = exponentials * (context.group.total(share) / total)
+        return found.scatter_add_(1, places.unsqueeze(1), -share), None, None, None
+
+
+def _likelihoods(logarithms: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
+    picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
+    return -(picked * own).masked_fill(own == 0, 0)
+
+
 def _loss_part(
-    losses_of: Callable[[Tensor, Tensor, Tensor, ShardedAxis], Tensor],
+    losses_of: Callable[..., Any],
     scores: Tensor,
     labels: Tensor,
     weight: Tensor | None = None,
@@ -136,7 +160,7 @@ def _loss_part(
     torch._assert_async(((known >= 0) & (known < classes * group.size)).all(), "a label is out of range")
     places, mine = own_places(known, classes, group)
     weights = _weights(labels, weight, ignore_index, scores.dtype)
-    losses = losses_of(scores, places, weights * mine, group)
+    losses: Tensor = losses_of(scores, places, weights * mine, group)
     if reduction == "none":
         return losses
     if reduction == "sum":
@@ -145,18 +169,8 @@ def _loss_part(
     return losses.sum() / (total if batch is None else batch.total(total))
 
 
-def _cross_entropies(scores: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
-    losses: Tensor = _CrossEntropy.apply(scores, places, own, group)  # type: ignore[no-untyped-call]
-    return losses
-
-
-def _likelihoods(logarithms: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
-    picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
-    return -(picked * own).masked_fill(own == 0, 0)
-
-
 def cross_entropy_part(scores: Tensor, *labels: Any, **settings: Any) -> Tensor:
-    return _loss_part(_cross_entropies, precise(scores), *labels, **settings)
+    return _loss_part(_CrossEntropy.apply, precise(scores), *labels, **settings)
 
 
 nll_part = partial(_loss_part, _likelihoods)
@@ -200,144 +214,21 @@ def _weights(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: to
     return counts.to(dtype) if weight is None else weight.to(dtype)[labels.masked_fill(~counts, 0)] * counts
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Losses by label. Only exponentials of the scores are kept, and backward is one pass over them."""
-
-    @staticmethod
-    def forward(context: Any, scores: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
-        largest = group.largest(scores.amax(1, keepdim=True))
-        picked = scores.gather(1, places.unsqueeze(1)) - largest
-        exponentials = (scores - largest).exp_()
-        total = group.total(exponentials.sum(1, keepdim=True))
-        context.group = group
-        context.save_for_backward(exponentials, total, places, own)
-        return ((total.log() - picked).squeeze(1) * own).masked_fill(own == 0, 0)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        exponentials, total, places, own = context.saved_tensors
-        share = (gradients[0] * own).unsqueeze(1)
-        found = exponentials * (context.group.total(share) / total)
-        return found.scatter_add_(1, places.unsqueeze(1), -share), None, None, None
-
-
-Inverse = Callable[[Tensor], Tensor]
-"""Factor to multiply by, from the variance."""
-
-
-def layer_norm_part(
-    x: Tensor, dims: tuple[int, ...], scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis
-) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's part of a layer normalisation over `dims`, which are the last; the mean and 1 / deviation."""
-    y, mean, variance = _standardized(precise(x), dims, lambda variance: torch.rsqrt(variance + epsilon), group)
-    y = y * scale
-    return y if bias is None else y + bias, mean, torch.rsqrt(variance + epsilon)
-
-
-def rms_norm_part(x: Tensor, dims: tuple[int, ...], scale: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
-    x = precise(x)
-    data = wide(x)
-    squares = group.all_reduce(data.square().sum(dims, keepdim=True))
-    return (data * torch.rsqrt(squares / (math.prod(x.shape[dim] for dim in dims) * group.size) + epsilon)).to(
-        x.dtype
-    ) * scale
-
-
-def skip_layer_norm_part(
-    x: Tensor,
-    skip: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    bias: Tensor | None,
-    epsilon: float,
-    group: ShardedAxis,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = x + skip if bias is None else x + skip + bias
-    return *layer_norm_part(total, (-1,), scale, shift, epsilon, group), total
-
-
-def skip_rms_norm_part(
-    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis
-) -> tuple[Tensor, None, None, Tensor]:
-    total = x + skip if bias is None else x + skip + bias
-    return rms_norm_part(total, (-1,), scale, epsilon, group), None, None, total
-
-
-def batch_norm_part(
-    x: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    momentum: float,
-    epsilon: float,
-    group: ShardedAxis,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x normalised by the statistics of all ranks' samples; what else `operators.batch_norm` gives, on every rank."""
-    dims = tuple(axis for axis in range(x.dim()) if axis != 1)
-    y, own_mean, own_variance = _standardized(x, dims, lambda variance: torch.rsqrt(variance + epsilon), group)
-    own_mean, own_variance = (each.reshape(-1).to(mean.dtype) for each in (own_mean, own_variance))
-    moved_mean = mean * momentum + own_mean * (1 - momentum)
-    moved_variance = variance * momentum + own_variance * (1 - momentum)
-    return _by_channel(y, scale, bias), moved_mean, moved_variance, own_mean, own_variance
-
-
-def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
-    return _by_channel(
-        _standardized(x, tuple(range(2, x.dim())), lambda variance: torch.rsqrt(variance + epsilon), group)[0],
-        scale,
-        bias,
-    )
-
-
-def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
-    x = precise(x)
-    apart = x.reshape(x.shape[0], groups, -1)
-    return _by_channel(
-        _standardized(apart, (2,), lambda variance: torch.rsqrt(variance + epsilon), group)[0].reshape(x.shape),
-        scale,
-        bias,
-    )
-
-
-def mean_variance_norm_part(x: Tensor, dims: tuple[int, ...], group: ShardedAxis) -> Tensor:
-    """This rank's part of x less its mean over its standard deviation (plus 1e-9), over `dims`."""
-    return _standardized(x, dims, lambda variance: 1 / (torch.sqrt(variance) + 1e-9), group)[0]
-
-
-def normalize_part(x: Tensor, p: int, dim: int, group: ShardedAxis) -> Tensor:
-    """This rank's part of x over its p-norm along `dim`; p is 1 or 2."""
-    data = wide(x)
-    if p == 1:
-        norm = group.all_reduce(data.abs().sum(dim, keepdim=True)).clamp_min(1e-12)
-    else:
-        norm = group.all_reduce(data.square().sum(dim, keepdim=True)).clamp_min(1e-24).sqrt()
-    return (data / norm).to(x.dtype)
-
-
-def _by_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    shape = (-1, *[1] * (y.dim() - 2))
-    return (y * scale.reshape(shape) + bias.reshape(shape)).to(y.dtype)
-
-
-def _standardized(
-    x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: ShardedAxis
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x less its mean over all ranks' parts, times `inverse` of the variance; the mean and the variance."""
-    y, mean, variance = _Standardized.apply(wide(x), dims, inverse, group)  # type: ignore[no-untyped-call]
-    return y.to(x.dtype), mean, variance
+Dims = tuple[int, ...]
 
 
 class _Standardized(torch.autograd.Function):
+    """x less its mean, over its deviation (of a variance plus `epsilon`; or plus 1e-9, as ONNX defines, where None)."""
+
     @staticmethod
     def forward(
-        context: Any, x: Tensor, dims: tuple[int, ...], inverse: Inverse, group: ShardedAxis
+        context: Any, x: Tensor, dims: Dims, epsilon: float | None, group: ShardedAxis
     ) -> tuple[Tensor, Tensor, Tensor]:
         variance, mean = (each.double() for each in torch.var_mean(x, dims, correction=0, keepdim=True))
         mean, square = (group.total(torch.stack((mean, variance + mean.square()))) / group.size).unbind()
         variance = (square - mean.square()).clamp_min_(0)
-        factor = inverse(variance).to(x.dtype)
-        mean, variance = mean.to(x.dtype), variance.to(x.dtype)
+        factor = 1 / (torch.sqrt(variance) + 1e-9) if epsilon is None else torch.rsqrt(variance + epsilon)
+        mean, variance, factor = mean.to(x.dtype), variance.to(x.dtype), factor.to(x.dtype)
         y = (x - mean) * factor
         context.dims, context.group = dims, group
         context.count = math.prod(x.shape[dim] for dim in dims) * group.size
@@ -354,7 +245,114 @@ class _Standardized(torch.autograd.Function):
         return (gradient - mean - y * slope) * factor, None, None, None
 
 
-Dims = tuple[int, ...]
+def _standardized(x: Tensor, dims: Dims, epsilon: float | None, group: ShardedAxis) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of x standardised over all ranks' parts of `dims`; the mean and the variance."""
+    y, mean, variance = _Standardized.apply(wide(x), dims, epsilon, group)  # type: ignore[no-untyped-call]
+    return y.to(x.dtype), mean, variance
+
+
+def _by_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    shape = (-1, *[1] * (y.dim() - 2))
+    return (y * scale.reshape(shape) + bias.reshape(shape)).to(y.dtype)
+
+
+def layer_norm_part(
+    x: Tensor, dims: Dims, scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of a layer normalisation over `dims`, which are the last; the mean and 1 / deviation."""
+    y, mean, variance = _standardized(precise(x), dims, epsilon, group)
+    y = y * scale
+    return y if bias is None else y + bias, mean, torch.rsqrt(variance + epsilon)
+
+
+def rms_norm_part(x: Tensor, dims: Dims, scale: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
+    x = precise(x)
+    data = wide(x)
+    squares = group.all_reduce(data.square().sum(dims, keepdim=True))
+    count = math.prod(x.shape[dim] for dim in dims) * group.size
+    return (data * torch.rsqrt(squares / count + epsilon)).to(x.dtype) * scale
+
+
+def skip_layer_norm(
+    x: Tensor,
+    skip: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    bias: Tensor | None,
+    epsilon: float,
+    group: ShardedAxis | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Layer normalisation of `x + skip + bias`, its mean and 1 / deviation, and the sum; with `group` this rank's part
+    of the last axis."""
+    total = x + skip if bias is None else x + skip + bias
+    if group is not None:
+        return *layer_norm_part(total, (-1,), scale, shift, epsilon, group), total
+    return *torch.native_layer_norm(total, scale.shape, scale, shift, epsilon), total
+
+
+def skip_rms_norm(
+    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis | None = None
+) -> tuple[Tensor, None, None, Tensor]:
+    total = x + skip if bias is None else x + skip + bias
+    if group is not None:
+        return rms_norm_part(total, (-1,), scale, epsilon, group), None, None, total
+    return F.rms_norm(total, scale.shape, scale, epsilon), None, None, total
+
+
+def batch_norm(
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    momentum: float,
+    epsilon: float,
+    group: ShardedAxis | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x normalised by its own statistics, with `group` those of all ranks' samples; the running mean and variance moved
+    towards them; and these statistics.
+
+    Unlike torch, ONNX moves towards the population's variance, and `momentum` is what is left of the old.
+    """
+    axes = tuple(axis for axis in range(x.dim()) if axis != 1)
+    if group is None:
+        y = F.batch_norm(x, None, None, scale, bias, training=True, eps=epsilon)
+        own_variance, own_mean = torch.var_mean(x.detach().to(mean.dtype), axes, correction=0)
+    else:
+        y, own_mean, own_variance = _standardized(x, axes, epsilon, group)
+        y = _by_channel(y, scale, bias)
+        own_mean, own_variance = (each.reshape(-1).to(mean.dtype) for each in (own_mean, own_variance))
+    moved_mean = mean * momentum + own_mean * (1 - momentum)
+    moved_variance = variance * momentum + own_variance * (1 - momentum)
+    return y, moved_mean, moved_variance, own_mean, own_variance
+
+
+skip_layer_norm_part, skip_rms_norm_part, batch_norm_part = skip_layer_norm, skip_rms_norm, batch_norm
+
+
+def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
+    return _by_channel(_standardized(x, tuple(range(2, x.dim())), epsilon, group)[0], scale, bias)
+
+
+def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
+    x = precise(x)
+    y = _standardized(x.reshape(x.shape[0], groups, -1), (2,), epsilon, group)[0]
+    return _by_channel(y.reshape(x.shape), scale, bias)
+
+
+def mean_variance_norm_part(x: Tensor, dims: Dims, group: ShardedAxis) -> Tensor:
+    """This rank's part of x less its mean over its standard deviation (plus 1e-9), over `dims`."""
+    return _standardized(x, dims, None, group)[0]
+
+
+def normalize_part(x: Tensor, p: int, dim: int, group: ShardedAxis) -> Tensor:
+    """This rank's part of x over its p-norm along `dim`; p is 1 or 2."""
+    data = wide(x)
+    if p == 1:
+        norm = group.all_reduce(data.abs().sum(dim, keepdim=True)).clamp_min(1e-12)
+    else:
+        norm = group.all_reduce(data.square().sum(dim, keepdim=True)).clamp_min(1e-24).sqrt()
+    return (data / norm).to(x.dtype)
 
 
 def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: ShardedAxis) -> Tensor:
