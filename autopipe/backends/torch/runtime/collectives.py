@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopipe.backends.torch.runtime.parameters import region
 from autopipe.backends.torch.runtime.transport import (
     Transport,
     everyones,
@@ -33,6 +34,10 @@ Cuts = tuple[tuple[tuple[int, int], ...], ...]
 Windows = tuple[tuple[int, int, int, int], ...]
 """Dimensions read through windows, each with the step, offset and length of its blocks: see `WindowedBlocks`."""
 
+Slices = tuple[slice, ...]
+Blocks = tuple[tuple[Slices, ...], ...]
+"""By position."""
+
 
 class Group:
     """Ranks that exchange something, as seen from one of them: a stage's group, or those along axes of its mesh."""
@@ -44,9 +49,11 @@ class Group:
         self.position = ranks.index(transport.rank)
         self.order = tuple(sorted(ranks).index(each) for each in ranks)
         """Where each position's part is in what the process group gathers, which is by rank."""
-        self.process_group = transport.group(tuple(sorted(ranks)))
-        self.traffic = transport.traffic
-        self.heartbeat = transport.heartbeat
+        self._places = sorted(range(self.size), key=self.order.__getitem__)
+        """The position of each rank, the other way round."""
+        self._process_group = transport.group(tuple(sorted(ranks)))
+        self._traffic = transport.traffic
+        self._waiting = transport.heartbeat.waiting
         self._transport = transport
         self._along: dict[MeshAxes, Group] = {}
 
@@ -58,55 +65,47 @@ class Group:
             self._along[wanted] = Group(ranks, self._transport)
         return self._along[wanted]
 
-    def _exchange(self, tensor: torch.Tensor, run: Exchange, transpose: Exchange) -> torch.Tensor:
-        result: torch.Tensor = _Transposed.apply(tensor, run, transpose)  # type: ignore[no-untyped-call]
-        return result
-
     def all_reduce(self, tensor: torch.Tensor, divisor: int = 1) -> torch.Tensor:
         """The sum of all ranks' tensors, divided by `divisor`."""
-        total = self._exchange(tensor, self._sum, self._sum)
+        total = _exchange(tensor, self._sum, self._sum)
         return total / divisor if divisor > 1 else total
 
     def all_gather(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
         """The ranks' shards joined along `dimension`."""
-        gathered, scattered = (partial(run, group=self, dimension=dimension) for run in (_gathered, _scattered))
-        return self._exchange(tensor, gathered, scattered)
+        return _exchange(tensor, partial(self._gather, dimension), partial(self._scatter, dimension))
 
     def reduce_scatter(self, tensor: torch.Tensor, dimension: int, divisor: int = 1) -> torch.Tensor:
         """This rank's shard along `dimension` of the sum of all ranks' tensors, divided by `divisor`."""
-        gathered, scattered = (partial(run, group=self, dimension=dimension) for run in (_gathered, _scattered))
-        total = self._exchange(tensor, scattered, gathered)
+        total = _exchange(tensor, partial(self._scatter, dimension), partial(self._gather, dimension))
         return total / divisor if divisor > 1 else total
 
     def all_to_all(self, tensor: torch.Tensor, origin: int, dimension: int) -> torch.Tensor:
         """Of shards along `origin` this rank's shard along `dimension`."""
-        there = partial(_exchanged, group=self, origin=origin, dimension=dimension)
-        return self._exchange(tensor, there, partial(_exchanged, group=self, origin=dimension, dimension=origin))
+        return _exchange(tensor, partial(self._turn, origin, dimension), partial(self._turn, dimension, origin))
 
     def redistribute(
         self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows = (), fill: float = 0.0
     ) -> torch.Tensor:
         """This rank's block under `target` of a tensor held as `source` says, both as axes by dimension.
 
-        Axes are given as degree and stride. Ranks send one another what they lack. Blocks of `windows` may overlap;
-        where one sticks out of the tensor it is filled. Backward sends every block's gradient to where it came from,
-        which adds up what comes back.
+        Ranks send one another what they lack. Blocks of `windows` may overlap; where one sticks out of the tensor it is
+        filled. Backward sends every block's gradient to where it came from, which adds up what comes back.
         """
         moves = _moves(tuple(tensor.shape), self.size, self.position, source, target, windows)
 
         def there(before: torch.Tensor) -> torch.Tensor:
             after = before.new_full(moves.shape, fill)
-            for box, block in _swapped(before, moves.sent, after, moves.received, self):
+            for box, block in self._swap(before, moves.sent, after, moves.received):
                 after[box] = block
             return after
 
         def back(gradient: torch.Tensor) -> torch.Tensor:
             total = gradient.new_zeros(moves.origin)
-            for box, block in _swapped(gradient, moves.received, total, moves.sent, self):
+            for box, block in self._swap(gradient, moves.received, total, moves.sent):
                 total[box] += block
             return total
 
-        return self._exchange(tensor, there, back)
+        return _exchange(tensor, there, back)
 
     def edges(self, tensor: torch.Tensor, cuts: Cuts, windows: Windows, fill: float = 0.0) -> torch.Tensor:
         """This rank's block with what `windows` read of its neighbours': the same where no axes change."""
@@ -128,17 +127,78 @@ class Group:
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' tensors, element by element, as a number without a gradient of its own."""
-        self.traffic["all_reduce"] += tensor.nbytes
-        return _combined(tensor.detach(), self, dist.ReduceOp.MAX)
+        return self._sum(tensor.detach(), dist.ReduceOp.MAX)
 
     def slice(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
         """This rank's shard of a tensor that every rank holds whole."""
         extent = tensor.shape[dimension] // self.size
         return tensor.narrow(dimension, self.position * extent, extent)
 
-    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.traffic["all_reduce"] += tensor.nbytes
-        return _combined(tensor, self, dist.ReduceOp.SUM)
+    def _sum(self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        self._traffic["all_reduce"] += tensor.nbytes
+        with self._waiting():
+            if is_summed_at_once(tensor, self._process_group):
+                return start_sum(tensor, self._process_group, how).wait()
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            return start_all_reduce(total, self._process_group, how).wait()
+
+    def _gather(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+        self._traffic["all_gather"] += tensor.nbytes * self.size
+        with self._waiting():
+            if goes_at_once(tensor, self._process_group):
+                parts = list(everyones(tensor, self._process_group))
+            else:
+                parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.ranks]
+                dist.all_gather(parts, tensor.contiguous(), group=self._process_group)
+        return torch.cat([parts[place] for place in self.order], dimension)
+
+    def _scatter(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+        self._traffic["reduce_scatter"] += tensor.nbytes
+        rows = tensor.unflatten(dimension, (self.size, -1)).movedim(dimension, 0)
+        if self._places != list(range(self.size)):
+            rows = rows[self._places]
+        with self._waiting():
+            return start_reduce_scatter(rows, self._process_group).wait()
+
+    def _turn(self, origin: int, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+        parts = [part.contiguous() for part in tensor.chunk(self.size, dimension)]
+        self._traffic["all_to_all"] += tensor.nbytes
+        arrived = self._all_to_all([part.reshape(-1) for part in parts], [parts[0].numel()] * self.size)
+        return torch.cat([part.reshape(parts[0].shape) for part in arrived], origin)
+
+    def _swap(
+        self, before: torch.Tensor, sent: Blocks, after: torch.Tensor, received: Blocks
+    ) -> Iterator[tuple[Slices, torch.Tensor]]:
+        """Send the blocks `sent[i]` of one tensor to position i; where in the other what comes back belongs, and it."""
+        parts = [
+            torch.cat([before[box].reshape(-1) for box in boxes]) if boxes else before.new_empty(0) for boxes in sent
+        ]
+        shapes = [[after[box].shape for box in boxes] for boxes in received]
+        sizes = [sum(shape.numel() for shape in each) for each in shapes]
+        self._traffic["redistribute"] += (sum(sizes) - sizes[self.position]) * after.element_size()
+        for boxes, each, whole in zip(received, shapes, self._all_to_all(parts, sizes), strict=True):
+            flat = whole.split([shape.numel() for shape in each])
+            yield from ((box, part.reshape(shape)) for box, shape, part in zip(boxes, each, flat, strict=True))
+
+    def _all_to_all(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """Flat parts to each position for flat parts of `sizes` elements from each position."""
+        sent = torch.cat([parts[position] for position in self._places])
+        received = sent.new_empty(sum(sizes))
+        outgoing = [len(parts[position]) for position in self._places]
+        incoming = [sizes[position] for position in self._places]
+        backend = dist.get_backend(self._process_group)
+        if sent.is_cuda and backend == "gloo":  # It exchanges tensors of the host alone.
+            host = received.cpu()
+            with self._waiting():
+                dist.all_to_all_single(host, sent.cpu(), incoming, outgoing, group=self._process_group)
+            received.copy_(host)
+        elif backend == "fake":  # That of dry runs lets no rank receive that sends nothing.
+            received.zero_()
+        else:
+            with self._waiting():
+                dist.all_to_all_single(received, sent, incoming, outgoing, group=self._process_group)
+        by_rank = received.split(incoming)
+        return [by_rank[place] for place in self.order]
 
 
 class _Transposed(torch.autograd.Function):
@@ -154,9 +214,9 @@ class _Transposed(torch.autograd.Function):
         return context.transpose(gradients[0]), None, None
 
 
-Slices = tuple[slice, ...]
-Blocks = tuple[tuple[Slices, ...], ...]
-"""By position."""
+def _exchange(tensor: torch.Tensor, run: Exchange, transpose: Exchange) -> torch.Tensor:
+    result: torch.Tensor = _Transposed.apply(tensor, run, transpose)  # type: ignore[no-untyped-call]
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,77 +241,7 @@ def _moves(shape: tuple[int, ...], size: int, position: int, source: Cuts, targe
     received: list[list[Slices]] = [[] for _ in range(size)]
     for move in moves_between(have, need, size):
         if move.source == position:
-            box = move.box.within(have.box(position))
-            sent[move.target].append(tuple(map(slice, box.starts, box.stops)))
+            sent[move.target].append(region(move.box.within(have.box(position))))
         if move.target == position:
-            box = move.box.within(need.box(position))
-            received[move.source].append(tuple(map(slice, box.starts, box.stops)))
+            received[move.source].append(region(move.box.within(need.box(position))))
     return _Moves(shape, need.local_shape(), tuple(map(tuple, sent)), tuple(map(tuple, received)))
-
-
-def _swapped(
-    before: torch.Tensor, sent: Blocks, after: torch.Tensor, received: Blocks, group: Group
-) -> Iterator[tuple[Slices, torch.Tensor]]:
-    """Send the blocks `sent[i]` of one tensor to position i; where in the other what comes back belongs, and that."""
-    parts = [torch.cat([before[box].reshape(-1) for box in boxes]) if boxes else before.new_empty(0) for boxes in sent]
-    shapes = [[after[box].shape for box in boxes] for boxes in received]
-    sizes = [sum(shape.numel() for shape in each) for each in shapes]
-    group.traffic["redistribute"] += (sum(sizes) - sizes[group.position]) * after.element_size()
-    for boxes, each, whole in zip(received, shapes, _all_to_all(parts, sizes, group), strict=True):
-        flat = whole.split([shape.numel() for shape in each])
-        yield from ((box, part.reshape(shape)) for box, shape, part in zip(boxes, each, flat, strict=True))
-
-
-def _all_to_all(parts: list[torch.Tensor], sizes: list[int], group: Group) -> list[torch.Tensor]:
-    """Flat parts to each position for flat parts of `sizes` elements from each position."""
-    places = sorted(range(group.size), key=group.order.__getitem__)
-    sent = torch.cat([parts[place] for place in places])
-    received = sent.new_empty(sum(sizes))
-    outgoing, incoming = [len(parts[place]) for place in places], [sizes[place] for place in places]
-    backend = dist.get_backend(group.process_group)
-    if sent.is_cuda and backend == "gloo":  # It exchanges tensors of the host alone.
-        host = received.cpu()
-        with group.heartbeat.waiting():
-            dist.all_to_all_single(host, sent.cpu(), incoming, outgoing, group=group.process_group)
-        received.copy_(host)
-    elif backend == "fake":  # That of dry runs lets no rank receive that sends nothing.
-        received.zero_()
-    else:
-        with group.heartbeat.waiting():
-            dist.all_to_all_single(received, sent, incoming, outgoing, group=group.process_group)
-    by_rank = received.split(incoming)
-    return [by_rank[place] for place in group.order]
-
-
-def _exchanged(tensor: torch.Tensor, group: Group, origin: int, dimension: int) -> torch.Tensor:
-    parts = [part.contiguous() for part in tensor.chunk(group.size, dimension)]
-    group.traffic["all_to_all"] += tensor.nbytes
-    arrived = _all_to_all([part.reshape(-1) for part in parts], [parts[0].numel()] * group.size, group)
-    return torch.cat([part.reshape(parts[0].shape) for part in arrived], origin)
-
-
-def _combined(tensor: torch.Tensor, group: Group, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    with group.heartbeat.waiting():
-        if is_summed_at_once(tensor, group.process_group):
-            return start_sum(tensor, group.process_group, how).wait()
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        return start_all_reduce(total, group.process_group, how).wait()
-
-
-def _gathered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
-    group.traffic["all_gather"] += tensor.nbytes * group.size
-    with group.heartbeat.waiting():
-        if goes_at_once(tensor, group.process_group):
-            parts = list(everyones(tensor, group.process_group))
-        else:
-            parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
-            dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
-    return torch.cat([parts[place] for place in group.order], dimension)
-
-
-def _scattered(tensor: torch.Tensor, group: Group, dimension: int) -> torch.Tensor:
-    group.traffic["reduce_scatter"] += tensor.nbytes
-    parts = tensor.chunk(group.size, dimension)
-    by_rank = torch.stack([parts[group.order.index(place)] for place in range(group.size)])
-    with group.heartbeat.waiting():
-        return start_reduce_scatter(by_rank, group.process_group).wait()

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
+from autopipe.backends.torch.runtime.parameters import dtype_name
 from autopipe.backends.torch.runtime.report import Reporter, peak_memory
 from autopipe.backends.torch.runtime.stage import RankContext, Receive, Send, Stage, Tensors
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
@@ -31,7 +32,7 @@ from autopipe.ir.program import by_kind
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message on a channel. Dry runs of both its ends count the same ones."""
+    """A message on a channel, `size` in bytes. Dry runs of both its ends count the same ones."""
 
     channel: int
     gradient: bool
@@ -40,28 +41,6 @@ class Message:
     dtype: str
     shape: tuple[int, ...]
     size: int
-    """In bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class DryReport:
-    """Report of one step of one rank. Bytes are of one step."""
-
-    rank: int
-    world_size: int
-    stages: tuple[int, ...]
-    tasks: tuple[str, ...]
-    messages: tuple[dict[str, object], ...]
-    """Messages sent and received, each as a `Message` and its `count`."""
-    sent_bytes: dict[int, int]
-    """By the rank they go to, activations and their gradients."""
-    received_bytes: dict[int, int]
-    communication_bytes: dict[str, int]
-    """Bytes that the rank's exchanges would move, by kind (`ir/program.py`)."""
-    parameters: int
-    parameter_bytes: int
-    peak_memory_bytes: int
-    """Without values: of all tensors that would be alive at once."""
 
 
 class DryTransport(Transport):
@@ -91,7 +70,7 @@ class DryTransport(Transport):
         return pending
 
     def _count(self, tensor: torch.Tensor, source: int, target: int, channel: int, gradient: bool) -> None:
-        form = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        form = dtype_name(tensor.dtype), tuple(tensor.shape)
         self.messages[Message(channel, gradient, source, target, *form, tensor.nbytes)] += 1
 
 
@@ -113,18 +92,15 @@ class DryStage(Stage):
 
     def _compare(self, what: str, tensor: torch.Tensor, form: Form) -> None:
         """Raises LaunchError where a tensor is not as it should be."""
-        found = tensor.dtype, tuple(tensor.shape)
-        if found != form:
-            raise LaunchError(f"{what} of stage {self.number} is {_spelled(found)}, and should be {_spelled(form)}")
-
-
-def _spelled(form: Form) -> str:
-    dtype, shape = form
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+        if (tensor.dtype, tuple(tensor.shape)) != form:
+            found, expected = (
+                f"{dtype_name(each[0])} {list(each[1])}" for each in ((tensor.dtype, tensor.shape), form)
+            )
+            raise LaunchError(f"{what} of stage {self.number} is {found}, and should be {expected}")
 
 
 class DryReporter(Reporter):
-    """Says what the rank did instead of gathering figures of all ranks."""
+    """Says what the rank did in one step instead of gathering figures of all ranks."""
 
     def __init__(self, rank: RankContext, transport: DryTransport, tracker: MemoryTracker | None) -> None:
         super().__init__(rank)
@@ -140,22 +116,24 @@ class DryReporter(Reporter):
                 sent[each.target] += count * each.size
             else:
                 received[each.source] += count * each.size
-        report = DryReport(
-            rank=rank.number,
-            world_size=rank.manifest.world_size,
-            stages=tuple(rank.stages),
-            tasks=tuple(span.task for span in rank.clock.spans()),
-            messages=tuple(asdict(each) | {"count": count} for each, count in messages.items()),
-            sent_bytes=dict(sorted(sent.items())),
-            received_bytes=dict(sorted(received.items())),
-            communication_bytes=by_kind(self._transport.traffic),
-            parameters=sum(tensor.numel() for tensor in rank.parameters.values()),
-            parameter_bytes=sum(tensor.nbytes for tensor in rank.parameters.values()),
-            peak_memory_bytes=peak_memory(rank.device) if tracker is None else tracker.peak_bytes,
-        )
+        report = {
+            "rank": rank.number,
+            "world_size": rank.manifest.world_size,
+            "stages": tuple(rank.stages),
+            "tasks": tuple(span.task for span in rank.clock.spans()),
+            "messages": tuple(asdict(each) | {"count": count} for each, count in messages.items()),
+            # Activations and their gradients, by the rank at the other end; then all exchanges by kind.
+            "sent_bytes": dict(sorted(sent.items())),
+            "received_bytes": dict(sorted(received.items())),
+            "communication_bytes": by_kind(self._transport.traffic),
+            "parameters": sum(tensor.numel() for tensor in rank.parameters.values()),
+            "parameter_bytes": sum(tensor.nbytes for tensor in rank.parameters.values()),
+            # Without values: of all tensors that would be alive at once.
+            "peak_memory_bytes": peak_memory(rank.device) if tracker is None else tracker.peak_bytes,
+        }
         messages.clear()
         if rank.options.report is not None:
-            rank.options.report.write_text(json.dumps(asdict(report)) + "\n", encoding="utf-8")
+            rank.options.report.write_text(json.dumps(report) + "\n", encoding="utf-8")
 
 
 _NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException)

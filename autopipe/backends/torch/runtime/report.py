@@ -27,7 +27,7 @@ from autopipe.ir.program import KINDS, Output, OutputPlace, OutputShard, by_kind
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Figures of a step, over all ranks."""
+    """Figures of a step, over all ranks; the peak of memory is so far, by rank."""
 
     step: int
     loss: float | None
@@ -36,7 +36,6 @@ class StepReport:
     bubble_rate: float
     predicted_bubble_rate: float
     peak_memory_bytes: tuple[int, ...]
-    """So far, by rank."""
     communication_bytes: dict[str, int]
 
     def line(self) -> str:
@@ -57,7 +56,7 @@ _MOST_STEPS = 16
 
 
 class _Figures(NamedTuple):
-    """Figures of one step on one rank, and behind them the bytes of its exchanges, by kind (`ir/program.py`)."""
+    """Figures of one step on one rank; behind them come the bytes of its exchanges, by kind (`ir/program.py`)."""
 
     loss: float
     """The rank's share."""
@@ -68,7 +67,8 @@ class _Figures(NamedTuple):
     busy_s: float
 
 
-_WIDTH = len(_Figures._fields) + len(KINDS)
+_OWN = len(_Figures._fields)
+_WIDTH = _OWN + len(KINDS)
 
 
 class Reporter:
@@ -115,18 +115,13 @@ class Reporter:
                 by_rank = [own[1 + index * _WIDTH :][:_WIDTH] for own in gathered]
                 reports.append(self._report(step, by_rank, peaks))
         finally:
-            self._show(reports)
+            if reports and self._rank.number == 0:
+                print("\n".join(each.line() for each in reports), flush=True)
+                if self._rank.options.report is not None:
+                    with self._rank.options.report.open("a", encoding="utf-8") as lines:
+                        lines.writelines(json.dumps(asdict(each)) + "\n" for each in reports)
         slowest = max(each.step_time_s for each in reports)
         self._together = min(_MOST_STEPS, max(1, int(_EVERY_S / slowest)))
-
-    def _show(self, reports: Sequence[StepReport]) -> None:
-        file = self._rank.options.report
-        if not reports or self._rank.number:
-            return
-        print("\n".join(each.line() for each in reports), flush=True)
-        if file is not None:
-            with file.open("a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(asdict(each)) + "\n" for each in reports)
 
     def say(self, text: str) -> None:
         """Print a line, once for all ranks."""
@@ -145,7 +140,7 @@ class Reporter:
         return total, _FINE, _FINE
 
     def _report(self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]) -> StepReport:
-        by_rank = [_Figures(*own[: len(_Figures._fields)]) for own in numbers]
+        by_rank = [_Figures(*own[:_OWN]) for own in numbers]
         for rank, each in enumerate(by_rank):
             if each.bad_stage != _FINE:
                 raise LaunchError(
@@ -154,7 +149,7 @@ class Reporter:
                     where=f"rank {rank}, stage {int(each.bad_stage)}, micro-batch {int(each.bad_micro_batch)}",
                 )
         manifest, seconds = self._rank.manifest, max(each.seconds for each in by_rank)
-        moved = zip(*(own[len(_Figures._fields) :] for own in numbers), strict=True)
+        moved = map(sum, zip(*(own[_OWN:] for own in numbers), strict=True))
         return StepReport(
             step=step,
             loss=sum(each.loss for each in by_rank) if self._rank.train else None,
@@ -163,7 +158,7 @@ class Reporter:
             bubble_rate=1.0 - sum(each.busy_s for each in by_rank) / (len(by_rank) * seconds),
             predicted_bubble_rate=manifest.predicted_bubble,
             peak_memory_bytes=peaks,
-            communication_bytes=by_kind({kind: int(sum(each)) for kind, each in zip(KINDS, moved, strict=True)}),
+            communication_bytes=by_kind({kind: int(each) for kind, each in zip(KINDS, moved, strict=True)}),
         )
 
 

@@ -224,13 +224,15 @@ def start_all_reduce(
 
 
 def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
-    """Start adding up, of all ranks' [ranks, ...], the rows that are this rank's; it may be done in place."""
+    """Start adding up, of all ranks' [ranks, ...], the rows that are this rank's."""
     if goes_at_once(rows, group):
         return start_sum_of_rows(rows, group)
     if rows.is_cuda and dist.get_backend(group) == "gloo":  # It scatters tensors of the host alone.
-        return replace(start_all_reduce(rows, group), buffer=rows[dist.get_rank(group)])
+        sums = start_all_reduce(rows.clone(memory_format=torch.contiguous_format), group)
+        return replace(sums, buffer=sums.buffer[dist.get_rank(group)])
+    rows = rows.contiguous()
     share = torch.empty_like(rows[0])
-    work = dist.reduce_scatter_tensor(share, rows, group=group, async_op=True)
+    work = dist.reduce_scatter(share, list(rows.unbind()), group=group, async_op=True)
     return PendingRecv(_started(work), share, share.device, rows)
 
 
