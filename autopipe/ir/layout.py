@@ -33,6 +33,10 @@ class Box:
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(map(slice, self.starts, self.stops))
+
+    @property
     def elements(self) -> int:
         return math.prod(self.shape)
 

@@ -93,7 +93,7 @@ class Numbers:
             # Rounded to the nearest, ties to even.
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
 
-        return Numbers(value, lambda box: whole()[tuple(map(slice, box.starts, box.stops))].reshape(box.shape))
+        return Numbers(value, lambda box: whole()[box.slices].reshape(box.shape))
 
 
 def _back(box: Box, order: tuple[int, ...]) -> Box:
@@ -160,7 +160,7 @@ def _stored(value: Value, place: FileSlice, model: Path) -> Numbers:
 
     def read(box: Box) -> npt.NDArray[np.generic]:
         stored = np.memmap(path, dtype, mode="r", offset=place.offset, shape=value.shape or (1,))
-        return stored[tuple(map(slice, box.starts, box.stops))].reshape(box.shape)
+        return stored[box.slices].reshape(box.shape)
 
     return Numbers(value, read)
 

@@ -116,9 +116,8 @@ def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Ite
                 if not entry.trainable:
                     continue
                 raise VerificationError(f"no gradient was recorded for {entry.value.name!r}", where=f"rank {rank}")
-            region = tuple(map(slice, shard.box.starts, shard.box.stops))
             ours = gradients[str(shard.parameter)]
-            found = difference(entry.value.name, ours, whole[shard.parameter][region], scale)
+            found = difference(entry.value.name, ours, whole[shard.parameter][shard.box.slices], scale)
             if shard.parameter not in worst or found.relative > worst[shard.parameter].relative:
                 worst[shard.parameter] = found
     for index in sorted(whole):

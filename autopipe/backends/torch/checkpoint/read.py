@@ -113,7 +113,7 @@ class Reader:
         for block in tensor.blocks:
             common = block.box.intersect(wanted)
             if common is not None:
-                found[_region(common.within(wanted))] = self._stored(tensor, block)[_region(common.within(block.box))]
+                found[common.within(wanted).slices] = self._stored(tensor, block)[common.within(block.box).slices]
                 elements += common.elements
         if elements != wanted.elements:
             reason = f"the checkpoint lacks {wanted.elements - elements} of {wanted.elements} elements of a tensor"
@@ -138,10 +138,6 @@ class Reader:
                 reason = f"the checkpoint is damaged: a file cannot be read: {error}"
                 raise LaunchError(reason, hint=advice(self._path), where=str(where)) from error
         return self._mapped[number]
-
-
-def _region(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in zip(box.starts, box.stops, strict=True))
 
 
 def check_checkpoint(path: Path, checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None) -> None:

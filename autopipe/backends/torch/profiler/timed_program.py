@@ -24,14 +24,13 @@ import torch
 from autopipe.backends.torch.launcher import rank_environment, run_child
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.rank import Rank
+from autopipe.backends.torch.runtime.stage import Mark, seconds_between
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.measured_costs import Timing
 
 LEAST = 5
 """Repetitions of even the slowest work."""
 MOST = 200
-
-Mark = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +52,10 @@ class Stopwatch:
         """Seconds from each mark to the next, without what looking at the clock takes."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            return [max(0.0, _between(*pair)) for pair in itertools.pairwise(marks)]
+            return [max(0.0, seconds_between(*pair)) for pair in itertools.pairwise(marks)]
         looks = [self.mark() for _ in range(9)]
-        own = statistics.median(_between(*pair) for pair in itertools.pairwise(looks))
-        return [max(0.0, _between(*pair) - own) for pair in itertools.pairwise(marks)]
-
-
-def _between(first: Mark, second: Mark) -> float:
-    if isinstance(first, float):
-        assert isinstance(second, float)
-        return second - first
-    assert not isinstance(second, float)
-    return float(first.elapsed_time(second)) / 1000.0
+        own = statistics.median(seconds_between(*pair) for pair in itertools.pairwise(looks))
+        return [max(0.0, seconds_between(*pair) - own) for pair in itertools.pairwise(marks)]
 
 
 def repeated(run: Callable[[], Sequence[float]], seconds: float) -> list[Timing]:

@@ -17,7 +17,7 @@ from autopipe.backends.torch.checkpoint.format import StoredParameter, StoredTen
 from autopipe.backends.torch.checkpoint.read import Reader
 from autopipe.backends.torch.runtime.gradients import OptimizerShard, buckets_of_rank, is_reduced
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.parameters import region, tensor_of
+from autopipe.backends.torch.runtime.parameters import tensor_of
 from autopipe.ir.layout import Box, whole
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import ElementRange
@@ -140,7 +140,7 @@ class TrainingState:
             index, own = piece.parameter, self._boxes[piece.parameter]
             box = piece.box.within(own)
             key = f"p{index}.{piece.number}"
-            yield SavedBlock(key, piece, "", self._parameters[index].detach()[region(box)])
+            yield SavedBlock(key, piece, "", self._parameters[index].detach()[box.slices])
             for name, tensor in self._kept(index).items():
                 if name in COUNTERS:
                     continue
@@ -150,7 +150,7 @@ class TrainingState:
                     at = run.at + first - run.start
                     yield SavedBlock(f"{key}.{name}", piece, name, tensor[at : at + box.elements].view(box.shape))
                 else:
-                    yield SavedBlock(f"{key}.{name}", piece, name, tensor[region(box)])
+                    yield SavedBlock(f"{key}.{name}", piece, name, tensor[box.slices])
 
     def counters(self, parameter: int) -> tuple[tuple[str, float], ...]:
         return tuple((name, float(value)) for name, value in self._kept(parameter).items() if name in COUNTERS)

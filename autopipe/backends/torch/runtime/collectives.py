@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.parameters import region
 from autopipe.backends.torch.runtime.transport import (
     Transport,
     everyones,
@@ -241,7 +240,7 @@ def _moves(shape: tuple[int, ...], size: int, position: int, source: Cuts, targe
     received: list[list[Slices]] = [[] for _ in range(size)]
     for move in moves_between(have, need, size):
         if move.source == position:
-            sent[move.target].append(region(move.box.within(have.box(position))))
+            sent[move.target].append(move.box.within(have.box(position)).slices)
         if move.target == position:
-            received[move.source].append(region(move.box.within(need.box(position))))
+            received[move.source].append(move.box.within(need.box(position)).slices)
     return _Moves(shape, need.local_shape(), tuple(map(tuple, sent)), tuple(map(tuple, received)))

@@ -92,11 +92,10 @@ class DryStage(Stage):
 
     def _compare(self, what: str, tensor: torch.Tensor, form: Form) -> None:
         """Raises LaunchError where a tensor is not as it should be."""
-        if (tensor.dtype, tuple(tensor.shape)) != form:
-            found, expected = (
-                f"{dtype_name(each[0])} {list(each[1])}" for each in ((tensor.dtype, tensor.shape), form)
-            )
-            raise LaunchError(f"{what} of stage {self.number} is {found}, and should be {expected}")
+        found = tensor.dtype, tuple(tensor.shape)
+        if found != form:
+            there, here = (f"{dtype_name(dtype)} {list(shape)}" for dtype, shape in (found, form))
+            raise LaunchError(f"{what} of stage {self.number} is {there}, and should be {here}")
 
 
 class DryReporter(Reporter):

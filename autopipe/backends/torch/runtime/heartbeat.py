@@ -61,9 +61,14 @@ class Heartbeat:
     """This rank's own record, kept in `file`, which is made, or for nobody."""
 
     def __init__(self, file: Path | None = None) -> None:
-        self._record = bytearray(_SIZE) if file is None else _mapped(file)
-        self._task = ""
+        self._record: bytearray | mmap.mmap = bytearray(_SIZE)
         self.task = "start"
+        if file is not None:  # What is written to its bytes is in the file at once, even if the process never goes on.
+            made = file.with_suffix(".new")
+            made.write_bytes(self._record)
+            with made.open("r+b") as opened:
+                self._record = mmap.mmap(opened.fileno(), _SIZE)
+            made.rename(file)
 
     @staticmethod
     def of(rank: int) -> Heartbeat:
@@ -109,15 +114,3 @@ def read_heartbeat(file: Path) -> HeartbeatRecord | None:
         return None
     since, waits, task = _TASK.unpack_from(record, _BEAT.size)
     return HeartbeatRecord(_BEAT.unpack_from(record)[0], since, waits, task.decode(errors="replace"))
-
-
-def _mapped(file: Path) -> mmap.mmap:
-    """The bytes of a new file: what is written to them is in the file at once, even if the process never goes on."""
-    made = file.with_suffix(".new")
-    made.write_bytes(bytes(_SIZE))
-    with made.open("r+b") as opened:
-        record = mmap.mmap(opened.fileno(), _SIZE)
-    _TASK.pack_into(record, _BEAT.size, time.monotonic(), False, b"start")
-    _BEAT.pack_into(record, 0, time.monotonic())
-    made.rename(file)
-    return record

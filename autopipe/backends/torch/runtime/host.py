@@ -33,11 +33,6 @@ def patient_threads() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def give_way() -> None:
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
-
-
 def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset[int]:
     """Cores of one of a machine's ranks: neighbours, in shares as equal as can be."""
     count = len(processors)

@@ -156,10 +156,6 @@ def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def region(box: Box) -> tuple[slice, ...]:
-    return tuple(map(slice, box.starts, box.stops))
-
-
 def load_parameters(
     manifest: Manifest, rank: int, device: torch.device, seed: int, valued: bool = True
 ) -> dict[int, torch.Tensor]:
@@ -208,7 +204,7 @@ def read_block(model: Path, parameter: Parameter, box: Box, seed: int, threads: 
         begins = np.asarray(rows[slice(box.starts[0], box.stops[0])], dtype=np.int64)
         block = np.array(whole[begins[:, None] + storage.step * np.arange(box.starts[1], box.stops[1])])
     else:
-        block = np.array(whole[region(box)] if shape else whole.reshape(()))
+        block = np.array(whole[box.slices] if shape else whole.reshape(()))
     numbers = tensor_of(block, dtype.value)
     if not isinstance(storage, FoldedSlice) or not storage.form:
         return numbers

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.parameters import region, torch_dtype
+from autopipe.backends.torch.runtime.parameters import torch_dtype
 from autopipe.backends.torch.runtime.stage import RankContext
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.atomic_file import replacing
@@ -263,7 +263,7 @@ class OutputCollector:
         whole = torch.zeros((steps, count, *output.value.shape), dtype=part.dtype)
         for place, box, part in parts:
             own = manifest.micro_batches_of(place.stage)
-            block = whole[(slice(None), slice(own.start, None, own.step), *region(box))]
+            block = whole[(slice(None), slice(own.start, None, own.step), *box.slices)]
             if place.combine == "concat":
                 block.copy_(part.reshape(block.shape))
             else:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import TypeVar
 
@@ -123,6 +124,15 @@ class MeasuredSpan:
 
 
 Mark = float | torch.cuda.Event
+"""A moment: of the host's clock, in seconds, or of a CUDA stream."""
+
+
+def seconds_between(first: Mark, second: Mark) -> float:
+    if isinstance(first, float):
+        assert isinstance(second, float)
+        return second - first
+    assert not isinstance(second, float)
+    return float(first.elapsed_time(second)) / 1000.0
 
 
 class Clock:
@@ -155,14 +165,8 @@ class Clock:
         """The step's tasks; waits for the device to have done them."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [MeasuredSpan(task, self._since(start), self._since(end)) for task, start, end in self._spans]
-
-    def _since(self, mark: Mark) -> float:
-        if isinstance(mark, float):
-            assert isinstance(self._begin, float)
-            return mark - self._begin
-        assert not isinstance(self._begin, float)
-        return float(self._begin.elapsed_time(mark)) / 1000.0
+        since = partial(seconds_between, self._begin)
+        return [MeasuredSpan(task, since(start), since(end)) for task, start, end in self._spans]
 
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

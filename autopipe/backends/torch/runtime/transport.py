@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from autopipe.backends.torch.runtime.failures import Failure, failure_of
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.host import (
-    give_way,
     has_more_ranks_than_cores,
     keep_freed_memory,
     patient_threads,
@@ -313,7 +312,9 @@ class Transport:
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.nccl = self.device.type == "cuda" and self._local_world <= torch.cuda.device_count()
         self.staged = self.device.type == "cuda" and not self.nccl
-        self._gives_way = not self.nccl and not has_more_ranks_than_cores(self._local_world)
+        own_cores = not self.nccl and not has_more_ranks_than_cores(self._local_world)
+        self._gives_way = own_cores and hasattr(os, "sched_yield")
+        """True where gloo's threads get on better if this one gives way to them (`host`)."""
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
         self._buffers: dict[tuple[int, bool], RecvBufferPool] = {}
@@ -385,7 +386,7 @@ class Transport:
         pending = PendingSend(work, tensor)
         self._sends.add(pending)
         if self._gives_way:
-            give_way()
+            os.sched_yield()
         return pending
 
     def receive(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
@@ -400,7 +401,7 @@ class Transport:
         if work is None:
             raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")
         if self._gives_way:
-            give_way()
+            os.sched_yield()
         return PendingRecv(work, buffer, self.device)
 
     def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:

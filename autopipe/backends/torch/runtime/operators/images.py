@@ -16,15 +16,16 @@ from torch import Tensor
 from autopipe.backends.torch.runtime.operators.misc import along, centre, requantize
 
 Extents = tuple[int, ...]
-_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_CONV = (F.conv1d, F.conv2d, F.conv3d)
+_CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
 
 def conv_transpose(
     x: Tensor, weight: Tensor, bias: Tensor | None, strides: Extents, dilations: Extents, groups: int, crop: Extents
 ) -> Tensor:
     """Transposed convolution whose whole result is cropped (negative) or filled up (positive), as `F.pad` counts."""
-    full = _CONV_TRANSPOSE[x.dim() - 2](x, weight, None, strides, 0, 0, groups, dilations)
+    full = _CONV_TRANSPOSE[x.dim() - 3](x, weight, None, strides, 0, 0, groups, dilations)
     cropped = F.pad(full, crop)
     return cropped if bias is None else cropped + along(bias, 1, x.dim())
 
@@ -70,7 +71,7 @@ def _exact_conv(
 ) -> Tensor:
     """Convolution in float64 of integers less their zero points. Pads hold the zero point, hence 0."""
     kernel, bias = centre(weight, weight_zero_point), None if bias is None else bias.double()
-    return _CONV[x.dim() - 2](F.pad(centre(x, x_zero_point), pads), kernel, bias, strides, 0, dilations, groups)
+    return _CONV[x.dim() - 3](F.pad(centre(x, x_zero_point), pads), kernel, bias, strides, 0, dilations, groups)
 
 
 def deform_conv(
@@ -118,9 +119,6 @@ def deform_conv(
     return result if bias is None else result + bias.reshape(-1, 1, 1)
 
 
-_AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-
-
 def _windows(padded: Tensor, kernel: Extents, strides: Extents, dilations: Extents) -> Tensor:
     """[n, c, *o, *k]: a view of every window's elements."""
     for axis, (size, stride, dilation) in enumerate(zip(kernel, strides, dilations, strict=True), 2):
@@ -135,7 +133,7 @@ def average_pool(
 
     def means(padded: Tensor) -> Tensor:
         if set(dilations) == {1}:
-            return _AVERAGE[len(kernel)](padded, kernel, strides)
+            return _AVERAGE[len(kernel) - 1](padded, kernel, strides)
         return _windows(padded, kernel, strides, dilations).mean(tuple(range(-len(kernel), 0)))
 
     ones = F.pad(torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device), counted, value=1.0)
@@ -212,7 +210,9 @@ def resize(
             if exclude_outside:
                 weights = weights * ((taps >= 0) & (taps < extent))
                 weights = weights / weights.sum(1, keepdim=True)
-            x = _weighted(x, axis, taps.clamp(0, extent - 1), weights)
+            read = x.index_select(axis, taps.clamp(0, extent - 1).flatten().to(x.device)).unflatten(axis, taps.shape)
+            factors = weights.to(x.device, x.dtype).reshape(*weights.shape, *[1] * (x.dim() - axis - 1))
+            x = (read * factors).sum(axis + 1)
         if places == "tf_crop_and_resize" and bool(beyond.any()):
             x = x.masked_fill(along(beyond.to(x.device), axis, x.dim()), outside)
     return x
@@ -251,13 +251,6 @@ def _taps(places: Tensor, support: int, coefficient: float, stretch: float) -> t
         far = ((coefficient * distance - 5 * coefficient) * distance + 8 * coefficient) * distance - 4 * coefficient
         weights = torch.where(distance <= 1, near, torch.where(distance < 2, far, torch.zeros_like(far)))
     return base.long()[:, None] + offsets, weights / weights.sum(1, keepdim=True)
-
-
-def _weighted(x: Tensor, axis: int, taps: Tensor, weights: Tensor) -> Tensor:
-    read: Tensor = x.index_select(axis, taps.reshape(-1).to(x.device)).unflatten(axis, taps.shape)
-    shape = [1] * axis + list(weights.shape) + [1] * (x.dim() - axis - 1)
-    factors = weights.to(x.device, x.dtype).reshape(shape)
-    return (read * factors).sum(axis + 1)
 
 
 def roi_align(
@@ -303,16 +296,16 @@ class _Samples(NamedTuple):
     weight: Tensor
     inside: Tensor
     each: int
+    """In a bin."""
 
 
 def _samples(start: float, extent: float, bins: int, samples: int, pixels: int, like: Tensor) -> _Samples:
-    """Samples of all bins of [start, start + extent), `each` in a bin."""
+    """Samples of all bins of [start, start + extent)."""
     count = samples or max(math.ceil(extent / bins), 1)
     numbers = torch.arange(bins * count, device=like.device, dtype=like.dtype)
     places = start + (numbers + 0.5) * (extent / bins / count)
     clamped = places.clamp(0, pixels - 1)
-    low = clamped.floor().long()
-    inside = (places >= -1.0) & (places <= pixels)
+    low, inside = clamped.floor().long(), (places >= -1.0) & (places <= pixels)
     return _Samples(low, (low + 1).clamp(max=pixels - 1), clamped - low, inside, count)
 
 

@@ -23,7 +23,8 @@ Activation = Callable[[Tensor], Tensor]
 Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]
 """From a step's input, as all gates have it, the states before it and all units' outputs before it, to the states after
 it, the output first."""
-CellFactory = Callable[["Layer", int, list[Activation]], Cell]
+CellFactory = Callable[[int, list[Activation]], Cell]
+"""By direction, with its activations."""
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class Layer:
         functions = [_activation(name, alphas, betas) for name in names]
         outputs, finals = [], []
         for direction in range(self.weight.shape[0]):
-            cell = make(self, direction, functions[direction * len(usual) :][: len(usual)])
+            cell = make(direction, functions[direction * len(usual) :][: len(usual)])
             backward = direction == 1 or self.direction == "reverse"
             x = _reversed(self.x, self.lengths) if backward else self.x
             from_x = x @ self.weight[direction].t() + self.biases(direction)[0]
@@ -156,37 +157,29 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x.gather(0, order.unsqueeze(-1).expand_as(x))
 
 
-_PLAIN: dict[str, Activation] = {
-    "relu": torch.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "softsign": F.softsign,
-    "softplus": F.softplus,
+_ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], tuple[float, ...]]] = {
+    "relu": (torch.relu, ()),
+    "tanh": (torch.tanh, ()),
+    "sigmoid": (torch.sigmoid, ()),
+    "softsign": (F.softsign, ()),
+    "softplus": (F.softplus, ()),
+    "affine": (lambda x, alpha, beta: alpha * x + beta, (1.0, 0.0)),
+    "leakyrelu": (F.leaky_relu, (0.01,)),
+    "thresholdedrelu": (lambda x, alpha: torch.where(x > alpha, x, torch.zeros_like(x)), (1.0,)),
+    "scaledtanh": (lambda x, alpha, beta: alpha * torch.tanh(beta * x), (1.0, 1.0)),
+    "hardsigmoid": (lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1), (0.2, 0.5)),
+    "elu": (F.elu, (1.0,)),
 }
-_WITH_PARAMETERS: dict[str, tuple[float, float | None, Callable[[Tensor, float, float], Tensor]]] = {
-    "affine": (1.0, 0.0, lambda x, alpha, beta: alpha * x + beta),
-    "leakyrelu": (0.01, None, lambda x, alpha, _: F.leaky_relu(x, alpha)),
-    "thresholdedrelu": (1.0, None, lambda x, alpha, _: torch.where(x > alpha, x, torch.zeros_like(x))),
-    "scaledtanh": (1.0, 1.0, lambda x, alpha, beta: alpha * torch.tanh(beta * x)),
-    "hardsigmoid": (0.2, 0.5, lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1)),
-    "elu": (1.0, None, lambda x, alpha, _: F.elu(x, alpha)),
-}
-"""Default alpha, default beta (None where it takes none), and the function."""
+"""By name in lower case the function, and its alpha and beta, as far as it has them, where none are given."""
 
 
 def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> Activation:
-    """The activation called `name` in lower case; the next of `alphas` and `betas` are its parameters if it has any.
-
-    Raises ValueError for a name that ONNX does not define.
-    """
-    if name in _PLAIN:
-        return _PLAIN[name]
-    if name not in _WITH_PARAMETERS:
+    """Takes the next of `alphas` and `betas`, if it has such. Raises ValueError for a name that ONNX does not have."""
+    if name not in _ACTIVATIONS:
         raise ValueError(f"no activation is called {name!r}")
-    default_alpha, default_beta, function = _WITH_PARAMETERS[name]
-    alpha = next(alphas, default_alpha)
-    beta = 0.0 if default_beta is None else next(betas, default_beta)
-    return lambda x: function(x, alpha, beta)
+    function, defaults = _ACTIVATIONS[name]
+    parameters = [next(given, default) for given, default in zip((alphas, betas), defaults, strict=False)]
+    return lambda x: function(x, *parameters)
 
 
 def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple[Tensor, ...]:
@@ -195,12 +188,12 @@ def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple
     kinds = set(layer.activations or ("tanh",))
     if layer.fits_kernels and kinds in ({"tanh"}, {"relu"}):
         return layer.fused(torch.rnn_tanh if kinds == {"tanh"} else torch.rnn_relu, (0,))
-    return layer.loop(_elman_cell, ("tanh",))
 
+    def make(direction: int, functions: list[Activation]) -> Cell:
+        weight, bias = layer.recurrence[direction].t(), layer.biases(direction)[1]
+        return lambda x, states, outputs: [functions[0](layer.clipped(x + outputs @ weight + bias))]
 
-def _elman_cell(layer: Layer, direction: int, functions: list[Activation]) -> Cell:
-    weight, bias = layer.recurrence[direction].t(), layer.biases(direction)[1]
-    return lambda x, states, outputs: [functions[0](layer.clipped(x + outputs @ weight + bias))]
+    return layer.loop(make, ("tanh",))
 
 
 def gru(
@@ -214,7 +207,7 @@ def gru(
     if layer.fits_kernels and reset_after and not layer.activations:
         return layer.fused(torch.gru, (1, 0, 2))
 
-    def make(layer: Layer, direction: int, functions: list[Activation]) -> Cell:
+    def make(direction: int, functions: list[Activation]) -> Cell:
         both = 2 * layer.width
         gate, output = functions
         bias = layer.biases(direction)[1]
@@ -260,7 +253,7 @@ def lstm(
     if layer.fits_kernels and peepholes is None and not layer.activations and not coupled:
         return layer.fused(torch.lstm, (0, 2, 3, 1))
 
-    def make(layer: Layer, direction: int, functions: list[Activation]) -> Cell:
+    def make(direction: int, functions: list[Activation]) -> Cell:
         gate, inner, outer = functions
         bias = layer.biases(direction)[1]
         if peepholes is None:
