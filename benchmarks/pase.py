@@ -260,7 +260,7 @@ def least_by_milp(model: MinSum, time_limit: float) -> tuple[float, bool]:
             columns = np.concatenate((other.ravel(), starts[node] + own))
             values = np.concatenate((np.ones(other.size), -np.ones(sizes[node])))
             builder.add_rows(row, columns, values, lower=0, upper=0)
-    answer = solve_milp(builder.model(), time_limit, solver="highs")
+    answer = solve_milp(builder.model(), time_limit)
     return answer.objective, answer.proven
 
 

@@ -27,8 +27,7 @@ from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.sharding.search import Exact, Solver
-from autopipe.passes.sharding.tables import Tables, make_tables
+from autopipe.passes.sharding.search import Exact, Solver, Tables, make_tables
 from autopipe.passes.solvers.min_sum import Assignment
 from benchmarks.table import Case, Row, Settings, cases_of, zoo_graph
 

@@ -30,8 +30,7 @@ from autopipe.passes.frontend import read, read_model
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.placement.tepdist.levels import O2, O3
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.search import Exact, Solver
-from autopipe.passes.sharding.tables import Tables, make_tables
+from autopipe.passes.sharding.search import Exact, Solver, Tables, make_tables
 from autopipe.passes.solvers.min_sum import Assignment
 
 BATCH = 64

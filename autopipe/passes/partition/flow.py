@@ -4,7 +4,7 @@ an operator can be in, and divisions by dynamic programming: over a line of oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,12 @@ class Flow:
         """Of each reader of each value: the value, its producer, the reader."""
         value = np.repeat(np.arange(len(self.source)), np.diff(self.starts))
         return value, self.source[value], self.readers
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Producer and reader of each edge, by reader."""
+        _, sources, readers = self.edges()
+        order = np.argsort(readers, kind="stable")
+        return list(zip(sources[order].tolist(), readers[order].tolist(), strict=True))
 
     def crossing(self, stage: Places) -> float:
         """Bytes that travel between stages: each value once to every other stage that reads it."""
@@ -97,9 +103,7 @@ def ancestors(flow: Flow) -> Bits:
     found = np.zeros((flow.operators, -(-flow.operators // 8)), dtype=np.uint8)
     each = np.arange(flow.operators)
     found[each, each >> 3] = 0x80 >> (each & 7)
-    _, sources, readers = flow.edges()
-    order = np.argsort(readers, kind="stable")
-    for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
+    for source, reader in flow.pairs():
         found[reader] |= found[source]
     return found
 
@@ -165,7 +169,12 @@ class Windows:
         All predecessors of an operator are in no later stage, all its successors in no earlier one: as soon as possible
         and as late as possible are by work, not by number of operators. They may be empty.
         """
-        before, after = depending(flow)
+        ancestor_bits = ancestors(flow)
+        before, after = np.empty(flow.operators), np.zeros(flow.operators)
+        for start in range(0, flow.operators, _ROWS):
+            rows = np.unpackbits(ancestor_bits[start : start + _ROWS], axis=1, count=flow.operators)
+            before[start : start + _ROWS] = rows @ flow.work
+            after += flow.work[start : start + _ROWS] @ rows
         soonest = np.ceil(before / limit * (1 - _ROUNDING)).astype(np.int64) - 1
         latest = stages - np.ceil(after / limit * (1 - _ROUNDING)).astype(np.int64)
         return Windows(np.maximum(self.first, soonest), np.minimum(self.last, latest))
@@ -178,9 +187,7 @@ def windows_of(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Ma
     own = np.array([settled.get(node, -1) for node in nodes.tolist()], dtype=np.int64)
     first, last = np.maximum(own, 0), np.where(own < 0, stages - 1, own)
     cause = np.arange(flow.operators)
-    _, sources, readers = flow.edges()
-    order = np.argsort(readers, kind="stable")
-    for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
+    for source, reader in flow.pairs():
         if first[source] > first[reader]:
             first[reader], cause[reader] = first[source], cause[source]
         if 0 <= own[reader] < first[reader]:
@@ -190,29 +197,16 @@ def windows_of(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Ma
                 hint="a stage may read from earlier stages only",
                 where="constraints",
             )
-    order = np.argsort(-sources, kind="stable")
-    for source, reader in zip(sources[order].tolist(), readers[order].tolist(), strict=True):
+    for source, reader in sorted(flow.pairs(), reverse=True):
         last[source] = min(last[source], last[reader])
     return Windows(first, last)
 
 
-def depending(flow: Flow) -> tuple[Floats, Floats]:
-    """The work of each operator with all it depends on, and with all that depends on it."""
-    before = ancestors(flow)
-    upstream, downstream = np.empty(flow.operators), np.zeros(flow.operators)
-    for start in range(0, flow.operators, _ROWS):
-        rows = np.unpackbits(before[start : start + _ROWS], axis=1, count=flow.operators)
-        upstream[start : start + _ROWS] = rows @ flow.work
-        downstream += flow.work[start : start + _ROWS] @ rows
-    return upstream, downstream
-
-
-def best_line(flow: Flow, stages: int, limit: float, first: Places, last: Places) -> Places | None:
+def best_line(flow: Flow, stages: int, limit: float, windows: Windows) -> Places | None:
     """The stage of each operator in the line that least crosses; None where there is no line.
 
-    No stage takes more work than `limit`, each has some, and operator v is in one of the stages
-    `first[v]` to `last[v]`. What a stage receives depends on where it begins and ends alone, and all stages receive
-    together what crosses: so the best line follows from the best lines of fewer stages.
+    No stage takes more work than `limit`, and each has some. What a stage receives depends on where it begins and ends
+    alone, and all stages receive together what crosses: so the best line follows from the best lines of fewer stages.
     """
     count = flow.operators
     done = np.concatenate(([0.0], np.cumsum(flow.work)))
@@ -237,7 +231,8 @@ def best_line(flow: Flow, stages: int, limit: float, first: Places, last: Places
         if stop <= start:
             continue
         received = np.cumsum(arriving[start:stop])
-        low, high = np.maximum.accumulate(first[start:stop]), np.minimum.accumulate(last[start:stop])
+        low = np.maximum.accumulate(windows.first[start:stop])
+        high = np.minimum.accumulate(windows.last[start:stop])
         cost = best[:stages, start, None] + received[None, :]
         stage = np.arange(stages)[:, None]
         cost[(stage < low) | (stage > high) | (done[start + 1 : stop + 1] <= done[start])] = np.inf
@@ -256,24 +251,24 @@ def best_line(flow: Flow, stages: int, limit: float, first: Places, last: Places
     return found
 
 
-def least_limit(flow: Flow, stages: int, first: Places, last: Places) -> float:
+def least_limit(flow: Flow, stages: int, windows: Windows) -> float:
     """The least work that the largest stage of a line can have, to a millionth; infinite where there is no line."""
     total = float(flow.work.sum())
     low, high = max(total / stages, float(flow.work.max(initial=0.0))), total
-    if not is_any_line(flow, stages, high, first, last):
+    if not is_any_line(flow, stages, high, windows):
         return np.inf
-    if is_any_line(flow, stages, low, first, last):
+    if is_any_line(flow, stages, low, windows):
         return low
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        if is_any_line(flow, stages, middle, first, last):
+        if is_any_line(flow, stages, middle, windows):
             high = middle
         else:
             low = middle
     return high
 
 
-def is_any_line(flow: Flow, stages: int, limit: float, first: Places, last: Places) -> bool:
+def is_any_line(flow: Flow, stages: int, limit: float, windows: Windows) -> bool:
     """True if there is a line at all, as `best_line` asks for it."""
     count = flow.operators
     done = np.concatenate(([0.0], np.cumsum(flow.work)))
@@ -282,7 +277,7 @@ def is_any_line(flow: Flow, stages: int, limit: float, first: Places, last: Plac
     reached = np.zeros(count + 1, dtype=bool)
     reached[0] = True
     for stage in range(stages):
-        refused = np.flatnonzero((first > stage) | (last < stage))
+        refused = np.flatnonzero((windows.first > stage) | (windows.last < stage))
         barrier = np.append(refused, count)[np.searchsorted(refused, np.arange(count))]
         ends = np.minimum(furthest, barrier)
         starts = np.flatnonzero(reached[:-1] & (ends >= nearest))
@@ -306,17 +301,23 @@ def downsets(flow: Flow, most: int) -> Members | None:
     return None if levels is None else membership([mask for level in levels for mask in level], flow.operators)
 
 
-def possible_stages(flow: Flow, members: Members, limit: float) -> int:
-    """How many pairs of downsets differ by work of at most `limit`: what `best_over_downsets` takes grows with them."""
-    done = np.sort(members @ flow.work)
-    return int((np.searchsorted(done, done + limit, side="right") - np.arange(len(done))).sum())
+def best_over_downsets(
+    flow: Flow, members: Members, stages: int, limit: float, windows: Windows, evenest: bool = False
+) -> Places | None:
+    """The stage of each operator where least crosses, as `best_line` says it, but of lines in any order; with `evenest`
+    where the largest stage takes least work.
+    """
+    done = members @ flow.work
+    order = np.argsort(done, kind="stable")
+    members, done = members[order], done[order]
 
-
-def best_over_downsets(flow: Flow, members: Members, stages: int, limit: float, windows: Windows) -> Places | None:
-    """The stage of each operator where least crosses, as `best_line` says it, but of lines in any order."""
-
-    def received(members: Members, before: int, after: Places) -> Floats:
-        """Bytes that the stages read of what was made before them."""
+    def price(before: int, after: Places) -> Floats:
+        """Of the stages from one downset to several others: their work, or the bytes that they read of what was made
+        before them.
+        """
+        if evenest:
+            work: Floats = (members[after] & ~members[before]) @ flow.work
+            return work
         found = np.zeros(len(after))
         for value in np.flatnonzero(members[before][flow.source]).tolist():
             readers = flow.readers_of(value)
@@ -325,42 +326,17 @@ def best_over_downsets(flow: Flow, members: Members, stages: int, limit: float, 
                 found += flow.size[value] * members[np.ix_(after, readers)].any(axis=1)
         return found
 
-    return _best(flow, members, stages, limit, windows, received, np.add)
-
-
-def evenest_over_downsets(flow: Flow, members: Members, stages: int, limit: float, windows: Windows) -> Places | None:
-    """The stage of each operator where the largest stage takes least work; None where that is more than `limit`."""
-
-    def work(members: Members, before: int, after: Places) -> Floats:
-        taken: Floats = (members[after] & ~members[before]) @ flow.work
-        return taken
-
-    return _best(flow, members, stages, limit, windows, work, np.maximum)
-
-
-def _best(
-    flow: Flow,
-    members: Members,
-    stages: int,
-    limit: float,
-    windows: Windows,
-    price: Callable[[Members, int, Places], Floats],
-    join: np.ufunc,
-) -> Places | None:
-    """The stages whose prices, joined, are least; a price is that of all stages from one downset to several others."""
-    done = members @ flow.work
-    order = np.argsort(done, kind="stable")
-    members, done = members[order], done[order]
     packed = np.packbits(members, axis=1)
     best = np.full((stages + 1, len(members)), np.inf)
     best[0] = np.where(members.any(axis=1), np.inf, 0.0)
     origin = np.zeros((stages + 1, len(members)), dtype=np.int64)
+    join = np.maximum if evenest else np.add
     for before in range(len(members)):
         if not np.isfinite(best[:stages, before]).any():
             continue
         low, high = np.searchsorted(done, [done[before], done[before] + limit * (1 + _ROUNDING)], side="right")
         after = low + np.flatnonzero(~(packed[before] & ~packed[low:high]).any(axis=1))
-        cost = join(best[:stages, before, None], price(members, before, after)[None, :])
+        cost = join(best[:stages, before, None], price(before, after)[None, :])
         cost[~_allowed(windows, stages, members[before], members, after)] = np.inf
         better = cost < best[1:, after]
         best[1:, after] = np.where(better, cost, best[1:, after])

@@ -10,13 +10,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.partition.flow import (
@@ -29,21 +29,18 @@ from autopipe.passes.partition.flow import (
     best_line,
     best_over_downsets,
     downsets,
-    evenest_over_downsets,
     flow_of,
     is_any_line,
     least_limit,
     make_flow,
-    possible_stages,
     windows_of,
 )
-from autopipe.passes.solvers.milp import Builder, Model, SolverName, solve
+from autopipe.passes.solvers.milp import Builder, Model, solve
 
 Term = tuple[int, float]
 """A variable and what it is multiplied by; variable -1 is the number 1."""
 
 
-@dataclass(slots=True)
 class Program:
     """The variables of operators' stages under `windows`, and rows that are still collected.
 
@@ -52,44 +49,54 @@ class Program:
     loosely once numbers need not be whole. Operator v is in stage s where y[v, s] - y[v, s + 1] is 1.
     """
 
-    flow: Flow
-    stages: int
-    windows: Windows
-    builder: Builder = field(default_factory=Builder)
-    _begin: Places = field(init=False)
-    _entries: tuple[list[int], list[int], list[float], list[float]] = field(default_factory=lambda: ([], [], [], []))
-
-    def __post_init__(self) -> None:
-        counts = self.windows.last - self.windows.first
-        self._begin = np.concatenate(([0], np.cumsum(counts)))
-        self.builder.add_variables(int(counts.sum()))
-        self._order_rows()
+    def __init__(self, flow: Flow, stages: int, windows: Windows) -> None:
+        """Stages are counted upwards, edges lead to no earlier one, and each stage has work."""
+        self.flow, self.stages, self.windows = flow, stages, windows
+        first, last = windows.first, windows.last
+        self._begin = np.concatenate(([0], np.cumsum(last - first)))
+        self.builder = Builder()
+        self.builder.add_variables(int(self._begin[-1]))
+        self._rows: list[list[Term]] = []
+        self._least: list[float] = []
+        for operator in range(flow.operators):
+            for stage in range(first[operator] + 1, last[operator]):
+                self.at_least([self.in_or_after(operator, stage), self.in_or_after(operator, stage + 1, -1.0)], 0.0)
+        _, sources, readers = flow.edges()
+        for source, reader in np.unique(np.stack((sources, readers), axis=1), axis=0).tolist():
+            for stage in range(first[reader] + 1, last[source] + 1):
+                self.at_least([self.in_or_after(reader, stage), self.in_or_after(source, stage, -1.0)], 0.0)
+        for stage in range(stages):
+            working = [each for each in self.members(stage) if flow.work[each] > 0]
+            self.at_least([term for each in working for term in self.within(each, stage)], 1.0)
 
     def in_or_after(self, operator: int, stage: int, factor: float = 1.0) -> Term:
         """Is the operator in this stage or a later one?"""
-        if stage <= self.windows.first[operator]:
+        first = self.windows.first[operator]
+        if stage <= first:
             return -1, factor
         if stage > self.windows.last[operator]:
             return -1, 0.0
-        return int(self._begin[operator] + stage - self.windows.first[operator] - 1), factor
+        return int(self._begin[operator] + stage - first - 1), factor
 
     def within(self, operator: int, stage: int, factor: float = 1.0) -> list[Term]:
         """Is the operator in this stage?"""
         return [self.in_or_after(operator, stage, factor), self.in_or_after(operator, stage + 1, -factor)]
 
+    def loads(self, stage: int, unit: float) -> list[Term]:
+        """What the stage's work takes away from what it may be, in `unit`."""
+        work = self.flow.work
+        return [term for each in self.members(stage) for term in self.within(each, stage, -float(work[each]) / unit)]
+
     def at_least(self, terms: list[Term], least: float) -> None:
         """A row: the sum of the terms is at least this."""
-        rows, columns, values, lower = self._entries
-        constant = sum(factor for variable, factor in terms if variable < 0)
-        own = [(variable, factor) for variable, factor in terms if variable >= 0]
-        rows.extend([len(lower)] * len(own))
-        columns.extend(variable for variable, _ in own)
-        values.extend(factor for _, factor in own)
-        lower.append(least - constant)
+        self._least.append(least - sum(factor for variable, factor in terms if variable < 0))
+        self._rows.append([term for term in terms if term[0] >= 0])
 
     def model(self) -> Model:
-        rows, columns, values, lower = self._entries
-        self.builder.add_rows(rows, columns, values, lower, count=len(lower))
+        numbers = np.repeat(np.arange(len(self._rows)), [len(row) for row in self._rows])
+        terms = [term for row in self._rows for term in row]
+        columns, values = [variable for variable, _ in terms], [factor for _, factor in terms]
+        self.builder.add_rows(numbers, columns, values, self._least, count=len(self._rows))
         return self.builder.model()
 
     def members(self, stage: int) -> list[int]:
@@ -103,33 +110,15 @@ class Program:
         found: Places = self.windows.first + np.rint(np.diff(chosen[self._begin])).astype(np.int64)
         return found
 
-    def _order_rows(self) -> None:
-        """Stages are counted upwards, edges lead to no earlier one, and each stage has work."""
-        first, last = self.windows.first, self.windows.last
-        for operator in range(self.flow.operators):
-            for stage in range(first[operator] + 1, last[operator]):
-                self.at_least([self.in_or_after(operator, stage), self.in_or_after(operator, stage + 1, -1.0)], 0.0)
-        _, sources, readers = self.flow.edges()
-        for source, reader in np.unique(np.stack((sources, readers), axis=1), axis=0).tolist():
-            for stage in range(first[reader] + 1, last[source] + 1):
-                self.at_least([self.in_or_after(reader, stage), self.in_or_after(source, stage, -1.0)], 0.0)
-        for stage in range(self.stages):
-            working = [each for each in self.members(stage) if self.flow.work[each] > 0]
-            self.at_least([term for each in working for term in self.within(each, stage)], 1.0)
 
-
-def crossing_program(flow: Flow, stages: int, windows: Windows, limit: float) -> tuple[Program, Model]:
+def crossing_program(flow: Flow, stages: int, windows: Windows, limit: float) -> Program:
     """Least bytes that cross, where no stage takes more work than `limit`.
 
     A value costs its bytes in stage t where a reader is in t and its producer is not.
     """
     program = Program(flow, stages, windows)
-    unit = max(limit, 1e-300)
     for stage in range(stages):
-        members = program.members(stage)
-        program.at_least(
-            [term for each in members for term in program.within(each, stage, -float(flow.work[each]) / unit)], -1.0
-        )
+        program.at_least(program.loads(stage, max(limit, 1e-300)), -1.0)
     for value, source in enumerate(flow.source.tolist()):
         readers = flow.readers_of(value)
         for stage in range(windows.first[source], int(windows.last[readers].max()) + 1):
@@ -140,19 +129,17 @@ def crossing_program(flow: Flow, stages: int, windows: Windows, limit: float) ->
             for each in away:
                 terms = [*program.within(each, stage, -1.0), *program.within(source, stage)]
                 program.at_least([(crossing, 1.0), *terms], 0.0)
-    return program, program.model()
+    return program
 
 
-def balance_program(flow: Flow, stages: int, windows: Windows) -> tuple[Program, Model]:
+def balance_program(flow: Flow, stages: int, windows: Windows) -> Program:
     """Least work of the largest stage, in means."""
     program = Program(flow, stages, windows)
     mean = max(float(flow.work.sum()) / stages, 1e-300)
     largest = int(program.builder.add_variables(1, cost=1.0, lower=1.0, upper=float(stages), integral=False)[0])
     for stage in range(stages):
-        members = program.members(stage)
-        loads = [term for each in members for term in program.within(each, stage, -float(flow.work[each]) / mean)]
-        program.at_least([(largest, 1.0), *loads], 0.0)
-    return program, program.model()
+        program.at_least([(largest, 1.0), *program.loads(stage, mean)], 0.0)
+    return program
 
 
 def grouped(flow: Flow, windows: Windows, cheap: float, ceiling: float) -> Places:
@@ -214,10 +201,9 @@ def _earlier(flow: Flow, before: Bits, operator: int, reads: list[int], gives: l
     if not reads:
         return None
     last = max(int(flow.source[value]) for value in reads)
-    for value in reads:
-        others = [int(flow.source[value]), *flow.readers_of(value).tolist()]
-        if any(other not in (last, operator) and not _depends(before, last, other) for other in others):
-            return None
+    others = {int(flow.source[value]) for value in reads}.union(*(flow.readers_of(value).tolist() for value in reads))
+    if any(not _depends(before, last, other) for other in others - {last, operator}):
+        return None
     saved = sum(flow.size[value] for value in reads if flow.source[value] == last)
     return last if sum(flow.size[value] for value in gives) <= saved else None
 
@@ -228,11 +214,11 @@ def _sole_reader(flow: Flow, before: Bits, reads: list[int], gives: list[int]) -
     """
     if not gives:
         return None
-    readers = sorted({reader for value in gives for reader in flow.readers_of(value).tolist()})
-    if any(not _depends(before, reader, readers[0]) for reader in readers[1:]):
+    first, *others = sorted({reader for value in gives for reader in flow.readers_of(value).tolist()})
+    if any(not _depends(before, reader, first) for reader in others):
         return None
-    saved = sum(flow.size[value] for value in gives if readers[0] in flow.readers_of(value))
-    return readers[0] if sum(flow.size[value] for value in reads) <= saved else None
+    saved = sum(flow.size[value] for value in gives if first in flow.readers_of(value))
+    return first if sum(flow.size[value] for value in reads) <= saved else None
 
 
 def _depends(before: Bits, operator: int, other: int) -> bool:
@@ -242,21 +228,16 @@ def _depends(before: Bits, operator: int, other: int) -> bool:
 def _joined(flow: Flow, one: Places, other: Places) -> Places:
     """The groups, where each of these pairs of operators is in one, and with them what lies between: the strongly
     connected parts of the graph in which a pair is joined both ways.
+
+    They are numbered in a topological order in which a group comes as early as its last operator lets it.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
     _, sources, readers = flow.edges()
-    rows = np.concatenate((sources, one, other))
-    columns = np.concatenate((readers, other, one))
-    size = flow.operators
-    matrix = csr_array((np.ones(len(rows)), (rows, columns)), shape=(size, size))
+    rows, columns = np.concatenate((sources, one, other)), np.concatenate((readers, other, one))
+    matrix = csr_array((np.ones(len(rows)), (rows, columns)), shape=(flow.operators, flow.operators))
     count, label = connected_components(matrix, directed=True, connection="strong")
-    return _in_order(count, label.astype(np.int64), sources, readers)
-
-
-def _in_order(count: int, label: Places, sources: Places, readers: Places) -> Places:
-    """The labels, numbered in a topological order in which a group comes as early as its last operator lets it."""
     rank = np.zeros(count, dtype=np.int64)
     np.maximum.at(rank, label, np.arange(len(label)))
     pairs = np.unique(np.stack((label[sources], label[readers])), axis=1)
@@ -275,7 +256,8 @@ def _in_order(count: int, label: Places, sources: Places, readers: Places) -> Pl
             waiting[reader] -= 1
             if not waiting[reader]:
                 heapq.heappush(ready, (int(rank[reader]), reader))
-    return place[label]
+    found: Places = place[label]
+    return found
 
 
 _CHEAP = 0.01
@@ -293,8 +275,7 @@ _ROUNDING = 1e-6
 """Share of its limit by which an integer program's answer may leave a stage above it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
+class Division(NamedTuple):
     """The stage of each operator, and what is known of it: see `StageDivision`."""
 
     stage: Places
@@ -313,7 +294,6 @@ class DivisionProblem:
     unbalance: float
     end: float
     """When integer programs end, by `time.monotonic`."""
-    solver: SolverName
 
     def run(self) -> Division:
         """The division that crosses least. Raises InfeasibleError, with the smallest unbalance that has one."""
@@ -323,7 +303,7 @@ class DivisionProblem:
                 f"{working} operators cannot be divided into {self.stages} stages", hint="take fewer stages"
             )
         limit = float(self.flow.work.sum()) / self.stages * (1 + self.unbalance)
-        start = line = best_line(self.flow, self.stages, limit, self.windows.first, self.windows.last)
+        start = line = best_line(self.flow, self.stages, limit, self.windows)
         if start is None:
             start = self._balanced(limit)
         ceiling = self.flow.crossing(start)
@@ -343,7 +323,7 @@ class DivisionProblem:
         for cheap in (_CHEAP * limit, 0.0):
             group = grouped(self.flow, self.windows, cheap, ceiling)
             coarse, windows = coarsened(self.flow, group), self.windows.of_groups(group)
-            if not is_line or is_any_line(coarse, self.stages, limit, windows.first, windows.last):
+            if not is_line or is_any_line(coarse, self.stages, limit, windows):
                 break
         return group
 
@@ -377,8 +357,8 @@ class DivisionProblem:
         """Solve an integer program in a share of the time; returns the division, and the bound proven for these
         windows.
         """
-        program, model = crossing_program(coarse, self.stages, windows, limit)
-        answer = solve(model, share * (self.end - time.monotonic()), solver=self.solver, nodes=_NODES)
+        program = crossing_program(coarse, self.stages, windows, limit)
+        answer = solve(program.model(), share * (self.end - time.monotonic()), nodes=_NODES)
         return program.stage(answer.values)[group] if answer.found else None, max(answer.bound, 0.0)
 
     def _better(self, one: Places, other: Places | None, limit: float) -> Places:
@@ -393,7 +373,7 @@ class DivisionProblem:
         Raises InfeasibleError where there is none, with the smallest unbalance that has one.
         """
         mean = float(self.flow.work.sum()) / self.stages
-        least = least_limit(self.flow, self.stages, self.windows.first, self.windows.last)
+        least = least_limit(self.flow, self.stages, self.windows)
         group = grouped(self.flow, self.windows, 0.0, np.inf)
         stage, proven = self._evenest_groups(group, min(least * (1 + _SAME), float(self.flow.work.sum())))
         if stage is not None:
@@ -416,21 +396,21 @@ class DivisionProblem:
         windows = self.windows.of_groups(group).under(coarse, self.stages, limit)
         members = few_downsets(coarse, limit)
         if members is not None:
-            return evenest_over_downsets(coarse, members, self.stages, limit, windows), True
+            return best_over_downsets(coarse, members, self.stages, limit, windows, evenest=True), True
         if windows.open > _MOST_OPEN:
             return None, False
-        program, model = balance_program(coarse, self.stages, windows)
-        answer = solve(model, (self.end - time.monotonic()) / 2, solver=self.solver, nodes=_NODES)
+        program = balance_program(coarse, self.stages, windows)
+        answer = solve(program.model(), (self.end - time.monotonic()) / 2, nodes=_NODES)
         return program.stage(answer.values) if answer.found else None, answer.proven
 
     def _evenest(self, limit: float, line: Places, coarse: Flow, group: Places) -> Places:
         """Of the lines that cross no more than the best, one of groups whose largest stage is about smallest."""
         windows = self.windows.of_groups(group)
-        low, most = least_limit(coarse, self.stages, windows.first, windows.last), self.flow.crossing(line)
+        low, most = least_limit(coarse, self.stages, windows), self.flow.crossing(line)
         limit = min(limit, float(self.flow.loads(line, self.stages).max()))
         while limit - low > 0.005 * limit:
             middle = (low + limit) / 2
-            found = best_line(coarse, self.stages, middle, windows.first, windows.last)
+            found = best_line(coarse, self.stages, middle, windows)
             if found is not None and coarse.crossing(found) <= most * (1 + _SAME):
                 line, limit = found[group], float(coarse.loads(found, self.stages).max())
             else:
@@ -441,7 +421,11 @@ class DivisionProblem:
 def few_downsets(flow: Flow, limit: float) -> Members | None:
     """All downsets, where they are few enough to go through all stages of at most `limit` between them."""
     members = downsets(flow, _MOST_DOWNSETS)
-    return members if members is not None and possible_stages(flow, members, limit) <= _MOST_PAIRS else None
+    if members is None:
+        return None
+    done = np.sort(members @ flow.work)
+    pairs = np.searchsorted(done, done + limit, side="right") - np.arange(len(done))
+    return members if pairs.sum() <= _MOST_PAIRS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,7 +456,6 @@ def divide(
     unbalance: float,
     settled: Mapping[int, int] | None = None,
     time_limit: float = 30.0,
-    solver: SolverName = "auto",
 ) -> StageDivision:
     """The nodes in `stages` stages, each with work, of which none takes over (1 + `unbalance`) times the mean.
 
@@ -487,30 +470,21 @@ def divide(
     order = np.lexsort((np.arange(flow.operators), windows.last, windows.first))
     flow, nodes = flow.reordered(order), nodes[order]
     windows = Windows(windows.first[order], windows.last[order])
-    search = DivisionProblem(flow, stages, windows, unbalance, time.monotonic() + time_limit, solver)
-    found = search.run()
-    mean = float(flow.work.sum()) / stages
+    found = DivisionProblem(flow, stages, windows, unbalance, time.monotonic() + time_limit).run()
+    stage_of = dict(zip(nodes.tolist(), found.stage.tolist(), strict=True))
+    # Nodes that every reader computes for itself are where they are asked for, or where they are read first.
+    graph, consumers = problem.graph, problem.graph.consumers()
+    for node in sorted(recomputed_nodes(graph), reverse=True):
+        readers = (stage_of[reader] for name in graph.nodes[node].outputs for reader in consumers.get(name, ()))
+        stage_of[node] = settled.get(node, min(readers, default=0))
+    members: list[list[int]] = [[] for _ in range(stages)]
+    for node in sorted(stage_of):
+        members[stage_of[node]].append(node)
     return StageDivision(
-        nodes=_with_shared(problem.graph, nodes, found.stage, stages, settled),
+        nodes=tuple(map(tuple, members)),
         crossing_bytes=flow.crossing(found.stage),
         bound=found.bound,
-        unbalance=float(flow.loads(found.stage, stages).max()) / mean - 1,
+        unbalance=float(flow.loads(found.stage, stages).max()) / (float(flow.work.sum()) / stages) - 1,
         line_bytes=found.line_bytes,
         groups=found.groups,
     )
-
-
-def _with_shared(
-    graph: Graph, nodes: Places, stage: Places, stages: int, settled: Mapping[int, int]
-) -> tuple[tuple[int, ...], ...]:
-    """The nodes of each stage; those that every reader computes for itself are where they are asked for, or where they
-    are read first."""
-    found = dict(zip(nodes.tolist(), stage.tolist(), strict=True))
-    shared, consumers = recomputed_nodes(graph), graph.consumers()
-    for node in sorted(shared, reverse=True):
-        readers = [found[reader] for name in graph.nodes[node].outputs for reader in consumers.get(name, ())]
-        found[node] = settled.get(node, min(readers, default=0))
-    members: list[list[int]] = [[] for _ in range(stages)]
-    for node in sorted(found):
-        members[found[node]].append(node)
-    return tuple(map(tuple, members))

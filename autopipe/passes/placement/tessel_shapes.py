@@ -26,7 +26,7 @@ from autopipe.ir.placement import Placement, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem, Work
 from autopipe.ir.space import AxisKind
 from autopipe.passes.analysis.chain import Chain, make_chain, range_sums
-from autopipe.passes.analysis.operators import uses_of
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.communication import all_gather
 from autopipe.passes.cost.memory_check import check_operators, device_memory, fitted, in_flight, least_memory, may_share
@@ -84,7 +84,7 @@ def _costed(graph: Graph, work: tuple[Work, ...], cluster: Cluster, precision: s
         forward, backward = node_seconds(work, device, precision)
         on_kind[device] = forward + (backward if train else 0.0)
     seconds = np.mean(list(on_kind.values()), axis=0)
-    return CostedModel(graph, uses_of(graph), weights_of(graph), graph.consumers(), cluster, seconds, on_kind)
+    return CostedModel(graph, sample_axes(graph), 1, weights_of(graph), graph.consumers(), cluster, seconds, on_kind)
 
 
 @remembered(GRAPHS)

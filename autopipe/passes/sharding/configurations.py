@@ -11,12 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, MeshAxis, is_one_block, mixed_dimensions, operand_under, result_under
 from autopipe.ir.placement import Split
 from autopipe.ir.space import Axis, AxisKind, Dimension, Space, Windowed
@@ -30,25 +29,19 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
 
     Degrees divide extents, their product divides `group`, and no axis is split that must stay whole. The axis
     `outermost`, where samples are counted, is split outside of all others, which keep the order of the space: so equal
-    degrees of neighbours fall on the same devices.
+    degrees of neighbours fall on the same devices. Of dimensions that several axes make up each device has one block.
     """
     axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
-    splittable = [axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1]
-    found: Iterable[Splits] = _shared_out(splittable, group)
-    mixed = mixed_dimensions(space)
+    found = _splits_of([axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1], group)
+    extents, mixed = space.extents(), mixed_dimensions(space)
     if mixed:
-        extents = {axis.name: axis.extent for axis in axes}
-
-        def are_blocks(splits: Splits) -> bool:
-            """True if each device has one block of the dimensions that several axes make up."""
-            degrees = {split.axis: split.degree for split in splits}
-            return all(is_one_block(dimension, extents, degrees) for dimension in mixed)
-
-        found = filter(are_blocks, found)
+        degrees = ({split.axis: split.degree for split in splits} for splits in found)
+        blocks = [all(is_one_block(dimension, extents, each) for dimension in mixed) for each in degrees]
+        found = [splits for splits, is_block in zip(found, blocks, strict=True) if is_block]
     return tuple(sorted(found, key=len))
 
 
-def _shared_out(axes: Sequence[Axis], group: int) -> list[Splits]:
+def _splits_of(axes: Sequence[Axis], group: int) -> list[Splits]:
     """Every way to split `axes`, in order, whose degrees' product divides `group`."""
     divisors = [count for count in range(1, group + 1) if group % count == 0]
     # Of the axes so far, innermost first: the ways to split them for each number of devices left.
@@ -85,37 +78,31 @@ def distinct(codes: Integers) -> tuple[Integers, Integers]:
     return np.flatnonzero(present), numbers[codes]
 
 
-def combined(columns: Iterable[tuple[int, Integers]], rows: int) -> tuple[Integers, Integers]:
-    """The different rows of columns of numbers, each given with how many numbers it has.
+def combined(columns: Sequence[tuple[Sequence[Any], Integers]], rows: int) -> tuple[list[tuple[Any, ...]], Integers]:
+    """The different rows of columns, in order, and which of them each of the `rows` equals.
 
-    The places of first occurrences, ascending, and which of them each of the `rows` equals.
+    Of a column its items are given, and the number of each row's item.
     """
     codes, count = np.zeros(rows, dtype=np.int64), 1
-    for most, column in columns:
-        known, codes = distinct(codes * most + column)
+    for items, of in columns:
+        known, codes = distinct(codes * len(items) + of)
         count = len(known)
     firsts = np.empty(count, dtype=np.int64)
     firsts[codes[::-1]] = np.arange(rows)[::-1]
     order = np.argsort(firsts)
     renumbered = np.empty(count, dtype=np.int64)
     renumbered[order] = np.arange(count)
-    return firsts[order], renumbered[codes]
-
-
-Axes = dict[str, MeshAxis]
-"""Axes of the mesh, outer to inner, by the axes of a space that lie along them."""
-
-
-_Places = tuple[list[MeshAxis | None], Integers]
-"""Where one axis lies: the different places, the first of them nowhere, and which each configuration has."""
+    picked = [[items[number] for number in of[firsts[order]].tolist()] for items, of in columns]
+    return list(zip(*picked, strict=True)) if columns else [()], renumbered[codes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshPositions:
-    """Axes that any of the configurations splits."""
+    """Where axes lie on the mesh, of those that any of the configurations splits."""
 
     configurations: int
-    _places: dict[str, _Places]
+    _places: dict[str, tuple[list[MeshAxis | None], Integers]]
+    """Of each axis the different places, the first of them nowhere, and which of them each configuration has."""
 
     def degrees(self, axes: Iterable[str]) -> Integers:
         """Into how many parts `axes` are cut together, [configurations]."""
@@ -130,17 +117,23 @@ class MeshPositions:
     def degree(self) -> Integers:
         return self.degrees(self._places)
 
-    def cases(self, names: Iterable[str]) -> tuple[list[Axes], Integers]:
-        """The different ways in which axes of these names lie, and which of them each configuration has."""
-        own = {name: self._places[name] for name in names if name in self._places}
-        columns = ((len(places), place_of) for places, place_of in own.values())
-        firsts, of = combined(columns, self.configurations)
-        ways = []
-        for row in firsts.tolist():
-            pairs = ((name, places[place_of[row]]) for name, (places, place_of) in own.items())
-            split = [(name, axis) for name, axis in pairs if axis is not None]
-            ways.append(dict(sorted(split, key=lambda each: -each[1].stride)))
-        return ways, of
+    def layouts(self, names: Iterable[str], make: Callable[[dict[str, MeshAxis]], Layout]) -> _Part:
+        """The layouts that `make` gives, which depend on where the axes `names` lie; it takes them outer to inner."""
+        own = [name for name in dict.fromkeys(names) if name in self._places]
+        rows, of = combined([self._places[name] for name in own], self.configurations)
+        found = []
+        for row in rows:
+            split = [(name, axis) for name, axis in zip(own, row, strict=True) if axis is not None]
+            found.append(make(dict(sorted(split, key=lambda pair: -pair[1].stride))))
+        known, number = numbered(found)
+        return known, number[of]
+
+
+_Part = tuple[list[Layout], Integers]
+"""The different layouts of one dimension alone, or of no dimension with shares; and which each configuration has.
+
+How a dimension is cut does not depend on the others, so that a tensor's layouts are put together from few parts.
+"""
 
 
 def mesh_positions(configurations: Sequence[Splits], group: int) -> MeshPositions:
@@ -153,7 +146,7 @@ def mesh_positions(configurations: Sequence[Splits], group: int) -> MeshPosition
             stride //= split.degree
             rows[split.axis].append(row)
             marks[split.axis].append(split.degree * (group + 1) + stride)
-    found: dict[str, _Places] = {}
+    found = {}
     for name, where in rows.items():
         of = np.zeros(len(configurations), dtype=np.int64)
         known, numbers = distinct(np.array(marks[name], dtype=np.int64))
@@ -167,23 +160,16 @@ class TensorLayouts:
     """One tensor under each configuration of a node: few different layouts, and which of them each one has."""
 
     layouts: tuple[Layout, ...]
-    of: NDArray[np.int64]
+    of: Integers
     elements: Integers
     """Of one device's block of each layout."""
-
-
-_Part = tuple[list[Layout], Integers]
-"""The different layouts of one dimension alone, or of no dimension with shares; and which each configuration has.
-
-How a dimension is cut does not depend on the others, so that a tensor's layouts are put together from few parts.
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutTable:
     """The layouts of nodes' tensors on `group` devices.
 
-    But for windows how a tensor is cut does not depend on its extents: those cut alike are worked out once. Equal
+    But for windows how a tensor is cut does not depend on its extents: those cut equally are worked out once. Equal
     configurations are to be the same object.
     """
 
@@ -192,35 +178,35 @@ class LayoutTable:
     """Configurations, held so that their place stays their own, and where axes lie in them."""
     _known: dict[Hashable, TensorLayouts] = field(default_factory=dict)
 
+    def mesh_positions_of(self, configurations: tuple[Splits, ...]) -> MeshPositions:
+        if id(configurations) not in self._positions:
+            self._positions[id(configurations)] = configurations, mesh_positions(configurations, self.group)
+        return self._positions[id(configurations)][1]
+
     def operand(
-        self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]
+        self, space: Space, position: int, shape: tuple[int, ...], configurations: tuple[Splits, ...]
     ) -> TensorLayouts:
-        shape, dimensions = graph.type_of(node.inputs[position]).shape, space.operands[position] or ()
-        windows = space.windows_of(position)
+        """How a node of `space` reads its operand at `position`."""
+        dimensions, windows = space.operands[position] or (), space.windows_of(position)
         cut = id(configurations), dimensions, windows, shape if windows else ()
         positions = self.mesh_positions_of(configurations)
         return self._layouts(cut, shape, positions, lambda: _parts(positions, dimensions, shape, windows))
 
     def result(
-        self, graph: Graph, node: Node, position: int, space: Space, configurations: tuple[Splits, ...]
+        self, space: Space, position: int, shape: tuple[int, ...], configurations: tuple[Splits, ...]
     ) -> TensorLayouts:
-        """How a node leaves its result at `position`, shares of sums and means included."""
-        shape, dimensions = graph.type_of(node.outputs[position]).shape, space.results[position] or ()
+        """How a node of `space` leaves its result at `position`, shares of sums and means included."""
+        dimensions = space.results[position] or ()
         kinds = tuple((axis.name, axis.kind) for axis in space.axes)
         positions = self.mesh_positions_of(configurations)
 
         def parts() -> list[_Part]:
             present = {name for dimension in dimensions for name in dimension}
             reduced = [name for name, _ in kinds if name not in present]
-            shares = _part(positions, reduced, lambda axes: result_under(space, (), (), axes))
+            shares = positions.layouts(reduced, lambda axes: result_under(space, (), (), axes))
             return [*_parts(positions, dimensions, shape), shares]
 
         return self._layouts((id(configurations), dimensions, kinds), shape, positions, parts)
-
-    def mesh_positions_of(self, configurations: tuple[Splits, ...]) -> MeshPositions:
-        if id(configurations) not in self._positions:
-            self._positions[id(configurations)] = configurations, mesh_positions(configurations, self.group)
-        return self._positions[id(configurations)][1]
 
     def _layouts(
         self, cut: Hashable, shape: tuple[int, ...], positions: MeshPositions, parts: Callable[[], list[_Part]]
@@ -233,8 +219,8 @@ class LayoutTable:
             found = self._known[cut]
             if found.layouts[0].shape != shape:
                 layouts = (Layout(shape, each.cuts, each.sums, each.means) for each in found.layouts)
-                more = math.prod(shape), max(1, math.prod(found.layouts[0].shape))
-                found = TensorLayouts(tuple(layouts), found.of, found.elements * more[0] // more[1])
+                elements = found.elements * math.prod(shape) // max(1, math.prod(found.layouts[0].shape))
+                found = TensorLayouts(tuple(layouts), found.of, elements)
             self._known[key] = found
         return self._known[key]
 
@@ -246,37 +232,24 @@ def _parts(
     for place, (dimension, extent) in enumerate(zip(dimensions, shape, strict=True)):
         own = tuple(replace(each, dimension=0) for each in windows if each.dimension == place)
         names = [*dimension, *(each.axis for each in own)]
-        found.append(_part(positions, names, partial(operand_under, (dimension,), (extent,), windows=own)))
+        found.append(positions.layouts(names, partial(operand_under, (dimension,), (extent,), windows=own)))
     return found
-
-
-def _part(positions: MeshPositions, names: Iterable[str], make: Callable[[Axes], Layout]) -> _Part:
-    """The layouts that `make` gives, which depend on where the axes `names` lie."""
-    cases, case_of = positions.cases(names)
-    layouts, of = numbered(map(make, cases))
-    return layouts, of[case_of]
 
 
 def _together(shape: tuple[int, ...], parts: Sequence[_Part], configurations: int) -> TensorLayouts:
     """The layouts of a tensor whose dimensions, and then whose shares if it has any, are `parts`."""
-    firsts, of = combined(((len(known), part_of) for known, part_of in parts), configurations)
-    elements = np.ones(len(firsts), dtype=np.int64)
-    for known, part_of in parts:
-        elements *= np.array([each.local_elements for each in known], dtype=np.int64)[part_of[firsts]]
-    columns = [[known[number] for number in part_of[firsts].tolist()] for known, part_of in parts]
-    cut, shared = columns[: len(shape)], columns[len(shape) :]
-    ways = zip(*([each.cuts[0] for each in column] for column in cut), strict=True) if cut else [()] * len(firsts)
-    layouts = [Layout(shape, cuts) for cuts in ways]
-    for shares in shared:
-        layouts = [
-            Layout(shape, layout.cuts, share.sums, share.means) if share.is_partial else layout
-            for layout, share in zip(layouts, shares, strict=True)
-        ]
-    if any(each.windows for known, _ in parts for each in known):
-        rows = zip(*cut, strict=True)
-        for number, row in enumerate(rows):
-            windows = tuple(each.windows[0] if each.windows else None for each in row)
-            if any(windows):
-                fill = next((each.fill for each in row if each.fill), 0.0)
-                layouts[number] = Layout(shape, layouts[number].cuts, windows=windows, fill=fill)
+    rows, of = combined(parts, configurations)
+    local = {id(each): each.local_elements for known, _ in parts for each in known}
+    elements = np.array([math.prod(local[id(each)] for each in row) for row in rows], dtype=np.int64)
+    layouts = []
+    for row in rows:
+        cut, shares = row[: len(shape)], row[len(shape) :]
+        cuts = tuple(each.cuts[0] for each in cut)
+        windows = tuple(each.windows[0] if each.windows else None for each in cut)
+        if any(windows):
+            fill = next((each.fill for each in cut if each.fill), 0.0)
+            layouts.append(Layout(shape, cuts, windows=windows, fill=fill))
+        else:
+            sums, means = (shares[0].sums, shares[0].means) if shares else ((), ())
+            layouts.append(Layout(shape, cuts, sums, means))
     return TensorLayouts(tuple(layouts), of, elements)

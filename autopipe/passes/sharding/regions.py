@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import are_blocks, is_block
+from autopipe.ir.layout import are_blocks
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
@@ -27,16 +27,21 @@ from autopipe.passes.sharding.configurations import Splits
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A graph, and what is asked of it again and again.
+    """A graph on `replicas` groups of devices, each with an equal share of the samples.
 
     `weights` says, of each value that depends on parameters and constants alone, on which parameters. `readers` are the
     nodes that read each value.
     """
 
     graph: Graph
-    uses: tuple[OpInstance, ...]
+    samples: SampleAxes
+    replicas: int
     weights: dict[str, frozenset[str]]
     readers: dict[str, tuple[int, ...]]
+
+    @property
+    def uses(self) -> tuple[OpInstance, ...]:
+        return self.samples.uses
 
     def is_weight(self, node: int) -> bool:
         """True if a node computes from parameters and constants alone."""
@@ -59,10 +64,28 @@ class Network:
                     waiting.append(producer)
         return found
 
+    def splits(self, node: int, axis: str, degree: int) -> tuple[Split, ...]:
+        """A node's splits: its samples among the replicas, and inside each of them `axis` in `degree` parts."""
+        own = self.samples.axes[node]
+        outer = (Split(own, self.replicas),) if own is not None and self.replicas > 1 else ()
+        return (*outer, Split(axis, degree))
+
     def splits_on(self, node: int, axis: str, degree: int) -> bool:
-        """True if a node can be cut along an axis into `degree` equal blocks."""
+        """True if a replica's `degree` devices can share a node along an axis in equal blocks.
+
+        A node without samples stays whole where there are several replicas: its parts would go over all the devices.
+        """
         space = self.uses[node].space
-        return space.axis(axis).kind is not AxisKind.WHOLE and is_block(space, axis, degree)
+        if space.axis(axis).kind is AxisKind.WHOLE:
+            return False
+        if self.replicas > 1 and self.samples.axes[node] in (None, axis):
+            return False
+        return are_blocks(space, self.splits(node, axis, degree))
+
+
+def replicated_network(graph: Graph, replicas: int, samples: SampleAxes | None = None) -> Network:
+    """The network of a graph whose samples `replicas` replicas share."""
+    return Network(graph, samples or sample_axes(graph), replicas, weights_of(graph), graph.consumers())
 
 
 @remembered(GRAPHS)
@@ -169,12 +192,8 @@ def _place(words: tuple[tuple[str, ...], ...] | None, axis: str) -> int:
 
 
 def tensor_splits(
-    network: Network,
-    nodes: Iterable[int],
-    degree: int,
-    tables: Set[str],
-    pays: Callable[[int], bool],
-) -> tuple[tuple[int, tuple[Split, ...]], ...]:
+    network: Network, nodes: Iterable[int], degree: int, tables: Set[str], pays: Callable[[int], bool]
+) -> tuple[tuple[int, Splits], ...]:
     """Splits that share the tables and products of a stage among `degree` devices.
 
     A region whose end no gathering follows is split as it is. Of others the product alone is, where that `pays`: its
@@ -191,14 +210,8 @@ def tensor_splits(
             axes |= region.axes
         elif pays(node):
             axes[node] = axis
-    for node in sorted(axes, reverse=True):
-        _cut_weights(network, node, degree, members, axes)
-    return tuple((node, (Split(axes[node], degree),)) for node in sorted(axes))
-
-
-def _cut_weights(network: Network, node: int, degree: int, members: Set[int], axes: dict[int, str]) -> None:
-    """Cut the nodes that compute a cut node's weights, so that each device computes its part from its part."""
-    waiting = [node]
+    # The nodes that compute a cut node's weights are cut, too: each device computes its part from its part.
+    waiting = sorted(axes)
     while waiting:
         reader = waiting.pop()
         for name, words in zip(network.graph.nodes[reader].inputs, network.uses[reader].space.operands, strict=True):
@@ -207,47 +220,15 @@ def _cut_weights(network: Network, node: int, degree: int, members: Set[int], ax
             if producer is None or producer not in members or producer in axes or place < 0:
                 continue
             space = network.uses[producer].space
-            result = space.results[network.graph.nodes[producer].outputs.index(name)]
-            axis = _outer(space, result, place)
-            if axis is not None and network.splits_on(producer, axis, degree):
-                axes[producer] = axis
+            own = _outer(space, space.results[network.graph.nodes[producer].outputs.index(name)], place)
+            if own is not None and network.splits_on(producer, own, degree):
+                axes[producer] = own
                 waiting.append(producer)
+    return tuple((node, (Split(axes[node], degree),)) for node in sorted(axes))
 
 
-NodeSplits = tuple[tuple[int, tuple[Split, ...]], ...]
+NodeSplits = tuple[tuple[int, Splits], ...]
 """Splits by node, as a stage holds them."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicatedNetwork(Network):
-    """A graph on `replicas` groups of devices, each with an equal share of the samples."""
-
-    samples: SampleAxes
-    replicas: int
-
-    def splits(self, node: int, axis: str, degree: int) -> tuple[Split, ...]:
-        """A node's splits: its samples among the replicas, and inside each of them `axis` in `degree` parts."""
-        own = self.samples.axes[node]
-        outer = (Split(own, self.replicas),) if own is not None and self.replicas > 1 else ()
-        return (*outer, Split(axis, degree))
-
-    def splits_on(self, node: int, axis: str, degree: int) -> bool:
-        """True if a replica's `degree` devices can share a node along an axis in equal blocks.
-
-        A node without samples stays whole where there are several replicas: its parts would go over all the devices.
-        """
-        space = self.uses[node].space
-        if space.axis(axis).kind is AxisKind.WHOLE:
-            return False
-        if self.replicas > 1 and self.samples.axes[node] in (None, axis):
-            return False
-        return are_blocks(space, self.splits(node, axis, degree))
-
-
-def replicated_network(graph: Graph, replicas: int, samples: SampleAxes | None = None) -> ReplicatedNetwork:
-    """The network of a graph whose samples `replicas` replicas share."""
-    samples = samples or sample_axes(graph)
-    return ReplicatedNetwork(graph, samples.uses, weights_of(graph), graph.consumers(), samples, replicas)
 
 
 def check_samples(problem: Problem, replicas: int, strategy: str) -> None:
@@ -266,7 +247,7 @@ def check_samples(problem: Problem, replicas: int, strategy: str) -> None:
 
 
 def with_samples_split(
-    samples: SampleAxes, nodes: Iterable[int], replicas: int, found: dict[int, tuple[Split, ...]]
+    samples: SampleAxes, nodes: Iterable[int], replicas: int, found: dict[int, Splits]
 ) -> NodeSplits:
     """The splits `found`, and for the others of `nodes` a split of their samples.
 
@@ -276,7 +257,7 @@ def with_samples_split(
     return tuple(sorted((*found.items(), *others)))
 
 
-def group_splits(network: ReplicatedNetwork, degree: int, nodes: Iterable[int]) -> dict[int, tuple[Split, ...]]:
+def group_splits(network: Network, degree: int, nodes: Iterable[int]) -> dict[int, Splits]:
     """The splits of those of `nodes` that a replica's `degree` devices share.
 
     Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
@@ -295,7 +276,7 @@ def group_splits(network: ReplicatedNetwork, degree: int, nodes: Iterable[int]) 
 
 
 @remembered(4 * GRAPHS)
-def whole_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, tuple[Split, ...]]:
+def whole_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, Splits]:
     """The same for all nodes of a graph on `replicas` replicas of `degree` devices."""
     return group_splits(replicated_network(graph, replicas), degree, range(len(graph.nodes)))
 

@@ -30,7 +30,7 @@ from autopipe.ir.layout import (
 )
 from autopipe.passes.analysis.resharding import is_chain, is_cut_further, scattered_along, without
 from autopipe.passes.cost.communication import FREE, Cost, moving_lines, reduction_cost
-from autopipe.passes.sharding.configurations import Integers, TensorLayouts, distinct, numbered
+from autopipe.passes.sharding.configurations import Integers, TensorLayouts, combined, distinct, numbered
 
 Floats = NDArray[np.float64]
 _Truths = NDArray[np.bool_]
@@ -40,53 +40,40 @@ Way = tuple[MeshAxes, WindowedBlocks | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DimensionCuts:
-    """The few ways in which layouts cut one dimension, and which of them each layout has."""
-
-    ways: list[Way]
-    of: Integers
-
-    @property
-    def axes(self) -> list[MeshAxes]:
-        return [axes for axes, _ in self.ways]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class DimensionPair:
-    """One dimension of `extent` cells: how sources cut it, and how targets do."""
+    """One dimension of `extent` cells: the few ways in which sources hold and targets want it cut, and which of them
+    each layout has.
+    """
 
     dimension: int
-    held: DimensionCuts
-    wanted: DimensionCuts
     extent: int
+    held: tuple[Way, ...]
+    held_of: Integers
+    wanted: tuple[Way, ...]
+    wanted_of: Integers
 
     def by_neighbours(self, size: int) -> DimensionPair:
         """The same with each `size` neighbouring devices counted as one (`ir/layout.py`)."""
-        held, wanted = (
-            replace(each, ways=[cut_by_neighbours(*way, size) for way in each.ways])
-            for each in (self.held, self.wanted)
-        )
+        held, wanted = (tuple(cut_by_neighbours(*way, size) for way in ways) for ways in (self.held, self.wanted))
         return replace(self, held=held, wanted=wanted)
 
     def spread(self, table: NDArray[Any]) -> NDArray[Any]:
         """A table of ways, [of sources, of targets], as one of layouts."""
-        found: NDArray[Any] = table[self.held.of][:, self.wanted.of]
+        found: NDArray[Any] = table[self.held_of][:, self.wanted_of]
         return found
 
 
 def _pairs_by_dimension(sources: Sequence[Layout], targets: Sequence[Layout]) -> list[DimensionPair]:
     """Dimensions that some layout cuts."""
-
-    def cuts(layouts: Sequence[Layout], place: int) -> DimensionCuts:
-        return DimensionCuts(
-            *numbered((each.cuts[place], each.windows[place] if each.windows else None) for each in layouts)
+    found = []
+    for place, extent in enumerate(targets[0].shape):
+        (held, held_of), (wanted, wanted_of) = (
+            numbered((each.cuts[place], each.windows[place] if each.windows else None) for each in layouts)
+            for layouts in (sources, targets)
         )
-
-    found = (
-        DimensionPair(place, cuts(sources, place), cuts(targets, place), extent)
-        for place, extent in enumerate(targets[0].shape)
-    )
-    return [pair for pair in found if pair.held.axes != [()] or pair.wanted.axes != [()]]
+        if any(axes for axes, _ in (*held, *wanted)):
+            found.append(DimensionPair(place, extent, tuple(held), held_of, tuple(wanted), wanted_of))
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,26 +139,25 @@ def _missing_volume(pairs: Sequence[DimensionPair], shape: tuple[int, int], grou
     need, dimensions = np.ones(shape[1]), np.zeros(shape, dtype=np.int64)
     overlaps = []
     for pair in pairs:
-        windows = any(window for _, window in pair.wanted.ways)
-        ways = tuple(pair.held.ways), tuple(pair.wanted.ways)
-        overlap = _overlap_between(*ways, pair.extent if windows else 0, group)
+        windows = any(window for _, window in pair.wanted)
+        overlap = _overlap_between(pair.held, pair.wanted, pair.extent if windows else 0, group)
         overlaps.append(overlap)
         least *= pair.spread(overlap.least)
         if not overlap.regular.all():
             regular &= pair.spread(overlap.regular)
-        need *= overlap.need.max(axis=1)[pair.wanted.of]
+        need *= overlap.need.max(axis=1)[pair.wanted_of]
         dimensions += pair.spread(overlap.lacks)
     cells = math.prod(overlap.extent for overlap in overlaps)
     share = (need - least) / cells
     rows, columns = np.nonzero(~regular)
     needed = np.ones((shape[1], group))
     for pair, overlap in zip(pairs, overlaps, strict=True):
-        needed *= overlap.need[pair.wanted.of]
+        needed *= overlap.need[pair.wanted_of]
     for start in range(0, len(rows), _AT_ONCE):
         row, column = rows[start : start + _AT_ONCE], columns[start : start + _AT_ONCE]
         had = np.ones((len(row), group))
         for pair, overlap in zip(pairs, overlaps, strict=True):
-            had *= overlap.common[pair.held.of[row], pair.wanted.of[column]]
+            had *= overlap.common[pair.held_of[row], pair.wanted_of[column]]
         share[row, column] = (needed[column] - had).max(axis=1) / cells
     return share, dimensions
 
@@ -187,13 +173,14 @@ def _gathers_apart(pairs: Sequence[DimensionPair], shape: tuple[int, int], group
     ends, leaving = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     wanted_marks = np.zeros(shape[1], dtype=np.int64)
     for pair in pairs:
-        cut, gathered = _cut_further(tuple(pair.held.axes), tuple(pair.wanted.axes))
-        has, wants = (np.array([_marks(axes, divisors) for axes in each.axes]) for each in (pair.held, pair.wanted))
-        begins = [np.array([_bounds(axes, divisors) for axes in each.axes]) for each in (pair.held, pair.wanted)]
-        ends |= pair.spread(begins[0][:, None] | begins[1][None])
+        held, wanted = (tuple(axes for axes, _ in ways) for ways in (pair.held, pair.wanted))
+        cut, gathered = _cut_further(held, wanted)
+        has, wants = (np.array([_marks(axes, divisors) for axes in ways]) for ways in (held, wanted))
+        from_, to = (np.array([_bounds(axes, divisors) for axes in ways]) for ways in (held, wanted))
+        ends |= pair.spread(from_[:, None] | to[None])
         apart &= pair.spread(cut | gathered)
         leaving |= pair.spread(np.where(gathered, has[:, None] & ~wants[None], 0))
-        wanted_marks |= wants[pair.wanted.of]
+        wanted_marks |= wants[pair.wanted_of]
     known, places = np.unique(ends, return_inverse=True)
     nests = [is_chain([count for place, count in enumerate(divisors) if mark >> place & 1]) for mark in known.tolist()]
     apart &= np.array(nests, dtype=bool)[places.reshape(ends.shape)]
@@ -253,67 +240,61 @@ class SumReduction:
 class _Paths:
     """How each source comes to each target, [sources, targets]: what adds up its shares, and what is held then."""
 
-    additions: list[Addition]
     held: list[Layout]
-    addition_of: Integers
     held_of: Integers
+    adding: SumReduction
+    addition_of: Integers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Scattered:
-    """Along one dimension: `insides` are the axes along which shares are scattered, the first of them none."""
-
-    pair: DimensionPair
-    insides: list[MeshAxes]
-    of: Integers
-    """Which of them, [sources, ways of targets]."""
-
-
-def _reduction_paths(sources: Sequence[Layout], targets: Sequence[Layout]) -> _Paths:
+def _reduction_paths(
+    sources: Sequence[Layout], targets: Sequence[Layout]
+) -> tuple[list[Layout], Integers, list[Addition], Integers]:
     """How the shares of each of `sources` are added up on the way to each of `targets`, which are even and hold none.
 
-    A target's axes cut one dimension each, so what is scattered along one does not depend on the others. Pairs are
-    numbered by what is scattered along each dimension (digits of a mixed-radix number), then by the source; each
-    addition and each layout that is held after it is made once.
+    A target's axes cut one dimension each, so what is scattered along one does not depend on the others; each layout
+    that is held after that and each addition is made once. Returns both, and which of them each pair has.
     """
+    rows = np.repeat(np.arange(len(sources)), len(targets))
     shares, shares_of = numbered(source.partial_over for source in sources)
     parts, parts_of = numbered(source.parts for source in sources)
-    scattered = [_scattered(pair, shares, shares_of) for pair in _pairs_by_dimension(sources, targets)]
-    codes = np.zeros((len(sources), len(targets)), dtype=np.int64)
-    for each in scattered:
-        codes = codes * len(each.insides) + each.of[:, each.pair.wanted.of]
-    known, codes = distinct(codes)
-    cases, case_of = distinct(codes + np.arange(len(sources))[:, None] * len(known))
-    row, left = cases // len(known), known[cases % len(known)]
-    digits: list[Integers] = []
-    for each in reversed(scattered):
-        digits.insert(0, left % len(each.insides))
-        left = left // len(each.insides)
-    _, adding_of = distinct((shares_of[row] * len(parts) + parts_of[row]) * len(known) + cases % len(known))
-    one_each = np.zeros(adding_of.max() + 1, dtype=np.int64)
-    one_each[adding_of] = np.arange(len(cases))
-    additions = [
-        _addition(shares[of], parts[count], [each.insides[digit] for each, digit in zip(scattered, own, strict=True)])
-        for of, count, *own in np.stack([shares_of[row], parts_of[row], *digits])[:, one_each].T.tolist()
-    ]
-    held, held_of = _held(targets[0].shape, scattered, row, digits)
-    return _Paths(additions, held, adding_of[case_of], held_of[case_of])
+    pairs = _pairs_by_dimension(sources, targets)
+    cuts, scattered = [], []
+    for pair in pairs:
+        insides, inside_of = _scattered(pair, shares, shares_of)
+        ways, way_of = distinct(pair.held_of[rows] * len(insides) + inside_of)
+        now_and_inside = (divmod(way, len(insides)) for way in ways.tolist())
+        after, after_of = numbered(merged(pair.held[now][0] + insides[number]) for now, number in now_and_inside)
+        cuts.append((after, after_of[way_of]))
+        scattered.append((insides, inside_of))
+    cut_rows, held_of = combined(cuts, len(rows))
+    held = []
+    for row in cut_rows:
+        own: list[MeshAxes] = [()] * len(targets[0].shape)
+        for pair, axes in zip(pairs, row, strict=True):
+            own[pair.dimension] = axes
+        held.append(Layout(targets[0].shape, tuple(own)))
+    added, addition_of = combined([(shares, shares_of[rows]), (parts, parts_of[rows]), *scattered], len(rows))
+    additions = [_addition(over, count, insides) for over, count, *insides in added]
+    shape = len(sources), len(targets)
+    return held, held_of.reshape(shape), additions, addition_of.reshape(shape)
 
 
-def _scattered(pair: DimensionPair, shares: Sequence[MeshAxes], shares_of: Integers) -> _Scattered:
+def _scattered(pair: DimensionPair, shares: Sequence[MeshAxes], shares_of: Integers) -> tuple[list[MeshAxes], Integers]:
+    """The different axes along which shares are scattered along one dimension, the first of them none; and which of
+    them are for each source and target, [sources · targets].
+    """
     insides: dict[MeshAxes, int] = {(): 0}
-    cases, case_of = distinct(pair.held.of * len(shares) + shares_of)
-    held, wanted = pair.held.axes, pair.wanted.axes
-    table = np.zeros((len(cases), len(wanted)), dtype=np.int64)
-    for place, (now, over) in enumerate(zip(*(each.tolist() for each in np.divmod(cases, len(shares))), strict=True)):
+    cases, case_of = distinct(pair.held_of * len(shares) + shares_of)
+    table = np.zeros((len(cases), len(pair.wanted)), dtype=np.int64)
+    for place, (now, over) in enumerate(divmod(case, len(shares)) for case in cases.tolist()):
         if shares[over]:
-            found = (scattered_along(held[now], axes, shares[over]) for axes in wanted)
+            found = (scattered_along(pair.held[now][0], axes, shares[over]) for axes, _ in pair.wanted)
             table[place] = [insides.setdefault(axes, len(insides)) for axes in found]
-    return _Scattered(pair, list(insides), table[case_of])
+    return list(insides), table[case_of][:, pair.wanted_of].reshape(-1)
 
 
 def _addition(shares: MeshAxes, parts: int, insides: Iterable[MeshAxes]) -> Addition:
-    """Reduction that adds up `shares` of a tensor in `parts` blocks, scattered along `insides` of a dimension each."""
+    """Collectives that add up `shares` of a tensor in `parts` blocks, scattered along `insides` of a dimension each."""
     steps = []
     for inside in filter(None, insides):
         steps.append(("reduce_scatter", inside, parts))
@@ -324,32 +305,6 @@ def _addition(shares: MeshAxes, parts: int, insides: Iterable[MeshAxes]) -> Addi
     return tuple(steps)
 
 
-def _held(
-    shape: tuple[int, ...], scattered: Sequence[_Scattered], row: Integers, digits: Sequence[Integers]
-) -> tuple[list[Layout], Integers]:
-    """The different layouts after shares have been scattered, and which of them each case has."""
-    codes = np.zeros_like(row)
-    ways: list[list[MeshAxes]] = []
-    for each, digit in zip(scattered, digits, strict=True):
-        pairs, pair_of = distinct(each.pair.held.of[row] * len(each.insides) + digit)
-        before, inside = (found.tolist() for found in np.divmod(pairs, len(each.insides)))
-        held = each.pair.held.axes
-        cuts, cut_of = numbered(
-            merged(held[now] + each.insides[more]) for now, more in zip(before, inside, strict=True)
-        )
-        codes = codes * len(cuts) + cut_of[pair_of]
-        ways.append(cuts)
-    found, held_of = np.unique(codes, return_inverse=True)
-    layouts = []
-    for code in found.tolist():
-        own: list[MeshAxes] = [()] * len(shape)
-        for each, cuts in zip(reversed(scattered), reversed(ways), strict=True):
-            code, place = divmod(code, len(cuts))
-            own[each.pair.dimension] = cuts[place]
-        layouts.append(Layout(shape, tuple(own)))
-    return layouts, held_of.reshape(-1)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardTable:
     """Seconds of changes of layout on a group of `devices`; tables are made once for all tensors cut alike."""
@@ -357,7 +312,7 @@ class ReshardTable:
     cluster: Cluster
     devices: tuple[int, ...]
     _moves: dict[Hashable, tuple[Floats, Floats]] = field(default_factory=dict)
-    _paths: dict[Hashable, tuple[_Paths, SumReduction]] = field(default_factory=dict)
+    _paths: dict[Hashable, _Paths] = field(default_factory=dict)
     _collectives: dict[tuple[str, MeshAxes], Cost] = field(default_factory=dict)
 
     def seconds(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
@@ -398,11 +353,11 @@ class ReshardTable:
         evens = [target.even() for target in targets]
         key = tuple([(each.cuts, each.sums, each.means) for each in sources]), tuple([each.cuts for each in evens])
         if key not in self._paths:
-            found = _reduction_paths(sources, evens)
-            self._paths[key] = found, self._adding(found.additions)
-        paths, adding = self._paths[key]
+            held, held_of, additions, addition_of = _reduction_paths(sources, evens)
+            self._paths[key] = _Paths(held, held_of, self._adding(additions), addition_of)
+        paths = self._paths[key]
         moving = self.seconds(paths.held, targets, size_bytes)
-        return adding.seconds(size_bytes)[paths.addition_of] + np.take_along_axis(moving, paths.held_of, axis=0)
+        return paths.adding.seconds(size_bytes)[paths.addition_of] + np.take_along_axis(moving, paths.held_of, axis=0)
 
     def to_all(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
         """The same where others want the value, too: shares are added up to copies first."""
@@ -452,15 +407,18 @@ class SharedValue:
     to_readers: tuple[Floats, ...]
     """For each reader [layouts, its configurations]; inf where they do not go together. Equal readers share them."""
 
-    def times(self, factor: float) -> SharedValue:
-        made = {id(each): each * factor for each in self.to_readers}
-        return SharedValue(self.layouts, self.from_source * factor, tuple(made[id(each)] for each in self.to_readers))
-
 
 def shared_value(
-    source: TensorLayouts, readers: Sequence[TensorLayouts], size_bytes: float, table: ReshardTable, given: bool
+    source: TensorLayouts,
+    readers: Sequence[TensorLayouts],
+    size_bytes: float,
+    table: ReshardTable,
+    given: bool,
+    times: int,
 ) -> SharedValue:
-    """The variable of a computed value of `size_bytes`; `given` says whether others want it besides `readers`.
+    """The variable of a computed value of `size_bytes` that changes layout `times` a step.
+
+    `given` says whether others want it besides `readers`.
 
     Lowering scatters shares of sums only to what all readers want alike: hence a second set of the layouts wanted by
     all, which cost less to come to and cannot be left.
@@ -482,9 +440,9 @@ def shared_value(
         if bound:
             of_equal = table.seconds(bound, reader.layouts, size_bytes)
             moving.append(of_equal + _only_equal(bound, [layout.even() for layout in reader.layouts]))
-        out[id(reader)] = np.concatenate(moving)[:, reader.of]
+        out[id(reader)] = np.concatenate(moving)[:, reader.of] * times
     to_readers = tuple(out[id(reader)] for reader in readers)
-    return SharedValue((*free, *bound), np.concatenate(into, axis=1)[source.of], to_readers)
+    return SharedValue((*free, *bound), np.concatenate(into, axis=1)[source.of] * times, to_readers)
 
 
 def shared_parameter(readers: Sequence[TensorLayouts], shape: tuple[int, ...], only_whole: bool) -> SharedValue:

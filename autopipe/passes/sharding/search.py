@@ -1,14 +1,20 @@
-"""The search for the splits inside stages whose nodes, devices and micro-batches are settled, within memory.
+"""Splits inside stages whose nodes, devices and micro-batches are settled, as a min-sum model (PaSE, equation 1):
 
-Each stage is searched by itself, on the tables of its configurations; its memory is counted as lowering will use it,
-and bounds on the bytes that come and go are tightened until the answer fits.
+    tables = make_tables(problem, nodes, devices)
+    answer = solve(tables.model)
+    splits = tables.splits(answer.choice)
+
+Variables of the model are the nodes, in order, then one for each value that several nodes read (`SharedValue`). Equal
+nodes and equal pairs share their arrays. Each stage is searched by itself; its memory is counted as lowering will use
+it, and bounds on the bytes that come and go are tightened until the answer fits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -21,20 +27,180 @@ from autopipe.passes.analysis.stage_nodes import StageNodes, assign_nodes
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import device_memory, in_flight, out_of_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
-from autopipe.passes.sharding.configurations import Splits
-from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.tables import Tables, make_tables
-from autopipe.passes.solvers.min_sum import Assignment, MinSum, solve
+from autopipe.passes.sharding.configurations import Integers, Splits
+from autopipe.passes.sharding.node_costs import (
+    NO_OPTIONS,
+    Costs,
+    NodeClass,
+    StageContext,
+    StageOptions,
+    kept_bytes,
+    node_classes,
+    stage_context,
+)
+from autopipe.passes.sharding.reshard_tables import Floats, SharedValue, shared_parameter, shared_value
+from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, solve
+from autopipe.passes.solvers.min_sum.model import Once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """The model of a stage's nodes on a group of devices; variable i of it is `nodes[i]`, further ones are values."""
+
+    nodes: tuple[int, ...]
+    configurations: tuple[tuple[Splits, ...], ...]
+    model: MinSum
+    """Seconds of a step, and bytes on a device."""
+    gradients: tuple[Floats, ...]
+    """Of the model's costs, seconds to exchange gradients once a step."""
+    backwards: tuple[Floats, ...]
+    """Of the model's costs, seconds of one micro-batch's backward."""
+    passing: tuple[Integers, ...]
+    """For each node the bytes that come and go while it runs backward, which the model's memory leaves out."""
+    kept_again: tuple[Edge, ...]
+    """The bytes that a pair of nodes adds to the model's memory by keeping one value in different blocks."""
+
+    def passing_at_most(self, most: int) -> Tables:
+        """The same without configurations of nodes that need more than `most` bytes while they run.
+
+        What is kept again counts, too: where memory does not matter, those edges would only be in the way.
+        """
+
+        once = Once()
+
+        def bounded(costs: Floats, needs: Integers) -> Floats:
+            return np.where(needs > most, np.inf, costs)
+
+        costs = [once(bounded, *each) for each in zip(self.model.costs, self.passing, strict=False)]
+        costs += self.model.costs[len(costs) :]
+        edges = (*self.model.edges, *self.kept_again)
+        return replace(self, model=replace(self.model, costs=tuple(costs), edges=edges), kept_again=())
+
+    def splits(self, choice: Sequence[int]) -> tuple[tuple[int, Splits], ...]:
+        """The nodes that a choice splits, with their splits, as `Stage.splits` has them."""
+        chosen = (each[number] for each, number in zip(self.configurations, choice, strict=False))
+        return tuple((node, splits) for node, splits in zip(self.nodes, chosen, strict=True) if splits)
+
+
+def make_tables(
+    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], options: StageOptions = NO_OPTIONS
+) -> Tables:
+    """The model of `nodes` (ascending, all of them computed) on `devices`.
+
+    Raises ConfigurationError where a device states no figure for a class of operators.
+    """
+    stage = stage_context(problem, nodes, devices, options)
+    builder = _Builder(stage, node_classes(stage))
+    for name in stage.readers:
+        if stage.graph.parameter(name) is not None:
+            if stage.is_shared_parameter(name):
+                builder.add_parameter(name)
+        elif stage.graph.producer(name) in builder.kinds:
+            builder.add_value(name)
+    return builder.tables()
+
+
+End = tuple[NodeClass, int]
+"""A node's class, and the position of one of its operands or results."""
+
+
+class _Builder:
+    """A model in the making. What is cached are arrays that equal nodes and edges have in common."""
+
+    def __init__(self, stage: StageContext, kinds: dict[int, NodeClass]) -> None:
+        self.stage, self.kinds = stage, kinds
+        self.places = {node: place for place, node in enumerate(kinds)}
+        cost_of = cache(NodeClass.costs)
+        self.costs = [cost_of(kind) for kind in kinds.values()]
+        self.edges: list[Edge] = []
+        self._changes, self._shared_value, self._free = cache(self._changes_of), cache(self._value_of), cache(_free)
+
+    def add_parameter(self, name: str) -> None:
+        """A variable for a parameter whose layout is not one node's choice."""
+        stage = self.stage
+        wanted = [self.kinds[node].reads(position) for node, position in stage.readers[name]]
+        value = shared_parameter(wanted, stage.graph.type_of(name).shape, only_whole=name in stage.options.whole)
+        gradient_s, update_s, held = stage.holding(name, value.layouts)
+        self._add_variable(name, value, Costs(update_s + gradient_s, gradient_s, np.zeros(len(value.layouts)), held))
+
+    def add_value(self, name: str) -> None:
+        """The edges of a computed value to its readers: one edge, or those of a variable between them."""
+        stage, readers = self.stage, self.stage.readers[name]
+        source = stage.graph.producer(name)
+        assert source is not None, name
+        left = self.kinds[source], stage.graph.nodes[source].outputs.index(name)
+        wanted = tuple((self.kinds[node], position) for node, position in readers)
+        times = stage.times_run(name) * stage.problem.micro_batches
+        rest = stage.graph.type_of(name).bytes, name in stage.options.given, times
+        if len(readers) == 1:
+            self._connect(self.places[source], self.places[readers[0][0]], self._changes(left, *wanted, *rest))
+        else:
+            value = self._shared_value(left, wanted, *rest)
+            self._connect(self.places[source], len(self.costs), value.from_source)
+            self._add_variable(name, value, self._free(len(value.layouts)))
+
+    def _changes_of(self, source: End, reader: End, size: int, given: bool, times: int) -> Floats:
+        left, wanted = source[0].leaves(source[1]), reader[0].reads(reader[1])
+        change = self.stage.reshard.to_all if given else self.stage.reshard.to_reader
+        return change(left.layouts, wanted.layouts, size)[left.of][:, wanted.of] * times
+
+    def _value_of(self, source: End, readers: tuple[End, ...], size: int, given: bool, times: int) -> SharedValue:
+        wanted = [kind.reads(position) for kind, position in readers]
+        return shared_value(source[0].leaves(source[1]), wanted, size, self.stage.reshard, given, times)
+
+    def _add_variable(self, name: str, value: SharedValue, costs: Costs) -> None:
+        self.costs.append(costs)
+        for (reader, _), matrix in zip(self.stage.readers[name], value.to_readers, strict=True):
+            self._connect(len(self.costs) - 1, self.places[reader], matrix)
+
+    def _connect(self, source: int, target: int, matrix: Floats) -> None:
+        if matrix.any():
+            self.edges.append(Edge(source, target, matrix))
+
+    def tables(self) -> Tables:
+        passing = cache(NodeClass.passing_bytes)
+        return Tables(
+            nodes=self.stage.nodes,
+            configurations=tuple(kind.configurations for kind in self.kinds.values()),
+            model=MinSum(
+                tuple(each.seconds for each in self.costs),
+                tuple(self.edges),
+                tuple(each.memory for each in self.costs),
+            ),
+            gradients=tuple(each.gradients for each in self.costs),
+            backwards=tuple(each.backward for each in self.costs),
+            passing=tuple(map(passing, self.kinds.values())),
+            kept_again=self._kept_again(),
+        )
+
+    def _kept_again(self) -> tuple[Edge, ...]:
+        """By how much the block that a node keeps exceeds that of the first node that keeps the same value."""
+        found: list[Edge] = []
+        known: dict[Hashable, Integers] = {}
+        no_seconds: Callable[[tuple[int, ...]], Floats] = cache(np.zeros)
+        for first, by_first, node, by_node in self.stage.kept_again:
+            one, other = self.kinds[first], self.kinds[node]
+            key = one, by_first.dimensions, other, by_node.dimensions, by_node.bytes
+            if key not in known:
+                own, before = kept_bytes([by_node], other.mesh_positions), kept_bytes([by_first], one.mesh_positions)
+                known[key] = np.maximum(own[None, :] - before[:, None], 0) * self.stage.kept_micro_batches
+            if known[key].any():
+                found.append(Edge(self.places[first], self.places[node], no_seconds(known[key].shape), known[key]))
+        return tuple(found)
+
+
+def _free(layouts: int) -> Costs:
+    nothing = np.zeros(layouts)
+    return Costs(nothing, nothing, nothing, np.zeros(layouts, dtype=np.int64))
+
 
 Solver = Callable[[Tables, float | None], Assignment]
 """Answers tables, within a number of bytes where one is given."""
 
 _BOUNDS = 8
 """The most bounds on what comes and goes that are tried where memory is short."""
-
 _APART = 0.01
 """Of a device's memory: by how much bounds differ at least, to be worth a search each."""
-
 _ROUNDS = 3
 """How often the limit is corrected by what an answer really takes beyond what the model says."""
 
@@ -49,102 +215,6 @@ class FittedPlacement:
     excess: int
     """By how much the fullest of the stage's devices, `worst`, is over its limit."""
     worst: int
-
-
-def _fit_stage(
-    problem: Problem, placement: Placement, index: int, tables: Tables, solver: Solver, overlap: bool
-) -> FittedPlacement:
-    """`placement` with the best splits of stage `index` that its devices hold.
-
-    What comes and goes is the most that one node needs while it runs. So several bounds on that are tried: under each,
-    configurations that need more are forbidden, and what remains is for the sum of what stays. Raises InfeasibleError,
-    with the least excess that was met, where nothing fits.
-    """
-
-    def measured(answer: Assignment) -> FittedPlacement:
-        proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
-        return _with_splits(problem, placement, index, tables.splits(answer.choice), proof)
-
-    fastest = solver(tables, None)
-    trials = [measured(fastest)]
-    room = min(map(problem.memory_of, placement.stages[index].devices))
-    before = room
-    for most in _bounds_on_passing(tables, fastest, room) if trials[0].excess > 0 else ():
-        if trials[-1].excess <= 0 and before - most < _APART * room:
-            break
-        before = most
-        # What the model does not know: values that several nodes keep in different blocks, buffers of messages.
-        unknown = 0
-        bounded = tables.passing_at_most(most)
-        for _ in range(_ROUNDS):
-            try:
-                answer = solver(bounded, room - most - unknown)
-            except InfeasibleError:
-                break
-            trials.append(measured(answer))
-            if trials[-1].excess <= 0 or not answer.fits:
-                break
-            unknown += trials[-1].excess
-    fitting = [each for each in trials if each.excess <= 0]
-    if fitting:
-        count = problem.batch_size // placement.stages[index].micro_batch_size
-        best = min(fitting, key=lambda each: step_seconds(each.cost, count, overlap))
-        # Under a bound on what comes and goes an answer is proven for that bound alone.
-        bound = trials[0].proof.lower_bound
-        optimal = best is trials[0] and best.proof.optimal
-        return replace(best, proof=SplitProof(best.proof.cost, bound, optimal))
-    least = min(trials, key=lambda each: each.excess)
-    need = problem.memory_of(least.worst) + least.excess
-    raise out_of_memory(problem, [index], len(placement.stages), least.worst, need, least=True)
-
-
-def _bounds_on_passing(tables: Tables, answer: Assignment, room: int) -> list[int]:
-    """From what an answer needs down to what every choice does: all that some configuration needs, well apart."""
-    least = max(int(each.min()) for each in tables.passing)
-    most = max(int(each[number]) for each, number in zip(tables.passing, answer.choice, strict=False))
-    between = np.unique(np.concatenate(list({id(each): each for each in tables.passing}.values())))
-    between = between[(between >= least) & (between <= most)]
-    count = min(_BOUNDS, 2 + int((most - least) / (_APART * room)))
-    chosen = np.unique(np.linspace(0, len(between) - 1, count).round().astype(int))
-    found: list[int] = between[chosen][::-1].tolist()
-    return found
-
-
-def _with_splits(
-    problem: Problem, placement: Placement, index: int, splits: tuple[tuple[int, Splits], ...], proof: SplitProof
-) -> FittedPlacement:
-    """The placement with these splits of a stage, and what it takes whatever the model said."""
-    stages = list(placement.stages)
-    stages[index] = replace(stages[index], splits=splits)
-    found = replace(placement, stages=tuple(stages))
-    costs = stage_costs(problem, found)
-    used = device_memory(problem, found, costs)
-    excess, worst = max((used[device] - problem.memory_of(device), device) for device in stages[index].devices)
-    return FittedPlacement(found, proof, costs[index], excess, worst)
-
-
-def _or_by_samples(
-    problem: Problem, graph: Graph, fitted: FittedPlacement, index: int, overlap: bool
-) -> FittedPlacement:
-    """The same, or the stage with nothing but its samples shared, where that is faster and fits.
-
-    `graph` is the model on micro-batches of the stage's size.
-
-    The model counts no latency of gradients' exchange and more than one way of some values, so that data parallelism,
-    which is among its choices, can be better than it says.
-    """
-    stage = fitted.placement.stages[index]
-    samples = sample_axes(graph)
-    if any(not samples.divides(node, len(stage.devices)) for node in stage.nodes):
-        return fitted
-    splits = samples.splits(stage.nodes, len(stage.devices))
-    other = _with_splits(problem, fitted.placement, index, splits, fitted.proof)
-    count = problem.batch_size // stage.micro_batch_size
-    seconds = step_seconds(other.cost, count, overlap)
-    if other.excess > 0 or seconds >= step_seconds(fitted.cost, count, overlap):
-        return fitted
-    bound = fitted.proof.lower_bound
-    return replace(other, proof=SplitProof(max(seconds, bound), bound, seconds <= bound))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +237,94 @@ class SplitProblem:
         stage, options = placement.stages[index], self.options[index]
         own = own or resized(self.problem, stage.micro_batch_size)
         tables = make_tables(own, [node for node, _ in self.plans[index].nodes], stage.devices, options)
-        best = _fit_stage(self.problem, placement, index, tables, solver, overlap)
+        count = self.problem.batch_size // stage.micro_batch_size
+
+        def seconds(fitted: FittedPlacement) -> float:
+            return step_seconds(fitted.cost, count, overlap)
+
+        trials = self._trials(placement, index, tables, solver)
+        fitting = [each for each in trials if each.excess <= 0]
+        if not fitting:
+            least = min(trials, key=lambda each: each.excess)
+            need = self.problem.memory_of(least.worst) + least.excess
+            raise out_of_memory(self.problem, [index], len(placement.stages), least.worst, need, least=True)
+        best = min(fitting, key=seconds)
+        # Under a bound on what comes and goes an answer is proven for that bound alone.
+        bound = trials[0].proof.lower_bound
+        best = replace(best, proof=SplitProof(best.proof.cost, bound, best is trials[0] and best.proof.optimal))
         if any(node in options.allowed for node in stage.nodes):
             return best
-        return _or_by_samples(self.problem, own.graph, best, index, overlap)
+        # The model counts no latency of gradients' exchange and more than one way of some values, so that data
+        # parallelism, which is among its choices, can be better than it says.
+        other = self._by_samples(own.graph, best, index)
+        if other is None or other.excess > 0 or seconds(other) >= seconds(best):
+            return best
+        return replace(other, proof=SplitProof(max(seconds(other), bound), bound, seconds(other) <= bound))
+
+    def _trials(self, placement: Placement, index: int, tables: Tables, solver: Solver) -> list[FittedPlacement]:
+        """`placement` with the best splits of stage `index`, and where its devices do not hold those, with others.
+
+        What comes and goes is the most that one node needs while it runs. So several bounds on that are tried: under
+        each, configurations that need more are forbidden, and what remains is for the sum of what stays.
+        """
+
+        def measured(answer: Assignment) -> FittedPlacement:
+            proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
+            return self._with_splits(placement, index, tables.splits(answer.choice), proof)
+
+        fastest = solver(tables, None)
+        trials = [measured(fastest)]
+        room = min(map(self.problem.memory_of, placement.stages[index].devices))
+        before = room
+        for most in _bounds_on_passing(tables, fastest, room) if trials[0].excess > 0 else ():
+            if trials[-1].excess <= 0 and before - most < _APART * room:
+                break
+            before = most
+            # What the model does not know: values that several nodes keep in different blocks, buffers of messages.
+            unknown = 0
+            bounded = tables.passing_at_most(most)
+            for _ in range(_ROUNDS):
+                try:
+                    answer = solver(bounded, room - most - unknown)
+                except InfeasibleError:
+                    break
+                trials.append(measured(answer))
+                if trials[-1].excess <= 0 or not answer.fits:
+                    break
+                unknown += trials[-1].excess
+        return trials
+
+    def _by_samples(self, graph: Graph, fitted: FittedPlacement, index: int) -> FittedPlacement | None:
+        """A stage with nothing but its samples shared; `graph` is the model on its micro-batches."""
+        stage, samples = fitted.placement.stages[index], sample_axes(graph)
+        if any(not samples.divides(node, len(stage.devices)) for node in stage.nodes):
+            return None
+        splits = samples.splits(stage.nodes, len(stage.devices))
+        return self._with_splits(fitted.placement, index, splits, fitted.proof)
+
+    def _with_splits(
+        self, placement: Placement, index: int, splits: tuple[tuple[int, Splits], ...], proof: SplitProof
+    ) -> FittedPlacement:
+        """The placement with these splits of a stage, and what it takes whatever the model said."""
+        stages = list(placement.stages)
+        stages[index] = replace(stages[index], splits=splits)
+        found = replace(placement, stages=tuple(stages))
+        costs = stage_costs(self.problem, found)
+        used = device_memory(self.problem, found, costs)
+        over = ((used[device] - self.problem.memory_of(device), device) for device in stages[index].devices)
+        return FittedPlacement(found, proof, costs[index], *max(over))
+
+
+def _bounds_on_passing(tables: Tables, answer: Assignment, room: int) -> list[int]:
+    """From what an answer needs down to what every choice does: all that some configuration needs, well apart."""
+    least = max(int(each.min()) for each in tables.passing)
+    most = max(int(each[number]) for each, number in zip(tables.passing, answer.choice, strict=False))
+    between = np.unique(np.concatenate(list({id(each): each for each in tables.passing}.values())))
+    between = between[(between >= least) & (between <= most)]
+    count = min(_BOUNDS, 2 + int((most - least) / (_APART * room)))
+    chosen = np.unique(np.linspace(0, len(between) - 1, count).round().astype(int))
+    found: list[int] = between[chosen][::-1].tolist()
+    return found
 
 
 def split_problem(problem: Problem, placement: Placement, fixed: Mapping[int, Splits]) -> SplitProblem:

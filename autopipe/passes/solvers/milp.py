@@ -1,29 +1,20 @@
-"""Integer linear programs, solved by HiGHS (through scipy) or CBC (through PuLP).
+"""Integer linear programs, solved by HiGHS through scipy.
 
-No solver is taken at its word: every answer's constraints are checked again, with the program's own numbers.
+The solver is not taken at its word: every answer's constraints are checked again, with the program's own numbers.
 """
 
 from __future__ import annotations
 
-import re
-import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopipe.ir.errors import AutopipeError
-
-if TYPE_CHECKING:
-    from pulp import LpProblem
-
 
 _INTEGRAL = 1e-5
 """How far from a whole number a solver may leave a variable that is one."""
@@ -156,165 +147,45 @@ class SolverReport:
     """The end of a run as the solver tells it, unchecked."""
 
     values: NDArray[np.float64] | None = None
-    """One figure a variable, as the solver left them; None where it has none."""
+    """One figure a variable; None where it has none."""
     bound: float = -np.inf
-    """No values cost less."""
     infeasible: bool = False
     unbounded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When a run may end without a proof, and what counts as one."""
-
-    seconds: float
-    """Of the clock."""
-    nodes: int | None = None
-    """Of the search tree: what gives the same answer on every machine that is fast enough."""
-    gap: float = 0.0
-    """A cost is least enough that is at most this share above the bound."""
-    seed: int = 0
-
-
-_GRACE_S = 1.0
-"""From the end of the time limit until CBC is told to stop, and from then until it is ended."""
-_LOWER_BOUND = re.compile(r"^Lower bound:\s*(\S+)", re.MULTILINE)
-
-
-def by_cbc(model: Model, limits: Limits, start: NDArray[np.float64] | None) -> SolverReport:
-    """Run CBC on one thread, begun from the values `start` where there are some.
-
-    PuLP writes the program and reads the answer. CBC is started here: PuLP's time limit does not hold in the first
-    relaxation, which may last minutes. Raises AutopipeError where PuLP has no CBC for this machine.
-    """
-    import pulp
-
-    solver = pulp.COIN_CMD(path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False)
-    if not solver.available():
-        raise AutopipeError("PuLP has no CBC for this machine", hint="let HiGHS solve integer programs")
-    with tempfile.TemporaryDirectory(prefix="autopipe-cbc-") as folder:
-        program, answer, begun = (Path(folder) / name for name in ("program.mps", "answer.sol", "start.mst"))
-        problem = _problem(model, start)
-        variables, names, constraints, _ = problem.writeMPS(str(program), rename=1)
-        command = [solver.path, str(program)]
-        if start is not None:
-            solver.writesol(str(begun), problem, variables, names, constraints)
-            command += ["-mips", str(begun)]
-        command += f"-sec {limits.seconds} -timeMode elapsed -threads 1 -randomSeed {limits.seed + 1}".split()
-        command += f"-randomCbcSeed {limits.seed + 1} -ratio {limits.gap} -allow 0".split()
-        command += [] if limits.nodes is None else ["-maxNodes", str(limits.nodes)]
-        log = _run([*command, "-solve", "-printingOptions", "all", "-solution", str(answer)], limits.seconds)
-        if not answer.exists():
-            return SolverReport()
-        status, by_name, *_, sol_status = solver.readsol_MPS(str(answer), problem, variables, names, constraints)
-    values = np.zeros(model.variables)
-    for name, value in by_name.items():
-        values[int(name[1:])] = value
-    # The first line speaks of the linear relaxation too: only these two say that there are values.
-    found = sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    told = _LOWER_BOUND.search(log)
-    bound = float(told[1]) if told else -np.inf
-    if sol_status == pulp.LpSolutionOptimal and limits.gap == 0:
-        bound = model.objective(values)
-    return SolverReport(
-        values if found else None,
-        bound,
-        status == pulp.LpStatusInfeasible and sol_status == pulp.LpSolutionInfeasible,
-        status == pulp.LpStatusUnbounded,
-    )
-
-
-def _problem(model: Model, start: NDArray[np.float64] | None) -> LpProblem:
-    """The model in PuLP's terms; variable i is named `x{i}`, and a row with two bounds is written twice."""
-    import pulp
-
-    problem = pulp.LpProblem("autopipe")
-    kinds = np.where(model.integral, pulp.LpInteger, pulp.LpContinuous).tolist()
-    finite = [
-        [None if abs(each) == np.inf else each for each in bounds.tolist()] for bounds in (model.lower, model.upper)
-    ]
-    variables = [
-        problem.add_variable(f"x{index}", lower, upper, kind)
-        for index, (lower, upper, kind) in enumerate(zip(*finite, kinds, strict=True))
-    ]
-    for variable, value in zip(variables, start.tolist() if start is not None else (), strict=False):
-        variable.setInitialValue(value, check=False)
-    problem += pulp.LpAffineExpression(list(zip(variables, model.cost.tolist(), strict=True)))
-    starts, columns, values = model.starts.tolist(), model.columns.tolist(), model.values.tolist()
-    for row, (lower, upper) in enumerate(zip(model.row_lower.tolist(), model.row_upper.tolist(), strict=True)):
-        terms = [(variables[columns[place]], values[place]) for place in range(starts[row], starts[row + 1])]
-        sides = [(lower, pulp.LpConstraintEQ)] if lower == upper else []
-        sides = sides or [(lower, pulp.LpConstraintGE), (upper, pulp.LpConstraintLE)]
-        for side, (limit, sense) in enumerate(sides):
-            if abs(limit) < np.inf:
-                expression = pulp.LpAffineExpression()
-                for variable, value in terms:
-                    expression.addterm(variable, value)
-                problem.addConstraint(pulp.LpConstraint(expression, sense, f"r{row}_{side}", limit))
-    return problem
-
-
-def _run(command: list[str], seconds: float) -> str:
-    """Output of CBC; it is told to stop, and at last ended, where it does not keep its time."""
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            return process.communicate(timeout=seconds + _GRACE_S)[0]
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-        except BaseException:
-            process.kill()
-            raise
-        try:
-            return process.communicate(timeout=_GRACE_S)[0]
-        except subprocess.TimeoutExpired:
-            return ""
-        finally:
-            process.kill()
 
 
 _OPTIMAL, _INFEASIBLE, _UNBOUNDED, _OTHER = 0, 2, 3, 4
 """Codes of `scipy.optimize.milp`."""
 
 
-def by_highs(model: Model, limits: Limits) -> SolverReport:
-    """Run HiGHS on one thread; it takes no values to start from, and its seed is its own.
+def by_highs(model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool) -> SolverReport | None:
+    """Run HiGHS on one thread; it takes no values to start from. None where it cannot say what it has found.
 
-    The one inside scipy gets along with OR-tools in one process; the package highspy does not. Raises
-    AutopipeError for a model that HiGHS does not accept.
+    The one inside scipy gets along with OR-tools in one process; the package highspy does not. Raises AutopipeError for
+    a model that HiGHS does not accept.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
     matrix = csr_array((model.values, model.columns, model.starts), shape=(model.rows, model.variables))
-    options: dict[str, float | bool] = {"time_limit": limits.seconds, "mip_rel_gap": limits.gap}
-    if limits.nodes is not None:
-        options["node_limit"] = limits.nodes
-    for presolve in (True, False):
-        found = milp(
-            model.cost,
-            integrality=model.integral.astype(np.int64),
-            bounds=Bounds(model.lower, model.upper),
-            constraints=LinearConstraint(matrix, model.row_lower, model.row_upper) if model.rows else None,
-            options={**options, "presolve": presolve},
-        )
-        # Presolve alone cannot always say whether a program has no values or no least one.
-        if found.status != _OTHER:
-            break
+    options = {"time_limit": seconds, "mip_rel_gap": gap, "presolve": presolve}
+    found = milp(
+        model.cost,
+        integrality=model.integral.astype(np.int64),
+        bounds=Bounds(model.lower, model.upper),
+        constraints=LinearConstraint(matrix, model.row_lower, model.row_upper) if model.rows else None,
+        options=options if nodes is None else options | {"node_limit": nodes},
+    )
+    if found.status == _OTHER and presolve:
+        return None
     # One code stands for no values and for a model that is refused.
     if found.status == _INFEASIBLE and "infeasible" not in found.message.lower():
         raise AutopipeError(f"HiGHS does not accept the integer program: {found.message}")
-    bound = found.mip_dual_bound
-    if bound is None and found.status == _OPTIMAL:
-        bound = found.fun
+    bound = found.fun if found.mip_dual_bound is None and found.status == _OPTIMAL else found.mip_dual_bound
     return SolverReport(
         found.x, -np.inf if bound is None else float(bound), found.status == _INFEASIBLE, found.status == _UNBOUNDED
     )
 
 
-SolverName = Literal["auto", "cbc", "highs"]
-"""`auto` asks HiGHS, and CBC where what HiGHS says does not hold."""
 _LARGEST_COST = 2.0**14
 """Costs are scaled to it: solvers' tolerances (about 1e-6) are absolute."""
 _SAME = 1e-9
@@ -373,15 +244,13 @@ def solve(
     time_limit: float,
     gap: float = 0.0,
     start: NDArray[np.float64] | None = None,
-    solver: SolverName = "auto",
     nodes: int | None = None,
-    seed: int = 0,
 ) -> MilpResult:
     """The values that cost the least, or the best found within `time_limit` seconds and `nodes` nodes of the search.
 
-    An answer is never worse than the values `start`, which are the answer where a solver finds none; CBC begins its
-    search there. One thread and one seed: the same answer again unless the clock ends a run.
-    Raises AutopipeError for a `start` that breaks a constraint, and where costs have no least.
+    A cost is least enough that is at most the share `gap` above its bound. An answer is never worse than the values
+    `start`, which are the answer where the solver finds none. One thread, and no chance: the same answer again unless
+    the clock ends a run. Raises AutopipeError for a `start` that breaks a constraint, and where costs have no least.
     """
     best = MilpResult(Status.UNKNOWN)
     if start is not None:
@@ -389,17 +258,15 @@ def solve(
             raise AutopipeError(f"the values to start an integer program from do not hold: {broken}")
         best = MilpResult(Status.FEASIBLE, start, model.objective(start))
     if not model.variables:
-        claim = SolverReport(np.zeros(0), 0.0)
-        return _checked(model, claim, gap) or MilpResult(Status.INFEASIBLE)
+        return _checked(model, SolverReport(np.zeros(0), 0.0), gap) or MilpResult(Status.INFEASIBLE)
     end = time.monotonic() + time_limit
     scale = float(2.0 ** np.floor(np.log2(_LARGEST_COST / (np.abs(model.cost).max() or 1.0))))
     scaled = replace(model, cost=model.cost * scale)
-    for name in ("highs", "cbc") if solver == "auto" else (solver,):
-        limits = Limits(end - time.monotonic(), nodes, gap, seed)
-        if limits.seconds <= 0:
-            break
-        claim = by_highs(scaled, limits) if name == "highs" else by_cbc(scaled, limits, start)
-        answer = _checked(model, replace(claim, bound=claim.bound / scale), gap)
+    # Presolve alone cannot always say whether a program has no values or no least cost; and what it says may not hold.
+    for presolve in (True, False):
+        left = end - time.monotonic()
+        claim = by_highs(scaled, left, gap, nodes, presolve) if left > 0 else None
+        answer = _checked(model, replace(claim, bound=claim.bound / scale), gap) if claim else None
         if answer is None or (answer.status is Status.INFEASIBLE and best.found):
             continue
         if best.found and best.objective <= answer.objective:

@@ -42,8 +42,7 @@ from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_degrees, settled_stages
 from autopipe.passes.sharding.reshard_tables import Floats
-from autopipe.passes.sharding.search import Exact, Solver, split_stages
-from autopipe.passes.sharding.tables import Tables
+from autopipe.passes.sharding.search import Exact, Solver, Tables, split_stages
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate
 from autopipe.passes.solvers.min_sum.metropolis import walk
 

@@ -31,8 +31,8 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.downsets import Downsets, Figures, Pairs
 from autopipe.passes.placement.piper.blocks import Blocks
 from autopipe.passes.sharding.regions import (
+    Network,
     NodeSplits,
-    ReplicatedNetwork,
     group_splits,
     replicated_network,
     with_samples_split,
@@ -95,7 +95,7 @@ def _sharing(problem: Problem, blocks: Blocks, samples: SampleAxes, replicas: in
 
 
 def _closed(
-    network: ReplicatedNetwork, nodes: tuple[int, ...], found: dict[int, tuple[Split, ...]]
+    network: Network, nodes: tuple[int, ...], found: dict[int, tuple[Split, ...]]
 ) -> dict[int, tuple[Split, ...]]:
     """The splits of a block's layers; none where a value would leave the block cut."""
     graph, members = network.graph, set(nodes)

@@ -35,7 +35,6 @@ ROUNDING = 1e-6
 class Programs:
     """How integer programs are solved."""
 
-    solver: milp.SolverName = "auto"
     seconds: float = 60.0
     """For each; the best that is found by then is the answer."""
 
@@ -57,7 +56,7 @@ class Programs:
         start = program.values(known) if known else None
         gap, nodes = (0.0, None) if limit is None else (CLOSE, NODES)
         seconds = self.seconds if limit is None else min(self.seconds, PATIENCE_S)
-        found = milp.solve(program.integer, seconds, gap, start, self.solver, nodes)
+        found = milp.solve(program.integer, seconds, gap, start, nodes)
         if not found.found:
             raise InfeasibleError(f"integer program of splits: {found.status.value}")
         choice = program.choice(found.values)

@@ -19,8 +19,7 @@ from autopipe.passes.placement.tepdist.levels import Level
 from autopipe.passes.schedule.limits import step_s
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.search import SplitProblem, split_problem
-from autopipe.passes.sharding.tables import make_tables
+from autopipe.passes.sharding.search import SplitProblem, make_tables, split_problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,7 @@ from autopipe.passes.placement.tepdist.segments import (
     shortest,
     unfilled,
 )
-from autopipe.passes.sharding.tables import Tables
-from autopipe.passes.solvers import milp
+from autopipe.passes.sharding.search import Tables
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Incumbent
 from autopipe.passes.solvers.min_sum.memory_limit import HullEdge
@@ -140,7 +139,7 @@ class PricedSearch(Incumbent):
 
 
 class Level(ABC):
-    """Answers tables, its integer programs solved by `solver`.
+    """Answers tables.
 
     Of `time_limit` seconds, counted from now on, an answer within memory may take what is left; when they are over, it
     is the best that is known.
@@ -148,9 +147,8 @@ class Level(ABC):
 
     fill: Callable[..., Cones] = staticmethod(fill_cones)
 
-    def __init__(self, time_limit: float | None = None, solver: milp.SolverName = "auto") -> None:
+    def __init__(self, time_limit: float | None = None) -> None:
         self._end = None if time_limit is None else time.monotonic() + time_limit
-        self._solver = solver
         self._enough = math.inf
 
     def below(self, cost: float) -> Self:
@@ -227,7 +225,7 @@ class Level(ABC):
     def programs(self) -> Programs:
         """How integer programs are solved in the time that is left."""
         left = _PATIENCE_S if self._end is None else max(_LEAST_S, self._end - time.monotonic())
-        return Programs(self._solver, left)
+        return Programs(left)
 
 
 def by_segments(

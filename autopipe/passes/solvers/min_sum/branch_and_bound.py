@@ -82,9 +82,10 @@ class Dual:
         for matrix in self._matrices:
             if id(matrix) not in least:
                 least[id(matrix)] = matrix.min(axis=1)
-        self._to_source = [least[id(matrix)].copy() for matrix in self._matrices]
-        self._to_target = [np.zeros(matrix.shape[1]) for matrix in self._matrices]
-        parts = [costs.min() for costs in self._costs] + [costs.min() for costs in self._to_source]
+        to_source = [least[id(matrix)].copy() for matrix in self._matrices]
+        self._messages = to_source, [np.zeros(matrix.shape[1]) for matrix in self._matrices]
+        """For every edge the costs moved from it to its source, and those moved to its target."""
+        parts = [costs.min() for costs in self._costs] + [costs.min() for costs in to_source]
         self.rounding = ROUNDING * float(np.abs(parts).sum())
         self.bound = 0.0
         rests = [self._set_aside(node) for node in range(len(self._costs))]
@@ -103,7 +104,7 @@ class Dual:
         """Visit all nodes in order or backwards; the choice that every node made seeing the choices behind it."""
         chosen = [0] * len(self._costs)
         for node, behind, ahead in self._visits(forward):
-            seen = self._costs[node] + sum(self._message(edge, not forward) for edge in ahead)
+            seen = self._costs[node] + sum(self._messages[not forward][edge] for edge in ahead)
             for edge in behind:
                 source, target = self._ends[edge]
                 matrix = self._matrices[edge]
@@ -124,8 +125,8 @@ class Dual:
         for node, behind, ahead in self._visits(forward=False):
             rest = self._visit(node, behind, ahead, forward=False)
             for edge in behind:
-                moved = self._matrices[edge] - self._to_target[edge]
-                reach[edge] = moved + (self.bound + rest - self._to_source[edge])[:, None]
+                moved = self._matrices[edge] - self._messages[1][edge]
+                reach[edge] = moved + (self.bound + rest - self._messages[0][edge])[:, None]
         return reach
 
     def _visits(self, forward: bool) -> Iterator[tuple[int, list[int], list[int]]]:
@@ -137,26 +138,23 @@ class Dual:
 
     def _visit(self, node: int, behind: list[int], ahead: list[int], forward: bool) -> Array:
         """Collect, set aside and hand on; what each configuration had above the least."""
+        into, back = self._messages[forward], self._messages[not forward]
         for edge in behind:
-            if forward:
-                self._to_target[edge] = least_difference(self._matrices[edge], self._to_source[edge], 0)
-            else:
-                self._to_source[edge] = least_difference(self._matrices[edge], self._to_target[edge], 1)
+            into[edge] = least_difference(self._matrices[edge], back[edge], 0 if forward else 1)
         rest = self._set_aside(node)
         np.maximum(self.reach[node], rest + self.bound, out=self.reach[node])
         for edge in ahead:
-            message = self._message(edge, not forward)
-            message -= rest / max(len(ahead), len(behind))
+            back[edge] -= rest / max(len(ahead), len(behind))
         return rest
 
     def copy(self) -> Dual:
         """Another dual that begins where this one is."""
         other = copy.copy(self)
         other._matrices = list(self._matrices)
-        other._costs, other.reach, other._to_source, other._to_target = (
-            [vector.copy() for vector in vectors]
-            for vectors in (self._costs, self.reach, self._to_source, self._to_target)
+        other._costs, other.reach, *messages = (
+            [vector.copy() for vector in vectors] for vectors in (self._costs, self.reach, *self._messages)
         )
+        other._messages = messages[0], messages[1]
         return other
 
     def restrict(self, kept: Sequence[Array]) -> None:
@@ -166,22 +164,19 @@ class Dual:
             if changed[node]:
                 self._costs[node] = self._costs[node][keep]
                 self.reach[node] = self.reach[node][keep]
-        for edge, (source, target) in enumerate(self._ends):
-            if changed[source] or changed[target]:
-                self._matrices[edge] = self._matrices[edge].take(kept[source], 0).take(kept[target], 1)
-                self._to_source[edge] = self._to_source[edge][kept[source]]
-                self._to_target[edge] = self._to_target[edge][kept[target]]
-
-    def _message(self, edge: int, to_target: bool) -> Array:
-        return (self._to_target if to_target else self._to_source)[edge]
+        for edge, ends in enumerate(self._ends):
+            if changed[ends[0]] or changed[ends[1]]:
+                self._matrices[edge] = self._matrices[edge].take(kept[ends[0]], 0).take(kept[ends[1]], 1)
+                for messages, end in zip(self._messages, ends, strict=True):
+                    messages[edge] = messages[edge][kept[end]]
 
     def _set_aside(self, node: int) -> Array:
         """Move the least of all that is at the node to the bound; what remains of it, with its messages."""
         total = self._costs[node].copy()
         for edge in self._out[node]:
-            total += self._to_source[edge]
+            total += self._messages[0][edge]
         for edge in self._into[node]:
-            total += self._to_target[edge]
+            total += self._messages[1][edge]
         least = np.minimum.reduce(total)
         total -= least
         self._costs[node] -= least

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import combinations
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -59,16 +59,12 @@ def breadth_first(around: Neighbours) -> tuple[int, ...]:
     order: list[int] = []
     seen: set[int] = set()
     for start in range(len(around)):
-        if start in seen:
-            continue
+        component = [] if start in seen else [start]
         seen.add(start)
-        reached = len(order)
-        order.append(start)
-        while reached < len(order):
-            new = sorted(around[order[reached]] - seen)
+        for node in component:  # It grows meanwhile.
+            component += (new := sorted(around[node] - seen))
             seen.update(new)
-            order += new
-            reached += 1
+        order += component
     return tuple(order)
 
 
@@ -110,14 +106,20 @@ def _greedy(
             continue
         gone[node] = True
         order.append(node)
-        joined = rest[node]
-        for other in joined:
-            rest[other] |= joined
-            rest[other] -= {node, other}
+        joined = _taken(rest, node)
         for other in touched(rest, joined):
             scores[other] = score(rest, other)
             heappush(heap, (scores[other], other))
     return tuple(order)
+
+
+def _taken(rest: Neighbours, node: int) -> set[int]:
+    """Take a node away and join its neighbours, which are returned, with one another."""
+    joined = rest[node]
+    for other in joined:
+        rest[other] |= joined
+        rest[other] -= {node, other}
+    return joined
 
 
 ORDERINGS: dict[str, Callable[[Neighbours], tuple[int, ...]]] = {
@@ -142,22 +144,16 @@ def size(around: Neighbours, configurations: Sequence[int], order: Sequence[int]
     rest = [set(near) for near in around]
     entries = work = 0
     for node in order:
-        joined = rest[node]
-        table = math.prod(configurations[other] for other in joined)
+        table = math.prod(configurations[other] for other in _taken(rest, node))
         entries += table
         work += table * configurations[node]
-        for other in joined:
-            rest[other] |= joined
-            rest[other] -= {node, other}
     return entries, work
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Factor:
-    """A table over some nodes."""
+class Factor(NamedTuple):
+    """A table over the nodes of `scope`, in the order in which they are eliminated."""
 
     scope: tuple[int, ...]
-    """In the order in which they are eliminated."""
     table: Array
 
 
@@ -313,8 +309,7 @@ class Contraction(Generic[Table]):
         self.around[other][one] = self._turn(table)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Eliminated:
+class Eliminated(NamedTuple):
     """A node that is gone, its neighbours, and its tables as `Contraction.tables` has them."""
 
     node: int
@@ -384,7 +379,7 @@ def reduced(model: MinSum, work: float) -> Reduction:
 
 
 def _least_over_ends(own: Array, first: Array, second: Array | None = None) -> Array:
-    """For every choice of a node's one or two ends the least sum of what the node is part of."""
+    """For every choice of a node's one or two ends the least sum of all that the node is part of."""
     if second is None:
         return summed_least([own[:, None], first])
     return summed_least([own[:, None, None], first[:, :, None], second[:, None, :]])

@@ -62,6 +62,11 @@ class Edge:
     def reversed(self) -> Edge:
         return Edge(self.target, self.source, self.costs.T, None if self.memory is None else self.memory.T)
 
+    def formed(self, once: Once, form: Callable[..., Array], *arguments: object) -> Edge:
+        """The same with what `form` makes of each of its arrays and these arguments."""
+        memory = None if self.memory is None else once(form, self.memory, *arguments)
+        return replace(self, costs=once(form, self.costs, *arguments), memory=memory)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MinSum:
@@ -99,21 +104,17 @@ class MinSum:
 
     @property
     def sizes(self) -> list[int]:
-        """Configurations of every node."""
         return [len(costs) for costs in self.costs]
 
     def cost_of(self, choice: Sequence[int]) -> Number:
         """Cost of one configuration for every node: an int, exactly, where all costs are integers."""
-        return _total(
-            [costs[x] for costs, x in zip(self.costs, choice, strict=True)]
-            + [edge.costs[choice[edge.source], choice[edge.target]] for edge in self.edges]
-        )
+        parts = [costs[x] for costs, x in zip(self.costs, choice, strict=True)]
+        return _total(parts + [edge.costs[choice[edge.source], choice[edge.target]] for edge in self.edges])
 
     def memory_of(self, choice: Sequence[int]) -> Number:
         """Bytes of one configuration for every node."""
-        parts = [
-            edge.memory[choice[edge.source], choice[edge.target]] for edge in self.edges if edge.memory is not None
-        ]
+        known = ((edge, edge.memory) for edge in self.edges)
+        parts = [memory[choice[edge.source], choice[edge.target]] for edge, memory in known if memory is not None]
         if self.memory is not None:
             parts += [memory[x] for memory, x in zip(self.memory, choice, strict=True)]
         return _total(parts)
@@ -143,10 +144,6 @@ def merged(model: MinSum) -> MinSum:
     Arrays that need no change stay the objects they are; what is changed equally is changed once.
     """
     once = Once()
-
-    def added(one: Array | None, other: Array | None) -> Array | None:
-        return once(np.add, one, other) if one is not None and other is not None else (other if one is None else one)
-
     costs, memory = list(model.costs), list(model.memory or ())
     if any(edge.memory is not None and edge.source == edge.target for edge in model.edges) and not memory:
         memory = [np.zeros(len(vector), np.int64) for vector in costs]
@@ -159,10 +156,11 @@ def merged(model: MinSum) -> MinSum:
                 memory[low] = memory[low] + np.diagonal(edge.memory)
             continue
         if edge.source != low:
-            turned = None if edge.memory is None else once(np.transpose, edge.memory)
-            edge = Edge(low, high, once(np.transpose, edge.costs), turned)
+            edge = replace(edge.formed(once, np.transpose), source=low, target=high)
         if known := pairs.get((low, high)):
-            edge = Edge(low, high, once(np.add, known.costs, edge.costs), added(known.memory, edge.memory))
+            more = [each for each in (known.memory, edge.memory) if each is not None]
+            both = once(np.add, *more) if len(more) == 2 else next(iter(more), None)
+            edge = Edge(low, high, once(np.add, known.costs, edge.costs), both)
         pairs[low, high] = edge
     return MinSum(tuple(costs), tuple(pairs.values()), tuple(memory) or None)
 
@@ -170,32 +168,22 @@ def merged(model: MinSum) -> MinSum:
 def restricted(model: MinSum, kept: Kept) -> MinSum:
     """The model of what is kept; arrays that were shared and are restricted equally are shared again."""
     once = Once()
-    alike: dict[bytes, Array] = {}
+    shared: dict[bytes, Array] = {}
     some = [
-        None if len(keep) == len(costs) else alike.setdefault(keep.tobytes(), keep)
+        None if len(keep) == len(costs) else shared.setdefault(keep.tobytes(), keep)
         for keep, costs in zip(kept, model.costs, strict=True)
     ]
 
-    def vector(array: Array, node: int) -> Array:
-        return array if some[node] is None else once(np.take, array, some[node])
+    def vectors(arrays: Sequence[Array]) -> tuple[Array, ...]:
+        pairs = zip(arrays, some, strict=True)
+        return tuple(array if keep is None else once(np.take, array, keep) for array, keep in pairs)
 
     def part(array: Array, rows: Array | None, columns: Array | None) -> Array:
         found = array if rows is None else array.take(rows, 0)
         return found if columns is None else found.take(columns, 1)
 
-    return MinSum(
-        tuple(vector(costs, node) for node, costs in enumerate(model.costs)),
-        tuple(
-            Edge(
-                edge.source,
-                edge.target,
-                once(part, edge.costs, some[edge.source], some[edge.target]),
-                None if edge.memory is None else once(part, edge.memory, some[edge.source], some[edge.target]),
-            )
-            for edge in model.edges
-        ),
-        None if model.memory is None else tuple(vector(memory, node) for node, memory in enumerate(model.memory)),
-    )
+    edges = tuple(edge.formed(once, part, some[edge.source], some[edge.target]) for edge in model.edges)
+    return MinSum(vectors(model.costs), edges, None if model.memory is None else vectors(model.memory))
 
 
 def conditioned(model: MinSum) -> MinSum:

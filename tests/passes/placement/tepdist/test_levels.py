@@ -12,7 +12,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.passes.placement.tepdist.levels import O2, O3, O4, Level
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.tables import Tables, make_tables
+from autopipe.passes.sharding.search import Tables, make_tables
 from autopipe.passes.solvers.min_sum import MinSum, solve
 from tests.passes.cost.graphs import cluster, problem
 from tests.passes.placement.pase.paper.models import model_graph, problem_of

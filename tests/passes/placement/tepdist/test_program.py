@@ -1,4 +1,4 @@
-"""The integer program of a min-sum model: both solvers find what trying all choices finds, forbidden pairs included."""
+"""The integer program of a min-sum model: the solver finds what trying all choices finds, forbidden pairs included."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from random_layers import best_choice, layered
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.placement.tepdist.integer_programs import Programs, fix_by_reduced_cost, promising
-from autopipe.passes.solvers.milp import SolverName
 from autopipe.passes.solvers.min_sum import MinSum
 from autopipe.passes.solvers.min_sum.model import merged
 
 
-@pytest.mark.parametrize("solver", ["highs", "cbc"])
 @settings(max_examples=10)
 @given(model=layered(memory=True), limit=st.integers(10, 60))
-def test_the_program_is_the_model(solver: SolverName, model: MinSum, limit: int) -> None:
+def test_the_program_is_the_model(model: MinSum, limit: int) -> None:
     simple, best = merged(model), best_choice(model, limit)
-    programs = Programs(solver)
+    programs = Programs()
     if best == np.inf:
         with pytest.raises(InfeasibleError):
             programs.least(simple, limit=limit)

@@ -9,7 +9,7 @@ from random_layers import best_choice, layered
 
 from autopipe.passes.placement.tepdist.segments import MOST_WIDE, EqualSegments, cut, fill_cones, is_root, ranks
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.tables import make_tables
+from autopipe.passes.sharding.search import make_tables
 from autopipe.passes.solvers.min_sum import Edge, MinSum, solve
 from autopipe.passes.solvers.min_sum.model import conditioned, everything, merged, restricted
 from tests.passes.placement.pase.paper.models import model_graph, problem_of

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import AutopipeError
-from autopipe.passes.solvers.milp import Builder, Limits, Model, SolverName, SolverReport, Status, solve
+from autopipe.passes.solvers.milp import Builder, Model, SolverReport, Status, solve
 
 # `autopipe.passes.solvers.milp` names the function.
 door = sys.modules[solve.__module__]
-SOLVERS: tuple[SolverName, ...] = ("cbc", "highs", "auto")
-both = pytest.mark.parametrize("solver", SOLVERS)
 
 
 def knapsack(most: float = 9.0) -> Model:
@@ -54,12 +50,11 @@ def least_by_trying(model: Model) -> float:
     return min((model.objective(x) for x in tried if not model.violation(x)), default=np.inf)
 
 
-@pytest.mark.parametrize("solver", ["cbc", "highs"])
 @settings(max_examples=30)
 @given(model=programs())
-def test_the_answer_is_the_least_of_all(model: Model, solver: SolverName) -> None:
+def test_the_answer_is_the_least_of_all(model: Model) -> None:
     least = least_by_trying(model)
-    answer = solve(model, 60.0, solver=solver)
+    answer = solve(model, 60.0)
     if np.isinf(least):
         assert answer.status is Status.INFEASIBLE
         return
@@ -69,52 +64,44 @@ def test_the_answer_is_the_least_of_all(model: Model, solver: SolverName) -> Non
     assert answer.bound <= answer.objective
 
 
-@both
-def test_an_optimum_is_told_as_one(solver: SolverName) -> None:
-    answer = solve(knapsack(), 60.0, solver=solver)
+def test_an_optimum_is_told_as_one() -> None:
+    answer = solve(knapsack(), 60.0)
     assert (answer.status, answer.values.tolist(), answer.objective) == (Status.OPTIMAL, [4, 0], -12)
     assert (answer.bound, answer.gap) == (-12, 0)
 
 
-@both
-def test_costs_of_any_size_are_told_apart(solver: SolverName) -> None:
+def test_costs_of_any_size_are_told_apart() -> None:
     model = knapsack()
     for scale in (1e-12, 1e12):
-        answer = solve(replace(model, cost=model.cost * scale), 60.0, solver=solver)
+        answer = solve(replace(model, cost=model.cost * scale), 60.0)
         assert answer.proven
         assert answer.values.tolist() == [4, 0]
 
 
-@both
-def test_no_values_are_told_as_proven(solver: SolverName) -> None:
-    answer = solve(knapsack(-1.0), 60.0, solver=solver)
+def test_no_values_are_told_as_proven() -> None:
+    answer = solve(knapsack(-1.0), 60.0)
     assert (answer.status, answer.found, len(answer.values)) == (Status.INFEASIBLE, False, 0)
 
 
-@both
-def test_costs_without_a_least_are_refused(solver: SolverName) -> None:
+def test_costs_without_a_least_are_refused() -> None:
     builder = Builder()
     builder.add_variables(2, cost=-1, upper=np.inf)
     builder.add_rows([0, 0], [0, 1], [1, -1], upper=3)
     with pytest.raises(AutopipeError, match="no least cost"):
-        solve(builder.model(), 60.0, solver=solver)
+        solve(builder.model(), 60.0)
 
 
-@both
-def test_a_linear_program_needs_no_whole_numbers(solver: SolverName) -> None:
-    answer = solve(
-        replace(knapsack(), integral=np.zeros(2, dtype=bool), upper=np.array([3.0, 10.0])), 60.0, solver=solver
-    )
+def test_a_linear_program_needs_no_whole_numbers() -> None:
+    answer = solve(replace(knapsack(), integral=np.zeros(2, dtype=bool), upper=np.array([3.0, 10.0])), 60.0)
     assert answer.proven
     assert answer.values == pytest.approx([3, 0.75])
 
 
-@both
-def test_a_program_of_nothing(solver: SolverName) -> None:
-    assert solve(Builder().model(), 60.0, solver=solver).proven
+def test_a_program_of_nothing() -> None:
+    assert solve(Builder().model(), 60.0).proven
     builder = Builder()
     builder.add_rows([], [], lower=1, count=1)
-    assert solve(builder.model(), 60.0, solver=solver).status is Status.INFEASIBLE
+    assert solve(builder.model(), 60.0).status is Status.INFEASIBLE
 
 
 def hard(seed: int = 0, count: int = 60) -> Model:
@@ -133,20 +120,18 @@ def hard(seed: int = 0, count: int = 60) -> Model:
     return builder.model()
 
 
-@both
-def test_the_end_of_time_leaves_the_best_found(solver: SolverName) -> None:
-    answer = solve(hard(), 1.0, solver=solver)
+def test_the_end_of_time_leaves_the_best_found() -> None:
+    answer = solve(hard(), 1.0)
     assert answer.status is Status.FEASIBLE
     assert answer.bound <= answer.objective
     assert answer.gap > 0
     assert not hard().violation(answer.values)
 
 
-@both
-def test_an_answer_is_never_worse_than_its_start(solver: SolverName) -> None:
+def test_an_answer_is_never_worse_than_its_start() -> None:
     model = hard(1)
-    start = solve(model, 1.0, solver="highs").values
-    answer = solve(model, 0.3, start=start, solver=solver, nodes=0)
+    start = solve(model, 1.0).values
+    answer = solve(model, 0.3, start=start, nodes=0)
     assert answer.found
     assert answer.objective <= model.objective(start)
 
@@ -169,50 +154,37 @@ def test_a_start_that_does_not_hold_is_refused() -> None:
     "lie", [np.array([5.0, 0.0]), np.array([4.5, 0.0]), np.array([11.0, 0.0]), np.array([np.nan, 0.0])]
 )
 def test_a_solver_that_lies_is_not_believed(monkeypatch: pytest.MonkeyPatch, lie: np.ndarray) -> None:
-    monkeypatch.setattr(door, "by_highs", lambda model, limits: SolverReport(lie, -99.0))
-    monkeypatch.setattr(door, "by_cbc", lambda model, limits, start: SolverReport(lie, -99.0))
-    for solver in SOLVERS:
-        assert solve(knapsack(), 1.0, solver=solver).status is Status.UNKNOWN
+    monkeypatch.setattr(door, "by_highs", lambda *_: SolverReport(lie, -99.0))
+    assert solve(knapsack(), 1.0).status is Status.UNKNOWN
     begun = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]))
     assert (begun.status, begun.values.tolist(), begun.bound) == (Status.FEASIBLE, [0, 1], -np.inf)
 
 
-def test_another_solver_answers_for_one_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "by_highs", lambda model, limits: SolverReport(np.array([5.0, 0.0]), -15.0 * 2**11))
+def test_a_run_without_presolve_answers_for_one_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = door.by_highs
+
+    def lying(model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool) -> SolverReport | None:
+        if presolve:
+            return SolverReport(np.array([5.0, 0.0]), -15.0 * 2**11)
+        return honest(model, seconds, gap, nodes, presolve)
+
+    monkeypatch.setattr(door, "by_highs", lying)
     answer = solve(knapsack(), 60.0)
     assert (answer.proven, answer.values.tolist()) == (True, [4, 0])
 
 
 def test_nothing_is_impossible_that_is_already_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "by_highs", lambda model, limits: SolverReport(infeasible=True))
-    answer = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]), solver="highs")
+    monkeypatch.setattr(door, "by_highs", lambda *_: SolverReport(infeasible=True))
+    answer = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]))
     assert (answer.status, answer.values.tolist()) == (Status.FEASIBLE, [0, 1])
 
 
 def test_a_bound_below_the_values_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def claim(model: Model, limits: Limits) -> SolverReport:
+    def claim(model: Model, *_: object) -> SolverReport:
         return SolverReport(np.array([2.0, 1.0]), model.objective(np.array([4.0, 0.0])))
 
     monkeypatch.setattr(door, "by_highs", claim)
-    answer = solve(knapsack(), 1.0, solver="highs")
+    answer = solve(knapsack(), 1.0)
     assert (answer.status, answer.objective, answer.bound) == (Status.FEASIBLE, -11, -12)
     assert answer.gap == pytest.approx(1 / 11)
-    assert solve(knapsack(), 1.0, gap=0.1, solver="highs").proven
-
-
-def test_cbc_is_ended_where_it_does_not_keep_its_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in a first relaxation that lasts minutes; what it would have said in the end is not waited for."""
-    program = tmp_path / "cbc"
-    program.write_text("#!/bin/sh\ntrap '' INT\nexec sleep 100\n")
-    program.chmod(0o755)
-    monkeypatch.setattr("pulp.PULP_CBC_CMD.pulp_cbc_path", str(program))
-    monkeypatch.setattr("autopipe.passes.solvers.milp._GRACE_S", 0.1)
-    started = time.monotonic()
-    assert solve(knapsack(), 0.2, solver="cbc").status is Status.UNKNOWN
-    assert time.monotonic() - started < 60
-
-
-def test_a_machine_without_cbc_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulp.PULP_CBC_CMD.pulp_cbc_path", "/nowhere/cbc")
-    with pytest.raises(AutopipeError, match="no CBC for this machine"):
-        solve(knapsack(), 1.0, solver="cbc")
+    assert solve(knapsack(), 1.0, gap=0.1).proven

@@ -14,7 +14,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.tables import Tables, make_tables
+from autopipe.passes.sharding.search import Tables, make_tables
 from autopipe.passes.solvers.min_sum import Assignment, solve
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 from tests.passes.placement.pase.random_graphs import graphs, seconds_of, stage_of

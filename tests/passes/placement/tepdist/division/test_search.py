@@ -66,7 +66,7 @@ def test_the_division_is_the_best_of_all(task: tuple[Flow, int, Windows, float],
     limit = flow.work.sum() / stages * (1 + unbalance)
     allowed = [s for s in found if flow.loads(s, stages).max() <= limit + 1e-6]
     with mock.patch.object(module, "_MOST_DOWNSETS", most_downsets):
-        check(DivisionProblem(flow, stages, windows, unbalance, np.inf, "auto"), found, allowed)
+        check(DivisionProblem(flow, stages, windows, unbalance, np.inf), found, allowed)
 
 
 def check(search: DivisionProblem, found: list[np.ndarray], allowed: list[np.ndarray]) -> None:
@@ -90,10 +90,10 @@ def test_the_line_is_the_best_of_lines(task: tuple[Flow, int, Windows, float]) -
     flow, stages, windows, unbalance = task
     limit = flow.work.sum() / stages * (1 + unbalance)
     lines = [s for s in every(flow, stages, windows) if (np.diff(s) >= 0).all()]
-    least = least_limit(flow, stages, windows.first, windows.last)
+    least = least_limit(flow, stages, windows)
     assert least == pytest.approx(min((flow.loads(s, stages).max() for s in lines), default=np.inf), rel=1e-5)
     costs = [flow.crossing(s) for s in lines if flow.loads(s, stages).max() <= limit + 1e-6]
-    line = best_line(flow, stages, limit, windows.first, windows.last)
+    line = best_line(flow, stages, limit, windows)
     if line is None:
         assert not costs
         return
@@ -144,7 +144,7 @@ def test_two_branches_cross_less_side_by_side() -> None:
     values += [(6, 1.0, [8]), (7, 1.0, [8])]
     flow = make_flow(np.array([1.0] * 8 + [0.0]), values)
     windows = Windows(np.zeros(9, dtype=np.int64), np.ones(9, dtype=np.int64))
-    answer = DivisionProblem(flow, 2, windows, 0.0, np.inf, "auto").run()
+    answer = DivisionProblem(flow, 2, windows, 0.0, np.inf).run()
     assert answer.line_bytes == 8
     assert flow.crossing(answer.stage) == 1
     assert answer.stage[:8].tolist() in ([0, 1] * 4, [1, 0] * 4)
