@@ -83,7 +83,7 @@ class Program:
         return [self.in_or_after(operator, stage, factor), self.in_or_after(operator, stage + 1, -factor)]
 
     def loads(self, stage: int, unit: float) -> list[Term]:
-        """What the stage's work takes away from what it may be, in `unit`."""
+        """The work of the stage in `unit`, taken away."""
         work = self.flow.work
         return [term for each in self.members(stage) for term in self.within(each, stage, -float(work[each]) / unit)]
 

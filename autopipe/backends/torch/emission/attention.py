@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, shared, torch_dtype
+from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, torch_dtype
 from autopipe.backends.torch.emission.normalization import rms_norm
 from autopipe.backends.torch.emission.products import multiply
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.attention import is_positional
 
 
-def _local_heads(call: Call) -> tuple[int, int]:
-    """Query heads and key-value heads on this rank."""
-    if len(call.operand(0).shape) == 4:
-        return call.operand(0).shape[1], call.operand(1).shape[1]
-    groups = call.share(call.node.integer("kv_num_heads"), "h")
-    return call.share(call.share(call.node.integer("q_num_heads"), "h"), "r"), groups
-
-
-def _by_head(call: Call, index: int, heads: int) -> str:
-    """An operand as [b, h, s, d]."""
-    shape = call.operand(index).shape
-    if len(shape) == 4:
-        return call.arg(index)
-    return f"{call.arg(index)}.unflatten(2, ({heads}, {shape[2] // heads})).transpose(1, 2)"
-
-
 def _attention(call: Call) -> str:
-    query_heads, groups = _local_heads(call)
-    words = [_by_head(call, 0, query_heads), _by_head(call, 1, groups), _by_head(call, 2, groups)]
+    node, by_head = call.node, len(call.operand(0).shape) == 4
+    if by_head:
+        query_heads, groups = call.operand(0).shape[1], call.operand(1).shape[1]
+    else:
+        groups = call.share(node.integer("kv_num_heads"), "h")
+        query_heads = call.share(call.share(node.integer("q_num_heads"), "h"), "r")
+    # Operands as [b, h, s, d].
+    words = [call.arg(0), call.arg(1), call.arg(2)]
+    if not by_head:
+        words = [
+            f"{code}.unflatten(2, ({heads}, {value.shape[2] // heads})).transpose(1, 2)"
+            for code, heads, value in zip(
+                words, (query_heads, groups, groups), map(call.operand, range(3)), strict=True
+            )
+        ]
     if not _is_fused(call):
         return _general(call, words)
-    if call.present(3):
-        words.append(f"attn_mask={call.arg(3)}")
-    if call.node.integer("is_causal"):
-        words.append("is_causal=True")
-    if call.node.number("scale"):
-        words.append(f"scale={call.stated('scale', 0.0)}")
-    if query_heads != groups:
-        words.append("enable_gqa=True")
-    fused = f"F.scaled_dot_product_attention({', '.join(words)})"
-    return fused if len(call.operand(0).shape) == 4 else f"{fused}.transpose(1, 2).flatten(2)"
+    fused = called(
+        "F.scaled_dot_product_attention",
+        *words,
+        attn_mask=call.arg(3) if call.present(3) else None,
+        is_causal=call.flag("is_causal"),
+        scale=call.stated("scale", 0.0) if node.number("scale") else None,
+        enable_gqa=True if query_heads != groups else None,
+    )
+    return fused if by_head else f"{fused}.transpose(1, 2).flatten(2)"
 
 
 def _is_fused(call: Call) -> bool:
@@ -49,7 +45,7 @@ def _is_fused(call: Call) -> bool:
         return False
     if max(node.integer("left_window_size", -1), node.integer("right_window_size", -1)) >= 0:
         return False
-    if _precision(call) is not None or (call.is_split("q") and is_positional(call.signature)):
+    if _precision(call) is not None or (call.is_split("q") and is_positional(call)):
         return False
     if not call.present(3):
         return True
@@ -70,25 +66,21 @@ def _general(call: Call, operands: list[str]) -> str:
     words = [*operands, *(call.optional(index) for index in range(3, 7))]
     while words[-1] == "None":
         words.pop()
-    if node.number("scale"):
-        words.append(f"scale={call.stated('scale', 0.0)}")
-    if node.integer("is_causal"):
-        words.append("causal=True")
-    if node.number("softcap"):
-        words.append(f"softcap={call.stated('softcap', 0.0)}")
     window = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
-    if window != (-1, -1):
-        words.append(f"window={window}")
     precision = _precision(call)
-    if precision is not None:
-        words.append(f"precision={torch_dtype(precision)}")
-    if len(outputs) > 3 and outputs[3]:
-        words.append(f"capture={node.integer('qk_matmul_output_mode')}")
-    if len(call.operand(0).shape) == 3:
-        words.append("merge=True")
-    if call.is_split("q") and is_positional(call.signature):
-        words.append(f"group={call.group('q')}")
-    return called("operators.attention", ", ".join(words), call)
+    code = called(
+        "operators.attention",
+        *words,
+        scale=call.stated("scale", 0.0) if node.number("scale") else None,
+        causal=call.flag("is_causal"),
+        softcap=call.stated("softcap", 0.0) if node.number("softcap") else None,
+        window=window if window != (-1, -1) else None,
+        precision=None if precision is None else torch_dtype(precision),
+        capture=node.integer("qk_matmul_output_mode") if len(outputs) > 3 and outputs[3] else None,
+        merge=True if len(call.operand(0).shape) == 3 else None,
+        group=call.group("q") if is_positional(call) else None,
+    )
+    return call.outputs(code)
 
 
 def _rotary_embedding(call: Call) -> str:
@@ -101,8 +93,8 @@ def _contrib_rotary_embedding(call: Call) -> str:
     seq = shape[2] if len(shape) == 4 else shape[1]
     if call.operand(1).elements == 1:
         start = f"{positions}.reshape(())"
-        if call.is_split("s"):
-            start += f" + {call.group('s')}.position * {seq}"
+        if group := call.group("s"):
+            start += f" + {group}.position * {seq}"
         positions = f"({start} + torch.arange({seq}, device=p.device)).expand({shape[0]}, {seq})"
     stated = call.node.integer("num_heads")
     heads = call.share(stated, "h") if stated else shape[-1] // (2 * call.operand(2).shape[1])
@@ -112,14 +104,18 @@ def _contrib_rotary_embedding(call: Call) -> str:
 def _rotary(call: Call, words: list[str], heads: int) -> str:
     """Operand 0 turned by cosines, sines and positions, whose code are `words`; of three dimensions it has `heads`."""
     x, shape = call.arg(0), call.operand(0).shape
-    if call.node.integer("interleaved"):
-        words.append("interleaved=True")
-    if call.node.integer("rotary_embedding_dim"):
-        words.append(f"width={call.node.integer('rotary_embedding_dim')}")
-    if len(shape) == 4:
-        return f"operators.rotary_embedding({', '.join([x, *words])})"
-    split = f"{x}.unflatten(2, ({heads}, {shape[2] // heads}))"
-    return f"operators.rotary_embedding({', '.join([split, *words])}, head_axis=2).flatten(2)"
+    split = len(shape) != 4
+    if split:
+        x = f"{x}.unflatten(2, ({heads}, {shape[2] // heads}))"
+    turned = called(
+        "operators.rotary_embedding",
+        x,
+        *words,
+        interleaved=call.flag("interleaved"),
+        width=call.node.integer("rotary_embedding_dim") or None,
+        head_axis=2 if split else None,
+    )
+    return f"{turned}.flatten(2)" if split else turned
 
 
 def _gelu(approximate: str) -> Emitter:
@@ -142,11 +138,9 @@ def _skip(function: str, last: int) -> Emitter:
 
     def emit(call: Call) -> str:
         vectors = (call.optional(index) for index in range(3, last + 1))
-        operands = ", ".join([call.args(3), *vectors, call.stated("epsilon", 1e-12)])
-        group = shared(call, [f"d{len(call.operand(0).shape) - 1}"])
-        if group:
-            return called(f"operators.{function}_part", f"{operands}, {group}", call)
-        return called(f"operators.{function}", operands, call)
+        group = call.group(f"d{len(call.operand(0).shape) - 1}")
+        name = f"operators.{function}_part" if group else f"operators.{function}"
+        return call.outputs(called(name, call.args(3), *vectors, call.stated("epsilon", 1e-12), group))
 
     return emit
 

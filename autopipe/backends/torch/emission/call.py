@@ -11,7 +11,7 @@ import numpy as np
 
 from autopipe.ir.batch import Samples
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import DType, Node, Value
+from autopipe.ir.graph import DType
 from autopipe.ir.layout import MeshAxes, MeshAxis, merged
 from autopipe.ir.ops import OPERATORS, qualified_name
 from autopipe.ir.ops.operator import Signature
@@ -38,8 +38,8 @@ def meshes_of(stage: StageCode) -> tuple[MeshAxes, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One use of an operator. All shapes in `signature` are local: what this rank really holds.
+class Call(Signature):
+    """One use of an operator. All shapes are local: what this rank really holds.
 
     An emitter returns one Python expression: a tensor where the operator has one result, else a tuple with one entry
     for each output the node lists. It may use `torch`, `F` (torch.nn.functional), `operators` (the runtime's library
@@ -47,8 +47,8 @@ class Call:
     through `repr`.
     """
 
-    signature: Signature
     codes: tuple[str | None, ...]
+    """Of the operands."""
     splits: tuple[Split, ...] = ()
     mesh: MeshAxes = ()
     """The axis of the group's mesh that each split lies along."""
@@ -57,13 +57,17 @@ class Call:
     samples: Samples | None = None
     """Where samples are counted in what a random operator draws."""
 
-    @property
-    def node(self) -> Node:
-        return self.signature.node
-
-    @property
-    def opset(self) -> int:
-        return self.signature.opset
+    @staticmethod
+    def of(
+        signature: Signature,
+        codes: tuple[str | None, ...],
+        splits: tuple[Split, ...] = (),
+        mesh: MeshAxes = (),
+        devices: int = 1,
+        samples: Samples | None = None,
+    ) -> Call:
+        own = signature.node, signature.operands, signature.results, signature.constants, signature.opset
+        return Call(*own, codes, splits, mesh, devices, samples)
 
     def arg(self, index: int) -> str:
         """The code of operand `index`, which must be present."""
@@ -84,19 +88,6 @@ class Call:
         """The codes of the first `count` operands, "None" where one is not present."""
         return ", ".join(map(self.optional, range(count)))
 
-    def present(self, index: int) -> bool:
-        return self.signature.present(index)
-
-    def operand(self, index: int) -> Value:
-        return self.signature.operand(index)
-
-    def result(self, index: int = 0) -> Value:
-        return self.signature.result(index)
-
-    def constant(self, index: int) -> np.ndarray | None:
-        """The numbers of operand `index` where they are known while compiling."""
-        return self.signature.constant(index)
-
     def share(self, count: int, axis: str) -> int:
         """This rank's share of `count` things that lie along `axis`: an attribute's number of heads or groups."""
         return count // math.prod(split.degree for split in self.splits if split.axis == axis)
@@ -105,29 +96,29 @@ class Call:
         """True if this rank holds only a part of `axis`."""
         return any(split.axis == axis for split in self.splits)
 
-    def group(self, *axes: str) -> str:
-        """The code of the devices that share those of the joint `axes` which are split: at least one is."""
-        assert any(map(self.is_split, axes)), f"{self.node.op} is not split along {', '.join(axes)}"
+    def group(self, *axes: str) -> str | None:
+        """The code of the devices that share those of the joint `axes` which are split; None where none is."""
+        if not any(map(self.is_split, axes)):
+            return None
         pairs = zip(self.splits, self.mesh, strict=True)
         return group_code(merged(place for split, place in pairs if split.axis in axes), self.devices)
 
     def stream(self) -> str:
         """The code of the numbers that this random operator draws: those of its node, at its place in the whole."""
         name = next(filter(None, self.node.outputs))
-        words = [f"{int.from_bytes(hashlib.sha256(name.encode('utf-8', 'surrogatepass')).digest()[:8], 'big'):#018x}"]
+        key = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")
         # For each dimension of the first result the mesh's axes that cut it, outer to inner, as degree and stride.
         places = {split.axis: place for split, place in zip(self.splits, self.mesh, strict=True)}
-        results = OPERATORS[qualified_name(self.node)].space(self.signature).results if places else ()
+        results = OPERATORS[qualified_name(self.node)].space(self).results if places else ()
         cuts = tuple(
             tuple((axis.degree, axis.stride) for axis in merged(places[name] for name in names if name in places))
             for names in next((each for each in results if each is not None), ())
         )
-        if any(cuts):
-            words.append(f"cuts={cuts!r}")
+        samples: object = None
         if self.samples is not None:
-            place = (self.samples.dimension, self.samples.outer, self.samples.inner)
-            words.append(f"samples={place[0] if place[1:] == (1, 1) else place!r}")
-        return f"p.random({', '.join(words)})"
+            dimension, outer, inner = self.samples.dimension, self.samples.outer, self.samples.inner
+            samples = dimension if (outer, inner) == (1, 1) else (dimension, outer, inner)
+        return called("p.random", f"{key:#018x}", cuts=cuts if any(cuts) else None, samples=samples)
 
     def bias(self, index: int, axis: str) -> str:
         """The code of operand `index`, or "None", as what is added once to shares of a sum over `axis`."""
@@ -162,17 +153,21 @@ class Call:
         """A Python literal for the float attribute `name`."""
         return number(self.node.number(name, default))
 
+    def flag(self, name: str) -> bool | None:
+        """True where the integer attribute `name` is set, else None."""
+        return True if self.node.integer(name) else None
 
-def shared(call: Call, axes: Iterable[str]) -> str:
-    """The code of the group that has `axes` together; "" where this rank has them whole."""
-    names = [name for name in axes if call.is_split(name)]
-    return call.group(*names) if names else ""
+    def outputs(self, code: str) -> str:
+        """As many entries of the tuple that `code` gives as the node has outputs."""
+        count = len(self.node.outputs)
+        return f"{code}[0]" if count == 1 else f"{code}[:{count}]"
 
 
-def called(function: str, operands: str, call: Call) -> str:
-    """A call of a function that gives a tuple of at least as many results as the node."""
-    count = len(call.node.outputs)
-    return f"{function}({operands})[0]" if count == 1 else f"{function}({operands})[:{count}]"
+def called(function: str, *operands: object, **settings: object) -> str:
+    """`function(a, b, name=value)`, without operands and settings that are None."""
+    words = [str(each) for each in operands if each is not None]
+    words += [f"{name}={value}" for name, value in settings.items() if value is not None]
+    return f"{function}({', '.join(words)})"
 
 
 def literal(value: bool | int | float | complex) -> str:

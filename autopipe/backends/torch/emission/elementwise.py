@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, literal, number, torch_dtype
+from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, literal, number, torch_dtype
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.elementwise import is_active, transformed_axis
 
@@ -19,7 +19,7 @@ def element(call: Call, index: int) -> str:
     shape = call.result().shape
     shaped = any(
         place != index and each is not None and each.shape == shape and call.scalar(place) is None
-        for place, each in enumerate(call.signature.operands)
+        for place, each in enumerate(call.operands)
     )
     return value if shaped else call.arg(index)
 
@@ -38,11 +38,6 @@ def _div(call: Call) -> str:
     if call.result().dtype.is_integer:
         return f'torch.div({call.arg(0)}, {element(call, 1)}, rounding_mode="trunc")'
     return f"{element(call, 0)} / {element(call, 1)}"
-
-
-def _mod(call: Call) -> str:
-    function = "torch.fmod" if call.node.integer("fmod") else "torch.remainder"
-    return f"{function}({call.arg(0)}, {element(call, 1)})"
 
 
 def _pow(call: Call) -> str:
@@ -89,28 +84,25 @@ def _where(call: Call) -> str:
 
 def _clip(call: Call) -> str:
     if call.opset < 11:
-        bounds = [f"{name}={call.stated(name, 0.0)}" for name in ("min", "max") if call.node.has(name)]
+        bounds = {name: call.stated(name, 0.0) for name in ("min", "max") if call.node.has(name)}
     else:
-        given = [(name, index) for name, index in (("min", 1), ("max", 2)) if call.present(index)]
-        known = all(call.scalar(index) is not None for _, index in given)
-        bounds = [f"{name}={call.scalar(index) if known else call.arg(index)}" for name, index in given]
-    return f"torch.clamp({', '.join([call.arg(0), *bounds])})" if bounds else call.arg(0)
+        given = {name: index for name, index in (("min", 1), ("max", 2)) if call.present(index)}
+        known = all(call.scalar(index) is not None for index in given.values())
+        bounds = {name: str(call.scalar(index)) if known else call.arg(index) for name, index in given.items()}
+    return called("torch.clamp", call.arg(0), **bounds) if bounds else call.arg(0)
 
 
 def _is_inf(call: Call) -> str:
-    negative, positive = call.node.integer("detect_negative", 1), call.node.integer("detect_positive", 1)
-    if negative and positive:
-        return f"torch.isinf({call.arg(0)})"
-    if positive:
-        return f"torch.isposinf({call.arg(0)})"
-    if negative:
-        return f"torch.isneginf({call.arg(0)})"
-    return f"torch.zeros_like({call.arg(0)}, dtype=torch.bool)"
+    signs = bool(call.node.integer("detect_negative", 1)), bool(call.node.integer("detect_positive", 1))
+    if not any(signs):
+        return f"torch.zeros_like({call.arg(0)}, dtype=torch.bool)"
+    function = {(True, True): "isinf", (False, True): "isposinf", (True, False): "isneginf"}[signs]
+    return f"torch.{function}({call.arg(0)})"
 
 
 def _shift(call: Call) -> str:
     direction = call.choice("direction", "", ("LEFT", "RIGHT")).lower()
-    return f"torch.bitwise_{direction}_shift({call.arg(0)}, {call.arg(1)})"
+    return f"torch.bitwise_{direction}_shift({call.args(2)})"
 
 
 def _convert(call: Call) -> str:
@@ -125,19 +117,12 @@ def widened(emit: Emitter) -> Emitter:
     """Computes on unsigned integers, for which torch has hardly any arithmetic, in a wider type."""
 
     def emit_widened(call: Call) -> str:
-        wider = {
-            index: _WIDER[value.dtype]
-            for index, value in enumerate(call.signature.operands)
-            if value is not None and value.dtype in _WIDER
-        }
-        if not wider:
+        wider = [None if value is None else _WIDER.get(value.dtype) for value in call.operands]
+        if not any(wider):
             return emit(call)
-        codes = tuple(
-            _cast(code, wider[index]) if code is not None and index in wider else code
-            for index, code in enumerate(call.codes)
-        )
-        code = emit(Call(call.signature, codes))
-        result = call.result().dtype
+        pairs = zip(call.codes, wider, strict=True)
+        codes = tuple(_cast(code, dtype) if code is not None and dtype else code for code, dtype in pairs)
+        code, result = emit(Call.of(call, codes)), call.result().dtype
         return _cast(f"({code})", result) if result in _WIDER else code
 
     return emit_widened
@@ -148,7 +133,9 @@ _NUMERIC: dict[str, Emitter] = {
     "Sub": infix("-"),
     "Mul": infix("*"),
     "Div": _div,
-    "Mod": _mod,
+    "Mod": lambda call: called(
+        "torch.fmod" if call.node.integer("fmod") else "torch.remainder", call.arg(0), element(call, 1)
+    ),
     "Pow": _pow,
     "Sum": infix("+"),
     "Mean": _mean,
@@ -169,13 +156,14 @@ _NUMERIC: dict[str, Emitter] = {
 
 def _gelu(call: Call) -> str:
     approximate = call.choice("approximate", "none", ("none", "tanh"))
-    return f'F.gelu({call.arg(0)}, approximate="tanh")' if approximate == "tanh" else f"F.gelu({call.arg(0)})"
+    return called("F.gelu", call.arg(0), approximate='"tanh"' if approximate == "tanh" else None)
 
 
 def _hard_sigmoid(call: Call) -> str:
-    if (call.stated("alpha", 0.2), call.stated("beta", 0.5)) == (number(1 / 6), "0.5"):
+    alpha, beta = call.stated("alpha", 0.2), call.stated("beta", 0.5)
+    if (alpha, beta) == (number(1 / 6), "0.5"):
         return f"F.hardsigmoid({call.arg(0)})"
-    return f"torch.clamp({call.stated('alpha', 0.2)} * {call.arg(0)} + {call.stated('beta', 0.5)}, 0.0, 1.0)"
+    return f"torch.clamp({alpha} * {call.arg(0)} + {beta}, 0.0, 1.0)"
 
 
 def _prelu(call: Call) -> str:
@@ -187,8 +175,9 @@ def _prelu(call: Call) -> str:
     return f"torch.where({data} < 0, {data} * {call.arg(1)}, {data})"
 
 
-def _elu(function: str, default: float) -> Emitter:
-    return lambda call: f"{function}({call.arg(0)}, {call.stated('alpha', default)})"
+def _stated(function: str, **defaults: float) -> Emitter:
+    """`F.elu(x, 1.0)`: operand 0 and float attributes."""
+    return lambda call: called(function, call.arg(0), *(call.stated(*each) for each in defaults.items()))
 
 
 def _selu(call: Call) -> str:
@@ -196,10 +185,6 @@ def _selu(call: Call) -> str:
         alpha, gamma = call.stated("alpha", 1.6732632), call.stated("gamma", 1.050701)
         return f"{gamma} * F.elu({call.arg(0)}, {alpha})"
     return f"F.selu({call.arg(0)})"
-
-
-def _shrink(call: Call) -> str:
-    return f"operators.shrink({call.arg(0)}, {call.stated('lambd', 0.5)}, {call.stated('bias', 0.0)})"
 
 
 def _swish(call: Call) -> str:
@@ -232,8 +217,7 @@ def _number(call: Call, value: float) -> str:
 
 def _filled(call: Call) -> str:
     """The frontend keeps the one element of the tensor attribute `value` as a number."""
-    value = call.node.number("value")
-    shape = call.result().shape
+    value, shape = call.node.number("value"), call.result().shape
     if value in (0.0, 1.0):
         return f"torch.{'ones' if value else 'zeros'}({shape}, {_made(call)})"
     return f"torch.full({shape}, {_number(call, value)}, {_made(call)})"
@@ -258,8 +242,7 @@ def _range(call: Call) -> str:
 
 
 def _eye_like(call: Call) -> str:
-    rows, columns = call.result().shape
-    offset = call.node.integer("k")
+    (rows, columns), offset = call.result().shape, call.node.integer("k")
     if not offset:
         return f"torch.eye({rows}, {columns}, {_made(call)})"
     return f"torch.ones({rows}, {columns}, {_made(call)}).triu({offset}).tril({offset})"
@@ -272,11 +255,9 @@ def _shape(call: Call) -> str:
 
 
 def _window(function: str) -> Emitter:
-    def emit(call: Call) -> str:
-        periodic = bool(call.node.integer("periodic", 1))
-        return f"{function}({call.scalar(0)}, periodic={periodic}, {_made(call)})"
-
-    return emit
+    return lambda call: called(
+        function, call.scalar(0), f"periodic={bool(call.node.integer('periodic', 1))}", _made(call)
+    )
 
 
 _MODES = {"linear": "bilinear", "bilinear": "bilinear", "nearest": "nearest", "cubic": "bicubic", "bicubic": "bicubic"}
@@ -287,104 +268,91 @@ def _grid_sample(call: Call) -> str:
     mode = _MODES[call.choice("mode", "linear", _MODES)]
     padding = call.choice("padding_mode", "zeros", ("zeros", "border", "reflection"))
     corners = bool(call.node.integer("align_corners"))
-    settings = f"mode={mode!r}, padding_mode={padding!r}, align_corners={corners}"
-    return f"F.grid_sample({call.arg(0)}, {call.arg(1)}, {settings})"
+    return called("F.grid_sample", call.args(2), mode=repr(mode), padding_mode=repr(padding), align_corners=corners)
 
 
 def _affine_grid(call: Call) -> str:
     size = call.constant(1)
     assert size is not None, "AffineGrid needs a known size"
     local = (call.operand(0).shape[0], *(int(extent) for extent in size[1:]))
-    return f"F.affine_grid({call.arg(0)}, {local}, align_corners={bool(call.node.integer('align_corners'))})"
+    return called("F.affine_grid", call.arg(0), local, align_corners=bool(call.node.integer("align_corners")))
 
 
 def _linear(function: str) -> Emitter:
     def emit(call: Call) -> str:
-        operands = f"{call.arg(0)}, {call.arg(1)}, {call.optional(2)}"
-        words = [operands, torch_dtype(call.result().dtype)]
-        if call.operand(1).elements > 1:
-            words.append(f"axis={call.node.integer('axis', 1)}")
-        if call.node.integer("block_size"):
-            words.append(f"block_size={call.node.integer('block_size')}")
-        if call.node.integer("precision"):
-            words.append(f"precision={torch_dtype(PRECISIONS[call.node.integer('precision')])}")
-        return f"operators.{function}({', '.join(words)})"
+        node, precision = call.node, call.node.integer("precision")
+        return called(
+            f"operators.{function}",
+            call.args(2),
+            call.optional(2),
+            torch_dtype(call.result().dtype),
+            axis=node.integer("axis", 1) if call.operand(1).elements > 1 else None,
+            block_size=node.integer("block_size") or None,
+            precision=torch_dtype(PRECISIONS[precision]) if precision else None,
+        )
 
     return emit
 
 
 def _dft(call: Call) -> str:
-    axis = transformed_axis(call.signature)
-    settings = [call.arg(0), str(axis)]
-    if call.present(1):
-        settings.append(f"length={call.scalar(1)}")
-    settings += [f"{name}=True" for name in ("inverse", "onesided") if call.node.integer(name)]
-    return f"operators.dft({', '.join(settings)})"
+    length = call.scalar(1) if call.present(1) else None
+    flags = {name: call.flag(name) for name in ("inverse", "onesided")}
+    return called("operators.dft", call.arg(0), transformed_axis(call), length=length, **flags)
 
 
 def _stft(call: Call) -> str:
-    window = call.optional(2)
     length = call.scalar(3) if call.present(3) else str(call.operand(2).shape[0])
     onesided = bool(call.node.integer("onesided", 1))
-    return f"operators.stft({call.arg(0)}, {call.scalar(1)}, {window}, {length}, onesided={onesided})"
+    return called("operators.stft", call.arg(0), call.scalar(1), call.optional(2), length, onesided=onesided)
 
 
 def _roi_align(call: Call) -> str:
     node = call.node
     half_pixel = node.text("coordinate_transformation_mode", "half_pixel" if call.opset >= 16 else "output_half_pixel")
-    words = [
-        *(call.arg(index) for index in range(3)),
-        f"size={call.result().shape[2:]}",
-        f"samples={node.integer('sampling_ratio')}",
-        f"scale={call.stated('spatial_scale', 1.0)}",
-        f"half_pixel={half_pixel == 'half_pixel'}",
-        f"largest={node.text('mode', 'avg') == 'max'}",
-    ]
-    return f"operators.roi_align({', '.join(words)})"
+    return called(
+        "operators.roi_align",
+        call.args(3),
+        size=call.result().shape[2:],
+        samples=node.integer("sampling_ratio"),
+        scale=call.stated("spatial_scale", 1.0),
+        half_pixel=half_pixel == "half_pixel",
+        largest=node.text("mode", "avg") == "max",
+    )
 
 
 def _dropout(call: Call) -> str:
     data = call.arg(0)
-    both = len(call.signature.results) > 1
-    mask = call.signature.results[1] if both else None
+    both = len(call.results) > 1
+    mask = call.results[1] if both else None
     # A number where it is known: an attribute before opset 12, then an operand.
     stated = call.opset < 12 or not call.present(1)
     ratio = call.stated("ratio", 0.5) if stated else call.scalar(1) or call.arg(1)
-    if not is_active(call.signature) or ratio == "0.0":
+    if not is_active(call) or ratio == "0.0":
         kind = torch_dtype(DType.BOOL if mask is None else mask.dtype)
         return f"({data}, torch.ones_like({data}, dtype={kind}))" if both else data
-    words = [data, ratio, call.stream()]
-    if call.present(2) and call.constant(2) is None:
-        words.append(f"training={call.arg(2)}")
-    if not both:
-        return f"operators.dropout({', '.join(words)})"
-    if mask is not None and mask.dtype is not DType.BOOL:
-        words.append(f"mask={torch_dtype(mask.dtype)}")
-    return f"operators.dropout_and_mask({', '.join(words)})"
+    return called(
+        "operators.dropout_and_mask" if both else "operators.dropout",
+        data,
+        ratio,
+        call.stream(),
+        training=call.arg(2) if call.present(2) and call.constant(2) is None else None,
+        mask=torch_dtype(mask.dtype) if mask is not None and mask.dtype is not DType.BOOL else None,
+    )
 
 
-def _bernoulli(call: Call) -> str:
-    return f"operators.bernoulli({call.arg(0)}, {call.stream()}, {torch_dtype(call.result().dtype)})"
-
-
-def _drawn(function: str, first: tuple[str, float], second: tuple[str, float]) -> Emitter:
-    """Numbers of a distribution with two parameters: attributes with their defaults."""
+def _drawn(function: str, **defaults: float) -> Emitter:
+    """Numbers of a distribution whose parameters are float attributes."""
 
     def emit(call: Call) -> str:
-        result = call.result()
-        settings = f"{call.stated(*first)}, {call.stated(*second)}, {call.stream()}, {torch_dtype(result.dtype)}"
-        return f"operators.{function}({result.shape}, {settings})"
+        parameters = (call.stated(*each) for each in defaults.items())
+        dtype = torch_dtype(call.result().dtype)
+        return called(f"operators.{function}", call.result().shape, *parameters, call.stream(), dtype)
 
     return emit
 
 
-_UNIFORM = _drawn("uniform", ("low", 0.0), ("high", 1.0))
-_NORMAL = _drawn("normal", ("mean", 0.0), ("scale", 1.0))
-
-
-def _multinomial(call: Call) -> str:
-    count, dtype = call.result().shape[1], torch_dtype(call.result().dtype)
-    return f"operators.multinomial({call.arg(0)}, {count}, {call.stream()}, {dtype})"
+_UNIFORM = _drawn("uniform", low=0.0, high=1.0)
+_NORMAL = _drawn("normal", mean=0.0, scale=1.0)
 
 
 ELEMENTWISE: dict[str, Emitter] = {
@@ -405,13 +373,13 @@ ELEMENTWISE: dict[str, Emitter] = {
     "Gelu": _gelu,
     "HardSigmoid": _hard_sigmoid,
     "HardSwish": _function("F.hardswish"),
-    "LeakyRelu": lambda call: f"F.leaky_relu({call.arg(0)}, {call.stated('alpha', 0.01)})",
+    "LeakyRelu": _stated("F.leaky_relu", alpha=0.01),
     "PRelu": _prelu,
-    "Elu": _elu("F.elu", 1.0),
-    "Celu": _elu("F.celu", 1.0),
+    "Elu": _stated("F.elu", alpha=1.0),
+    "Celu": _stated("F.celu", alpha=1.0),
     "Selu": _selu,
     "ThresholdedRelu": lambda call: f"F.threshold({call.arg(0)}, {call.stated('alpha', 1.0)}, 0.0)",
-    "Shrink": _shrink,
+    "Shrink": _stated("operators.shrink", lambd=0.5, bias=0.0),
     "Softplus": _function("F.softplus"),
     "Softsign": _function("F.softsign"),
     "Mish": _function("F.mish"),
@@ -426,9 +394,7 @@ ELEMENTWISE: dict[str, Emitter] = {
     "HannWindow": _window("torch.hann_window"),
     "HammingWindow": _window("operators.hamming_window"),
     "BlackmanWindow": _window("torch.blackman_window"),
-    "MelWeightMatrix": lambda call: (
-        f"operators.mel_weights({', '.join(str(call.scalar(index)) for index in range(5))}, {_made(call)})"
-    ),
+    "MelWeightMatrix": lambda call: called("operators.mel_weights", *map(call.scalar, range(5)), _made(call)),
     "GridSample": _grid_sample,
     "AffineGrid": _affine_grid,
     "QuantizeLinear": _linear("quantize_linear"),
@@ -439,10 +405,18 @@ ELEMENTWISE: dict[str, Emitter] = {
     "Det": lambda call: f"torch.linalg.det({call.arg(0)})",
     "RoiAlign": _roi_align,
     "Dropout": _dropout,
-    "Bernoulli": _bernoulli,
+    "Bernoulli": lambda call: called(
+        "operators.bernoulli", call.arg(0), call.stream(), torch_dtype(call.result().dtype)
+    ),
     "RandomUniform": _UNIFORM,
     "RandomUniformLike": _UNIFORM,
     "RandomNormal": _NORMAL,
     "RandomNormalLike": _NORMAL,
-    "Multinomial": _multinomial,
+    "Multinomial": lambda call: called(
+        "operators.multinomial",
+        call.arg(0),
+        call.result().shape[1],
+        call.stream(),
+        torch_dtype(call.result().dtype),
+    ),
 }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from autopipe.backends.torch.emission.call import Call, Emitter, literal, number
+from autopipe.backends.torch.emission.call import Call, Emitter, called, literal, number
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.movement import ResizedAxis, indexed_axis, joined_axis, padding, permutation, resized_axes, slices
 from autopipe.ir.ops.operator import axes_of, positive
@@ -26,14 +24,14 @@ def _reshape(call: Call) -> str:
 
 def _squeezed(method: str) -> Emitter:
     def emit(call: Call) -> str:
-        axes = axes_of(call.signature, 1) or ()
+        axes = axes_of(call, 1) or ()
         return f"{call.arg(0)}.{method}({axes[0]})" if len(axes) == 1 else _reshape(call)
 
     return emit
 
 
 def _transpose(call: Call) -> str:
-    order = permutation(call.signature)
+    order = permutation(call)
     moved = [axis for axis, source in enumerate(order) if axis != source]
     if not moved:
         return call.arg(0)
@@ -48,18 +46,12 @@ def _expand(call: Call) -> str:
     return f"{call.arg(0)}.expand({shape_arguments(call.result().shape)})"
 
 
-def _concat(call: Call) -> str:
-    if len(call.codes) == 1:
-        return call.arg(0)
-    return f"torch.cat([{call.args()}], dim={joined_axis(call.signature)})"
-
-
 def _split(call: Call) -> str:
-    axis = joined_axis(call.signature)
-    if len(call.signature.results) == 1:
+    axis = joined_axis(call)
+    if len(call.results) == 1:
         return call.arg(0)
     total = call.operand(0).shape[axis]
-    sizes = [value.shape[axis] if value is not None else -1 for value in call.signature.results]
+    sizes = [value.shape[axis] if value is not None else -1 for value in call.results]
     if -1 in sizes:
         array = call.constant(1)
         stated = call.node.integers("split") if array is None else tuple(int(size) for size in array)
@@ -70,7 +62,7 @@ def _split(call: Call) -> str:
 
 
 def _slice(call: Call) -> str:
-    taken = slices(call.signature)
+    taken = slices(call)
     shape = call.operand(0).shape
     reversed_axes = [axis for axis, (_, count, step) in enumerate(taken) if step < 0 and count]
     parts = [_range(*each, extent) for each, extent in zip(taken, shape, strict=True)]
@@ -96,17 +88,13 @@ def _range(start: int, count: int, step: int, extent: int) -> str:
 
 
 def _pad(call: Call) -> str:
-    pads = padding(call.signature)
+    pads = padding(call)
     mode = call.choice("mode", "constant", ("constant", "reflect", "edge", "wrap"))
     if all(pair == (0, 0) for pair in pads):
         return call.arg(0)
     if mode != "constant":
         return f'operators.pad({call.arg(0)}, {pads}, "{mode}")'
-    if call.opset < 11:
-        value = call.stated("value", 0.0)
-    else:
-        value = call.scalar(2) or "0"
-    return padded(call.arg(0), pads, value)
+    return padded(call.arg(0), pads, call.stated("value", 0.0) if call.opset < 11 else call.scalar(2) or "0")
 
 
 def padded(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> str:
@@ -115,8 +103,7 @@ def padded(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> st
     while inner and inner[0] == (0, 0):
         inner.pop(0)
     flat = tuple(count for pair in reversed(inner) for count in pair)
-    ending = "" if value in ("0", "0.0") else f", value={value}"
-    return f"F.pad({code}, {flat}{ending})" if flat else code
+    return called("F.pad", code, flat, value=None if value in ("0", "0.0") else value) if flat else code
 
 
 def _tile(call: Call) -> str:
@@ -138,27 +125,20 @@ def _center_crop_pad(call: Call) -> str:
     return padded(cut, tuple(pads))
 
 
-def _depth_to_space(call: Call) -> str:
-    block = call.node.integer("blocksize")
-    if call.choice("mode", "DCR", ("DCR", "CRD")) == "CRD":
-        return f"F.pixel_shuffle({call.arg(0)}, {block})"
-    batch, channels, height, width = call.operand(0).shape
-    split = reshaped(call.arg(0), (batch, block, block, channels // block**2, height, width))
-    return reshaped(f"{split}.permute(0, 3, 4, 1, 5, 2)", call.result().shape)
+def _blocks(to_space: bool) -> Emitter:
+    """Channels that become blocks of pixels, or blocks of pixels that become channels."""
 
+    def emit(call: Call) -> str:
+        block, (batch, channels, height, width) = call.node.integer("blocksize"), call.operand(0).shape
+        if call.choice("mode", "DCR", ("DCR", "CRD")) == "CRD":
+            return f"F.pixel_{'shuffle' if to_space else 'unshuffle'}({call.arg(0)}, {block})"
+        if to_space:
+            extents, order = (batch, block, block, channels // block**2, height, width), "0, 3, 4, 1, 5, 2"
+        else:
+            extents, order = (batch, channels, height // block, block, width // block, block), "0, 3, 5, 1, 2, 4"
+        return reshaped(f"{reshaped(call.arg(0), extents)}.permute({order})", call.result().shape)
 
-def _space_to_depth(call: Call) -> str:
-    block = call.node.integer("blocksize")
-    if call.choice("mode", "DCR", ("DCR", "CRD")) == "CRD":
-        return f"F.pixel_unshuffle({call.arg(0)}, {block})"
-    batch, channels, height, width = call.operand(0).shape
-    split = reshaped(call.arg(0), (batch, channels, height // block, block, width // block, block))
-    return reshaped(f"{split}.permute(0, 3, 5, 1, 2, 4)", call.result().shape)
-
-
-def _reverse_sequence(call: Call) -> str:
-    time, batch = call.node.integer("time_axis"), call.node.integer("batch_axis", 1)
-    return f"operators.reverse_sequence({call.arg(0)}, {call.arg(1)}, {time}, {batch})"
+    return emit
 
 
 def _trilu(call: Call) -> str:
@@ -166,35 +146,31 @@ def _trilu(call: Call) -> str:
     rank = len(call.operand(0).shape)
     diagonal = call.scalar(1) or "0"
     for axis, sign in ((rank - 2, "+"), (rank - 1, "-")):
-        if call.is_split(f"d{axis}"):
-            diagonal += f" {sign} {call.group(f'd{axis}')}.position * {call.operand(0).shape[axis]}"
+        if group := call.group(f"d{axis}"):
+            diagonal += f" {sign} {group}.position * {call.operand(0).shape[axis]}"
     return f"{function}({call.arg(0)}, {diagonal})"
-
-
-def _compress(call: Call) -> str:
-    axis = str(joined_axis(call.signature)) if call.node.has("axis") else "None"
-    return f"operators.compress({call.arg(0)}, {call.arg(1)}, {axis})"
 
 
 def _col2im(call: Call) -> str:
     image, block = call.constant(1), call.constant(2)
     assert image is not None and block is not None, "Col2Im needs known shapes"
     rank = len(block)
-    settings = {
-        "dilations": call.node.integers("dilations", (1,) * rank),
-        "strides": call.node.integers("strides", (1,) * rank),
-        "pads": call.node.integers("pads", (0,) * (2 * rank)),
-    }
-    sizes = f"{tuple(image.tolist())}, {tuple(block.tolist())}"
-    return f"operators.col2im({call.arg(0)}, {sizes}, {', '.join(f'{key}={value}' for key, value in settings.items())})"
+    return called(
+        "operators.col2im",
+        call.arg(0),
+        tuple(image.tolist()),
+        tuple(block.tolist()),
+        dilations=call.node.integers("dilations", (1,) * rank),
+        strides=call.node.integers("strides", (1,) * rank),
+        pads=call.node.integers("pads", (0,) * (2 * rank)),
+    )
 
 
 def _gather(call: Call) -> str:
-    axis = indexed_axis(call.signature)
-    data = call.operand(0)
+    axis, data = indexed_axis(call), call.operand(0)
     before = [":"] * axis
-    if call.is_split(f"d{axis}"):
-        return f"operators.gather_part({call.arg(0)}, {axis}, {call.arg(1)}, {call.group(f'd{axis}')})"
+    if group := call.group(f"d{axis}"):
+        return f"operators.gather_part({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
     fixed = _indexing_range(call, axis)
     if fixed:
         return f"{call.arg(0)}[{', '.join([*before, fixed])}]"
@@ -224,17 +200,17 @@ def _counted_from_front(call: Call) -> bool:
 
 
 def _gather_elements(call: Call) -> str:
-    if call.is_split("v"):
-        axis = indexed_axis(call.signature)
-        return f"operators.gather_elements_part({call.arg(0)}, {axis}, {call.arg(1)}, {call.group('v')})"
+    axis = indexed_axis(call)
+    if group := call.group("v"):
+        return f"operators.gather_elements_part({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
     function = "torch.gather" if _counted_from_front(call) else "operators.gather_elements"
-    return f"{function}({call.arg(0)}, {indexed_axis(call.signature)}, {call.arg(1)})"
+    return f"{function}({call.arg(0)}, {axis}, {call.arg(1)})"
 
 
 def _gather_nd(call: Call) -> str:
     batch = call.node.integer("batch_dims")
     if batch:
-        return f"operators.gather_nd({call.arg(0)}, {call.arg(1)}, {batch})"
+        return f"operators.gather_nd({call.args(2)}, {batch})"
     return f"{call.arg(0)}[{call.arg(1)}.unbind(-1)]"
 
 
@@ -242,100 +218,81 @@ _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 """ONNX's words for what happens to elements written several times, and torch's."""
 
 
-def _reduced(call: Call) -> str:
+def _reduced(call: Call) -> str | None:
     reduction = call.choice("reduction", "none", ("none", *_REDUCTIONS))
-    return f', "{_REDUCTIONS[reduction]}"' if reduction != "none" else ""
+    return f'"{_REDUCTIONS[reduction]}"' if reduction != "none" else None
 
 
 def _scatter_elements(call: Call) -> str:
-    axis = indexed_axis(call.signature)
-    return f"operators.scatter_elements({call.arg(0)}, {axis}, {call.arg(1)}, {call.arg(2)}{_reduced(call)})"
+    operands = call.arg(0), indexed_axis(call), call.arg(1), call.arg(2)
+    return called("operators.scatter_elements", *operands, _reduced(call))
 
 
 def _tensor_scatter(call: Call) -> str:
     axis = positive(call.node.integer("axis", -2), len(call.operand(0).shape))
     circular = call.choice("mode", "linear", ("linear", "circular")) == "circular"
-    start = call.optional(2)
-    return f"operators.tensor_scatter({call.arg(0)}, {call.arg(1)}, {start}, {axis}, circular={circular})"
+    return called("operators.tensor_scatter", call.args(2), call.optional(2), axis, circular=circular)
 
 
 def _one_hot(call: Call) -> str:
     axis = positive(call.node.integer("axis", -1), len(call.result().shape))
     depth = call.result().shape[axis]
-    group = f", {call.group('v')}" if call.is_split("v") else ""
-    return f"operators.one_hot({call.arg(0)}, {depth}, {call.arg(2)}, {axis}{group})"
+    return called("operators.one_hot", call.arg(0), depth, call.arg(2), axis, call.group("v"))
+
+
+def _resize(call: Call) -> str:
+    """Attributes have the defaults of their opset; before opset 11 there was one rule for places."""
+    axes, node = resized_axes(call), call.node
+    if not axes:
+        return call.arg(0)
+    early = node.op == "Upsample" or call.opset < 11
+    mode = node.text("mode", "nearest")
+    places = node.text("coordinate_transformation_mode", "asymmetric" if early else "half_pixel")
+    rounding = node.text("nearest_mode", "floor" if early else "round_prefer_floor")
+    if code := _interpolate(call, axes, mode, places, rounding):
+        return code
+    entries = ", ".join(
+        f"({each.axis}, {each.result}, {literal(each.scale)}, {literal(each.region[0])}, {literal(each.region[1])})"
+        for each in axes
+    )
+    return called(
+        "operators.resize",
+        call.arg(0),
+        f"[{entries}]",
+        repr(mode),
+        repr(places),
+        rounding=repr(rounding) if mode == "nearest" else None,
+        coefficient=call.stated("cubic_coeff_a", -0.75) if mode == "cubic" else None,
+        antialias=call.flag("antialias"),
+        exclude_outside=call.flag("exclude_outside"),
+        outside=number(node.number("extrapolation_value")) if places == "tf_crop_and_resize" else None,
+    )
 
 
 _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """Attributes with the defaults of their opset; before opset 11 there was one rule for places."""
-
-    mode: str
-    places: str
-    rounding: str
-    is_plain: bool
-    """No attribute asks for what `F.interpolate` lacks."""
-
-
-def _settings(call: Call) -> _Settings:
-    node = call.node
-    early = node.op == "Upsample" or call.opset < 11
-    places = node.text("coordinate_transformation_mode", "asymmetric" if early else "half_pixel")
-    rounding = node.text("nearest_mode", "floor" if early else "round_prefer_floor")
-    plain = not node.integer("antialias") and not node.integer("exclude_outside")
-    plain = plain and node.number("cubic_coeff_a", -0.75) == -0.75
-    return _Settings(node.text("mode", "nearest"), places, rounding, plain)
-
-
-def _resize(call: Call) -> str:
-    axes, settings = resized_axes(call.signature), _settings(call)
-    if not axes:
-        return call.arg(0)
-    return _interpolate(call, axes, settings) or _general(call, axes, settings)
-
-
-def _interpolate(call: Call, axes: tuple[ResizedAxis, ...], settings: _Settings) -> str:
+def _interpolate(call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: str, rounding: str) -> str:
     """A call of `F.interpolate`, or "" where it computes something else."""
-    shape = call.operand(0).shape
+    node, shape = call.node, call.operand(0).shape
     exact = all(each.axis > 1 and each.scale == each.result / each.source for each in axes)
     floating = call.operand(0).dtype in (DType.FLOAT32, DType.FLOAT64)
-    if not (exact and floating and settings.is_plain and len(shape) in _LINEAR):
+    plain = not node.integer("antialias") and not node.integer("exclude_outside")
+    if not (exact and floating and plain and node.number("cubic_coeff_a", -0.75) == -0.75 and len(shape) in _LINEAR):
         return ""
     size = call.result().shape[2:]
-    if settings.mode == "nearest":
+    if mode == "nearest":
         whole = all(each.scale == int(each.scale) for each in axes)
-        rounds = settings.places == "half_pixel" and settings.rounding.startswith("round")
-        floors = settings.places == "asymmetric" and settings.rounding == "floor"
+        rounds = places == "half_pixel" and rounding.startswith("round")
+        floors = places == "asymmetric" and rounding == "floor"
         return f"F.interpolate({call.arg(0)}, {size})" if whole and (rounds or floors) else ""
-    if settings.mode == "cubic" and len(shape) != 4:
+    if mode == "cubic" and len(shape) != 4:
         return ""
-    mode = "bicubic" if settings.mode == "cubic" else _LINEAR[len(shape)]
-    centred = settings.places == "half_pixel" or (settings.places == "pytorch_half_pixel" and min(size) > 1)
-    if centred:
-        return f"F.interpolate({call.arg(0)}, {size}, mode={mode!r})"
-    if settings.places == "align_corners":
-        return f"F.interpolate({call.arg(0)}, {size}, mode={mode!r}, align_corners=True)"
-    return ""
-
-
-def _general(call: Call, axes: tuple[ResizedAxis, ...], settings: _Settings) -> str:
-    node = call.node
-    entries = ", ".join(
-        f"({each.axis}, {each.result}, {literal(each.scale)}, {literal(each.region[0])}, {literal(each.region[1])})"
-        for each in axes
-    )
-    words = [call.arg(0), f"[{entries}]", repr(settings.mode), repr(settings.places)]
-    if settings.mode == "nearest":
-        words.append(f"rounding={settings.rounding!r}")
-    if settings.mode == "cubic":
-        words.append(f"coefficient={call.stated('cubic_coeff_a', -0.75)}")
-    words += [f"{name}=True" for name in ("antialias", "exclude_outside") if node.integer(name)]
-    if settings.places == "tf_crop_and_resize":
-        words.append(f"outside={number(node.number('extrapolation_value'))}")
-    return f"operators.resize({', '.join(words)})"
+    corners = True if places == "align_corners" else None
+    if not (corners or places == "half_pixel" or (places == "pytorch_half_pixel" and min(size) > 1)):
+        return ""
+    method = repr("bicubic" if mode == "cubic" else _LINEAR[len(shape)])
+    return called("F.interpolate", call.arg(0), size, mode=method, align_corners=corners)
 
 
 MOVEMENT: dict[str, Emitter] = {
@@ -346,24 +303,33 @@ MOVEMENT: dict[str, Emitter] = {
     "Identity": lambda call: call.arg(0),
     "Transpose": _transpose,
     "Expand": _expand,
-    "Concat": _concat,
+    "Concat": lambda call: (
+        call.arg(0) if len(call.codes) == 1 else f"torch.cat([{call.args()}], dim={joined_axis(call)})"
+    ),
     "Split": _split,
     "Slice": _slice,
     "Pad": _pad,
     "Tile": _tile,
     "CenterCropPad": _center_crop_pad,
-    "DepthToSpace": _depth_to_space,
-    "SpaceToDepth": _space_to_depth,
-    "ReverseSequence": _reverse_sequence,
+    "DepthToSpace": _blocks(to_space=True),
+    "SpaceToDepth": _blocks(to_space=False),
+    "ReverseSequence": lambda call: called(
+        "operators.reverse_sequence",
+        call.args(2),
+        call.node.integer("time_axis"),
+        call.node.integer("batch_axis", 1),
+    ),
     "Trilu": _trilu,
-    "Compress": _compress,
+    "Compress": lambda call: called(
+        "operators.compress", call.args(2), joined_axis(call) if call.node.has("axis") else "None"
+    ),
     "Col2Im": _col2im,
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
     "Scatter": _scatter_elements,
     "ScatterElements": _scatter_elements,
-    "ScatterND": lambda call: f"operators.scatter_nd({call.args(3)}{_reduced(call)})",
+    "ScatterND": lambda call: called("operators.scatter_nd", call.args(3), _reduced(call)),
     "TensorScatter": _tensor_scatter,
     "OneHot": _one_hot,
     "NonZero": lambda call: f"torch.nonzero({call.arg(0)}).T",

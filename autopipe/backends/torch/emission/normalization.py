@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, shared, torch_dtype
+from autopipe.backends.torch.emission.call import Call, Emitter, called, torch_dtype
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.normalization import (
     chosen_axis,
@@ -25,44 +25,42 @@ from autopipe.ir.ops.operator import positive
 def _batch_norm(call: Call) -> str:
     x, scale, bias, mean, variance = (call.arg(index) for index in range(5))
     momentum, epsilon = call.stated("momentum", 0.9), call.stated("epsilon", 1e-5)
-    if not trains(call.signature):
+    if not trains(call):
         return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
-    operands = f"{call.args(5)}, {momentum}, {epsilon}"
-    group = shared(call, ("n", *_spatial(call)))
-    if group:
-        return called("operators.batch_norm_part", f"{operands}, {group}", call)
-    if len(call.node.outputs) == 1:
+    group = call.group("n", *_spatial(call))
+    if not group and len(call.node.outputs) == 1:
         return f"F.batch_norm({x}, None, None, {scale}, {bias}, training=True, eps={epsilon})"
-    return called("operators.batch_norm", operands, call)
+    function = f"operators.batch_norm{'_part' if group else ''}"
+    return call.outputs(called(function, call.args(5), momentum, epsilon, group))
 
 
 def _spatial(call: Call) -> list[str]:
     return [f"i{axis}" for axis in range(len(call.operand(0).shape) - 2)]
 
 
-def _normalized(call: Call) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """The normalised axes, their local extents, and the code of the ranks that have them together."""
-    axes = tuple(normalized_axes(call.signature))
-    return axes, call.operand(0).shape[axes[0] :], shared(call, (f"d{axis}" for axis in axes))
+def _dimensions(call: Call, axes: Iterable[int]) -> str | None:
+    """The code of the ranks that have dimensions of the operand together, if any is split."""
+    return call.group(*(f"d{axis}" for axis in axes))
 
 
 def _layer_norm(call: Call) -> str:
-    (axes, shape, group), epsilon = _normalized(call), call.stated("epsilon", 1e-5)
-    x, weight, bias = call.arg(0), call.arg(1), call.optional(2)
-    if group:
-        return called("operators.layer_norm_part", f"{x}, {axes}, {weight}, {bias}, {epsilon}, {group}", call)
-    operands = f"{x}, {shape}, {weight}, {bias}, {epsilon}"
+    axes, epsilon = tuple(normalized_axes(call)), call.stated("epsilon", 1e-5)
+    shape = call.operand(0).shape[axes[0] :]
+    x, vectors = call.arg(0), f"{call.arg(1)}, {call.optional(2)}"
+    if group := _dimensions(call, axes):
+        return call.outputs(called("operators.layer_norm_part", x, axes, vectors, epsilon, group))
     if any(call.operand(index).shape != shape for index in (1, 2) if call.present(index)):
-        return called("operators.layer_norm", operands, call)
+        return call.outputs(called("operators.layer_norm", x, shape, vectors, epsilon))
     if len(call.node.outputs) > 1:
-        return called("torch.native_layer_norm", operands, call)
-    return f"F.layer_norm({operands})"
+        return call.outputs(called("torch.native_layer_norm", x, shape, vectors, epsilon))
+    return called("F.layer_norm", x, shape, vectors, epsilon)
 
 
 def rms_norm(call: Call) -> str:
     """`F.rms_norm`, with a scale of another shape multiplied behind it."""
-    (axes, shape, group), epsilon = _normalized(call), call.stated("epsilon", 1e-5)
-    if group:
+    axes, epsilon = tuple(normalized_axes(call)), call.stated("epsilon", 1e-5)
+    shape = call.operand(0).shape[axes[0] :]
+    if group := _dimensions(call, axes):
         return f"operators.rms_norm_part({call.arg(0)}, {axes}, {call.arg(1)}, {epsilon}, {group})"
     if call.operand(1).shape == shape:
         return f"F.rms_norm({call.arg(0)}, {shape}, {call.arg(1)}, {epsilon})"
@@ -70,36 +68,31 @@ def rms_norm(call: Call) -> str:
 
 
 def _group_norm(call: Call) -> str:
-    groups = call.share(call.node.integer("num_groups"), "g")
-    channels = call.operand(0).shape[1]
-    scale, bias = call.arg(1), call.arg(2)
+    groups, channels = call.share(call.node.integer("num_groups"), "g"), call.operand(0).shape[1]
+    vectors = [call.arg(1), call.arg(2)]
     if call.operand(1).shape != (channels,):
-        scale, bias = (f"{code}.repeat_interleave({channels // groups})" for code in (scale, bias))
-    operands = f"{call.arg(0)}, {groups}, {scale}, {bias}, {call.stated('epsilon', 1e-5)}"
-    group = shared(call, ("c", *_spatial(call)))
-    return f"operators.group_norm_part({operands}, {group})" if group else f"F.group_norm({operands})"
+        vectors = [f"{code}.repeat_interleave({channels // groups})" for code in vectors]
+    group = call.group("c", *_spatial(call))
+    function = "operators.group_norm_part" if group else "F.group_norm"
+    return called(function, call.arg(0), groups, *vectors, call.stated("epsilon", 1e-5), group)
 
 
 def _instance_norm(call: Call) -> str:
     epsilon = call.stated("epsilon", 1e-5)
-    group = shared(call, _spatial(call))
-    if group:
+    if group := call.group(*_spatial(call)):
         return f"operators.instance_norm_part({call.args(3)}, {epsilon}, {group})"
     return f"F.instance_norm({call.arg(0)}, weight={call.arg(1)}, bias={call.arg(2)}, eps={epsilon})"
 
 
 def _variance(call: Call) -> str:
-    axes = variance_axes(call.signature)
-    group = shared(call, (f"d{axis}" for axis in axes))
-    if group:
-        return f"operators.mean_variance_norm_part({call.arg(0)}, {axes}, {group})"
-    return f"operators.mean_variance_norm({call.arg(0)}, {axes})"
+    axes = variance_axes(call)
+    group = _dimensions(call, axes)
+    return called(f"operators.mean_variance_norm{'_part' if group else ''}", call.arg(0), axes, group)
 
 
 def _norm(call: Call) -> str:
     p, axis = call.node.integer("p", 2), call.node.integer("axis", -1)
-    group = shared(call, [f"d{positive(axis, len(call.operand(0).shape))}"])
-    if group:
+    if group := _dimensions(call, [positive(axis, len(call.operand(0).shape))]):
         return f"operators.normalize_part({call.arg(0)}, {p}, {axis}, {group})"
     return f"F.normalize({call.arg(0)}, p={p}, dim={axis})"
 
@@ -113,15 +106,13 @@ def _response(call: Call) -> str:
 
 def _softmax(function: str) -> Emitter:
     def emit(call: Call) -> str:
-        axes = softmax_axes(call.signature)
+        axes = softmax_axes(call)
         shape = call.operand(0).shape
-        group = shared(call, (f"d{axis}" for axis in axes))
-        if group:
-            name = function.removeprefix("F.")
+        if group := _dimensions(call, axes):
+            name = f"operators.{function.removeprefix('F.')}_part"
             if len(axes) == 1:
-                return f"operators.{name}_part({call.arg(0)}, {axes.start}, {group})"
-            flat = f"{call.arg(0)}.flatten({axes.start})"
-            return f"operators.{name}_part({flat}, {axes.start}, {group}).reshape({shape})"
+                return f"{name}({call.arg(0)}, {axes.start}, {group})"
+            return f"{name}({call.arg(0)}.flatten({axes.start}), {axes.start}, {group}).reshape({shape})"
         if all(extent == 1 for extent in shape[axes.start + 1 : axes.stop]):
             axis = -1 if axes.start == len(shape) - 1 else axes.start
             return f"{function}({call.arg(0)}, {axis})"
@@ -132,7 +123,7 @@ def _softmax(function: str) -> Emitter:
 
 def _axes(call: Call) -> str:
     """`dim=1, keepdim=True`."""
-    axes = reduced_axes(call.signature)
+    axes = reduced_axes(call)
     spelled = str(axes[0]) if len(axes) == 1 else str(axes)
     return f"dim={spelled}" + (", keepdim=True" if call.node.integer("keepdims", 1) else "")
 
@@ -145,10 +136,9 @@ def _exact(call: Call) -> str:
 
 def _together(call: Call, function: str, *settings: bool) -> str:
     """A call of the runtime's reduction of all ranks' parts; "" where this rank has the reduced axes whole."""
-    axes = reduced_axes(call.signature)
-    group = shared(call, (f"d{axis}" for axis in axes))
-    words = [call.arg(0), str(axes), str(bool(call.node.integer("keepdims", 1))), *map(str, settings), group]
-    return f"operators.{function}({', '.join(words)})" if group else ""
+    axes, keep = reduced_axes(call), bool(call.node.integer("keepdims", 1))
+    group = _dimensions(call, axes)
+    return called(f"operators.{function}", call.arg(0), axes, keep, *settings, group) if group else ""
 
 
 def _sum(call: Call, code: str) -> str:
@@ -169,15 +159,11 @@ def _reduction_norm(call: Call) -> str:
     return _together(call, "norm_part") or f"torch.linalg.vector_norm({call.arg(0)}, {_axes(call)})"
 
 
-def _log_sum(call: Call) -> str:
-    return _together(call, "log_sum_part") or f"{_sum(call, call.arg(0))}.log()"
-
-
 def _product(call: Call) -> str:
     """torch multiplies along one axis a call; the last goes first, so that the others keep their numbers."""
     code = call.arg(0)
     keep = ", keepdim=True" if call.node.integer("keepdims", 1) else ""
-    for axis in reversed(reduced_axes(call.signature)):
+    for axis in reversed(reduced_axes(call)):
         code = f"{code}.prod(dim={axis}{keep}{_exact(call)})"
     return code
 
@@ -201,18 +187,17 @@ def _extreme(method: str) -> Emitter:
 
 def _reduction(emit: Emitter, alone: Callable[[str], str] = lambda code: code) -> Emitter:
     """`emit`, or `alone` applied to the operand where there is nothing to reduce over."""
-    return lambda call: emit(call) if reduced_axes(call.signature) else alone(call.arg(0))
+    return lambda call: emit(call) if reduced_axes(call) else alone(call.arg(0))
 
 
 def _index(function: str) -> Emitter:
     def emit(call: Call) -> str:
-        axis = chosen_axis(call.signature)
+        axis = chosen_axis(call)
         keep = ", keepdim=True" if call.node.integer("keepdims", 1) else ""
         last = bool(call.node.integer("select_last_index"))
-        group = shared(call, [f"d{axis}"])
-        if group:
-            settings = f"{axis}, {bool(keep)}, {function == 'argmax'}, {last}"
-            return f"operators.index_of_extreme_part({call.arg(0)}, {settings}, {group})"
+        if group := _dimensions(call, [axis]):
+            settings = bool(keep), function == "argmax", last
+            return called("operators.index_of_extreme_part", call.arg(0), axis, *settings, group)
         if last:
             end = call.operand(0).shape[axis] - 1
             return f"{end} - torch.{function}({call.arg(0)}.flip({axis}), dim={axis}{keep})"
@@ -223,7 +208,7 @@ def _index(function: str) -> Emitter:
 
 def _running(function: str) -> Emitter:
     def emit(call: Call) -> str:
-        axis = running_axis(call.signature)
+        axis = running_axis(call)
         exclusive, backwards = bool(call.node.integer("exclusive")), bool(call.node.integer("reverse"))
         if exclusive or backwards:
             return f"operators.{function}({call.arg(0)}, {axis}, exclusive={exclusive}, reverse={backwards})"
@@ -233,44 +218,37 @@ def _running(function: str) -> Emitter:
 
 
 def _top_k(call: Call) -> str:
-    axis = chosen_axis(call.signature, -1)
+    axis = chosen_axis(call, -1)
     count = call.scalar(1) if call.present(1) else str(call.node.integer("k"))
     largest = bool(call.node.integer("largest", 1))
     return f"operators.top_k({call.arg(0)}, {count}, {axis}, largest={largest})"
 
 
-def _operands(call: Call) -> str:
-    """Scores, labels as torch wants them (int64), weights, and what differs from torch's defaults."""
-    labels = call.arg(1) if call.operand(1).dtype is DType.INT64 else f"{call.arg(1)}.long()"
-    words = [call.arg(0), labels]
-    if call.present(2):
-        words.append(call.arg(2))
+def _loss(call: Call, name: str, alone: str) -> str:
+    """A loss of classes, of labels, or of both, of which this rank has a part; `alone` where it has all that matters.
+
+    Labels are as torch wants them (int64).
+    """
+    labels = label_axes(call)
+    classes, batch = call.group("c"), call.group(*labels) if weighs_labels(call) else None
     ignored = call.node.integer("ignore_index", -100)
-    if ignored != -100:
-        words.append(f"ignore_index={ignored}")
-    if reduction(call.signature) != "mean":
-        words.append(f"reduction={reduction(call.signature)!r}")
-    return ", ".join(words)
-
-
-def _shared(call: Call, name: str) -> str:
-    """The loss of classes, of labels, or of both, of which this rank has a part; "" where it has all that matters."""
-    words = [_operands(call)]
-    classes = call.is_split("c")
-    if classes:
-        words.append(f"group={call.group('c')}")
-    labels = label_axes(call.signature)
-    if weighs_labels(call.signature) and any(map(call.is_split, labels)):
-        words.append(f"batch={call.group(*labels)}")
-    if len(words) == 1:
-        return ""
-    return f"operators.{name}_{'part' if classes else 'share'}({', '.join(words)})"
+    function = f"operators.{name}_{'part' if classes else 'share'}" if classes or batch else alone
+    return called(
+        function,
+        call.arg(0),
+        call.arg(1) if call.operand(1).dtype is DType.INT64 else f"{call.arg(1)}.long()",
+        call.arg(2) if call.present(2) else None,
+        ignore_index=ignored if ignored != -100 else None,
+        reduction=repr(reduction(call)) if reduction(call) != "mean" else None,
+        group=classes,
+        batch=batch,
+    )
 
 
 def _cross_entropy(call: Call) -> str:
-    both = len(call.node.outputs) > 1
-    alone = f"operators.cross_entropy({_operands(call)})" if both else f"F.cross_entropy({_operands(call)})"
-    return _shared(call, "cross_entropy_and_logarithms" if both else "cross_entropy") or alone
+    if len(call.node.outputs) > 1:
+        return _loss(call, "cross_entropy_and_logarithms", "operators.cross_entropy")
+    return _loss(call, "cross_entropy", "F.cross_entropy")
 
 
 NORMALIZATION: dict[str, Emitter] = {
@@ -303,7 +281,7 @@ NORMALIZATION: dict[str, Emitter] = {
     "CumSum": _running("cumsum"),
     "CumProd": _running("cumprod"),
     "TopK": _top_k,
-    "Hardmax": lambda call: f"operators.hardmax({call.arg(0)}, {flattened_axes(call.signature)})",
+    "Hardmax": lambda call: f"operators.hardmax({call.arg(0)}, {flattened_axes(call)})",
     "SoftmaxCrossEntropyLoss": _cross_entropy,
-    "NegativeLogLikelihoodLoss": lambda call: _shared(call, "nll") or f"F.nll_loss({_operands(call)})",
+    "NegativeLogLikelihoodLoss": lambda call: _loss(call, "nll", "F.nll_loss"),
 }

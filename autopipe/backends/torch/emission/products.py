@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from string import ascii_lowercase
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, literal, number, shared, torch_dtype
+from autopipe.backends.torch.emission.call import Call, Emitter, called, literal, number, torch_dtype
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.operator import SpatialWindow, window_of
 from autopipe.ir.ops.products import equation_of, has_bias
@@ -46,7 +46,7 @@ def _gemm(call: Call) -> str:
     def factor(value: float) -> str:
         return literal(int(value)) if call.result().dtype.is_integer else number(value)
 
-    if not has_bias(call.signature):
+    if not has_bias(call):
         if node.integer("transB") and alpha == 1.0:
             return f"F.linear({left}, {call.arg(1)})"
         product = f"torch.mm({left}, {right})"
@@ -54,9 +54,9 @@ def _gemm(call: Call) -> str:
     bias = call.bias(2, "k")
     if node.integer("transB") and alpha == beta == 1.0 and call.operand(2).shape == call.result().shape[1:]:
         return f"F.linear({left}, {call.arg(1)}, {bias})"
-    factors = f", beta={factor(beta)}" if beta != 1.0 else ""
-    factors += f", alpha={factor(alpha)}" if alpha != 1.0 else ""
-    return f"torch.addmm({bias}, {left}, {right}{factors})"
+    factors = {"beta": beta, "alpha": alpha}
+    stated = {name: factor(value) if value != 1.0 else None for name, value in factors.items()}
+    return called("torch.addmm", bias, left, right, **stated)
 
 
 # Convolutions.
@@ -86,13 +86,13 @@ def _kernel(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]:
     return _window(call, shape[2:]), call.operand(0).shape[1] // shape[1]
 
 
-def _settings(window: SpatialWindow, groups: int, padding: Extents) -> str:
+def _settings(window: SpatialWindow, groups: int, padding: Extents) -> dict[str, object]:
     """Stride, padding, dilation and groups as keywords, where they are not torch's defaults."""
     found = {"stride": (window.strides, 1), "padding": (padding, 0), "dilation": (window.dilations, 1)}
-    words = [f"{name}={each(values)}" for name, (values, neutral) in found.items() if set(values) != {neutral}]
-    if groups != 1:
-        words.append(f"groups={groups}")
-    return "".join(f", {word}" for word in words)
+    settings: dict[str, object] = {
+        name: each(values) for name, (values, neutral) in found.items() if set(values) != {neutral}
+    }
+    return settings if groups == 1 else settings | {"groups": groups}
 
 
 def _conv(call: Call) -> str:
@@ -100,8 +100,8 @@ def _conv(call: Call) -> str:
     source, padding = call.arg(0), window.begin
     if window.begin != window.end:
         source, padding = f"F.pad({source}, {pads(window.begin, window.end)})", (0,) * len(window.kernel)
-    bias = f", {call.bias(2, 'c')}" if call.present(2) else ""
-    return f"F.conv{len(window.kernel)}d({source}, {call.arg(1)}{bias}{_settings(window, groups, padding)})"
+    bias = call.bias(2, "c") if call.present(2) else None
+    return called(f"F.conv{len(window.kernel)}d", source, call.arg(1), bias, **_settings(window, groups, padding))
 
 
 def _conv_transpose(call: Call) -> str:
@@ -128,23 +128,13 @@ def _conv_transpose(call: Call) -> str:
         for more, stride, dilation in zip(extra, window.strides, window.dilations, strict=True)
     )
     if fits and all(pad >= 0 for pad in begin):
-        bias = f", {call.bias(2, 'c')}" if call.present(2) else ""
-        output = f", output_padding={each(extra)}" if any(extra) else ""
-        settings = _settings(window, groups, begin)
-        return f"F.conv_transpose{len(kernel)}d({call.args(2)}{bias}{settings}{output})"
+        bias = call.bias(2, "c") if call.present(2) else None
+        settings = _settings(window, groups, begin) | {"output_padding": each(extra) if any(extra) else None}
+        return called(f"F.conv_transpose{len(kernel)}d", call.args(2), bias, **settings)
     end = tuple(extent - size + pad for extent, size, pad in zip(result, full, begin, strict=True))
     crop = pads(tuple(-pad for pad in begin), end)
-    operands = f"{call.args(2)}, {call.bias(2, 'c')}"
-    return f"operators.conv_transpose({operands}, {window.strides}, {window.dilations}, {groups}, {crop})"
-
-
-def _conv_integer(call: Call) -> str:
-    return f"operators.conv_integer({call.optionals(4)}, {_runtime_settings(*_kernel(call))})"
-
-
-def _conv_quantized(call: Call) -> str:
-    dtype, settings = torch_dtype(call.result().dtype), _runtime_settings(*_kernel(call, 3))
-    return f"operators.conv_quantized({call.optionals(9)}, {dtype}, {settings})"
+    operands = call.args(2), call.bias(2, "c"), window.strides, window.dilations, groups, crop
+    return called("operators.conv_transpose", *operands)
 
 
 def _runtime_settings(window: SpatialWindow, groups: int) -> str:
@@ -153,8 +143,8 @@ def _runtime_settings(window: SpatialWindow, groups: int) -> str:
 
 def _deform_conv(call: Call) -> str:
     window, groups = _kernel(call)
-    settings = f"{window.strides}, {window.begin}, {window.dilations}, {groups}, {call.node.integer('offset_group', 1)}"
-    return f"operators.deform_conv({call.optionals(5)}, {settings})"
+    settings = window.strides, window.begin, window.dilations, groups, call.node.integer("offset_group", 1)
+    return called("operators.deform_conv", call.optionals(5), *settings)
 
 
 # Pooling.
@@ -243,8 +233,7 @@ def _global(template: str) -> Emitter:
 
 def _global_max(call: Call) -> str:
     axes = tuple(range(2, len(call.operand(0).shape)))
-    group = shared(call, (f"i{axis - 2}" for axis in axes))
-    if group:
+    if group := call.group(*(f"i{axis - 2}" for axis in axes)):
         return f"operators.extreme_part({call.arg(0)}, {axes}, True, True, {group})"
     return f"torch.amax({call.arg(0)}, {axes}, keepdim=True)"
 
@@ -272,36 +261,40 @@ _USUAL = {"RNN": ("tanh",), "GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tan
 def _recurrent(call: Call) -> str:
     """Optional operands, and attributes that differ from their defaults, as keywords."""
     node = call.node
-    words = [call.args(3)]
-    words += [f"{_OPERANDS[index]}={call.arg(index)}" for index in range(3, len(call.codes)) if call.present(index)]
+    settings: dict[str, object] = {
+        _OPERANDS[index]: call.arg(index) for index in range(3, len(call.codes)) if call.present(index)
+    }
     if node.text("direction", "forward") != "forward":
-        words.append(f"direction={node.text('direction')!r}")
+        settings["direction"] = repr(node.text("direction"))
     activations = tuple(name.lower() for name in node.texts("activations"))
     if activations and activations != _USUAL[node.op] * (len(activations) // len(_USUAL[node.op])):
-        words.append(f"activations={activations!r}")
-    for name in ("activation_alpha", "activation_beta"):
-        if node.numbers(name):
-            words.append(f"{name.removeprefix('activation_')}=({', '.join(map(number, node.numbers(name)))},)")
-    if node.has("clip"):
-        words.append(f"clip={number(node.number('clip'))}")
+        settings["activations"] = repr(activations)
+    for name in ("alpha", "beta"):
+        if values := node.numbers(f"activation_{name}"):
+            settings[name] = f"({', '.join(map(number, values))},)"
+    settings["clip"] = number(node.number("clip")) if node.has("clip") else None
     flags = {"linear_before_reset": "reset_after", "input_forget": "coupled", "layout": "batch_first"}
-    words += [f"{word}=True" for name, word in flags.items() if node.integer(name)]
-    if call.is_split("h"):
-        words.append(f"group={call.group('h')}")
-    return called(f"operators.{node.op.lower()}", ", ".join(words), call)
+    settings |= {word: call.flag(name) for name, word in flags.items()}
+    code = called(f"operators.{node.op.lower()}", call.args(3), **settings, group=call.group("h"))
+    return call.outputs(code)
 
 
 PRODUCTS: dict[str, Emitter] = {
     "MatMul": _matmul,
     "autopipe.Linear": lambda call: f"F.linear({call.arg(0)}, {call.arg(1)}.t(), {call.arg(2)})",
     "Gemm": _gemm,
-    "Einsum": lambda call: f"torch.einsum({str(equation_of(call.signature))!r}, {call.args()})",
+    "Einsum": lambda call: f"torch.einsum({str(equation_of(call))!r}, {call.args()})",
     "MatMulInteger": lambda call: f"operators.matmul_integer({call.optionals(4)})",
     "QLinearMatMul": lambda call: f"operators.matmul_quantized({call.args(8)}, {torch_dtype(call.result().dtype)})",
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
-    "ConvInteger": _conv_integer,
-    "QLinearConv": _conv_quantized,
+    "ConvInteger": lambda call: called("operators.conv_integer", call.optionals(4), _runtime_settings(*_kernel(call))),
+    "QLinearConv": lambda call: called(
+        "operators.conv_quantized",
+        call.optionals(9),
+        torch_dtype(call.result().dtype),
+        _runtime_settings(*_kernel(call, 3)),
+    ),
     "DeformConv": _deform_conv,
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,

@@ -21,7 +21,7 @@ from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import Constant, DType
 from autopipe.ir.problem import Optimizer
-from autopipe.ir.program import Program, RankCode, StageCode
+from autopipe.ir.program import Program, StageCode
 
 FORMAT = "autopipe.program/1"
 
@@ -63,26 +63,22 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
         "parameters": [encode(each) for each in program.parameters],
         "stages": [_stage(each) for each in program.stages],
         "channels": [encode(each) for each in program.channels],
-        "ranks": [_rank(each) for each in program.ranks],
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "stages": [stage.stage for stage in rank.stages],
+                "shards": [encode(shard) for shard in rank.shards],
+            }
+            for rank in program.ranks
+        ],
     }
 
 
 def _stage(stage: StageCode) -> dict[str, Any]:
     """With the sub-meshes of its group along which its ranks exchange anything."""
-    found: dict[str, Any] = {
-        "ranks": list(stage.devices),
-        "pipeline": stage.pipeline,
-        "meshes": [[[axis.degree, axis.stride] for axis in axes] for axes in meshes_of(stage)],
-    }
+    meshes = [[[axis.degree, axis.stride] for axis in axes] for axes in meshes_of(stage)]
+    found: dict[str, Any] = {"ranks": list(stage.devices), "pipeline": stage.pipeline, "meshes": meshes}
     return found if stage.turns == 1 else found | {"turns": stage.turns}
-
-
-def _rank(rank: RankCode) -> dict[str, Any]:
-    return {
-        "rank": rank.rank,
-        "stages": [stage.stage for stage in rank.stages],
-        "shards": [encode(shard) for shard in rank.shards],
-    }
 
 
 _ENTRY = '''"""Runs the rank that the environment names; torch elastic, torchrun or SLURM start it on every process."""
@@ -127,7 +123,13 @@ def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, fold
 
     def write(target: Path) -> None:
         for each, files in rendered:
-            _write(target / each.name, files, each.program)
+            inside = target / each.name
+            inside.mkdir(exist_ok=True)
+            for name, text in files.items():
+                (inside / name).write_text(text, encoding="utf-8")
+            constants = (pair for stage in each.program.stages for pair in stage.constants)
+            stored = {f"c{index}": _stored(constant) for index, constant in constants}
+            np.savez(inside / "constants.npz", **stored)  # type: ignore[arg-type]
 
     replace_folder(folder, write)
 
@@ -144,24 +146,12 @@ def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
             found[f"{rank_module(rank.rank)}.py"] = emit_rank(program, rank, rank_title)
     found["run.py"] = _ENTRY
     for name, text in found.items():
-        _check(name, text)
+        try:
+            ast.parse(text)
+        except SyntaxError as error:
+            raise CodegenError(f"generated code is not valid Python: {error}", where=name) from error
     found["manifest.json"] = json.dumps(manifest_of(program, provenance), indent=1) + "\n"
     return found
-
-
-def _check(name: str, text: str) -> None:
-    try:
-        ast.parse(text)
-    except SyntaxError as error:
-        raise CodegenError(f"generated code is not valid Python: {error}", where=name) from error
-
-
-def _write(folder: Path, files: dict[str, str], program: Program) -> None:
-    folder.mkdir(exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    constants = {f"c{index}": _stored(constant) for stage in program.stages for index, constant in stage.constants}
-    np.savez(folder / "constants.npz", **constants)  # type: ignore[arg-type]
 
 
 def _stored(constant: Constant) -> np.ndarray:

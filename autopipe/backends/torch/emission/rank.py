@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopipe.ir.layout import Box
-from autopipe.ir.program import (
-    Instruction,
-    Loop,
-    MessageBlock,
-    Program,
-    RankCode,
-    Section,
-    StageOnRank,
-    Verb,
-)
+from autopipe.ir.program import Instruction, Loop, MessageBlock, Program, RankCode, Section, StageOnRank, Verb
 from autopipe.ir.schedule import MicroBatchSlice
 
 
@@ -53,16 +44,19 @@ def _stage(program: Program, wired: StageOnRank) -> str:
         lines.append(f"    runtime.Data({inputs[data.tensor][0]!r}, {data.tensor!r}, {_slices(data.box)}),")
     for block in wired.receives:
         argument, value = inputs[block.tensor]
-        part = _part(block.received, value.shape, block.target_turn)
+        ends = _block(block, block.source_rank, block.source_stage)
         lines.append(
-            f"    runtime.Receive({argument!r}, {_block(block, block.source_rank, block.source_stage)}{part}),"
+            f"    runtime.Receive({argument!r}, {ends}{_part(block.received, value.shape, block.target_turn)}),"
         )
     for block in wired.sends:
         position = outputs.index(block.tensor)
         part = _part(block.sent, code.outputs[position].shape, block.source_turn)
         lines.append(f"    runtime.Send({position}, {_block(block, block.target_rank, block.target_stage)}{part}),")
     if program.loss in outputs:
-        share = _loss_share(program, wired.stage)
+        # Shares of all ranks and micro-batches add up to the step's loss.
+        output = next(each for each in program.outputs if each.value.name == program.loss)
+        place = next(each for each in output.places if each.stage == wired.stage)
+        share = 1.0 / (program.micro_batches * code.turns * place.copies)
         lines.append(f"    runtime.Loss({outputs.index(program.loss)}, share={share!r}),")
     return "\n".join([*lines, ")"])
 
@@ -79,13 +73,6 @@ def _part(box: Box, shape: tuple[int, ...], turn: MicroBatchSlice) -> str:
 
 def _slices(box: Box) -> str:
     return repr(tuple(zip(box.starts, box.stops, strict=True)))
-
-
-def _loss_share(program: Program, stage: int) -> float:
-    """This rank's share in the step's loss for each micro-batch: shares of all ranks and micro-batches add up to it."""
-    output = next(each for each in program.outputs if each.value.name == program.loss)
-    place = next(each for each in output.places if each.stage == stage)
-    return 1.0 / (program.micro_batches * program.stages[stage].turns * place.copies)
 
 
 def _step(rank: RankCode) -> str:

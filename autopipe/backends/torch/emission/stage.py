@@ -9,11 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from autopipe.backends.torch.emission.attention import ATTENTION
-from autopipe.backends.torch.emission.call import Call, Emitter, group_code, literal
+from autopipe.backends.torch.emission.call import Call, Emitter, called, group_code, literal
 from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
 from autopipe.backends.torch.emission.movement import MOVEMENT
 from autopipe.backends.torch.emission.normalization import NORMALIZATION
@@ -34,8 +35,8 @@ LINEAR = "Linear"
 Names = tuple[str, ...]
 
 
-def merge_neighbours(stage: StageCode) -> StageCode:
-    """The same stage with products and their biases as one operation, where nothing else reads the product.
+def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
+    """The operations, products and their biases as one where nothing else reads the product.
 
     The graph keeps them apart, because apart they can be split: a bias added to partial sums would count several times.
     """
@@ -49,38 +50,28 @@ def merge_neighbours(stage: StageCode) -> StageCode:
     merged: set[str] = set()
     operations: list[Operation] = []
     for operation in stage.operations:
-        product = _product_under(operation, products, reads)
-        if product is not None and isinstance(operation, Compute):
-            operation = _linear(product, operation)
-            merged.update(product.writes)
+        if isinstance(operation, Compute):
+            operation = _with_bias(operation, products, reads, merged)
         operations.append(operation)
-    kept = (each for each in operations if isinstance(each, Collective) or merged.isdisjoint(each.writes))
-    return replace(stage, operations=tuple(kept))
+    return tuple(each for each in operations if isinstance(each, Collective) or merged.isdisjoint(each.writes))
 
 
-def _product_under(operation: Operation, products: dict[str, Compute], reads: Counter[str]) -> Compute | None:
-    """The product to which `operation` adds a bias, if that is all it does and nothing else reads the product."""
-    if not isinstance(operation, Compute) or operation.signature.node.op != "Add" or operation.signature.node.domain:
-        return None
-    first, second = operation.signature.operand(0), operation.signature.operand(1)
-    for product, bias in ((first, second), (second, first)):
-        found = products.get(product.name)
-        if found is not None and reads[product.name] == 1 and takes_bias(product, bias):
-            return found
-    return None
-
-
-def _linear(product: Compute, addition: Compute) -> Compute:
-    """Both as one, the product's node: named after the addition, whose result it gives."""
-    result = product.signature.result().name
-    bias = next(value for value in addition.signature.operands if value is not None and value.name != result)
-    signature = replace(
-        addition.signature,
-        node=replace(addition.signature.node, op=LINEAR, domain="autopipe"),
-        operands=(*product.signature.operands, bias),
-        constants=(None, None, None),
-    )
-    return replace(addition, node=product.node, signature=signature)
+def _with_bias(addition: Compute, products: dict[str, Compute], reads: Counter[str], merged: set[str]) -> Compute:
+    """The product to which an operation adds a bias and the addition as one, if that is all it does and nothing else
+    reads the product; else the operation as it is. It is the product's node, named after the addition.
+    """
+    signature = addition.signature
+    if signature.node.op != "Add" or signature.node.domain:
+        return addition
+    first, second = signature.operand(0), signature.operand(1)
+    for value, bias in ((first, second), (second, first)):
+        product = products.get(value.name)
+        if product is not None and reads[value.name] == 1 and takes_bias(value, bias):
+            merged.update(product.writes)
+            node, operands = replace(signature.node, op=LINEAR, domain="autopipe"), (*product.signature.operands, bias)
+            joined = replace(signature, node=node, operands=operands, constants=(None, None, None))
+            return replace(addition, node=product.node, signature=joined)
+    return addition
 
 
 _LINE = 120
@@ -101,11 +92,10 @@ class Forward:
 
 def emit_forward(stage: StageCode) -> Forward:
     """The forward of a stage. Raises CodegenError for an operator without emission."""
-    return _Writer(merge_neighbours(stage)).forward()
+    return _Writer(replace(stage, operations=_with_linear(stage))).forward()
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
+class _Segment(NamedTuple):
     """A segment's operations; names of values in the order of their first use."""
 
     operations: tuple[Operation, ...]
@@ -113,10 +103,6 @@ class _Segment:
     flowing: Names
     """Results through which gradients flow."""
     others: Names
-
-    @property
-    def results(self) -> Names:
-        return self.flowing + self.others
 
 
 def _segments_of(stage: StageCode) -> list[_Segment]:
@@ -131,11 +117,9 @@ def _segments_of(stage: StageCode) -> list[_Segment]:
     for operations in reversed(stage.by_segment()):
         written = dict.fromkeys(name for each in operations for name in each.writes)
         read = dict.fromkeys(name for each in operations for name in each.reads)
-        results = [name for name in written if name in wanted]
-        if results:
+        if results := [name for name in written if name in wanted]:
             arguments = tuple(name for name in read if name not in written and name not in held)
-            own = tuple(name for name in results if name in flowing)
-            others = tuple(name for name in results if name not in flowing)
+            own, others = (tuple(name for name in results if (name in flowing) is flows) for flows in (True, False))
             found.append(_Segment(operations, arguments, own, others))
             wanted |= set(arguments)
     return found[::-1]
@@ -186,18 +170,19 @@ class _Writer:
     def _segment(self, number: int, segment: _Segment) -> str:
         """A segment as a function of its own."""
         head = f"def segment_{number}({', '.join(['p', *self._of(segment.arguments)])}):"
-        lines = self._body(segment.operations, segment.arguments, segment.results)
+        lines = self._body(segment.operations, segment.arguments, segment.flowing + segment.others)
         end = f"    return {self._tuple(segment.flowing)}, {self._tuple(segment.others)}"
         return "\n".join(["@recompute", head, *lines, end, ""])
 
     def _calls(self, segments: list[_Segment], outputs: Names) -> list[str]:
         """A line for each segment; what no later one reads is let go."""
-        last = {name: number for number, each in enumerate(segments) for name in (*each.results, *each.arguments)}
+        names = [(*each.flowing, *each.others, *each.arguments) for each in segments]
+        last = {name: number for number, own in enumerate(names) for name in own}
         lines = []
         for number, segment in enumerate(segments):
             drop = self._drop(name for name in last if last[name] == number and name not in outputs)
-            called = ", ".join(["p", *self._of(segment.arguments)])
-            lines.append(f"    {self._tuple(segment.results)[1:-1]} = segment_{number}({called}){drop}")
+            call = called(f"segment_{number}", "p", *self._of(segment.arguments))
+            lines.append(f"    {self._tuple(segment.flowing + segment.others)[1:-1]} = {call}{drop}")
         return lines
 
     def _body(self, operations: tuple[Operation, ...], arguments: Names, results: Names) -> list[str]:
@@ -227,8 +212,7 @@ class _Writer:
             target = ", ".join("_" if value is None or value.name in dead else self._fresh(value) for value in results)
             if target == "_":
                 return []
-        drop = self._drop(name for name in dead if name not in operation.writes)
-        statement = f"    {target} = {code}{drop}"
+        statement = f"    {target} = {code}{self._drop(name for name in dead if name not in operation.writes)}"
         pad = max(2, 72 - len(statement))
         if len(statement) + pad + len(comment) <= _LINE:
             return [f"{statement}{' ' * pad}# {comment}"]
@@ -242,31 +226,28 @@ class _Writer:
             raise CodegenError(f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name))
         codes = tuple(None if value is None else self.codes[value.name] for value in signature.operands)
         group = len(self.stage.devices)
-        call = Call(signature, codes, operation.splits, operation.mesh, group, operation.samples)
+        call = Call.of(signature, codes, operation.splits, operation.mesh, group, operation.samples)
         return deferred(emitter, call) if operation.node in self.stage.deferred else emitter(call)
 
     def _collective(self, operation: Collective) -> tuple[str, str]:
         """The call of a change of layout, and what it costs as a comment."""
         step, group = operation.relayout, len(self.stage.devices)
-        source, cuts = self.codes[operation.source.name], (_cuts(step.source), _cuts(step.result))
+        source, cuts = self.codes[operation.source.name], [_cuts(step.source), _cuts(step.result)]
         if step.result.windows:
             name = "window" if step.kind == "slice" else step.kind
-            arguments = [source, *cuts, _windows(step.result, operation.source.dtype)]
             if step.source.cuts == step.result.cuts and step.kind == "redistribute":
-                name = "edges"
-                del arguments[2]
-            code = f"p.group.{name}({', '.join(arguments)})"
+                name, cuts = "edges", cuts[:1]
+            code = called(f"p.group.{name}", source, *cuts, _windows(step.result, operation.source.dtype))
         elif step.kind == "redistribute":
-            code = f"p.group.redistribute({', '.join([source, *cuts])})"
+            code = called("p.group.redistribute", source, *cuts)
         else:
-            arguments = [source]
-            if step.kind == "all_to_all":
-                arguments += [str(step.origin), str(step.dimension)]
-            elif step.kind != "all_reduce":
-                arguments.append(str(step.dimension))
-            if step.divisor > 1:
-                arguments.append(f"divisor={step.divisor}")
-            code = f"{group_code(step.over, group)}.{step.kind}({', '.join(arguments)})"
+            code = called(
+                f"{group_code(step.over, group)}.{step.kind}",
+                source,
+                step.origin if step.kind == "all_to_all" else None,
+                None if step.kind == "all_reduce" else step.dimension,
+                divisor=step.divisor if step.divisor > 1 else None,
+            )
         size = max(operation.source.bytes, operation.result.bytes)
         ranks = degree_of(step.over) if step.over else group
         return code, f"{operation.kind} over {ranks} ranks, {size / 2**20:.3g} MiB"
@@ -322,9 +303,13 @@ def emit_stage(stage: StageCode, title: str) -> str:
     `title` is one line that says what the stage is part of; it must be plain text of our own.
     """
     forward = emit_forward(stage)
+    rows = [("in", name, value) for name, value in zip(forward.arguments, stage.inputs, strict=True)]
+    rows += [("out", name, value) for name, value in zip(forward.results, stage.outputs, strict=True)]
+    lines = [f"{way:<4} {name:<5} {value.dtype.value:<8} {list(value.shape)}\n" for way, name, value in rows]
+    elements, size = (sum(getattr(value, name) for _, value in stage.parameters) for name in ("elements", "bytes"))
     segments = f"SEGMENTS = {forward.read!r}\n" if forward.read else ""
     return (
-        f'"""{title}\n\n{_summary(stage, forward)}"""\n\n'
+        f'"""{title}\n\n{"".join(lines)}parameters {elements:,} ({size / 2**20:.1f} MiB)\n"""\n\n'
         f"{_imports(forward.text)}\n"
         f"INPUTS = {_types(forward.arguments, stage.inputs)}\n"
         f"OUTPUTS = {_types(forward.results, stage.outputs)}\n"
@@ -350,19 +335,6 @@ def _imports(text: str) -> str:
 
 def _types(names: Names, values: tuple[Value, ...]) -> str:
     """A dict from identifier to element type and local shape."""
-    lines = [
-        f"    {name!r}: (torch.{value.dtype.value}, {value.shape!r}),\n"
-        for name, value in zip(names, values, strict=True)
-    ]
+    pairs = zip(names, values, strict=True)
+    lines = [f"    {name!r}: (torch.{value.dtype.value}, {value.shape!r}),\n" for name, value in pairs]
     return f"{{\n{''.join(lines)}}}" if lines else "{}"
-
-
-def _summary(stage: StageCode, forward: Forward) -> str:
-    """Lines saying what goes in and out, and how large the parameters are."""
-    rows = [("in", name, value) for name, value in zip(forward.arguments, stage.inputs, strict=True)]
-    rows += [("out", name, value) for name, value in zip(forward.results, stage.outputs, strict=True)]
-    lines = [f"{way:<4} {name:<5} {value.dtype.value:<8} {list(value.shape)}" for way, name, value in rows]
-    elements = sum(value.elements for _, value in stage.parameters)
-    size = sum(value.bytes for _, value in stage.parameters)
-    lines.append(f"parameters {elements:,} ({size / 2**20:.1f} MiB)")
-    return "\n".join(lines) + "\n"

@@ -94,14 +94,8 @@ class ParetoFront:
         return len(self.cost)
 
     def take(self, labels: Array) -> ParetoFront:
-        return ParetoFront(
-            {node: column[labels] for node, column in self.at.items()},
-            self.cost[labels],
-            self.memory[labels],
-            self.reach[labels],
-            {node: column[labels] for node, column in self.rows.items()},
-            self.least,
-        )
+        at, rows = ({node: column[labels] for node, column in each.items()} for each in (self.at, self.rows))
+        return ParetoFront(at, self.cost[labels], self.memory[labels], self.reach[labels], rows, self.least)
 
 
 @dataclass(slots=True)
@@ -170,8 +164,7 @@ class Sieve:
         if len(labels) > self.room:
             self.threshold = float(np.partition(reach[labels], self.room)[self.room])
             labels = labels[reach[labels] < self.threshold]
-        kept = front.take(labels)
-        return ParetoFront(kept.at, kept.cost, kept.memory, reach[labels], kept.rows, kept.least)
+        return replace(front, reach=reach).take(labels)
 
     def _keys(self, front: ParetoFront, scope: Iterable[int]) -> Array:
         """One number for every choice of the scope."""
@@ -194,17 +187,24 @@ def eliminate_within(
 ) -> tuple[int, ...] | None:
     """The cheapest choice within the memory limit among those below the sieve's last threshold; None if there is none.
 
-    Takes a merged model, and for each of its edges a matrix: no choice with that pair costs less.
+    Takes a merged model, and for each of its edges a matrix: no choice with that pair costs less. As in `eliminate_in`,
+    a list waits in the bucket of the first of its nodes to go, and is passed on without it.
     """
     position = {node: index for index, node in enumerate(order)}
     buckets: dict[int, list[ParetoFront]] = {node: [] for node in order}
-    for node, least in enumerate(model.least_memory()):
-        costs, memory, floors = model.costs[node], model.node_memory[node], sieve.floors[node]
-        buckets[node].append(_listed((node,), costs, memory, floors, sieve.threshold, least))
-    for edge, floors in zip(model.edges, pairs, strict=True):
-        ends = (edge.source, edge.target)
-        front = _listed(ends, edge.costs, edge.memory, floors, sieve.threshold, 0)
+
+    def add(ends: tuple[int, ...], costs: Array, memory: Array | None, floors: Array, least: Number) -> None:
+        """Entries of a vector or matrix that are not forbidden, and below the threshold, as labels."""
+        allowed = np.nonzero((floors < sieve.threshold) & np.isfinite(costs))
+        needs = np.zeros(len(allowed[0]), np.int64) if memory is None else memory[allowed]
+        at = dict(zip(ends, allowed, strict=True))
+        front = ParetoFront(at, costs[allowed], needs, floors[allowed], {}, least)
         buckets[min(ends, key=position.__getitem__)].append(front)
+
+    for node, least in enumerate(model.least_memory()):
+        add((node,), model.costs[node], model.node_memory[node], sieve.floors[node], least)
+    for edge, floors in zip(model.edges, pairs, strict=True):
+        add((edge.source, edge.target), edge.costs, edge.memory, floors, 0)
     below: dict[int, ParetoFront] = {}
     nothing = np.zeros(1, np.int64)
     roots = ParetoFront({}, nothing, nothing, np.full(1, -np.inf), {}, 0)
@@ -221,29 +221,17 @@ def eliminate_within(
             roots = sieve.sift(sieve.join(roots, left), ())
         if not len(front):
             return None
-    return _traced(roots, below, len(order)) if len(roots) else None
-
-
-def _listed(
-    ends: tuple[int, ...], costs: Array, memory: Array | None, floors: Array, threshold: float, least: Number
-) -> ParetoFront:
-    """Entries of a vector or matrix that are not forbidden, and below the threshold, as labels."""
-    allowed = np.nonzero((floors < threshold) & np.isfinite(costs))
-    cost = costs[allowed]
-    needs = np.zeros(len(cost), np.int64) if memory is None else memory[allowed]
-    return ParetoFront(dict(zip(ends, allowed, strict=True)), cost, needs, floors[allowed], {}, least)
-
-
-def _traced(roots: ParetoFront, below: dict[int, ParetoFront], nodes: int) -> tuple[int, ...]:
-    """The choice behind the cheapest label."""
+    if not len(roots):
+        return None
+    # The choice behind the cheapest label.
     cheapest = int(np.argmin(roots.cost))
-    chosen = [0] * nodes
+    found = [0] * len(order)
     waiting = [(node, int(rows[cheapest])) for node, rows in roots.rows.items()]
     while waiting:
         node, label = waiting.pop()
-        chosen[node] = int(below[node].at[node][label])
+        found[node] = int(below[node].at[node][label])
         waiting += [(other, int(rows[label])) for other, rows in below[node].rows.items()]
-    return tuple(chosen)
+    return tuple(found)
 
 
 LABEL = 100
@@ -328,7 +316,11 @@ def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget)
     bound, kept = _price(goal, kept, HullEdge(limit, free, replace(least, cost=cost)), budget)
     proven = bound >= goal.cost
     if not proven and budget.left:
-        reached = _close(goal, kept, budget)
+        # What may cost no more than the best choice known at the best price is searched.
+        start = ReducedStart(priced(restricted(model, kept), goal.rate), budget)
+        for _ in range(ROUNDS):
+            left = _swept(start, goal, goal.rate, kept, budget)
+        reached = goal.cutoff if left is None else search(Subproblem(priced(model, goal.rate), left), goal, budget)
         proven = reached >= goal.cutoff
         bound = max(bound, reached - goal.rate * limit)
     return Assignment(goal.choice, goal.cost, bound_of(bound, goal.cost, proven), proven, goal.memory)
@@ -341,13 +333,13 @@ def _price(
     model, bound = goal.model, float(edge.over.bound)
     while budget.left and bound < goal.cost and edge.is_open:
         rate = edge.rate
-        begun = ReducedStart(priced(restricted(model, kept), rate), budget)
-        left = _swept(begun, goal, rate, kept, budget)
+        start = ReducedStart(priced(restricted(model, kept), rate), budget)
+        left = _swept(start, goal, rate, kept, budget)
         if left is None:
             return float(goal.cost), kept
-        found = begun.solve(budget.share(0.0 if goal.cost - bound > COARSE * abs(goal.cost) else ONE_PRICE))
+        found = start.solve(budget.share(0.0 if goal.cost - bound > COARSE * abs(goal.cost) else ONE_PRICE))
         if not found.proven and not edge.is_above(found.cost, rate):
-            found = begun.solve(budget.share(ONE_PRICE))
+            found = start.solve(budget.share(ONE_PRICE))
         choice = chosen(kept, found.choice)
         goal.offer(choice)
         if found.bound - rate * goal.limit > bound:
@@ -361,20 +353,11 @@ def _price(
     return bound, kept
 
 
-def _close(goal: MemoryLimitedObjective, kept: list[Array], budget: Budget) -> float:
-    """Search what may cost no more than the best choice known at the goal's price; the bound at that price."""
-    begun = ReducedStart(priced(restricted(goal.model, kept), goal.rate), budget)
-    left: list[Array] | None = kept
-    for _ in range(ROUNDS):
-        left = _swept(begun, goal, goal.rate, kept, budget)
-    return goal.cutoff if left is None else search(Subproblem(priced(goal.model, goal.rate), left), goal, budget)
-
-
 def _swept(
-    begun: ReducedStart, goal: MemoryLimitedObjective, rate: float, kept: Kept, budget: Budget
+    start: ReducedStart, goal: MemoryLimitedObjective, rate: float, kept: Kept, budget: Budget
 ) -> list[Array] | None:
     """Configurations left of `kept` after a sweep forth and one back; None if there are none."""
-    part, reduction = begun.part, begun.reduction
+    part, reduction = start.part, start.reduction
     for forward in (True, False):
         goal.offer(chosen(kept, reduction.expanded(part.sweep(forward))))
         budget.spend(part.dual.work)

@@ -23,7 +23,7 @@ def floats(*shape: int) -> np.ndarray:
 def spelled(op: str, arrays: list[np.ndarray | None], splits: tuple[Split, ...] = (), **settings: Any) -> str:
     use = use_of(op, arrays, **settings)
     codes = tuple(None if array is None else "abcdefgh"[place] for place, array in enumerate(arrays))
-    return EMITTERS[op](Call(signature_of(use.graph, use.node), codes, splits))
+    return EMITTERS[op](Call.of(signature_of(use.graph, use.node), codes, splits))
 
 
 IMAGE, LABELS = floats(2, 4, 8, 8), np.zeros((2, 3), np.int64)

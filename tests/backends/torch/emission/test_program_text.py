@@ -105,7 +105,7 @@ def test_files_of_halved_backwards(tmp_path: Path, golden: Golden) -> None:
 def test_what_is_deferred_is_spelled_as_the_call_it_was(code: str, operands: tuple[str, ...], spelled: str) -> None:
     graph, _, _ = placed()
     signature = signature_of(graph, graph.nodes[0])
-    call = Call(signature, operands, ())
+    call = Call.of(signature, operands, ())
 
     def emitter(call: Call) -> str:
         text = code

@@ -30,7 +30,7 @@ def spelled(op: str, arrays: list[np.ndarray | None], **settings: Any) -> str:
     use = use_of(op, arrays, **settings)
     signature = signature_of(use.graph, use.node)
     codes = tuple(None if array is None else name for array, name in zip(arrays, NAMES, strict=False))
-    return EMITTERS[op](Call(signature, codes))
+    return EMITTERS[op](Call.of(signature, codes))
 
 
 def test_every_row_has_an_emitter_and_every_emitter_of_onnx_a_row() -> None:
