@@ -69,7 +69,7 @@ def explain(output: Output, folder: Path, node: str | None, stage: int | None, d
     \b
     Example:
       autopipe explain gpt.onnx.plan
-      autopipe explain gpt.onnx.plan --node layer0/attention/query
+      autopipe explain gpt.onnx.plan --node /layers.1/attention/query/Add
       autopipe explain gpt.onnx.plan --stage 1
       autopipe explain gpt.onnx.plan --device 3
     """

@@ -1,0 +1,138 @@
+"""Every command that a page of docs/ or the README shows runs; the tutorial's are typed in test_tutorial.py.
+
+Each page is typed from top to bottom in a folder that holds the models and plans it takes for granted, small ones, with
+long runs cut short as `SHORTER` says. `./demo` and `./test` are run by `.ci/run`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopipe.cli.main import main
+from autopipe.passes.frontend import read_model
+
+ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(
+    r"^(?:    )?(?:\$ )?(?P<command>autopipe (?:.*\\\n)*.*)\n"
+    r"(?P<shown>(?:(?!(?:    )?(?:\$ |autopipe )).*\n)*)",
+    re.M,
+)
+BLOCK = re.compile(r"^```(?P<kind>sh|console|yaml)\n(?P<text>.*?)^```$|(?P<indented>(?:^    .*\n)+)", re.M | re.S)
+NAMED = re.compile(r"# (?P<name>\S+\.yaml)\n")
+"""The first line of a YAML file that a page shows."""
+PAGES = {
+    path.name: text
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if path.name != "tutorial.md" and COMMAND.search(text := path.read_text(encoding="utf-8"))
+}
+"""The pages that show commands, with their texts."""
+
+SMALL = "--set loss=true --set layers=2 --set hidden=32 --set heads=2 --set vocabulary=64 --set sequence=8"
+GPT = f"autopipe zoo build gpt -o gpt.onnx {SMALL}"
+PLAN = "autopipe plan gpt.onnx --gpus 2 --cluster cpu-local --batch-size 4 --strategy pipedream --schedule"
+PROGRAM = (GPT, f"{PLAN} 1f1b -o gpt.plan", "autopipe codegen gpt.plan")
+MEASURED = "autopipe profile gpt.onnx --seconds 0.1 --micro-batch-sizes 1 -o dlrm.onnx.costs"
+SAMPLES = 4
+PREPARED: dict[str, tuple[str, ...]] = {
+    "README.md": ("autopipe zoo build gpt -o model.onnx --set loss=true",),
+    "checkpoint.md": PROGRAM,
+    "clusters.md": (GPT,),
+    "graphpipe.md": ("autopipe zoo build candle-uno -o candle.onnx --set loss=true --set weights=none",),
+    "profile.md": (GPT, MEASURED),
+    "reference-commands.md": (
+        *PROGRAM,
+        MEASURED,
+        f"{PLAN} 1f1b -o gpt.1f1b.plan",
+        f"{PLAN} gpipe -o gpt.gpipe.plan",
+        "autopipe zoo build llama -o llama.onnx --set loss=true",
+        "autopipe plan llama.onnx --gpus 2 --strategy grid --batch-size 4 --schedule 1f1b -o llama.plan",
+        "autopipe schedule --shape v --devices 2 --units 4 -o schedule.json",
+    ),
+    "schedules.md": (GPT,),
+    "security.md": PROGRAM,
+    "zero.md": (GPT,),
+}
+"""What is typed before a page's own commands."""
+ELSEWHERE = "autopipe bench tessel"
+"""Ends with the line that says where the benchmarks are."""
+FILES = {
+    "train.yaml": "strategy: {name: pipedream}\ncluster: {preset: cpu-local}\n",
+    "placement.yaml": """
+format: autopipe.placement/1
+devices: 1
+blocks: [{name: F, devices: [0], time: 1}, {name: B, devices: [0], time: 2, after: [F]}]
+""",
+}
+"""Files that pages speak of and do not show."""
+SHORTER = {
+    "size=70b": "layers=2",
+    "size=paper": "branches=2",
+    "size=million": "classes=10",
+    "layers=12 --set hidden=768 --set heads=12 --set sequence=256": "layers=1",
+    "--gpus 8 --cluster h100-80gb --batch-size 256": f"--gpus 2 --batch-size {SAMPLES}",
+    "--gpus 64": "--gpus 4",
+    "--gpus 4096": "--gpus 16",
+    "--batch-size 4096": "--batch-size 16",
+    "--ranks 0,17,4095": "--ranks 0,1",
+    "--rank 4095": "--rank 1",
+    "--steps 2000": "--steps 4",
+    "--steps 1000": "--steps 2",
+    "--steps 100": "--steps 2",
+    "--steps 10": "--steps 2",
+    "--checkpoint-every 50": "--checkpoint-every 1",
+    "--checkpoint-every 10": "--checkpoint-every 1",
+    "--checkpoint-every 5": "--checkpoint-every 1",
+    "--step 20": "--step 2",
+    "--ranks 2": "--seconds 0.1 --micro-batch-sizes 1",  # exchanges are measured in test_profile.py
+    "--device 3": "--device 1",
+    "--rank 2": "--rank 1",
+    "--nnodes 2": "--nnodes 1",
+    "10.0.0.1:29400": "127.0.0.1:0",
+}
+"""Parts of commands and what is typed instead: models, clusters and runs that fit a test."""
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_a_page(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo-output").mkdir()
+    for name, text in FILES.items():
+        Path(name).write_text(text, encoding="utf-8")
+    Path("run.key").write_text("0" * 64, encoding="utf-8")
+    Path("run.key").chmod(0o600)
+    for command in PREPARED.get(page, ()):
+        typed(command, False, capfd)
+    if Path("model.onnx").exists():
+        inputs = read_model(Path("model.onnx"), batch=SAMPLES).graph.inputs
+        np.savez("batches.npz", **{each.name: np.ones(each.shape, each.dtype.value) for each in inputs})
+    for block in BLOCK.finditer(PAGES[page]):
+        if block["kind"] == "yaml":
+            if named := NAMED.match(block["text"]):
+                Path(named["name"]).write_text(block["text"], encoding="utf-8")
+            continue
+        for found in COMMAND.finditer(block["text"] or block["indented"]):
+            command = found["command"].replace("\\\n", " ")
+            for part, small in SHORTER.items():
+                command = re.sub(rf"(?<!\S){re.escape(part)}(?!\S)", small, command)
+            failing = found["shown"].lstrip().startswith("error: ") or command == ELSEWHERE
+            typed(command, failing, capfd)
+
+
+def typed(command: str, failing: bool, capture: pytest.CaptureFixture[str]) -> None:
+    """Type a command; what it prints goes where a `>` says."""
+    line, _, file = command.partition(" > ")
+    capture.readouterr()
+    code = main(shlex.split(line, comments=True)[1:])
+    out, err = capture.readouterr()
+    assert bool(code) == failing, f"{command}: {err}"
+    if file:
+        Path(file.strip()).write_text(out, encoding="utf-8")
