@@ -140,6 +140,11 @@ class Problem:
         return self.mode is Mode.TRAIN
 
     @property
+    def recomputes_all(self) -> bool:
+        """True if every stage runs its forward again for its backward."""
+        return self.train and self.recompute == "full"
+
+    @property
     def wanted(self) -> tuple[str, ...]:
         """The values that a step computes: the loss where it trains, else the graph's outputs."""
         return (self.loss,) if self.train and self.loss is not None else self.graph.outputs

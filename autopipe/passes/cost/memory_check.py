@@ -37,6 +37,13 @@ def check_state(problem: Problem, devices: int, parts: int) -> None:
         raise out_of_memory(problem, [0], 1, 0, least, least=True)
 
 
+def check_least(problem: Problem, least: float, stages: list[int], count: int) -> None:
+    """Raise InfeasibleError where the largest memory is less than the `least` that `stages`, of `count`, need."""
+    device = max(range(problem.cluster.size), key=problem.memory_of)
+    if least > problem.memory_of(device):
+        raise out_of_memory(problem, stages, count, device, least, least=True)
+
+
 def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
     """Micro-batches that each stage keeps under 1F1B: its place from the end on the longest way there.
 

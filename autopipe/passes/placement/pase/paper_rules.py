@@ -48,7 +48,7 @@ Indices = Mapping[str, tuple[int, ...]]
 
 Groups = tuple[tuple[int, ...], ...]
 Operand = tuple[Place | None, Words]
-"""What a layer reads; it is free, and has no edge, where it has no place."""
+"""A value that a layer reads: free, without an edge, where it has no place."""
 
 
 class LayerGraphBuilder:

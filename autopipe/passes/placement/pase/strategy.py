@@ -1,20 +1,6 @@
-"""PaSE as a strategy: the splits of every node that make a step shortest.
+"""PaSE as a strategy, the splits of every node that make a step shortest, and two baselines over the same tables.
 
 Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 2021.
-
-A random walk through the strategies that pase chooses from, as FlexFlow searches.
-
-Template before splits are searched: nodes and devices of each stage, and the splits of constraints.
-
-Splits that are best where gradients are exchanged while backward still runs.
-
-A step then takes max(0, G - B) beyond all else, with G the exchange of gradients and B the last micro-batch's backward,
-which hides it. As max(0, G - B) is at least w (G - B) for any w from 0 to 1, a search with that in its place bounds the
-step from below; w is moved to where G and B are even (Lagrangian relaxation).
-
-Dynamic programming over operators in breadth-first order: what PaSE's order is compared with.
-
-From a problem to a placement: the splits of each stage in turn, whichever search answers the tables.
 """
 
 from __future__ import annotations
@@ -35,7 +21,7 @@ from autopipe.passes.analysis.constraints import ResolvedConstraint, required_sp
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.memory_check import check_kinds, check_one_kind, check_operators, fitted, out_of_memory
+from autopipe.passes.cost.memory_check import check_kinds, check_least, check_one_kind, check_operators, fitted
 from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.placement.pase.paper_search import find_strategy, placement_of, tables_of
 from autopipe.passes.schedule.device_order import best_order
@@ -47,31 +33,31 @@ from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeErr
 from autopipe.passes.solvers.min_sum.metropolis import walk
 
 
-@dataclass(frozen=True, slots=True)
-class StageTemplate:
-    """Stages without splits, and the splits that constraints ask for, by node."""
+def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:
+    """The model in `count` stages, each split as `solver` answers, with what is proven of that.
 
-    placement: Placement
-    wished: dict[int, Splits]
+    `overlap` says whether `solver` counts the exchange of gradients as hidden by the last micro-batch's backward.
 
-
-def skeleton_of(problem: Problem, count: int) -> StageTemplate:
-    """The problem as `count` stages that follow its constraints.
-
-    Raises ConfigurationError naming constraints that contradict one another or cannot be followed.
+    Raises ConfigurationError naming constraints that contradict one another or cannot be followed, InfeasibleError
+    where memory does not hold any placement, with the least excess, and what `solver` raises.
     """
+    # Where not even equal shares of what must be kept fit, no search is needed to tell. Of what one stage keeps the
+    # search for splits counts all, recomputed or not.
+    parameters = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters)).total
+    kept = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0
+    check_least(problem, (parameters + kept) // problem.cluster.size, list(range(count)), count)
     resolved = resolved_constraints(problem)
-    wished = required_splits(resolved, sample_axes(problem.graph))
+    required = required_splits(resolved, sample_axes(problem.graph))
     groups = _groups(problem, resolved, count)
-    fixed = settled_stages(resolved, groups, "pase")
-    recompute = problem.train and problem.recompute == "full"
-    stages = (
-        Stage(nodes, group, problem.micro_batch_size, recompute=recompute)
-        for nodes, group in zip(cut_into_stages(problem, groups, fixed), groups, strict=True)
+    nodes = cut_into_stages(problem, groups, settled_stages(resolved, groups, "pase"))
+    size, again = problem.micro_batch_size, problem.recomputes_all
+    placement = Placement(
+        tuple(Stage(own, group, size, recompute=again) for own, group in zip(nodes, groups, strict=True))
     )
-    placement = Placement(tuple(stages))
-    check_degrees(problem, wished, placement)
-    return StageTemplate(placement, wished)
+    check_degrees(problem, required, placement)
+    check_kinds(problem, placement)
+    found = split_stages(problem, placement, required, solver, overlap)
+    return replace(fitted(problem, found), proof=found.proof)
 
 
 def _groups(problem: Problem, resolved: Sequence[ResolvedConstraint], count: int) -> list[tuple[int, ...]]:
@@ -83,44 +69,16 @@ def _groups(problem: Problem, resolved: Sequence[ResolvedConstraint], count: int
             hint="the number of stages must divide that of devices",
             where="strategy.stages",
         )
-    asked = [wish for wish in resolved if wish.devices is not None]
+    asked = [each for each in resolved if each.devices is not None]
     if count > 1 or not asked:
         return [tuple(range(start, start + size // count)) for start in range(0, size, size // count)]
-    other = next((wish for wish in asked if wish.devices != asked[0].devices), None)
+    other = next((each for each in asked if each.devices != asked[0].devices), None)
     if other is not None:
         raise ConfigurationError(
             f"{asked[0]} and {other} ask for different devices, and there is one stage",
             hint="ask for several stages (strategy.stages), or let pase choose",
         )
     return [asked[0].devices or ()]
-
-
-def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:
-    """The model in `count` stages, each split as `solver` answers, with what is proven of that.
-
-    `overlap` says whether `solver` counts the exchange of gradients as hidden by the last micro-batch's backward.
-
-    Raises ConfigurationError naming constraints that contradict one another or cannot be followed, InfeasibleError
-    where memory does not hold any placement, with the least excess, and what `solver` raises.
-    """
-    _check_memory(problem, count)
-    skeleton = skeleton_of(problem, count)
-    check_kinds(problem, skeleton.placement)
-    found = split_stages(problem, skeleton.placement, skeleton.wished, solver, overlap)
-    return replace(fitted(problem, found), proof=found.proof)
-
-
-def _check_memory(problem: Problem, count: int) -> None:
-    """Raise InfeasibleError where not even equal shares of what must be kept fit: no search is needed to tell.
-
-    Of what one stage keeps the search for splits counts all, recomputed or not.
-    """
-    parameters = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters)).total
-    kept = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0
-    least = (parameters + kept) // problem.cluster.size
-    most = max(range(problem.cluster.size), key=problem.memory_of)
-    if least > problem.memory_of(most):
-        raise out_of_memory(problem, list(range(count)), count, most, least, least=True)
 
 
 _ROUNDS = 6
@@ -131,13 +89,19 @@ _CLOSE = 1e-6
 
 
 def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> Assignment:
-    """The best choice found and its bound, its cost a step in which backward hides the exchange of gradients."""
+    """The best choice found and its bound, its cost a step in which backward hides the exchange of gradients.
+
+    A step then takes max(0, G - B) beyond all else, with G the exchange of gradients and B the last micro-batch's
+    backward, which hides it. As max(0, G - B) is at least w (G - B) for any w from 0 to 1, a search with that in its
+    place bounds the step from below; w is moved to where G and B are even (Lagrangian relaxation).
+    """
     best: Assignment | None = None
     bound = 0.0
     low, high, weight = 0.0, 1.0, 0.0
     for _ in range(_ROUNDS):
         answer = solve(replace(tables.model, costs=_weighed(tables, weight)))
-        beyond = _beyond(tables, answer)
+        each = zip(tables.gradients, tables.backwards, answer.choice, strict=True)
+        beyond = float(np.sum([gradients[number] - backward[number] for gradients, backward, number in each]))
         bound = max(bound, float(answer.bound))
         cost = float(answer.cost) - weight * beyond + max(0.0, beyond)
         if best is None or cost < best.cost:
@@ -162,12 +126,6 @@ def _weighed(tables: Tables, weight: float) -> tuple[Floats, ...]:
     return tuple(found)
 
 
-def _beyond(tables: Tables, answer: Assignment) -> float:
-    """G - B of a choice."""
-    each = zip(tables.gradients, tables.backwards, answer.choice, strict=True)
-    return float(np.sum([gradients[number] - backward[number] for gradients, backward, number in each]))
-
-
 @dataclass(frozen=True, slots=True)
 class Pase:
     """Splits every operator along any of its axes, so that a step is shortest."""
@@ -184,14 +142,12 @@ class Pase:
     goes with `costs: pase-paper`."""
     stages: int = 1
     """Pipeline stages, of equal groups of devices; splits are searched inside each."""
-
     overlap: bool = False
     """True if the exchange of gradients counts only as far as the last micro-batch's backward does not hide it."""
 
     name: ClassVar[str] = "pase"
 
     def division(self, graph: Graph) -> Division:
-        """A pipeline's, where several stages are asked for."""
         return Division.MANY if self.stages > 1 else Division.FEW
 
     def requires(self, problem: Problem) -> None:
@@ -219,10 +175,9 @@ class Pase:
             check_one_kind(problem, self.name)
 
     def run(self, problem: Problem) -> Placement:
-        """The placement.
+        """Raises ConfigurationError naming constraints that contradict one another or cannot be followed.
 
-        Raises ConfigurationError naming constraints that contradict one another or cannot be followed, InfeasibleError
-        where memory does not hold any placement, with the least excess, or elimination's tables are too large.
+        InfeasibleError where memory does not hold any placement, with the least excess, or tables are too large.
         """
         exact = Exact(problem.time_limit)
         if self.search_space == "paper":
@@ -253,8 +208,22 @@ class Pase:
         return replace(answer, fits=limit is None or answer.memory <= limit)
 
 
+class _OneStage:
+    """A baseline: one stage, whose devices are equal."""
+
+    name: ClassVar[str]
+
+    def division(self, graph: Graph) -> Division:
+        return Division.FEW
+
+    def requires(self, problem: Problem) -> None:
+        """Raise InfeasibleError for an empty model or devices that differ."""
+        check_operators(problem)
+        check_one_kind(problem, self.name)
+
+
 @dataclass(frozen=True, slots=True)
-class BreadthFirst:
+class BreadthFirst(_OneStage):
     """Finds the splits that make a step shortest by dynamic programming in breadth-first order: a baseline for pase.
 
     Elango, "PaSE" (IPDPS 2021), section III-A. It is exact, knows no memory limit while it searches, and gives up where
@@ -263,20 +232,9 @@ class BreadthFirst:
 
     name: ClassVar[str] = "breadth_first"
 
-    def division(self, graph: Graph) -> Division:
-        """It makes one stage."""
-        return Division.FEW
-
-    def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError for an empty model or devices that differ."""
-        check_operators(problem)
-        check_one_kind(problem, self.name)
-
     def run(self, problem: Problem) -> Placement:
-        """One stage.
-
-        Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where tables are too large,
-        with their size, or memory does not hold what is found.
+        """Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where tables are too
+        large, with their size, or memory does not hold what is found.
         """
         return in_stages(problem, 1, self._eliminated)
 
@@ -293,7 +251,7 @@ class BreadthFirst:
 
 
 @dataclass(frozen=True, slots=True)
-class Mcmc:
+class Mcmc(_OneStage):
     """Changes one operator's split at random, again and again, and keeps the best it meets: a baseline for pase.
 
     It begins with data parallelism, and accepts what costs more with a chance that falls with the difference: the
@@ -308,34 +266,28 @@ class Mcmc:
 
     name: ClassVar[str] = "mcmc"
 
-    def division(self, graph: Graph) -> Division:
-        """It makes one stage."""
-        return Division.FEW
-
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError for options out of range, InfeasibleError for an empty model or uneven devices."""
         if self.iterations < 0 or self.temperature < 0:
             raise ConfigurationError("iterations and temperature must be 0 or more", where="strategy")
-        check_operators(problem)
-        check_one_kind(problem, self.name)
+        _OneStage.requires(self, problem)
 
     def run(self, problem: Problem) -> Placement:
-        """One stage.
-
-        Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where nothing that the walk
-        met fits into memory.
+        """Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where nothing that the
+        walk met fits into memory.
         """
         return replace(in_stages(problem, 1, partial(self._walk, problem)), proof=None)
 
     def _walk(self, problem: Problem, tables: Tables, limit: float | None) -> Assignment:
-        hubs = len(tables.model.costs) - len(tables.nodes)
+        # Variables beyond the nodes follow their neighbours (`Tables`).
+        followers = len(tables.model.costs) - len(tables.nodes)
         return walk(
             tables.model,
-            [*_data_parallel(problem, tables), *[0] * hubs],
+            [*_data_parallel(problem, tables), *[0] * followers],
             iterations=self.iterations,
             temperature=self.temperature,
             seed=problem.seed,
-            followers=hubs,
+            followers=followers,
             memory_limit=limit,
         )
 
