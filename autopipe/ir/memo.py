@@ -7,8 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import ParamSpec, TypeVar
 
+from autopipe.ir.errors import AutopipeError
+
 Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
+Key = TypeVar("Key", bound=Hashable)
 
 GRAPHS = 32
 """Graphs about which answers are kept: those of one model on micro-batches of different sizes."""
@@ -40,6 +43,27 @@ def remembered(most: int) -> Callable[[Callable[Asked, Answer]], Callable[Asked,
         return answer
 
     return remembering
+
+
+def once_each(function: Callable[[Key], Answer]) -> Callable[[Key], Answer]:
+    """Makes a function of one hashable value keep every answer, and every refusal, which it raises again.
+
+    For one search: answers stay alive as long as what is returned.
+    """
+    known: dict[Key, Answer | AutopipeError] = {}
+
+    def answer(key: Key) -> Answer:
+        if key not in known:
+            try:
+                known[key] = function(key)
+            except AutopipeError as error:
+                known[key] = error
+        found = known[key]
+        if isinstance(found, AutopipeError):
+            raise found
+        return found
+
+    return answer
 
 
 def _named(value: object) -> Hashable:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.ir.memo import remembered
+from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.memo import once_each, remembered
 
 
 def test_equal_texts_are_one_and_equal_lists_are_not() -> None:
@@ -67,3 +68,20 @@ def test_errors_are_not_kept() -> None:
         with pytest.raises(ValueError):
             refuse(1)
     assert asked == [1, 1]
+
+
+def test_a_search_asks_once_and_keeps_refusals() -> None:
+    asked: list[int] = []
+
+    def half(number: int) -> int:
+        asked.append(number)
+        if number % 2:
+            raise InfeasibleError("odd")
+        return number // 2
+
+    known = once_each(half)
+    for _ in range(2):
+        assert known(4) == 2
+        with pytest.raises(InfeasibleError, match="odd"):
+            known(3)
+    assert asked == [4, 3]

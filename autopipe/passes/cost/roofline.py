@@ -16,6 +16,7 @@ from autopipe.ir.measured_costs import Affine, TensorCosts
 from autopipe.ir.problem import Problem, Work
 from autopipe.passes.analysis.gradients import differentiable_values, kept_values
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, SampleAxes, element_bytes, uses_of
+from autopipe.passes.analysis.stage_nodes import live_nodes
 
 Seconds = np.ndarray
 """Seconds, one entry a node."""
@@ -45,6 +46,30 @@ def mean_seconds(problem: Problem) -> tuple[Seconds, Seconds]:
     seconds = [node_seconds(problem.work, device, problem.precision) for device in kinds]
     forward, backward = (np.mean([each[phase] for each in seconds], axis=0) for phase in (0, 1))
     return forward, backward
+
+
+class StepSeconds:
+    """Seconds of a micro-batch for each node that a step runs, forward and backward, on devices that share every node.
+
+    A part of a node, of its samples included, is counted as that part of its work, parameters read included, and a
+    launch: never too much.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._is_live = np.isin(np.arange(len(problem.graph.nodes)), live_nodes(problem.graph, problem.wanted))
+        self._known: dict[tuple[tuple[Device, ...], int], Seconds] = {}
+
+    def of(self, kinds: tuple[Device, ...], parts: int) -> Seconds:
+        """Of one of `parts` parts of each node, on the fastest of some kinds of devices; 0 for nodes no step runs."""
+        key = kinds, parts
+        if key not in self._known:
+            problem, each = self._problem, []
+            for device in kinds:
+                forward, backward = node_seconds(problem.work, device, problem.precision, 1.0 / parts)
+                each.append(forward * (1 + problem.recomputes_all) + (backward if problem.train else 0.0))
+            self._known[key] = np.where(self._is_live, np.minimum.reduce(each), 0.0)
+        return self._known[key]
 
 
 def _measure(work: Sequence[Work], device: str, shares: np.ndarray, forward: Seconds, backward: Seconds) -> None:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Optimizer, Problem
+from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stage_work import ExchangeSeconds
 from autopipe.passes.cost.stages import StageCost, stage_costs
-from autopipe.passes.placement.grid import Degrees, SizedProblem
+from autopipe.passes.placement.grid import Degrees, place
 from tests.distributed.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
@@ -41,7 +42,7 @@ def test_equal_stages_cost_the_same(
     graph = perceptron(widths)
     own = problem(graph, cluster(degrees.pipeline * degrees.width), optimizer=Optimizer("adamw"))
     own = replace(own, mode=own.mode if train else type(own.mode).INFER)
-    placement = SizedProblem.of(own, 8).placement(degrees, chunks, wave=False)
+    placement = place(resized(own, 8), degrees, chunks, wave=False)
     stages = tuple(replace(each, recompute=recompute and place % 2 == 0) for place, each in enumerate(placement.stages))
     assert stage_costs(own, Placement(stages)) == each_for_itself(own, Placement(stages))
 
@@ -50,13 +51,13 @@ def test_equal_stages_cost_the_same(
 def test_layers_of_models_cost_the_same(name: str) -> None:
     graph, loss = small_graph(name, 4)
     own = replace(problem(perceptron([8, 8]), cluster(4)), graph=graph, work=annotate(graph), loss=loss, batch_size=16)
-    placement = SizedProblem.of(own, 4).placement(Degrees(2, 1, 2), 2, wave=False)
+    placement = place(resized(own, 4), Degrees(2, 1, 2), 2, wave=False)
     assert stage_costs(own, placement) == each_for_itself(own, placement)
 
 
 def test_layers_are_costed_once() -> None:
     own = problem(perceptron([16] * 9), cluster(8))
-    placement = SizedProblem.of(own, 8).placement(Degrees(8, 1, 1), 1, wave=False)
+    placement = place(resized(own, 8), Degrees(8, 1, 1), 1, wave=False)
     with mock.patch("autopipe.passes.cost.stages.exchange_seconds", return_value=ExchangeSeconds()) as asked:
         stage_costs(own, placement)
     assert asked.call_count == 3, "the first, which receives nothing, the last, which sends nothing, and all between"

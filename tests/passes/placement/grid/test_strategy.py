@@ -15,7 +15,7 @@ from autopipe.passes.cost.memory_check import fitted
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement import grid as search
-from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, GridTrial, SizedProblem, factorisations
+from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, GridTrial, factorisations, place
 from autopipe.passes.schedule.limits import quick_step_seconds, step_s
 from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
 from autopipe.passes.schedule.published.zero_bubble import ZeroBubbleV
@@ -92,11 +92,11 @@ def test_what_is_chosen_is_near_the_best_of_all_degrees_and_sizes() -> None:
     best = step_of(given, Grid().run(given))
     steps = []
     for size in given.micro_batch_sizes:
-        sized = SizedProblem.of(given, size)
+        own = resized(given, size)
         for degrees in factorisations(given.cluster):
             try:
-                placement = fitted(sized.problem, sized.placement(degrees, 1, wave=False))
-                steps.append(quick_step_seconds(sized.problem, placement, stage_costs(sized.problem, placement)))
+                placement = fitted(own, place(own, degrees, 1, wave=False))
+                steps.append(quick_step_seconds(own, placement, stage_costs(own, placement)))
             except InfeasibleError:
                 continue
     assert best <= min(steps) * 1.02
@@ -106,9 +106,9 @@ def test_what_is_tried_first_makes_few_tasks(monkeypatch: pytest.MonkeyPatch) ->
     sizes: list[int] = []
     trial = GridSearch._trial
 
-    def noted(self: GridSearch, sized: SizedProblem, degrees: Degrees) -> GridTrial:
-        sizes.append(sized.problem.micro_batch_size)
-        return trial(self, sized, degrees)
+    def noted(self: GridSearch, problem: Problem, degrees: Degrees) -> GridTrial:
+        sizes.append(problem.micro_batch_size)
+        return trial(self, problem, degrees)
 
     monkeypatch.setattr(GridSearch, "_trial", noted)
     monkeypatch.setattr(search, "_TASKS", 16)
@@ -132,7 +132,7 @@ def test_memory_asks_for_more_parts() -> None:
 
 def _on_one(given: Problem) -> tuple[Problem, Placement]:
     own = resized(given, 1)
-    return own, SizedProblem.of(given, 1).placement(Degrees(1, 1, 1), 1, wave=False)
+    return own, place(own, Degrees(1, 1, 1), 1, wave=False)
 
 
 def test_recomputation_is_obeyed() -> None:
