@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, SplitProof, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.constraints import required_splits, resolved_constraints
 from autopipe.passes.analysis.gradients import differentiable_values
-from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
+from autopipe.passes.analysis.operators import element_bytes, sample_axes
 from autopipe.passes.cost.memory_check import device_memory, out_of_memory
 from autopipe.passes.cost.stage_work import reach
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
@@ -20,53 +21,6 @@ from autopipe.passes.schedule.limits import step_s
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.search import SplitProblem, make_tables, split_problem
-
-
-@dataclass(frozen=True, slots=True)
-class NodeContents:
-    """Signatures of the nodes of a problem, beside their names."""
-
-    problem: Problem
-    samples: SampleAxes
-    gradient: frozenset[str]
-    widths: dict[str, int]
-
-    @staticmethod
-    def of(problem: Problem) -> NodeContents:
-        samples = sample_axes(problem.graph)
-        gradient = differentiable_values(problem.graph) if problem.train else frozenset()
-        return NodeContents(problem, samples, gradient, element_bytes(problem.graph, samples.uses, problem.precision))
-
-    def key(self, nodes: Sequence[int], devices: Sequence[int], terms: StageOptions) -> Hashable:
-        """Equal for stages whose searches are equal, node by node in order; micro-batches in flight do not count."""
-        known: dict[str, int] = {}
-        parts: list[Hashable] = [reach(self.problem.cluster, devices), terms.recompute]
-        for node in nodes:
-            each = self.problem.graph.nodes[node]
-            read = tuple(self._read(name, known, terms) if name else None for name in each.inputs)
-            written = tuple(self._value(name, known, name in terms.given) if name else None for name in each.outputs)
-            parts.append(
-                (each.op, each.domain, each.attributes, self.samples.axes[node], terms.allowed.get(node), read, written)
-            )
-        return tuple(parts)
-
-    def _read(self, name: str, known: dict[str, int], terms: StageOptions) -> Hashable:
-        """A value by its number where it is known; what else it is where it is new."""
-        if name in known:
-            return known[name]
-        graph = self.problem.graph
-        parameter, constant = graph.parameter(name), graph.constant(name)
-        if constant is not None:
-            return (self._value(name, known), constant.array.tobytes())
-        if parameter is not None:
-            return (self._value(name, known), parameter.trainable, name in terms.whole)
-        return self._value(name, known)
-
-    def _value(self, name: str, known: dict[str, int], given: bool = False) -> Hashable:
-        known[name] = len(known)
-        value = self.problem.graph.type_of(name)
-        return value.dtype, value.shape, self.widths.get(name), name in self.gradient, given
-
 
 _ROUNDS = 2
 """How often stages that are equal are fitted into memory again, because others have changed beside them."""
@@ -87,55 +41,96 @@ class CostedPlacement:
         return all(excess <= 0 for excess, _ in self.excess)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class IntraStageSearch:
-    """The search inside stages of one problem, which remembers what it found for stages that come again."""
+    """The search inside stages of one problem, which remembers what it found for stages that come again.
 
-    problem: Problem
-    solver: Level
-    contents: NodeContents
-    samples: SampleAxes
-    _found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = field(default_factory=dict)
+    `required` are the splits that constraints ask for, by node. Raises ConfigurationError for constraints that cannot
+    be followed.
+    """
 
-    @staticmethod
-    def of(problem: Problem, solver: Level) -> IntraStageSearch:
-        return IntraStageSearch(problem, solver, NodeContents.of(problem), sample_axes(problem.graph))
+    def __init__(self, problem: Problem, solver: Level) -> None:
+        graph = problem.graph
+        self.problem, self.solver = problem, solver
+        self.samples = sample_axes(graph)
+        self.resolved = resolved_constraints(problem)
+        self.required = required_splits(self.resolved, self.samples) if self.resolved else {}
+        self._gradient = differentiable_values(graph) if problem.train else frozenset()
+        self._widths = element_bytes(graph, self.samples.uses, problem.precision)
+        self._found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = {}
 
-    def placements(self, skeleton: Placement, required: Mapping[int, Splits], limit_s: float) -> list[CostedPlacement]:
+    def key(self, nodes: Sequence[int], devices: Sequence[int], options: StageOptions) -> Hashable:
+        """Equal for stages whose searches are equal, node by node in order; micro-batches in flight do not count."""
+        known: dict[str, int] = {}
+        parts: list[Hashable] = [reach(self.problem.cluster, devices), options.recompute]
+        for node in nodes:
+            each = self.problem.graph.nodes[node]
+            read = tuple(self._read(name, known, options) if name else None for name in each.inputs)
+            written = tuple(self._value(name, known, name in options.given) if name else None for name in each.outputs)
+            parts.append(
+                (
+                    each.op,
+                    each.domain,
+                    each.attributes,
+                    self.samples.axes[node],
+                    options.allowed.get(node),
+                    read,
+                    written,
+                )
+            )
+        return tuple(parts)
+
+    def _read(self, name: str, known: dict[str, int], options: StageOptions) -> Hashable:
+        """A value by its number where it is known; what else it is where it is new."""
+        if name in known:
+            return known[name]
+        graph = self.problem.graph
+        parameter, constant = graph.parameter(name), graph.constant(name)
+        if constant is not None:
+            return (self._value(name, known), constant.array.tobytes())
+        if parameter is not None:
+            return (self._value(name, known), parameter.trainable, name in options.whole)
+        return self._value(name, known)
+
+    def _value(self, name: str, known: dict[str, int], given: bool = False) -> Hashable:
+        known[name] = len(known)
+        value = self.problem.graph.type_of(name)
+        return value.dtype, value.shape, self._widths.get(name), name in self._gradient, given
+
+    def placements(self, skeleton: Placement, limit_s: float) -> list[CostedPlacement]:
         """Placements with the stages of `skeleton` that memory holds under 1F1B, `required` nodes split as asked.
 
         Every stage is split as the solver finds it best, or by its samples, or the faster of both. Where memory is
         short for the first, stages recompute if they may, and splits are searched within memory, unless a step of it as
         it is would take `limit_s` already. Raises InfeasibleError where there is none, with the least excess.
         """
-        plain = self._unlimited(skeleton, required)
+        plain = self._unlimited(skeleton)
         fitting = [each for each in plain if each.fits]
         if plain[0].fits or step_s(self.problem, plain[0].placement, plain[0].costs) >= limit_s:
             return fitting
         # A single stage fits in smaller micro-batches, too: a plan that recomputes would end the search before these.
         if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:
-            fitting += self._recomputing(plain[0], required)
+            fitting += self._recomputing(plain[0])
         try:
-            fitting.append(self._within(plain[0], required, limit_s))
+            fitting.append(self._within(plain[0], limit_s))
         except InfeasibleError:
             if not fitting:
                 raise
         return fitting
 
-    def proof(self, placement: Placement, required: Mapping[int, Splits]) -> SplitProof:
+    def proof(self, placement: Placement) -> SplitProof:
         """Proof of the splits of a single stage, from the solver's bound where memory is no limit."""
-        inside = split_problem(self.problem, placement, required)
+        inside = split_problem(self.problem, placement, self.required)
         _, proof = self._searched(inside, placement, 0)
         (cost,) = stage_costs(self.problem, placement)
         seconds = max(step_seconds(cost, self.problem.micro_batches), proof.lower_bound)
         return SplitProof(seconds, proof.lower_bound, seconds <= proof.lower_bound * (1 + 1e-9))
 
-    def _unlimited(self, skeleton: Placement, required: Mapping[int, Splits]) -> list[CostedPlacement]:
+    def _unlimited(self, skeleton: Placement) -> list[CostedPlacement]:
         """Placements without regard to memory, as the solver finds it best first."""
-        inside = split_problem(self.problem, skeleton, required)
+        inside = split_problem(self.problem, skeleton, self.required)
         numbers = range(len(skeleton.stages))
         searched = self._weighed(_with_stages(skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers]))
-        by_samples = [self._by_samples(stage, required) for stage in skeleton.stages]
+        by_samples = [self._by_samples(stage) for stage in skeleton.stages]
         others = [other or own for other, own in zip(by_samples, searched.placement.stages, strict=True)]
         if others == list(searched.placement.stages):
             return [searched]
@@ -153,11 +148,11 @@ class IntraStageSearch:
 
     def _searched(self, inside: SplitProblem, placement: Placement, index: int) -> tuple[Stage, SplitProof]:
         """A stage as the solver finds it best without regard to memory."""
-        stage, terms = placement.stages[index], inside.options[index]
+        stage, options = placement.stages[index], inside.options[index]
         nodes = [node for node, _ in inside.plans[index].nodes]
-        key = self.contents.key(nodes, stage.devices, terms)
+        key = self.key(nodes, stage.devices, options)
         if key not in self._found:
-            tables = make_tables(self.problem, nodes, stage.devices, terms)
+            tables = make_tables(self.problem, nodes, stage.devices, options)
             answer = self.solver(tables, None)
             chosen = dict(tables.splits(answer.choice))
             proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
@@ -165,34 +160,34 @@ class IntraStageSearch:
         splits, proof = self._found[key]
         return replace(stage, splits=_of_nodes(nodes, splits)), proof
 
-    def _by_samples(self, stage: Stage, required: Mapping[int, Splits]) -> Stage | None:
+    def _by_samples(self, stage: Stage) -> Stage | None:
         """The stage with nothing but its samples shared; None where they cannot be, or something else is asked for."""
         width = len(stage.devices)
-        if any(node in required or not self.samples.divides(node, width) for node in stage.nodes):
+        if any(node in self.required or not self.samples.divides(node, width) for node in stage.nodes):
             return None
         return replace(stage, splits=self.samples.splits(stage.nodes, width))
 
-    def _recomputing(self, plain: CostedPlacement, required: Mapping[int, Splits]) -> list[CostedPlacement]:
+    def _recomputing(self, plain: CostedPlacement) -> list[CostedPlacement]:
         """The same with recomputation in the stages that memory does not hold, in all where that is not enough."""
         stages = plain.placement.stages
         full = [replace(stage, recompute=excess > 0) for stage, (excess, _) in zip(stages, plain.excess, strict=True)]
         for some in (full, [replace(stage, recompute=True) for stage in stages]):
             bare = [replace(stage, splits=()) for stage in some]
-            fitting = [each for each in self._unlimited(_with_stages(plain.placement, bare), required) if each.fits]
+            fitting = [each for each in self._unlimited(_with_stages(plain.placement, bare)) if each.fits]
             if fitting:
                 return fitting
         return []
 
-    def _within(self, plain: CostedPlacement, required: Mapping[int, Splits], limit_s: float) -> CostedPlacement:
+    def _within(self, plain: CostedPlacement, limit_s: float) -> CostedPlacement:
         """The placement with other splits in the stages that memory does not hold: in equal ones those of the fullest.
 
         Splits under which a stage alone takes `limit_s` a step are as good as any others that do.
         Raises InfeasibleError, with the least excess, where nothing fits.
         """
-        inside = split_problem(self.problem, plain.placement, required)
+        inside = split_problem(self.problem, plain.placement, self.required)
         keys = [
-            self.contents.key([node for node, _ in plan.nodes], stage.devices, terms)
-            for plan, stage, terms in zip(inside.plans, plain.placement.stages, inside.options, strict=True)
+            self.key([node for node, _ in plan.nodes], stage.devices, options)
+            for plan, stage, options in zip(inside.plans, plain.placement.stages, inside.options, strict=True)
         ]
         rounds: Counter[Hashable] = Counter()
         while not plain.fits:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,7 +16,6 @@ from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators
 from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
 from autopipe.passes.placement.tepdist.search import (
-    Bounds,
     LeastCrossing,
     MeshTrial,
     Outer,
@@ -29,32 +27,30 @@ from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import check_constraints_met
 
 
-def search_notes(tried: Sequence[MeshTrial], best: MeshTrial, undivided: Mapping[str, str]) -> tuple[str, ...]:
+def search_notes(outer: Outer, best: MeshTrial) -> tuple[str, ...]:
     """A line a factorisation, the best first: its step, or what speaks against it."""
     by_mesh: dict[str, list[MeshTrial]] = {}
-    for each in tried:
+    for each in outer.tried:
         by_mesh.setdefault(each.mesh.name, []).append(each)
-    ranked = sorted(by_mesh.values(), key=lambda each: min(one.step_s for one in each))
-    notes = [f"{each[0].mesh.name}: {_said(each, best)}" for each in ranked]
-    reason = undivided.get(best.mesh.name)
-    return tuple([*notes, f"the operators were divided in one line: {reason}"] if reason else notes)
+    ranked = sorted(by_mesh.items(), key=lambda item: min(each.step_s for each in item[1]))
+    notes = tuple(f"{name}: {_told(tried, best)}" for name, tried in ranked)
+    reason = outer.undivided.get(best.mesh.name)
+    return (*notes, f"the operators were divided in one line: {reason}") if reason else notes
 
 
-def _said(tried: Sequence[MeshTrial], best: MeshTrial) -> str:
+def _told(tried: list[MeshTrial], best: MeshTrial) -> str:
+    """The fastest trial of a factorisation, or why it has none."""
     fastest = min(tried, key=lambda each: each.step_s)
+    step = f"{_ms(fastest.step_s)} with {fastest.micro_batches} micro-batch{'es' * (fastest.micro_batches > 1)}"
     if fastest is best:
-        return f"{_ms(best.step_s)} with {_micro_batches(best)}, the best of {len(tried)} tried"
+        return f"{step}, the best of {len(tried)} tried"
     if math.isfinite(fastest.step_s):
-        return f"{_ms(fastest.step_s)} with {_micro_batches(fastest)}, {fastest.step_s / best.step_s:.2f} times that"
+        return f"{step}, {fastest.step_s / best.step_s:.2f} times that"
     beaten = [each for each in tried if each.least_s]
     if beaten:
         why = ", left out as time was up" if any(each.late for each in beaten) else ""
         return f"{_ms(min(each.least_s for each in beaten))} at least{why}"
     return str(next(each.refused for each in tried if each.refused)).partition("\n")[0]
-
-
-def _micro_batches(tried: MeshTrial) -> str:
-    return f"{tried.micro_batches} micro-batch{'es' if tried.micro_batches > 1 else ''}"
 
 
 def _ms(seconds: float) -> str:
@@ -91,19 +87,16 @@ class TePDist:
         if self.unbalance < 0:
             raise ConfigurationError(f"unbalance is {self.unbalance}", hint="it is a share from 0", where="strategy")
         if self.stages is not None:
-            self._check_stages(problem, self.stages)
+            # Groups of devices that constraints ask for need not be equal.
+            asked = any(constraint.devices for constraint in problem.constraints)
+            counts = sorted({mesh.stages for mesh in meshes(problem.cluster)})
+            if self.stages < 1 or (self.stages not in counts and not asked):
+                raise ConfigurationError(
+                    f"stages is {self.stages}, and {problem.cluster.size} devices cannot be shared equally by so many",
+                    hint=f"one of {', '.join(map(str, counts))}",
+                    where="strategy.stages",
+                )
         check_operators(problem)
-
-    def _check_stages(self, problem: Problem, stages: int) -> None:
-        # Groups of devices that constraints ask for need not be equal.
-        asked = any(constraint.devices for constraint in problem.constraints)
-        counts = sorted({mesh.stages for mesh in meshes(problem.cluster)})
-        if stages < 1 or (stages not in counts and not asked):
-            raise ConfigurationError(
-                f"stages is {stages}, and {problem.cluster.size} devices cannot be shared equally by so many",
-                hint=f"one of {', '.join(map(str, counts))}",
-                where="strategy.stages",
-            )
 
     def run(self, problem: Problem) -> Placement:
         """The placement with the least simulated step.
@@ -117,21 +110,12 @@ class TePDist:
         found = constrained_meshes(problem.cluster, self.stages, resolved)
         if not found:
             raise InfeasibleError(f"no equal groups of these devices make {self.stages} stages")
-        outer = self.search(problem)
-        outer.bounds.check_memory()
-        best = outer.run(found, required_sizes(problem, resolved))
-        assert best.placement is not None
-        return self._told(problem, outer, best, best.placement)
-
-    def search(self, problem: Problem) -> Outer:
-        """The outer search that has tried nothing yet."""
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
         divisions = linear_cut, LeastCrossing(self.unbalance, problem.time_limit)
-        return Outer(Bounds.of(problem), solver_of(self.level, problem.time_limit), divisions, end)
-
-    def _told(self, problem: Problem, outer: Outer, best: MeshTrial, placement: Placement) -> Placement:
-        """The placement with what is known of it, checked against the constraints."""
-        sized = outer.of(best.micro_batches)
-        check_constraints_met(sized.problem, placement, self.name)
-        proof = sized.insides.proof(placement, sized.required) if len(placement.stages) == 1 else None
-        return replace(placement, proof=proof, notes=search_notes(outer.tried, best, outer.undivided))
+        outer = Outer(problem, solver_of(self.level, problem.time_limit), divisions, end)
+        best = outer.run(found, required_sizes(problem, resolved))
+        assert best.placement is not None
+        inside = outer.in_micro_batches(best.micro_batches)
+        check_constraints_met(inside.problem, best.placement, self.name)
+        proof = inside.proof(best.placement) if len(best.placement.stages) == 1 else None
+        return replace(best.placement, proof=proof, notes=search_notes(outer, best))

@@ -13,7 +13,8 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.cost.memory_check import check_kinds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import cut_into_stages
-from autopipe.passes.placement.tepdist.intra_stage import NodeContents
+from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
+from autopipe.passes.placement.tepdist.levels import O2
 from autopipe.passes.placement.tepdist.search import Bounds, meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.limits import step_s
@@ -45,7 +46,7 @@ def test_groups_are_equal_within_each_kind_and_straddle_none() -> None:
 @pytest.mark.parametrize("micro_batches", [2, 32])
 def test_no_step_is_shorter_than_its_bound(micro_batches: int) -> None:
     both = given(micro_batches=micro_batches)
-    bounds = Bounds.of(both)
+    bounds = Bounds(both)
     for mesh in meshes(both.cluster):
         stages = cut_into_stages(both, mesh.groups, {})
         placement = Placement(tuple(Stage(nodes, group, 8) for nodes, group in zip(stages, mesh.groups, strict=True)))
@@ -82,10 +83,10 @@ def test_equal_layers_on_other_devices_are_searched_again() -> None:
         Stage(tuple(range(8, 16)), (5,), 8),
     )
     inside = split_problem(both, Placement(stages), {})
-    contents = NodeContents.of(both)
+    search = IntraStageSearch(both, O2())
     groups = [(0, 1), (2, 3), (4, 5)]
-    keys = [contents.key(nodes[i], groups[i], inside.options[i + 1]) for i in range(3)]
-    keys.append(contents.key(nodes[2], (0, 1), inside.options[3]))
+    keys = [search.key(nodes[i], groups[i], inside.options[i + 1]) for i in range(3)]
+    keys.append(search.key(nodes[2], (0, 1), inside.options[3]))
     assert keys[0] == keys[1] == keys[3] != keys[2]
 
 

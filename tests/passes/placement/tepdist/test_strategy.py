@@ -161,7 +161,7 @@ def test_memory_is_kept_and_recomputation_found_where_it_may_be() -> None:
 
 def test_a_bound_is_never_above_a_step() -> None:
     given = open_problem(8)
-    bounds = Bounds.of(given)
+    bounds = Bounds(given)
     for mesh in meshes(given.cluster):
         for size in given.micro_batch_sizes:
             own = replace(resized(given, size), micro_batch_sizes=())
