@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _LEAST, _MOST = 5, 200
 _WARM_UP = 2
-_ONNX_NAMES = {DType.FLOAT32: "FLOAT", DType.FLOAT64: "DOUBLE"}
 
 
 def measure_operations(
@@ -88,10 +87,10 @@ def _model(sample: Sample) -> bytes:
     from onnx import TensorProto, helper, numpy_helper
 
     def info(value: Value) -> Any:
-        name = _ONNX_NAMES.get(value.dtype, value.dtype.name)
+        name = {DType.FLOAT32: "FLOAT", DType.FLOAT64: "DOUBLE"}.get(value.dtype, value.dtype.name)
         return helper.make_tensor_value_info(value.name, TensorProto.DataType.Value(name), value.shape)
 
-    known, inputs = _operands(sample)
+    known, inputs = sample.operands()
     outputs = [value for value in sample.signatures[-1].results if value is not None]
     protos = []
     for place, each in enumerate(sample.signatures):
@@ -104,29 +103,13 @@ def _model(sample: Sample) -> bytes:
         protos.append(proto)
     graph = helper.make_graph(protos, "operator", list(map(info, inputs.values())), list(map(info, outputs)))
     graph.initializer.extend(
-        numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in known.items()
+        numpy_helper.from_array(np.ascontiguousarray(each.array), name) for name, each in known.items()
     )
-    opsets = {"": max(map(_opset, sample.signatures))} | {
-        each.node.domain: 1 for each in sample.signatures if each.node.domain not in ("", "ai.onnx")
-    }
-    model: bytes = helper.make_model(
-        graph, opset_imports=[helper.make_opsetid(*each) for each in opsets.items()], ir_version=10
-    ).SerializeToString()
+    opsets = {"": max(map(_opset, sample.signatures))}
+    opsets |= {each.node.domain: 1 for each in sample.signatures if each.node.domain not in ("", "ai.onnx")}
+    imports = [helper.make_opsetid(*each) for each in opsets.items()]
+    model: bytes = helper.make_model(graph, opset_imports=imports, ir_version=10).SerializeToString()
     return model
-
-
-def _operands(sample: Sample) -> tuple[dict[str, np.ndarray], dict[str, Value]]:
-    """Operands whose numbers are known, and those that are fed."""
-    known: dict[str, np.ndarray] = {}
-    fed: dict[str, Value] = {}
-    written = {value.name for each in sample.signatures for value in each.results if value is not None}
-    for signature in sample.signatures:
-        for value, array in zip(signature.operands, signature.constants, strict=True):
-            if value is not None and array is not None:
-                known[value.name] = array
-            elif value is not None and value.name not in written:
-                fed[value.name] = value
-    return known, fed
 
 
 def _opset(signature: Signature) -> int:
@@ -145,7 +128,7 @@ def _feeds(sample: Sample) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(0)
     below = dict(sample.below)
     found = {}
-    for name, value in _operands(sample)[1].items():
+    for name, value in sample.operands()[1].items():
         dtype = np.dtype(value.dtype.value)
         if name in below:
             found[name] = generator.integers(below[name], size=value.shape).astype(dtype)

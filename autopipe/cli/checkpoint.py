@@ -13,9 +13,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.backends.torch.checkpoint.format import (
+from autopipe.backends.torch.checkpoint import (
     MANIFEST,
     Checkpoint,
+    Reader,
     StoredParameter,
     StoredTensor,
     checkpoint_path,
@@ -23,7 +24,6 @@ from autopipe.backends.torch.checkpoint.format import (
     numpy_type,
     read_checkpoint,
 )
-from autopipe.backends.torch.checkpoint.read import Reader
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output, bytes_text, facts_table, plain_table
 from autopipe.ir.errors import ConfigurationError
@@ -99,7 +99,7 @@ def inspect(output: Output, folder: Path, step: int | None) -> None:
     Example:
       autopipe checkpoint inspect ckpt --step 20
     """
-    from autopipe.backends.torch.checkpoint.format import read_checkpoint
+    from autopipe.backends.torch.checkpoint import read_checkpoint
 
     paths = found_paths(folder, None)
     chosen = found_paths(folder, step)[-1]
@@ -121,8 +121,7 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
     Example:
       autopipe checkpoint verify ckpt
     """
-    from autopipe.backends.torch.checkpoint.format import read_checkpoint
-    from autopipe.backends.torch.checkpoint.read import check_checkpoint
+    from autopipe.backends.torch.checkpoint import check_checkpoint, read_checkpoint
     from autopipe.ir.errors import LaunchError
 
     whole: list[FoundCheckpoint] = []
@@ -159,7 +158,7 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
     Example:
       autopipe checkpoint export ckpt -o trained.onnx
     """
-    from autopipe.backends.torch.checkpoint.read import check_checkpoint
+    from autopipe.backends.torch.checkpoint import check_checkpoint
     from autopipe.cli.output import bytes_text, check_writable
     from autopipe.passes.export import write_trained
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from autopipe.backends.torch.checkpoint.format import check_unused
+from autopipe.backends.torch.checkpoint import check_unused
 from autopipe.backends.torch.emission.rank import rank_module
 from autopipe.backends.torch.launcher import (
     LaunchConfig,

@@ -27,7 +27,7 @@ from autopipe.ir.codec import (
     encode,
     read_record,
 )
-from autopipe.ir.graph import Attribute, DType, Value
+from autopipe.ir.graph import Attribute, Constant, DType, Value
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
@@ -143,6 +143,19 @@ class Sample:
     def cost(self, forward: Timing, backward: Timing | None) -> OperationCost:
         """Cost with these measured times."""
         return OperationCost(self.operation, self.kind, self.flops, self.moved_bytes, forward, backward)
+
+    def operands(self) -> tuple[dict[str, Constant], dict[str, Value]]:
+        """Operands whose numbers are known, and those that are fed, by name."""
+        known: dict[str, Constant] = {}
+        fed: dict[str, Value] = {}
+        written = {value.name for each in self.signatures for value in each.results if value is not None}
+        for signature in self.signatures:
+            for value, array in zip(signature.operands, signature.constants, strict=True):
+                if value is not None and array is not None:
+                    known[value.name] = Constant(value, array)
+                elif value is not None and value.name not in written:
+                    fed[value.name] = value
+        return known, fed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import onnx
 import onnx.numpy_helper as onh
 import pytest
 
-from autopipe.backends.torch.checkpoint.format import (
+from autopipe.backends.torch.checkpoint import (
     Block,
     Checkpoint,
     Content,

@@ -11,8 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.checkpoint.format import checkpoint_path, read_checkpoint
-from autopipe.backends.torch.checkpoint.read import Reader
+from autopipe.backends.torch.checkpoint import Reader, checkpoint_path, read_checkpoint
 from autopipe.backends.torch.verification import read_losses
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.checkpoint.format import checkpoint_path, committed_steps, read_checkpoint
-from autopipe.backends.torch.checkpoint.read import verify_file
+from autopipe.backends.torch.checkpoint import checkpoint_path, committed_steps, read_checkpoint, verify_file
 from autopipe.ir.problem import Optimizer
 from tests.distributed.launching import Ended, finish, start, write_chain
 from tests.distributed.pool import Pools

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.checkpoint.format import committed_steps
+from autopipe.backends.torch.checkpoint import committed_steps
 from autopipe.ir.problem import Optimizer
 from tests.distributed.launching import finish, launch, rank_pids, runs, spell_data, start, wait_for, write_chain
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.checkpoint.format import checkpoint_path, read_checkpoint
-from autopipe.backends.torch.checkpoint.read import Reader, check_checkpoint
+from autopipe.backends.torch.checkpoint import Reader, check_checkpoint, checkpoint_path, read_checkpoint
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Split, Stage

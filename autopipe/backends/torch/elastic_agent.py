@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +114,13 @@ class Watchdog:
         if now - self._looked > _ABSENCE_S:
             self._began = now
         self._looked = now
-        records = {rank: self._latest_record(rank) for rank in self.ranks}
+        records: dict[int, HeartbeatRecord | None] = {}
+        for rank in self.ranks:
+            record = read_heartbeat(heartbeat_file(self.folder, rank))
+            if record is not None:  # Nothing in it counts as older than the time since watching began.
+                record = replace(record, at=max(record.at, self._began), since=max(record.since, self._began))
+            records[rank] = record
         return find_hung_rank(records, self._began, now, self.timeouts, self.nodes)
-
-    def _latest_record(self, rank: int) -> HeartbeatRecord | None:
-        """Latest record of a rank; nothing in it counts as older than the time since watching began."""
-        record = read_heartbeat(heartbeat_file(self.folder, rank))
-        if record is None:
-            return None
-        return HeartbeatRecord(max(record.at, self._began), max(record.since, self._began), record.waits, record.task)
 
 
 _POLL_S = 0.1
@@ -175,7 +173,7 @@ class Agent(LocalElasticAgent):
                 self._end(worker_group, self._hang.rank)
         if result.state is WorkerState.FAILED:
             hang = self._hang
-            self.failure = _failed(hang, self._logs) if hang else first_failure(result.failures, self._logs)
+            self.failure = _hung(hang, self._logs) if hang else first_failure(result.failures, self._logs)
             if self.failure.final:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
@@ -242,11 +240,7 @@ def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
 
     They listen on the interface of this node's address, or, where there are several nodes, on those that a user names.
     """
-    found = {
-        PARENT: str(os.getpid()),
-        KEY: handler.signer.key.hex(),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
-    }
+    found = {PARENT: str(os.getpid()), KEY: handler.signer.key.hex(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
     names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
     given = {} if place.nodes == 1 else {name: os.environ[name] for name in names if os.environ.get(name)}
     if len(given) < len(names):
@@ -261,7 +255,7 @@ def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure
     return min(found, key=lambda failure: (failure.consequence, failure.time))
 
 
-def _failed(hang: HungRank, logs: Path) -> Failure:
+def _hung(hang: HungRank, logs: Path) -> Failure:
     hint = f"--{phase_of(hang.task)}-timeout allows more time; what each rank wrote, and was doing, is in {logs}"
     code = LaunchError.exit_code
     return Failure(hang.rank, hang.task, hang.message(), hint, "", time.time(), code, final=False, consequence=False)

@@ -6,6 +6,7 @@ address of this machine, and at no other.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import json
@@ -13,7 +14,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -68,25 +69,20 @@ def endpoint_of(text: str) -> Endpoint:
     if found_address.is_unspecified or hidden:
         hint = "give the address of the interface that the nodes shall use"
         raise ConfigurationError(f"{host} is {address} here, where no other machine comes", hint=hint, where=where)
-    return Endpoint(address, int(digits), _own_address(address, int(digits), where))
+    # Where packets to the address would come from; no packet is sent.
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, int(digits)))
+        except OSError as error:
+            raise ConfigurationError(f"there is no way to {address}: {error.strerror}", where=where) from error
+        return Endpoint(address, int(digits), str(probe.getsockname()[0]))
 
 
 def _is_address(host: str) -> bool:
     try:
-        ipaddress.ip_address(host)
+        return bool(ipaddress.ip_address(host))
     except ValueError:
         return False
-    return True
-
-
-def _own_address(address: str, port: int, where: str) -> str:
-    """Where packets to the address would come from; no packet is sent."""
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, port))
-        except OSError as error:
-            raise ConfigurationError(f"there is no way to {address}: {error.strerror}", where=where) from error
-        return str(probe.getsockname()[0])
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -112,7 +108,7 @@ def interface_of(address: str) -> str:
     if wanted.is_loopback and wanted.version == 4:
         wanted = ipaddress.ip_address(LOOPBACK)
     for _, name in socket.if_nameindex():
-        if wanted in (_first_address(name), *_long_addresses(name)):
+        if wanted in _addresses(name):
             return name
     raise ConfigurationError(
         f"no interface has {address} as its first address",
@@ -120,24 +116,19 @@ def interface_of(address: str) -> str:
     )
 
 
-def _first_address(interface: str) -> ipaddress.IPv4Address | None:
+def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The first address of version 4 of an interface, and all of version 6."""
     request = struct.pack(f"{_REQUEST}s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            return ipaddress.IPv4Address(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
-        except OSError:
-            return None
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        yield ipaddress.IPv4Address(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            row = line.split()
+            if row[-1] == interface:
+                yield ipaddress.IPv6Address(bytes.fromhex(row[0]))
 
 
-def _long_addresses(interface: str) -> list[ipaddress.IPv6Address]:
-    try:
-        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()]
-    except OSError:
-        return []
-    return [ipaddress.IPv6Address(bytes.fromhex(row[0])) for row in rows if row[-1] == interface]
-
-
-_MEETING_S = 900
+_JOIN_S = 900
 _ANSWER_S = 60
 _KEEP_ALIVE_S = 5
 _MISSED = 3
@@ -171,7 +162,7 @@ class Handler(DynamicRendezvousHandler):
             self.signer.run,
             place.nodes,
             place.nodes,
-            RendezvousTimeout(join=timedelta(seconds=_MEETING_S)),
+            RendezvousTimeout(join=timedelta(seconds=_JOIN_S)),
             timedelta(seconds=_KEEP_ALIVE_S),
             _MISSED,
         )
@@ -198,7 +189,7 @@ def _store_at(endpoint: Endpoint) -> TCPStore:
     """The store where nodes meet, this process's own where the address is this machine's and no other has taken it."""
     made = _listening(endpoint.address, endpoint.port) if endpoint.own == endpoint.address else None
     if made is None:
-        patience = timedelta(seconds=_MEETING_S)
+        patience = timedelta(seconds=_JOIN_S)
         try:
             made = TCPStore(endpoint.address, endpoint.port, is_master=False, timeout=patience)
         except RuntimeError as error:
@@ -317,7 +308,8 @@ def _state_of(form: dict[str, Any]) -> _RendezvousState:
     state.round, state.complete, state.closed = form["round"], form["complete"], form["closed"]
     state.deadline = None if form["deadline"] is None else datetime.fromisoformat(form["deadline"])
     state.participants = {_NodeDesc(*words): rank for *words, rank in form["participants"]}
-    state.wait_list = {_NodeDesc(*words) for words in form["waiting"]}
-    state.redundancy_list = {_NodeDesc(*words) for words in form["redundant"]}
+    state.wait_list, state.redundancy_list = (
+        {_NodeDesc(*words) for words in form[name]} for name in ("waiting", "redundant")
+    )
     state.last_heartbeats = {_NodeDesc(*words): datetime.fromisoformat(at) for *words, at in form["heartbeats"]}
     return state

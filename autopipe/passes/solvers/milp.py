@@ -9,12 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopipe.ir.errors import AutopipeError
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 _INTEGRAL = 1e-5
 """How far from a whole number a solver may leave a variable that is one."""
@@ -24,29 +27,22 @@ _FEASIBLE = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """Minimise `cost · x` under `lower <= x <= upper` and `row_lower <= A x <= row_upper`.
+    """Minimise `cost · x` under `lower <= x <= upper` and `row_lower <= matrix x <= row_upper`.
 
-    `cost`, `lower`, `upper` and `integral` (is x to be a whole number?) have an entry a variable. Row r of A has the
-    coefficients `values[starts[r] : starts[r + 1]]` at the variables `columns[...]` of the same places.
+    `cost`, `lower`, `upper` and `integral` (is x to be a whole number?) have an entry a variable.
     """
 
     cost: NDArray[np.float64]
     lower: NDArray[np.float64]
     upper: NDArray[np.float64]
     integral: NDArray[np.bool_]
-    starts: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    values: NDArray[np.float64]
+    matrix: csr_array
     row_lower: NDArray[np.float64]
     row_upper: NDArray[np.float64]
 
     @property
     def variables(self) -> int:
         return len(self.cost)
-
-    @property
-    def rows(self) -> int:
-        return len(self.row_lower)
 
     def objective(self, x: NDArray[np.float64]) -> float:
         return float(self.cost @ x)
@@ -61,9 +57,10 @@ class Model:
         broken = np.flatnonzero((x < self.lower) | (x > self.upper))
         if len(broken):
             return f"variable {broken[0]} is {x[broken[0]]:g}, out of its bounds"
-        row = np.repeat(np.arange(self.rows), np.diff(self.starts))
-        terms = self.values * x[self.columns]
-        scale, done = np.ones(self.rows), np.zeros(self.rows)
+        rows = len(self.row_lower)
+        row = np.repeat(np.arange(rows), np.diff(self.matrix.indptr))
+        terms = self.matrix.data * x[self.matrix.indices]
+        scale, done = np.ones(rows), np.zeros(rows)
         np.maximum.at(scale, row, np.abs(terms))
         np.add.at(done, row, terms)
         missed = np.maximum(self.row_lower - done, done - self.row_upper)
@@ -115,22 +112,18 @@ class Builder:
 
     def model(self) -> Model:
         """Raises AutopipeError for a row that names no variable of it, or figures that are none."""
+        from scipy.sparse import coo_array
+
         cost, lower, upper, integral = _joined(self._variables, 4)
-        rows, variables, values = _joined(self._entries, 3)
-        row_lower, row_upper = _joined(self._bounds, 2)
-        if not ((variables >= 0) & (variables < self._count)).all():
+        rows, columns, values = _joined(self._entries, 3)
+        if not ((columns >= 0) & (columns < self._count)).all():
             raise AutopipeError("a row of the integer program names a variable that it has not")
         if not np.isfinite(cost).all() or not np.isfinite(values).all():
             raise AutopipeError("the integer program has costs or coefficients that are no finite numbers")
+        places = rows.astype(np.int64), columns.astype(np.int64)
         # One entry for a row and a variable: HiGHS refuses a program that has two.
-        width = max(self._count, 1)
-        places, entry = np.unique((rows * width + variables).astype(np.int64), return_inverse=True)
-        sums = np.zeros(len(places))
-        np.add.at(sums, entry, values)
-        row, columns = np.divmod(places, width)
-        starts = np.concatenate(([0], np.cumsum(np.bincount(row, minlength=self._rows))))
-        matrix = starts.astype(np.int64), columns, sums
-        return Model(cost, lower, upper, integral.astype(bool), *matrix, row_lower, row_upper)
+        matrix = coo_array((values, places), shape=(self._rows, self._count)).tocsr()
+        return Model(cost, lower, upper, integral.astype(bool), matrix, *_joined(self._bounds, 2))
 
 
 def _filled(figures: ArrayLike, count: int) -> NDArray[np.float64]:
@@ -164,15 +157,14 @@ def by_highs(model: Model, seconds: float, gap: float, nodes: int | None, presol
     a model that HiGHS does not accept.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_array
 
-    matrix = csr_array((model.values, model.columns, model.starts), shape=(model.rows, model.variables))
+    rows = LinearConstraint(model.matrix, model.row_lower, model.row_upper) if len(model.row_lower) else None
     options = {"time_limit": seconds, "mip_rel_gap": gap, "presolve": presolve}
     found = milp(
         model.cost,
         integrality=model.integral.astype(np.int64),
         bounds=Bounds(model.lower, model.upper),
-        constraints=LinearConstraint(matrix, model.row_lower, model.row_upper) if model.rows else None,
+        constraints=rows,
         options=options if nodes is None else options | {"node_limit": nodes},
     )
     if found.status == _OTHER and presolve:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import math
+import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from autopipe.backends.torch.runtime.stage import Mark
 from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.graph import Constant, DType
+from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import mesh_of
 from autopipe.ir.measured_costs import Operation, OperationCost, Sample, TaskCosts, TensorCosts
 from autopipe.ir.program import Block, Bucket, Compute, StageCode
@@ -71,67 +71,62 @@ class Runnable:
     operands: tuple[Operand, ...]
 
     @staticmethod
-    def of(sample: Sample, device: torch.device, folder: Path, train: bool, pool: Pool) -> Runnable:
-        """The sample on a device; the generated file goes to `folder`. Raises CodegenError where it needs a group."""
-        stage = _stage_of(sample)
-        forward = _generated(emit_stage(stage, "One operator."), folder)
+    def of(sample: Sample, watch: Stopwatch, folder: Path, train: bool, pool: Pool) -> Runnable:
+        """The sample on a device, run once; the generated file goes to `folder`.
+
+        Raises CodegenError, saying why, where it does not run, or needs a group.
+        """
+        known, inputs = sample.operands()
+        group = math.prod(split.degree for split in sample.splits)
+        first, *rest = sample.signatures
+        stage = StageCode(
+            stage=0,
+            devices=tuple(range(group)),
+            inputs=tuple(inputs.values()),
+            outputs=tuple(value for value in sample.signatures[-1].results if value is not None),
+            parameters=(),
+            constants=tuple(enumerate(known.values())),
+            operations=(
+                Compute(0, first, sample.splits, mesh_of(sample.splits, group)),
+                *(Compute(1, each) for each in rest),
+            ),
+        )
+        text, device = emit_stage(stage, "One operator."), watch.device
+        if "p.group" in text:
+            raise CodegenError("a share of this operator needs the other shares")
+        path = folder / f"operator_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py"
+        path.write_text(text, encoding="utf-8")
         place = Arguments(device=device, group=None, weight_grads=WeightGradQueue(()), random=Random(device))
         for index, constant in stage.constants:
             setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))
-        return Runnable(forward, place, _operands(sample, stage, device, train, pool))
+        operands = _operands(sample, stage.inputs, device, train, pool)
+        runnable = Runnable(runpy.run_path(str(path))["forward"], place, operands)
+        try:
+            with _as_run(sample.operation.precision, device):
+                _run([runnable.step()], watch, 0.0)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise CodegenError(f"{sample.operation.operator} does not run by itself: {reason}") from error
+        return runnable
 
     @property
     def trains(self) -> bool:
         """True if there is a backward."""
         return any(each.wanted for each in self.operands)
 
-
-def _stage_of(sample: Sample) -> StageCode:
-    """The operation as a stage, all of whose operands but known numbers are arguments."""
-    operands = [
-        (value, array)
-        for signature in sample.signatures
-        for value, array in zip(signature.operands, signature.constants, strict=True)
-        if value is not None
-    ]
-    written = {value.name for signature in sample.signatures for value in signature.results if value is not None}
-    known = {value.name: Constant(value, array) for value, array in operands if array is not None}
-    inputs = {value.name: value for value, _ in operands if value.name not in known and value.name not in written}
-    devices = math.prod(split.degree for split in sample.splits)
-    mesh = mesh_of(sample.splits, devices)
-    first, *rest = sample.signatures
-    return StageCode(
-        stage=0,
-        devices=tuple(range(devices)),
-        inputs=tuple(inputs.values()),
-        outputs=tuple(value for value in sample.signatures[-1].results if value is not None),
-        parameters=(),
-        constants=tuple(enumerate(known.values())),
-        operations=(Compute(0, first, sample.splits, mesh), *(Compute(1, each) for each in rest)),
-    )
+    def step(self) -> tuple[Runnable, Tensors]:
+        """The operation at one place of a lap, with operands of its own, as every layer of a model has them."""
+        return self, tuple(each.leaf() for each in self.operands)
 
 
-def _generated(text: str, folder: Path) -> Callable[..., Tensors]:
-    """The forward of a generated file."""
-    if "p.group" in text:
-        raise CodegenError("a share of this operator needs the other shares")
-    name = f"operator_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    path = folder / f"{name}.py"
-    path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    forward: Callable[..., Tensors] = module.forward
-    return forward
-
-
-def _operands(sample: Sample, stage: StageCode, device: torch.device, train: bool, pool: Pool) -> tuple[Operand, ...]:
-    """Numbers for the stage's inputs: indices below their limit; of all else, for which every operator is defined."""
+def _operands(
+    sample: Sample, inputs: Sequence[Value], device: torch.device, train: bool, pool: Pool
+) -> tuple[Operand, ...]:
+    """Numbers for a stage's inputs: indices below their limit; of all else, for which every operator is defined."""
     limits = dict(sample.below)
     generator = torch.Generator().manual_seed(0)
     found = []
-    for value in stage.inputs:
+    for value in inputs:
         below, dtype = limits.get(value.name), torch_dtype(value.dtype)
         key = value.dtype, value.shape, below
         if key not in pool:
@@ -168,13 +163,13 @@ def measure_operations(
     for sample in lap:
         if sample.operation not in known and sample.operation not in refused:
             try:
-                known[sample.operation] = _make_runnable(sample, watch, folder, train, pool)
+                known[sample.operation] = Runnable.of(sample, watch, folder, train, pool)
             except CodegenError as error:
                 refused[sample.operation] = error.message
     if not known:
         return (), tuple(refused.values())
     run = [sample for sample in lap if sample.operation in known]
-    steps = [_step(known[sample.operation]) for sample in run]
+    steps = [known[sample.operation].step() for sample in run]
     noting = _noting_seconds(watch)
     with _as_run(lap[0].operation.precision, watch.device):
         timings = repeated(lambda: _run(steps, watch, noting), seconds)
@@ -188,15 +183,7 @@ def measure_operations(
     return tuple(found), tuple(refused.values())
 
 
-_Step = tuple[Runnable, Tensors]
-"""One operation at one place of a lap, with operands of its own, as every layer of a model has them."""
-
-
-def _step(runnable: Runnable) -> _Step:
-    return runnable, tuple(each.leaf() for each in runnable.operands)
-
-
-def _run(steps: Sequence[_Step], watch: Stopwatch, noting: float) -> list[float]:
+def _run(steps: Sequence[tuple[Runnable, Tensors]], watch: Stopwatch, noting: float) -> list[float]:
     """Seconds of every step's forward, then of every one's backward (0 where there is none).
 
     `noting` is what noting the begin of a backward takes.
@@ -233,7 +220,10 @@ def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch
     found = [0.0] * len(results)
     if ends:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        torch.autograd.grad(ends, wanted, _seeds(ends), allow_unused=True)
+        # One gradient for all results of a kind: in a model the operator behind has just written it.
+        kinds = {(each.dtype, each.shape): each for each in ends}
+        seeds = {kind: torch.ones_like(each, memory_format=torch.contiguous_format) for kind, each in kinds.items()}
+        torch.autograd.grad(ends, wanted, [seeds[each.dtype, each.shape] for each in ends], allow_unused=True)
         marks.append(watch.mark())
         for index, seconds in zip(order, watch.spans(marks), strict=True):
             found[index] += seconds
@@ -260,27 +250,6 @@ def _noting_seconds(watch: Stopwatch) -> float:
         return [(spans[1] - spans[0]) / _CHAIN]
 
     return max(0.0, repeated(run, _CHAIN_S)[0].seconds)
-
-
-def _seeds(ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A gradient for each result, one for all of a kind: in a model the operator behind has just written it."""
-    known: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
-    for each in ends:
-        if (each.dtype, each.shape) not in known:
-            known[each.dtype, each.shape] = torch.ones_like(each, memory_format=torch.contiguous_format)
-    return [known[each.dtype, each.shape] for each in ends]
-
-
-def _make_runnable(sample: Sample, watch: Stopwatch, folder: Path, train: bool, pool: Pool) -> Runnable:
-    """The sample ready to run, run once. Raises CodegenError, saying why, where it cannot be."""
-    runnable = Runnable.of(sample, watch.device, folder, train, pool)
-    try:
-        with _as_run(sample.operation.precision, watch.device):
-            _run([_step(runnable)], watch, 0.0)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CodegenError(f"{sample.operation.operator} does not run by itself: {reason}") from error
-    return runnable
 
 
 def _as_run(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:

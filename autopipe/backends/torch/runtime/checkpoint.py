@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from autopipe.backends.torch.checkpoint import format as files
-from autopipe.backends.torch.checkpoint.read import FolderLock, Reader, verify_file
+from autopipe.backends.torch import checkpoint as files
+from autopipe.backends.torch.checkpoint import FolderLock, Reader, verify_file
 from autopipe.backends.torch.runtime.checkpoint_state import SavedBlock, TrainingState, write_blocks
 from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest

@@ -13,8 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from autopipe.backends.torch.checkpoint.format import StoredParameter, StoredTensor
-from autopipe.backends.torch.checkpoint.read import Reader
+from autopipe.backends.torch.checkpoint import Reader, StoredParameter, StoredTensor
 from autopipe.backends.torch.runtime.gradients import OptimizerShard, buckets_of_rank, is_reduced
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import tensor_of

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.checkpoint.format import check_unused, committed_steps, remove_leftovers
-from autopipe.backends.torch.checkpoint.read import FolderLock
+from autopipe.backends.torch.checkpoint import FolderLock, check_unused, committed_steps, remove_leftovers
 from autopipe.ir.errors import ConfigurationError
 
 OTHERS = ("notes", "step_00000003.tmp-1-ab", "step_7", "step_00000009.tmp-old")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.backends.torch.checkpoint.format import (
+from autopipe.backends.torch.checkpoint import (
     Block,
     Checkpoint,
     StoredFile,

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from autopipe.backends.torch.checkpoint import format as document
-from autopipe.backends.torch.checkpoint.format import (
+from autopipe.backends.torch import checkpoint as document
+from autopipe.backends.torch.checkpoint import (
     Block,
     Checkpoint,
     Content,
+    Reader,
     StoredFile,
     StoredGenerator,
     StoredParameter,
@@ -22,9 +23,9 @@ from autopipe.backends.torch.checkpoint.format import (
     numpy_type,
     read_checkpoint,
     text_of,
+    verify_file,
     write_shard,
 )
-from autopipe.backends.torch.checkpoint.read import Reader, verify_file
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.layout import Box
 

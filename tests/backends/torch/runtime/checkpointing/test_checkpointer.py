@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from autopipe.backends.torch.checkpoint import format as shard_file
-from autopipe.backends.torch.checkpoint.format import MANIFEST, committed_steps, rank_file, read_checkpoint, text_of
+from autopipe.backends.torch import checkpoint as shard_file
+from autopipe.backends.torch.checkpoint import MANIFEST, committed_steps, rank_file, read_checkpoint, text_of
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.data import Position
@@ -178,7 +178,7 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_save_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopipe.backends.torch.checkpoint.read._PATIENCE_S", 0.2)
+    monkeypatch.setattr("autopipe.backends.torch.checkpoint._PATIENCE_S", 0.2)
     training = Training(tmp_path)
     with pytest.raises(ConfigurationError, match="another run saves its checkpoints here"):
         Training(tmp_path)

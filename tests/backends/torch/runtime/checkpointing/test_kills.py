@@ -9,8 +9,7 @@ from random import Random
 
 import pytest
 
-from autopipe.backends.torch.checkpoint.format import checkpoint_path, committed_steps, read_checkpoint
-from autopipe.backends.torch.checkpoint.read import Reader, verify_file
+from autopipe.backends.torch.checkpoint import Reader, checkpoint_path, committed_steps, read_checkpoint, verify_file
 from autopipe.ir.layout import Box
 from tests.backends.torch.runtime.checkpointing.saving import ROWS, digest_of, heard, save_all_steps
 

@@ -1,9 +1,7 @@
-"""A folder of checkpoints: its manifests, its files, and how a new checkpoint is committed.
+"""A folder of checkpoints, and how one is written, committed, merged, checked and read.
 
 A checkpoint is written under a temporary name and renamed when every byte is on the disk, so that a crash never loses
 the last. The newest and the one before stay; an older one goes only when a newer one is committed.
-
-The manifest of a checkpoint, format `autopipe.checkpoint/2`: what was saved, and where every block of it lies.
 
 A checkpoint is a folder `step_00000012` with files `rank_00000.safetensors`, one a rank, and `manifest.json`. What is
 saved is known by the parameter's name and the block of it, not by ranks: any plan of the same model can read it.
@@ -31,12 +29,15 @@ row, little-endian, at byte `offset` of file number `file`, where safetensors ca
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -47,7 +48,7 @@ import numpy as np
 
 from autopipe.ir.codec import At, Fits, Flat, Index, JsonRecord, decode, encode
 from autopipe.ir.errors import ConfigurationError, LaunchError
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import Box, whole
 
 FORMAT = "autopipe.checkpoint/2"
 
@@ -147,6 +148,62 @@ def writing(path: Path) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
+def _refused(path: Path, message: str, where: object = None) -> LaunchError:
+    """The error of the checkpoint in folder `path`."""
+    hint = f"remove {path.name} to go on from the one before"
+    return LaunchError(message, hint=hint, where=str(path / MANIFEST if where is None else where))
+
+
+def _damaged(path: Path, reason: object, where: object = None) -> LaunchError:
+    return _refused(path, f"the checkpoint is damaged: {reason}", where)
+
+
+class FolderLock:
+    """Holds a folder until `release`, or the end of the process, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigurationError where another run holds the folder, LaunchError where it cannot be made."""
+        self._descriptor = -1
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.held = self._take(time.monotonic() + _PATIENCE_S)
+        """False where the file system has no locks: then nothing of others may be removed."""
+        if self.held is None:
+            self.release()
+            raise ConfigurationError(
+                "another run saves its checkpoints here",
+                hint="wait for its end, or choose another --checkpoint folder", where=str(folder),
+            )  # fmt: skip
+
+    def _take(self, deadline: float) -> bool | None:
+        """None where it is taken and stays so."""
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(_PAUSE_S)
+            except OSError:
+                return False
+            else:
+                return True
+
+    def release(self) -> None:
+        """Let others save here."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    __del__ = release
+
+
+_PATIENCE_S = 15.0
+"""How long a run that was killed may take to be gone, for one that takes its place."""
+_PAUSE_S = 0.1
+
+
 def committed_steps(folder: Path) -> list[int]:
     """Steps of the committed checkpoints, ascending."""
     try:
@@ -181,11 +238,6 @@ def rank_file(rank: int) -> str:
 def temporary_path(folder: Path, step: int, token: str) -> Path:
     """Where a checkpoint is written before it is committed; `token` sets runs apart."""
     return folder / f"step_{step:08d}.tmp-{token}"
-
-
-def advice(path: Path) -> str:
-    """Hint for the user of a damaged checkpoint."""
-    return f"remove {path.name} to go on from the one before"
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -230,18 +282,17 @@ def flush(path: Path) -> None:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """The manifest of the checkpoint in folder `path`. Raises LaunchError where it is damaged or of another format."""
-    where = str(path / MANIFEST)
     try:
         document = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise LaunchError(f"not a checkpoint of format {FORMAT}", hint=advice(path), where=where)
+            raise _refused(path, f"not a checkpoint of format {FORMAT}")
         if document.pop("sha256", None) != _digest(document):
-            raise LaunchError("the checkpoint is damaged: its manifest has changed", hint=advice(path), where=where)
-        return parsed(document, where)
+            raise _damaged(path, "its manifest has changed")
+        return parsed(document, str(path / MANIFEST))
     except ConfigurationError as error:
-        raise LaunchError(f"the checkpoint is damaged: {error.message}", hint=advice(path), where=where) from error
+        raise _damaged(path, error.message) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise LaunchError(f"the checkpoint is damaged: {error!r}", hint=advice(path), where=where) from error
+        raise _damaged(path, repr(error)) from error
 
 
 def text_of(checkpoint: Checkpoint) -> str:
@@ -280,25 +331,16 @@ def numpy_type(dtype: str) -> np.dtype:
     return np.dtype(_STORED_AS.get(dtype, dtype)).newbyteorder("<")
 
 
-def safetensors_type(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Name and shape for safetensors, to which a complex number is two real ones."""
-    return (_PAIRS[dtype], (*shape, 2)) if dtype in _PAIRS else (_TAGS[dtype], shape)
-
-
-Numbered = tuple[int, StoredParameter]
-"""A part's blocks of a parameter, and the number that the part's file gets."""
-
-
 def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """The checkpoint whose files, blocks and generators are those of all parts; the rest is alike in all of them."""
-    found: dict[str, list[Numbered]] = {}
+    """The checkpoint whose files, blocks and generators are those of all parts; the rest is equal in all of them."""
+    pieces: dict[str, list[tuple[int, StoredParameter]]] = {}
     for number, part in enumerate(parts):
         for parameter in part.parameters:
-            found.setdefault(parameter.name, []).append((number, parameter))
+            pieces.setdefault(parameter.name, []).append((number, parameter))
     return replace(
         parts[0],
         files=tuple(file for part in parts for file in part.files),
-        parameters=tuple(_joined(found[name]) for name in sorted(found)),
+        parameters=tuple(_joined(pieces[name]) for name in sorted(pieces)),
         random=tuple(
             replace(each, state=_of_blocks([(number, each.state)]))
             for number, part in enumerate(parts)
@@ -307,14 +349,13 @@ def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
     )
 
 
-def _joined(pieces: Sequence[Numbered]) -> StoredParameter:
-    """A parameter of which several parts hold blocks."""
+def _joined(pieces: Sequence[tuple[int, StoredParameter]]) -> StoredParameter:
+    """A parameter of which several parts hold blocks, each given with the number that the part's file gets."""
     states: dict[str, list[tuple[int, StoredTensor]]] = {}
-    scalars: dict[str, float] = {}
     for number, piece in pieces:
         for name, tensor in piece.state:
             states.setdefault(name, []).append((number, tensor))
-        scalars.update(piece.scalars)
+    scalars = {name: value for _, piece in pieces for name, value in piece.scalars}
     return replace(
         pieces[0][1],
         value=_of_blocks([(number, piece.value) for number, piece in pieces]),
@@ -351,7 +392,14 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
     ordered = sorted(contents, key=lambda each: -numpy_type(each.dtype).itemsize)  # So that each is aligned.
     ends = list(accumulate(each.data.nbytes for each in ordered))
     starts = [end - each.data.nbytes for each, end in zip(ordered, ends, strict=True)]
-    header = _header(ordered, starts)
+    form = {}
+    for each, start, end in zip(ordered, starts, ends, strict=True):
+        pair = _PAIRS.get(each.dtype)  # To safetensors a complex number is two real ones.
+        tag, shape = (pair, (*each.shape, 2)) if pair else (_TAGS[each.dtype], each.shape)
+        form[each.key] = {"dtype": tag, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(form).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
     digest = hashlib.sha256()
     with writing(path), path.open("xb", buffering=0) as file:
         for data in (memoryview(header), *(each.data for each in ordered)):
@@ -361,17 +409,128 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
                 while chunk.nbytes:
                     chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
-    size = len(header) + sum(each.data.nbytes for each in ordered)
+    size = len(header) + (ends[-1] if ends else 0)
     offsets = {each.key: len(header) + start for each, start in zip(ordered, starts, strict=True)}
     return StoredFile(path.name, size, digest.hexdigest()), offsets
 
 
-def _header(contents: Sequence[Content], starts: Sequence[int]) -> bytes:
-    """The length and the header, filled up with spaces."""
-    form = {}
-    for each, start in zip(contents, starts, strict=True):
-        tag, shape = safetensors_type(each.dtype, each.shape)
-        form[each.key] = {"dtype": tag, "shape": shape, "data_offsets": [start, start + each.data.nbytes]}
-    text = json.dumps(form).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+def verify_file(path: Path, file: StoredFile) -> None:
+    """Read a whole file of the checkpoint in `path`. Raises LaunchError unless it is the one that was written."""
+    where = path / file.name
+    digest = hashlib.sha256()
+    try:
+        with where.open("rb") as opened:
+            while chunk := opened.read(_CHUNK):
+                digest.update(chunk)
+            size = opened.tell()
+    except OSError as error:
+        raise _damaged(path, f"a file cannot be read: {error.strerror}", where) from error
+    if size != file.size:
+        raise _damaged(path, f"a file has {size} bytes, not {file.size}", where)
+    if digest.hexdigest() != file.sha256:
+        raise _damaged(path, "the SHA-256 differs", where)
+
+
+class Reader:
+    """The tensors of the checkpoint in folder `path`. Its files are taken as they are: `verify_file` looks at them."""
+
+    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
+        self._path = path
+        self._files = checkpoint.files
+        self._mapped: dict[int, np.ndarray] = {}
+
+    def read(self, tensor: StoredTensor, box: Box | None = None) -> np.ndarray:
+        """A block of a tensor, all of it unless `box` says which; bfloat16 comes as the bits, in uint16.
+
+        Raises LaunchError where the checkpoint lacks a part of it.
+        """
+        wanted = whole(tensor.shape) if box is None else box
+        found = np.empty(wanted.shape, numpy_type(tensor.dtype))
+        elements = 0
+        for block in tensor.blocks:
+            common = block.box.intersect(wanted)
+            if common is not None:
+                found[common.within(wanted).slices] = self._stored(tensor, block)[common.within(block.box).slices]
+                elements += common.elements
+        if elements != wanted.elements:
+            lacking = f"{wanted.elements - elements} of {wanted.elements} elements of a tensor"
+            raise _refused(self._path, f"the checkpoint lacks {lacking}", self._path)
+        return found
+
+    def _stored(self, tensor: StoredTensor, block: Block) -> np.ndarray:
+        """All of a block, where it lies in its file."""
+        if block.file not in self._mapped:
+            where = self._path / self._files[block.file].name
+            try:
+                self._mapped[block.file] = np.asarray(np.memmap(where, dtype=np.uint8, mode="r"))
+            except (OSError, ValueError) as error:
+                raise _damaged(self._path, f"a file cannot be read: {error}", where) from error
+        dtype = numpy_type(tensor.dtype)
+        size = math.prod(block.box.shape) * dtype.itemsize
+        data = self._mapped[block.file][block.offset : block.offset + size]
+        if data.size != size:
+            raise _damaged(self._path, "a file is short", block.key)
+        return data.view(dtype).reshape(block.box.shape)
+
+
+def check_checkpoint(path: Path, checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None) -> None:
+    """Read all of the checkpoint in folder `path`. Raises LaunchError, naming the file, at the first that is wrong.
+
+    `progress` is told the bytes of every file.
+    """
+    for name, tensor in tensors_of(checkpoint):
+        if flaw := _flaw(tensor, checkpoint):
+            raise _damaged(path, f"{name}: {flaw}")
+    for file in checkpoint.files:
+        verify_file(path, file)
+        progress(file.size)
+
+
+def tensors_of(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor, and what a person calls it."""
+    for parameter in checkpoint.parameters:
+        yield f"parameter {parameter.name!r}", parameter.value
+        for name, tensor in parameter.state:
+            yield f"{name} of parameter {parameter.name!r}", tensor
+    for generator in checkpoint.random:
+        yield f"the random numbers of rank {generator.rank} on {generator.device}", generator.state
+
+
+def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
+    """Describe the first defect of a tensor's blocks; "" where they lie inside it, do not overlap, cover it, and lie
+    within their files.
+    """
+    try:
+        size = numpy_type(tensor.dtype).itemsize
+    except TypeError:
+        return f"there is no element type {tensor.dtype!r}"
+    everything = whole(tensor.shape)
+    rank = len(tensor.shape)
+    for block in tensor.blocks:
+        box = block.box
+        if len(box.starts) != rank or len(box.stops) != rank:
+            return f"a block has {len(box.starts)} dimensions, not {rank}"
+        if any(stop < start for start, stop in zip(box.starts, box.stops, strict=True)):
+            return "a block ends before it begins"
+        if box.elements and box.intersect(everything) != box:
+            return f"a block {box.starts} to {box.stops} lies outside of its shape {tensor.shape}"
+        if not 0 <= block.file < len(checkpoint.files):
+            return f"a block lies in file {block.file} of {len(checkpoint.files)}"
+        if not 0 <= block.offset <= checkpoint.files[block.file].size - box.elements * size:
+            return f"a block ends behind the end of {checkpoint.files[block.file].name}"
+    stored = sum(block.box.elements for block in tensor.blocks)
+    if stored != everything.elements:
+        return f"its blocks have {stored} elements, its shape {everything.elements}"
+    return "two of its blocks overlap" if _overlap(tensor) else ""
+
+
+def _overlap(tensor: StoredTensor) -> bool:
+    blocks = [block.box for block in tensor.blocks if block.box.elements]
+    if len(blocks) < 2 or not tensor.shape:
+        return len(blocks) > 1
+    starts = np.array([box.starts for box in blocks])
+    stops = np.array([box.stops for box in blocks])
+    return any(
+        bool(((starts[number + 1 :] < stops[number]) & (starts[number] < stops[number + 1 :])).all(axis=1).any())
+        for number in range(len(blocks) - 1)
+    )
