@@ -8,6 +8,7 @@ apart by numbers, and what they have in common is worked out once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -219,20 +220,18 @@ Addition = tuple[tuple[str, MeshAxes, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SumReduction:
-    """Cost of several reductions: step after step, each the cheapest of its ways.
+    """Cost of several reductions, collectives one after the other.
 
-    `parts` says into how many the tensor is cut before, [steps, additions]; seconds are [steps, additions, ways].
+    `steps` are the different collectives, the first of them none, with the parts into which the tensor is cut before;
+    `of` says which of them each reduction has, [steps, reductions].
     """
 
-    parts: Floats
-    fixed_s: Floats
-    per_byte_s: Floats
+    steps: list[tuple[Cost, int]]
+    of: Integers
 
     def seconds(self, size_bytes: float) -> Floats:
-        found: Floats = np.zeros(self.parts.shape[1])
-        if size_bytes > 0:
-            for parts, fixed, per_byte in zip(self.parts, self.fixed_s, self.per_byte_s, strict=True):
-                found += (fixed + per_byte * (size_bytes / parts)[:, None]).min(axis=1)
+        each = np.array([cost.seconds(size_bytes / parts) for cost, parts in self.steps])
+        found: Floats = each[self.of].sum(axis=0)
         return found
 
 
@@ -372,25 +371,17 @@ class ReshardTable:
         return self._adding(additions).seconds(size_bytes)
 
     def _adding(self, additions: Sequence[Addition]) -> SumReduction:
-        """Cost of each of `additions`: collectives one after the other, for tensors of any size."""
-        steps = max(map(len, additions))
-        keys = dict.fromkeys((kind, over) for each in additions for kind, over, _ in each)
-        for key in keys:
-            if key not in self._collectives:
-                self._collectives[key] = reduction_cost(self.cluster, self.devices, *key)
-        costs = [FREE, *(self._collectives[key] for key in keys)]
-        numbers = {key: number for number, key in enumerate(keys, 1)}
-        which = np.zeros((steps, len(additions)), dtype=np.int64)
-        parts = np.ones(which.shape)
+        """Cost of each of `additions`, for tensors of any size."""
+        numbers = {step: number for number, step in enumerate(dict.fromkeys(itertools.chain(*additions)), 1)}
+        of = np.zeros((max(map(len, additions)), len(additions)), dtype=np.int64)
         for column, each in enumerate(additions):
-            for row, (kind, over, count) in enumerate(each):
-                which[row, column], parts[row, column] = numbers[kind, over], count
-        figures = np.zeros((2, len(costs), max(len(cost.ways) for cost in costs)))
-        figures[0] = np.inf
-        for number, cost in enumerate(costs):
-            for place, way in enumerate(cost.ways):
-                figures[:, number, place] = way.fixed_s, way.per_byte_s
-        return SumReduction(parts, figures[0][which], figures[1][which])
+            of[: len(each), column] = [numbers[step] for step in each]
+        steps = [(FREE, 1)]
+        for kind, over, parts in numbers:
+            if (kind, over) not in self._collectives:
+                self._collectives[kind, over] = reduction_cost(self.cluster, self.devices, kind, over)
+            steps.append((self._collectives[kind, over], parts))
+        return SumReduction(steps, of)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -147,17 +147,17 @@ def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, i
     """The median over steps of what `seconds` says of one."""
     manifest = read_manifest(program)
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as name:
-        data, spans = Path(name) / "samples.npz", Path(name) / "spans"
+        data, traces = Path(name) / "samples.npz", Path(name) / "spans"
         save_samples(manifest, data)
-        words = ["--device", device, "--steps", str(_STEPS), "--data", str(data), "--trace", str(spans)]
+        words = ["--device", device, "--steps", str(_STEPS), "--data", str(data), "--trace", str(traces)]
         launch_program(manifest, words, LaunchConfig())
-        steps = (spans / f"rank_{rank:03d}.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = (traces / f"rank_{rank:03d}.jsonl").read_text(encoding="utf-8").splitlines()
 
-    def spans_of(line: str) -> Spans:
-        tasks: Sequence[dict[str, float | str]] = json.loads(line)["spans"]
-        return {str(task["task"]): (float(task["start"]), float(task["end"])) for task in tasks}
-
-    return statistics.median(seconds(spans_of(line), manifest.micro_batches) for line in steps[_WARM_UP_STEPS:])
+    found = []
+    for line in steps[_WARM_UP_STEPS:]:
+        spans = {task["task"]: (float(task["start"]), float(task["end"])) for task in json.loads(line)["spans"]}
+        found.append(seconds(spans, manifest.micro_batches))
+    return statistics.median(found)
 
 
 # One of several ranks that time exchanges.
@@ -173,38 +173,20 @@ _LEAST_WAY = 0.1
 """Part of the time from rank to rank that a message is on its way at least, whatever its ends take."""
 
 
-def group_sizes(ranks: int) -> Iterator[int]:
-    """Ranks of the groups whose collectives are measured: powers of two, and all."""
-    size = 2
-    while size < ranks:
-        yield size
-        size *= 2
-    yield ranks
+Case = tuple[str, int, int, Callable[[], float]]
+"""Kind of an exchange, ranks of its group, bytes, and what gives its seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeCase:
-    """A collective or message and its group size, timed by `exchange` in each of its kinds."""
-
-    kind: str
-    ranks: int
-    bytes: int
-    exchange: Callable[[], float]
-
-
-def _runs(transport: Transport, sizes: tuple[int, ...]) -> Iterator[ExchangeCase]:
+def _cases(transport: Transport, sizes: Sequence[int]) -> Iterator[Case]:
     for number, size in enumerate(SIZES):
-        yield ExchangeCase("send", 2, size, partial(_way, transport, number, size))
-        yield ExchangeCase("post", 2, size, partial(_end, transport, number, size))
+        yield "send", 2, size, partial(_way, transport, number, size)
+        yield "post", 2, size, partial(_end, transport, number, size)
     for ranks in sizes:
-        members = tuple(range(ranks))
-        group = Group(members, transport) if transport.rank < ranks else None
+        group = Group(tuple(range(ranks)), transport) if transport.rank < ranks else None
         for size in SIZES:
             tensor = torch.ones(ranks, size // 4 // ranks, device=transport.device)
             for kind in COLLECTIVES:
-                yield ExchangeCase(
-                    kind, ranks, size, partial(_alone, transport, partial(_collective, kind, tensor, group))
-                )
+                yield kind, ranks, size, partial(_collective, transport, kind, tensor, group)
 
 
 def _synchronize(transport: Transport) -> None:
@@ -212,34 +194,48 @@ def _synchronize(transport: Transport) -> None:
         torch.cuda.synchronize()
 
 
-def _alone(transport: Transport, exchange: Callable[[], None]) -> float:
-    """Seconds of an exchange that a rank waits for."""
+def _collective(transport: Transport, kind: str, tensor: torch.Tensor, group: Group | None) -> float:
+    """Seconds of one collective of a tensor with as many rows as ranks; nothing on a rank outside of the group."""
     start = time.perf_counter()
-    exchange()
+    if group is not None:
+        match kind:
+            case "all_reduce":
+                group.all_reduce(tensor)
+            case "all_gather":
+                group.all_gather(tensor[:1], 0)
+            case "reduce_scatter":
+                group.reduce_scatter(tensor, 0)
+            case _:
+                group.all_to_all(tensor.T, 0, 1)
     _synchronize(transport)
     return time.perf_counter() - start
 
 
-def _collective(kind: str, tensor: torch.Tensor, group: Group | None) -> None:
-    """One collective of a tensor with as many rows as ranks; nothing on a rank outside of the group."""
-    if group is None:
-        return
-    if kind == "all_reduce":
-        group.all_reduce(tensor)
-    elif kind == "all_gather":
-        group.all_gather(tensor[:1], 0)
-    elif kind == "reduce_scatter":
-        group.reduce_scatter(tensor, 0)
-    else:
-        group.all_to_all(tensor.T, 0, 1)
-
-
 def _way(transport: Transport, channel: int, size: int) -> float:
-    """Seconds that a message between ranks 0 and 1 is on its way.
+    """Seconds that a message between ranks 0 and 1 is on its way: half of there and back, without the ends' own time.
 
-    Ends of a large message work at the same time, so that little may be left of its way.
+    There and back has four ends. On a CPU all that a rank's threads do for an end counts, gloo's among them, since they
+    run on the rank's processor; elsewhere the call alone does. Ends of a large message work at the same time, so that
+    little may be left of its way.
     """
-    there, end = _there_and_back(transport, channel, size)
+    tensor = torch.ones(size // 4, device=transport.device)
+    like = (tensor.dtype, tuple(tensor.shape))
+    peer, first = 1 - transport.rank, transport.rank == 0
+    if peer not in (0, 1):
+        return 0.0
+    _work(transport)
+    start, whole, own = time.perf_counter(), time.process_time(), time.thread_time()
+    arrival = transport.receive(like, peer, channel, first)
+    if not first:
+        tensor = arrival.wait()
+    transport.send(tensor, peer, channel, not first)
+    posted = time.thread_time() - own
+    if first:
+        arrival.wait()
+    transport.finish()
+    _synchronize(transport)
+    end = (time.process_time() - whole if transport.device.type == "cpu" else posted) / 2
+    there = (time.perf_counter() - start) / 2
     return max(_LEAST_WAY * there, there - 2 * end)
 
 
@@ -294,32 +290,6 @@ def _turn_seconds(transport: Transport, channel: int | None, size: int) -> float
     return (time.perf_counter() - start) / _TURNS
 
 
-def _there_and_back(transport: Transport, channel: int, size: int) -> tuple[float, float]:
-    """Seconds from rank 0 to 1, and what an end of a message takes of its rank's own time; nothing on other ranks.
-
-    There and back has four ends. On a CPU all that a rank's threads do for an end counts, gloo's among them, since they
-    run on the rank's processor; elsewhere the call alone does.
-    """
-    tensor = torch.ones(size // 4, device=transport.device)
-    like = (tensor.dtype, tuple(tensor.shape))
-    peer, first = 1 - transport.rank, transport.rank == 0
-    if peer not in (0, 1):
-        return 0.0, 0.0
-    _work(transport)
-    start, whole, own = time.perf_counter(), time.process_time(), time.thread_time()
-    arrival = transport.receive(like, peer, channel, first)
-    if not first:
-        tensor = arrival.wait()
-    transport.send(tensor, peer, channel, not first)
-    called = time.thread_time() - own
-    if first:
-        arrival.wait()
-    transport.finish()
-    _synchronize(transport)
-    end = (time.process_time() - whole if transport.device.type == "cpu" else called) / 2
-    return (time.perf_counter() - start) / 2, end
-
-
 def _work(transport: Transport, tasks: int = 1) -> None:
     """Fill the caches as a task before the message would."""
     for _ in range(tasks):
@@ -329,14 +299,14 @@ def _work(transport: Transport, tasks: int = 1) -> None:
         _synchronize(transport)
 
 
-def _timed(transport: Transport, run: ExchangeCase, seconds: float) -> Timing:
+def _timed(exchange: Callable[[], float], seconds: float) -> Timing:
     """The median on rank 0; the others run as often as it does."""
     found: list[float] = []
     started = time.perf_counter()
     again = torch.ones(1)
     while again.item():
         dist.barrier()
-        found.append(run.exchange())
+        found.append(exchange())
         short = time.perf_counter() - started < seconds
         again.fill_(float(len(found) < _LEAST + _WARM_UP or (len(found) < _MOST and short)))
         dist.broadcast(again, 0)
@@ -344,17 +314,18 @@ def _timed(transport: Transport, run: ExchangeCase, seconds: float) -> Timing:
 
 
 def main(target: Path, device: str, seconds: float) -> None:
-    """Measure, and write the samples from rank 0."""
+    """Measure, and write the samples from rank 0. Groups have powers of two of ranks, and all."""
     transport = Transport(device)
     transport.start()
-    sizes = tuple(group_sizes(transport.world_size))
+    world = transport.world_size
+    sizes = [*(2**power for power in range(1, world.bit_length()) if 2**power < world), world]
     transport.make_groups(tuple(range(size)) for size in sizes)
     transport.make_channels(Channel(number, 0, 1, 2, 2) for number in range(len(SIZES)))
     each = seconds / (len(SIZES) * (2 + 4 * len(sizes)))
     with torch.no_grad():
         found = [
-            {"kind": run.kind, "ranks": run.ranks, "bytes": run.bytes, **asdict(_timed(transport, run, each))}
-            for run in _runs(transport, sizes)
+            {"kind": kind, "ranks": ranks, "bytes": size, **asdict(_timed(exchange, each))}
+            for kind, ranks, size, exchange in _cases(transport, sizes)
         ]
     if transport.rank == 0:
         target.write_text(json.dumps(found), encoding="utf-8")
