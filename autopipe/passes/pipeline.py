@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -48,7 +47,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """All that a plan is made from. Where a field is None, the pipeline chooses."""
+    """All that a plan is made from. The pipeline chooses where a field is None."""
 
     model: Path
     cluster: Cluster
@@ -138,8 +137,7 @@ class Runner:
             if verify is not None:
                 verify(result)
         except AutopipeError as error:
-            if not error.where:
-                error.where = self._place(name)
+            error.where = error.where or self._place(name)
             if type(error) is AutopipeError:  # of a solver: nobody's choice and no fault of the model
                 raise InternalError(error.message, error.hint or "rerun with --debug", error.where) from error
             raise
@@ -183,7 +181,6 @@ class PlanResult:
     problem: Problem
     timeline: Timeline
     model: Model
-    """The model that the plan's graph was read from."""
     request: Request
     """The request that gives this plan again: the strategy and the scheduler are named in it."""
 
@@ -235,11 +232,11 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
     )
 
 
-def read(request: Request, runner: Runner) -> Model:
-    """The model on the samples that its file fixes, else on one; read once a run."""
-    if None not in runner.models:
-        runner.models[None] = runner.run("read", lambda: read_for(request, None))
-    return runner.models[None]
+def read(request: Request, runner: Runner, size: int | None = None, source: Source | None = None) -> Model:
+    """The model as `read_for` gives it; read once a run for each size of micro-batches."""
+    if size not in runner.models:
+        runner.models[size] = runner.run("read", lambda: read_for(request, size, source))
+    return runner.models[size]
 
 
 def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
@@ -249,10 +246,8 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
     """
     model, size = read(request, runner), None
     if model.batch not in (None, batching.micro_batch_size):
-        size, source = batching.micro_batch_size, model.source
-        if size not in runner.models:
-            runner.models[size] = runner.run("read", lambda: read_for(request, size, source))
-        model = runner.models[size]
+        size = batching.micro_batch_size
+        model = read(request, runner, size, model.source)
     settled = request.optimizer, request.precision, request.recompute, request.memory_limit, request.constraints
     key = batching, *settled, request.time_limit, request.seed
     if key not in runner.problems:
@@ -396,8 +391,7 @@ def run_strategy(request: Request, strategy: Strategy, runner: Runner) -> tuple[
                 break
             sizes = tuple(each for each in problem.micro_batch_sizes if size % each == 0)
             known = [(node.op, node.name, node.outputs) for node in problem.graph.nodes]
-            batching = Batching(problem.batch_size, problem.batch_size // size, sizes)
-            model, problem = cost(request, batching, runner)
+            model, problem = cost(request, Batching(problem.batch_size, problem.batch_size // size, sizes), runner)
             if [(node.op, node.name, node.outputs) for node in problem.graph.nodes] != known:
                 placement = answer(problem)
         return model, problem, placement
@@ -456,36 +450,16 @@ def assemble_plan(
     """The plan that a placement and its schedule are."""
     from autopipe.passes.schedule.breakdown import breakdown  # Only the plan that is chosen is explained.
 
-    problem, prediction = placed.problem, placed.prediction
-    plan = Plan(
-        model=str(request.model),
-        graph_digest=problem.graph.digest(),
-        mode=problem.mode.value,
-        batch_size=problem.batch_size,
-        placement=placed.placement,
-        schedule=scheduled.schedule,
-        summary=_summary(strategy.name, scheduler.name, placed, scheduled, runner.seconds),
-        prediction=prediction,
-        memory_limits=tuple(problem.memory_of(device) for device in range(problem.cluster.size)),
-        device_names=tuple(device.name for device in problem.cluster.devices) if problem.cluster.groups else (),
-        breakdown=breakdown(problem, placed.placement, scheduled.schedule, prediction, scheduled.timeline.end),
-    )
-    named = dataclasses.replace(request, strategy=strategy, scheduler=scheduler)
-    return PlanResult(plan, problem, scheduled.timeline, placed.model, named)
-
-
-def _summary(
-    strategy: str, scheduler: str, placed: Placed, scheduled: Scheduled, seconds: tuple[tuple[str, float], ...]
-) -> Summary:
-    problem, placement, schedule, timeline = placed.problem, placed.placement, scheduled.schedule, scheduled.timeline
-    bound = lower_bound(problem, placement, placed.prediction)
+    problem, placement, prediction = placed.problem, placed.placement, placed.prediction
+    schedule, timeline, cluster = scheduled.schedule, scheduled.timeline, placed.problem.cluster
+    bound = lower_bound(problem, placement, prediction)
     if schedule.proof is not None and schedule.period is None:
         bound = max(bound, schedule.proof.lower_bound)
     optimal, gap = quality(schedule, timeline.end, bound)
-    return Summary(
-        strategy=strategy,
-        schedule=scheduler,
-        devices=problem.cluster.size,
+    summary = Summary(
+        strategy=strategy.name,
+        schedule=scheduler.name,
+        devices=cluster.size,
         stages=len(placement.stages),
         micro_batches=problem.micro_batches,
         micro_batch_size=problem.micro_batch_size,
@@ -494,7 +468,7 @@ def _summary(
         samples_per_s=problem.batch_size / timeline.end if timeline.end else 0.0,
         bubble_rate=timeline.bubble_rate,
         peak_memory_bytes=timeline.peak_memory,
-        search_time_s=seconds,
+        search_time_s=runner.seconds,
         lower_bound_s=bound,
         optimal=optimal,
         gap=gap,
@@ -502,6 +476,21 @@ def _summary(
         splits=placement.proof,
         costs=coverage(problem),
     )
+    plan = Plan(
+        model=str(request.model),
+        graph_digest=problem.graph.digest(),
+        mode=problem.mode.value,
+        batch_size=problem.batch_size,
+        placement=placement,
+        schedule=schedule,
+        summary=summary,
+        prediction=prediction,
+        memory_limits=tuple(map(problem.memory_of, range(cluster.size))),
+        device_names=tuple(device.name for device in cluster.devices) if cluster.groups else (),
+        breakdown=breakdown(problem, placement, schedule, prediction, timeline.end),
+    )
+    named = replace(request, strategy=strategy, scheduler=scheduler)
+    return PlanResult(plan, problem, timeline, placed.model, named)
 
 
 def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[str, int], ...] | None:

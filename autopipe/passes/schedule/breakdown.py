@@ -6,8 +6,9 @@ A device's seconds are split into work that one device would do as well, and wha
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from autopipe.ir.schedule import Phase, Schedule
 from autopipe.ir.timeline import Prediction
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.cost.roofline import node_seconds
-from autopipe.passes.cost.stage_work import StageWork, exchange_seconds, stage_work
+from autopipe.passes.cost.stage_work import exchange_seconds, stage_work
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.schedule.simulate import simulate
 
@@ -47,28 +48,25 @@ class StageParts:
 
 def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) -> tuple[StageParts, ...]:
     works = stage_work(problem, placement)
-    # How often each node is computed for a sample, by pipeline.
-    copies: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    copies: dict[tuple[int, int], float] = defaultdict(float)
+    """How often each pipeline computes each node for a sample."""
     for work in works:
         for each in work.nodes:
-            copies[work.stage.pipeline][each.index] += len(work.stage.devices) * each.sharing.share
-    return tuple(
-        _stage_parts(work, copies[work.stage.pipeline], predicted.forward_s)
-        for work, predicted in zip(works, prediction.stages, strict=True)
-    )
-
-
-def _stage_parts(work: StageWork, copies: Mapping[int, float], forward_s: float) -> StageParts:
-    problem = work.problem
-    exchange = exchange_seconds(problem.graph, problem.cluster, work, differentiable_values(problem.graph))
-    repeated = np.array([1 - 1 / max(1.0, copies[each.index]) for each in work.nodes])
-    shares = np.array([each.sharing.share for each in work.nodes])
-    nodes = [problem.work[each.index] for each in work.nodes]
-    kinds = {problem.cluster.devices[device] for device in work.stage.devices}
-    seconds = [node_seconds(nodes, device, problem.precision, shares) for device in kinds]
-    forward, backward = (max(float((each[phase] * repeated).sum()) for each in seconds) for phase in (0, 1))
-    again = forward_s if work.stage.recompute and problem.train else 0.0
-    return StageParts(TaskParts(exchange.forward_s, 0.0, forward), TaskParts(exchange.backward_s, again, backward))
+            copies[work.stage.pipeline, each.index] += len(work.stage.devices) * each.sharing.share
+    found = []
+    for work, predicted in zip(works, prediction.stages, strict=True):
+        own, stage = work.problem, work.stage
+        exchange = exchange_seconds(own.graph, own.cluster, work, differentiable_values(own.graph))
+        repeated = np.array([1 - 1 / max(1.0, copies[stage.pipeline, each.index]) for each in work.nodes])
+        shares = np.array([each.sharing.share for each in work.nodes])
+        nodes = [own.work[each.index] for each in work.nodes]
+        kinds = {own.cluster.devices[device] for device in stage.devices}
+        seconds = [node_seconds(nodes, kind, own.precision, shares) for kind in kinds]
+        forward, backward = (max(float((each[way] * repeated).sum()) for each in seconds) for way in (0, 1))
+        again = predicted.forward_s if stage.recompute and own.train else 0.0
+        parts = TaskParts(exchange.forward_s, 0.0, forward), TaskParts(exchange.backward_s, again, backward)
+        found.append(StageParts(*parts))
+    return tuple(found)
 
 
 def _alone(problem: Problem) -> list[tuple[float, float]]:
@@ -78,22 +76,21 @@ def _alone(problem: Problem) -> list[tuple[float, float]]:
     was measured of operators stays.
     """
 
+    @cache
     def at_roofline(device: Device) -> Device:
         tasks = None if device.tasks is None else replace(device.tasks, forward_s=0.0, backward_s=0.0, waiting_s=0.0)
         return replace(device, launch_latency_s=0.0, tasks=tasks)
 
-    nodes = tuple(range(len(problem.graph.nodes)))
-    devices = {device: at_roofline(device) for device in dict.fromkeys(problem.cluster.devices)}
-    cluster = replace(problem.cluster, devices=tuple(devices[each] for each in problem.cluster.devices))
-    launched = replace(problem, cluster=cluster)
+    nodes, devices = tuple(range(len(problem.graph.nodes))), problem.cluster.devices
+    launched = replace(problem, cluster=replace(problem.cluster, devices=tuple(map(at_roofline, devices))))
     steps = {}
-    for index, device in enumerate(problem.cluster.devices):
+    for index, device in enumerate(devices):
         if device not in steps:
             stage = Stage(nodes, (index,), problem.micro_batch_size)
             (cost,) = stage_costs(launched, Placement((stage,)))
             tasks = problem.micro_batches * (cost.forward_s + cost.backward_s)
             steps[device] = tasks + cost.update_s, cost.update_s
-    return [steps[device] for device in problem.cluster.devices]
+    return [steps[device] for device in devices]
 
 
 def breakdown(

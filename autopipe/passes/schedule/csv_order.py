@@ -50,21 +50,17 @@ def _row(line: str, where: str) -> Iterator[Cell]:
         place = f"{where}:{column + len(cell) - len(cell.lstrip())}"
         text = cell.strip().strip('"').strip()
         overlapped = _OVERLAPPED.fullmatch(text)
-        for part in overlapped[1].split(";") if overlapped else [text] if text else []:
-            found = _TASK.fullmatch(part.strip())
-            if found is None:
-                raise _refusal(part.strip(), place)
-            yield Cell(Task(int(found[1]), Phase(found[2]), int(found[3])), place)
+        for part in map(str.strip, overlapped[1].split(";") if overlapped else [text] if text else []):
+            if found := _TASK.fullmatch(part):
+                yield Cell(Task(int(found[1]), Phase(found[2]), int(found[3])), place)
+                continue
+            quoted = repr(part if len(part) <= 40 else part[:40] + "...")
+            if _ACTION.fullmatch(part):
+                hint = "autopipe finds out itself what is sent when; let torch write the file as compute_only"
+                raise ConfigurationError(f"{quoted} is no computation", hint, place)
+            hint = "tasks are written like 2F0: stage, F, B, I or W, micro-batch"
+            raise ConfigurationError(f"{quoted} is not a task", hint, place)
         column += len(cell) + 1
-
-
-def _refusal(text: str, place: str) -> ConfigurationError:
-    quoted = repr(text if len(text) <= 40 else text[:40] + "...")
-    if _ACTION.fullmatch(text):
-        hint = "autopipe finds out itself what is sent when; let torch write the file as compute_only"
-        return ConfigurationError(f"{quoted} is no computation", hint, place)
-    hint = "tasks are written like 2F0: stage, F, B, I or W, micro-batch"
-    return ConfigurationError(f"{quoted} is not a task", hint, place)
 
 
 @dataclass(frozen=True, slots=True)

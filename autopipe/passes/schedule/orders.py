@@ -38,83 +38,59 @@ def merge_orders(
         return tuple(found.get(device, ()) for device in range(graph.devices))
     # Devices of the same stages are free and busy together: one of them stands for all.
     lanes = lanes_of(graph.stage_devices, ((),) * graph.devices)
-    state = _State(stage_orders, graph, lane_groups(graph.stage_devices, lanes), len(lanes))
+    groups = lane_groups(graph.stage_devices, lanes)
+    free, lists = [True] * len(lanes), [list[Task]() for _ in lanes]
+    ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
+    samples = [math.lcm(*ratios) // each for each in ratios]  # In units that make those of all micro-batches whole.
+    given = {task for order in stage_orders for task in order}
+    rest, busy, done = [deque(order) for order in stage_orders], set[int](), set[Task]()
+    before, after = ([list[int]() for _ in stage_orders] for _ in range(2))
+    for source, target in graph.edges:
+        before[target].append(source)
+        after[source].append(target)
+
+    def is_ready(stage: int) -> bool:
+        """True if a stage is idle and all that its next task needs is done."""
+        if stage in busy or not rest[stage]:
+            return False
+        task = rest[stage][0]
+        needs = (
+            Task(source, task.phase, number)
+            for source in (before if task.phase is Phase.FORWARD else after)[stage]
+            for number in sharing(task.micro_batch, ratios[stage], ratios[source])
+        )
+        return all(need in done for need in needs if need in given)
+
+    def preference(task: Task) -> tuple[bool, int, int]:
+        return task.phase is Phase.FORWARD, task.micro_batch * samples[task.stage], -task.stage
+
+    waiting = set(filter(is_ready, range(len(rest))))
     running: list[tuple[int, int, Task]] = []
     now = 0
     while True:
-        for task in state.start_ready():
+        reserved: set[int] = set()
+        for task in sorted((rest[stage][0] for stage in waiting), key=preference):
+            if not all(free[lane] and lane not in reserved for lane in groups[task.stage]):
+                reserved.update(groups[task.stage])
+                continue
+            waiting.discard(task.stage)
+            busy.add(task.stage)
+            rest[task.stage].popleft()
+            for lane in groups[task.stage]:
+                free[lane] = False
+                lists[lane].append(task)
             heapq.heappush(running, (now + ticks(task), task.stage, task))
         if not running:
-            return on_each_device(lanes, [tuple(order) for order in state.lists])
+            return on_each_device(lanes, list(map(tuple, lists)))
         now = running[0][0]
         while running and running[0][0] == now:
-            state.finish(heapq.heappop(running)[2])
-
-
-class _State:
-    """Which tasks are done, which stages' next tasks may start, and which devices, by lane, are free."""
-
-    def __init__(
-        self, stage_orders: Sequence[Sequence[Task]], graph: StageGraph, groups: Sequence[Sequence[int]], lanes: int
-    ) -> None:
-        self.devices = groups
-        self.free = [True] * lanes
-        self.lists: list[list[Task]] = [[] for _ in range(lanes)]
-        self.ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
-        self.samples = [math.lcm(*self.ratios) // each for each in self.ratios]
-        """Samples of each stage's micro-batches, in units that make all of them whole."""
-        self.rest = [deque(order) for order in stage_orders]
-        self.running: set[int] = set()
-        self.done: set[Task] = set()
-        self.given = {task for order in stage_orders for task in order}
-        self.before: list[list[int]] = [[] for _ in stage_orders]
-        self.after: list[list[int]] = [[] for _ in stage_orders]
-        for source, target in graph.edges:
-            self.before[target].append(source)
-            self.after[source].append(target)
-        self.waiting = {stage for stage in range(len(stage_orders)) if self._ready(stage)}
-        """Stages whose next task waits for nothing but devices."""
-
-    def start_ready(self) -> list[Task]:
-        def preference(task: Task) -> tuple[bool, int, int]:
-            return task.phase is Phase.FORWARD, task.micro_batch * self.samples[task.stage], -task.stage
-
-        reserved: set[int] = set()
-        started = []
-        for task in sorted((self.rest[stage][0] for stage in self.waiting), key=preference):
-            group = self.devices[task.stage]
-            if not all(self.free[device] and device not in reserved for device in group):
-                reserved.update(group)
-                continue
-            self.waiting.discard(task.stage)
-            self.running.add(task.stage)
-            self.rest[task.stage].popleft()
-            for device in group:
-                self.free[device] = False
-                self.lists[device].append(task)
-            started.append(task)
-        return started
-
-    def finish(self, task: Task) -> None:
-        self.done.add(task)
-        self.running.discard(task.stage)
-        for device in self.devices[task.stage]:
-            self.free[device] = True
-        following = self.after if task.phase is Phase.FORWARD else self.before
-        self.waiting.update(stage for stage in (task.stage, *following[task.stage]) if self._ready(stage))
-
-    def _ready(self, stage: int) -> bool:
-        """True if a stage is idle and all that its next task needs is done."""
-        if stage in self.running or not self.rest[stage]:
-            return False
-        task = self.rest[stage][0]
-        sources = self.before if task.phase is Phase.FORWARD else self.after
-        needs = (
-            Task(source, task.phase, number)
-            for source in sources[stage]
-            for number in sharing(task.micro_batch, self.ratios[stage], self.ratios[source])
-        )
-        return all(need in self.done for need in needs if need in self.given)
+            task = heapq.heappop(running)[2]
+            done.add(task)
+            busy.discard(task.stage)
+            for lane in groups[task.stage]:
+                free[lane] = True
+            following = after if task.phase is Phase.FORWARD else before
+            waiting.update(filter(is_ready, (task.stage, *following[task.stage])))
 
 
 _PHASES = list(Phase)

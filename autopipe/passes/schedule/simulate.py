@@ -27,14 +27,16 @@ _HALF = _PHASES.index(Phase.INPUT_GRADIENT) - _WHOLE
 
 
 class _MessageEdge(NamedTuple):
-    """One message after a task, in the direction in which it goes."""
+    """One message after a task, in the direction in which it goes.
+
+    The micro-batch that receives is micro-batch // `sent_every` * `received_every` + `received_index`.
+    """
 
     kind: int
     """Kind of the task that receives."""
-    own_turns: int
-    turns: int
-    turn: int
-    """The micro-batch that receives is micro-batch // own_turns * turns + turn."""
+    sent_every: int
+    received_every: int
+    received_index: int
     source: int
     target: int
     bytes: int
@@ -46,7 +48,7 @@ def _message_edges(messages: Sequence[Message], stages: int) -> tuple[list[list[
 
     Both by kind of task (a stage's number times the number of phases, plus its phase), then by micro-batch: number m
     does as m mod the length of the kind's list says. Gradients go to whole backwards here, and come from whole ones and
-    first halves alike.
+    from first halves.
     """
     periods = [1] * stages
     for each in messages:
@@ -139,7 +141,17 @@ def _memory_curves(
     """
     changes: list[list[tuple[float, int]]] = [[] for _ in static]
     for span in spans:
-        start, end = _allocated_and_freed(costs[span.task.stage], span.task.phase, train)
+        cost = costs[span.task.stage]
+        kept, waiting, transient = cost.kept_bytes, cost.weight_kept_bytes, cost.transient_bytes
+        match span.task.phase:
+            case Phase.FORWARD:
+                start, end = (kept, 0) if train else (transient, -transient)
+            case Phase.BACKWARD:
+                start, end = transient, -transient - kept
+            case Phase.INPUT_GRADIENT:
+                start, end = transient, waiting - transient - kept
+            case Phase.WEIGHT_GRADIENT:
+                start, end = 0, -waiting
         changes[span.device] += [(span.start, start), (span.end, end)]
     curves = []
     for used, changed in zip(static, changes, strict=True):
@@ -152,19 +164,6 @@ def _memory_curves(
                 curve.append((time, used))
         curves.append(tuple(curve))
     return tuple(curves)
-
-
-def _allocated_and_freed(cost: StagePrediction, phase: Phase, train: bool) -> tuple[int, int]:
-    """Bytes that a task allocates as it starts and, below 0, frees as it ends."""
-    match phase:
-        case Phase.FORWARD:
-            return (cost.kept_bytes, 0) if train else (cost.transient_bytes, -cost.transient_bytes)
-        case Phase.BACKWARD:
-            return cost.transient_bytes, -cost.transient_bytes - cost.kept_bytes
-        case Phase.INPUT_GRADIENT:
-            return cost.transient_bytes, cost.weight_kept_bytes - cost.transient_bytes - cost.kept_bytes
-        case Phase.WEIGHT_GRADIENT:
-            return 0, -cost.weight_kept_bytes
 
 
 _ARRIVES, _ENDS = range(2)
@@ -221,7 +220,14 @@ class _Run:
         ]
         half = _PHASES.index(Phase.INPUT_GRADIENT)
         self.split = {task for order in self.orders for task in order if task // self.count % len(_PHASES) == half}
-        self._add_end(stage_devices, prediction)
+        # The ends of the step: sums of gradients and updates; one that takes no time waits for nobody.
+        updates = [0.0] * schedule.devices
+        for stage, cost in reversed(list(enumerate(stages))):
+            self._add_kind(stage_devices[stage], cost.gradient_s)
+            for device in stage_devices[stage]:
+                updates[device] += cost.update_s
+        for device, seconds in enumerate(updates):
+            self._add_kind((device,), seconds)
         self.position = [0] * schedule.devices
         self.ready: dict[int, int] = {}
         """For each task that is next on some of its devices, how many of them are idle."""
@@ -235,26 +241,15 @@ class _Run:
         self.transfers: list[Transfer] = []
         self.end = 0.0
 
-    def _add_end(self, stage_devices: StageDevices, prediction: Prediction) -> None:
-        """Add the ends of the step: sums of gradients and updates; a sum that takes no time waits for nobody."""
-        updates = [0.0] * self.schedule.devices
-        for stage, cost in reversed(list(enumerate(prediction.stages))):
-            if cost.gradient_s:
-                self._add_kind(stage_devices[stage], cost.gradient_s)
-            for device in stage_devices[stage]:
-                updates[device] += cost.update_s
-        for device, seconds in enumerate(updates):
-            if seconds:
-                self._add_kind((device,), seconds)
-
     def _add_kind(self, devices: Sequence[int], seconds: float) -> None:
-        """A kind of which there is one task, the next on its devices; it exchanges no messages."""
-        for device in devices:
-            self.orders[device].append(len(self.seconds) * self.count)
-        self.devices.append(devices)
-        self.seconds.append(seconds)
-        self.sends.append([[]])
-        self.awaited.append([0])
+        """A kind of which there is one task, the last on its devices so far; it exchanges no messages."""
+        if seconds:
+            for device in devices:
+                self.orders[device].append(len(self.seconds) * self.count)
+            self.devices.append(devices)
+            self.seconds.append(seconds)
+            self.sends.append([[]])
+            self.awaited.append([0])
 
     def until_done(self) -> None:
         for device in range(self.schedule.devices):
@@ -295,33 +290,29 @@ class _Run:
         self._add_event(now + self.seconds[kind], task, _ENDS)
 
     def _finish(self, task: int, now: float) -> None:
-        kind = task // self.count
+        kind, micro_batch = divmod(task, self.count)
         group, start = self.devices[kind], self.began.pop(task)
         if kind < self.phases:
             named = self.schedule.tasks[group[0]][self.position[group[0]] - 1]
             self.spans += [Span(self.names[member], named, start, now) for member in group]
-            self._send(task, now)
+            sends = self.sends[kind]
+            for edge in sends[micro_batch % len(sends)]:
+                self._send(edge, named, now)
         self.end = max(self.end, now)
         for device in group:
             self._go_on(device, now)
 
-    def _send(self, task: int, now: float) -> None:
-        kind, micro_batch = divmod(task, self.count)
-        sends = self.sends[kind]
-        for edge in sends[micro_batch % len(sends)]:
-            source, target = edge.source, edge.target
-            receiver = edge.kind * self.count + micro_batch // edge.own_turns * edge.turns + edge.turn
-            if receiver + _HALF * self.count in self.split and edge.kind % len(_PHASES) == _WHOLE:
-                receiver += _HALF * self.count
-            if source == target or edge.bytes == 0:
-                self._add_event(now, receiver, _ARRIVES)
-                continue
-            start = max(now, self.link_free.get((source, target), 0.0))
-            end = start + edge.seconds
-            self.link_free[source, target] = end
-            named = Task(kind // len(_PHASES), _PHASES[kind % len(_PHASES)], micro_batch)
-            self.transfers.append(Transfer(source, target, named, edge.bytes, start, end))
-            self._add_event(end, receiver, _ARRIVES)
+    def _send(self, edge: _MessageEdge, task: Task, now: float) -> None:
+        micro_batch = task.micro_batch // edge.sent_every * edge.received_every + edge.received_index
+        receiver = edge.kind * self.count + micro_batch
+        if receiver + _HALF * self.count in self.split and edge.kind % len(_PHASES) == _WHOLE:
+            receiver += _HALF * self.count
+        if edge.source != edge.target and edge.bytes:
+            link = edge.source, edge.target
+            start = max(now, self.link_free.get(link, 0.0))
+            now = self.link_free[link] = start + edge.seconds
+            self.transfers.append(Transfer(*link, task, edge.bytes, start, now))
+        self._add_event(now, receiver, _ARRIVES)
 
     def _add_event(self, time: float, number: int, event: int) -> None:
         self.made += 1

@@ -76,37 +76,70 @@ class Tessel:
         stages = StageGraph.of(problem, placement)
         bound = lower_bound(problem, placement, prediction)
         best: _Candidate | None = None
-        for candidate, worth in self._candidates(problem, placement, stages, prediction):
+        for candidate, worth in _Search(self, problem, stages, prediction).candidates(placement):
             best = _better(candidate, best, worth)
             if not best.excess and best.step <= bound * (1 + SAME):
                 break
         if best is None:
             raise InfeasibleError("no order of the stages' tasks keeps to the memory of all devices")
-        return _proven(best, bound, least_end(stages, prediction))
+        # Without a steady state the proof is of the step, of which sums and updates are the end.
+        proof = best.schedule.proof or Proof(best.name, 0.0, optimal=False)
+        if best.schedule.period is None:
+            least = max(proof.lower_bound + least_end(stages, prediction), bound)
+            rounding = 0.0 if best.step <= bound * (1 + SAME) else proof.rounding
+            optimal = best.step * (1 - rounding) <= least * (1 + SAME)
+            proof = replace(proof, lower_bound=least, optimal=optimal, rounding=rounding)
+        return replace(best.schedule, proof=proof)
 
-    def _candidates(
-        self, problem: Problem, placement: Placement, stages: StageGraph, prediction: Prediction
-    ) -> Iterator[tuple[_Candidate, float]]:
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    name: str
+    schedule: Schedule
+    step: float
+    peak: int
+    excess: int
+    """Bytes that devices would need beside what they have, all together."""
+    messages_wait: bool
+    """True if the step is longer than the search expected, since messages wait for one another on their links."""
+
+
+def _better(new: _Candidate, old: _Candidate | None, worth: float) -> _Candidate:
+    """The one that fits memory better, is shorter by more than the share `worth`, needs less memory; else the new."""
+    if old is None or new.excess < old.excess:
+        return new
+    if new.excess > old.excess or new.step > old.step * (1 - worth + SAME):
+        return old
+    return new if new.step < old.step * (1 - SAME) or new.peak <= old.peak else old
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    scheduler: Tessel
+    problem: Problem
+    stages: StageGraph
+    prediction: Prediction
+
+    def candidates(self, placement: Placement) -> Iterator[tuple[_Candidate, float]]:
         """Schedules, each with the share of the step that it must save to be worth its while.
 
         Published ones first; with equal micro-batches kFkB's order is 1F1B's.
         """
         published: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
-        for scheduler in (KForwardsKBackwards(),) if stages.turns else published:
-            yield _candidate(problem, stages, prediction, scheduler.name, scheduler.run(problem, placement)), 0.0
-        for split, worth in ((False, 0.0), (True, _WORTH)) if problem.train else ((False, 0.0),):
-            found = self._searched(problem, stages, prediction, split, links=False)
+        for each in (KForwardsKBackwards(),) if self.stages.turns else published:
+            yield self._judged(each.name, each.run(self.problem, placement)), 0.0
+        for split, worth in ((False, 0.0), (True, _WORTH)) if self.problem.train else ((False, 0.0),):
+            found = self._searched(split, links=False)
             if found is not None:
                 yield found, worth
             if found is not None and found.messages_wait:
-                found = self._searched(problem, stages, prediction, split, links=True)
+                found = self._searched(split, links=True)
                 if found is not None:
                     yield found, worth
 
-    def _searched(
-        self, problem: Problem, stages: StageGraph, prediction: Prediction, split: bool, links: bool
-    ) -> _Candidate | None:
+    def _searched(self, split: bool, links: bool) -> _Candidate | None:
         """The searched order; None where memory does not suffice for a single unit."""
+        problem, stages, prediction = self.problem, self.stages, self.prediction
         units = -(-problem.micro_batches // stages.pipeline_count)
         tick = busiest_seconds(stages, prediction) / _TICKS
         blocks = stage_blocks(stages, prediction, problem.train, tick, split=split)
@@ -116,9 +149,9 @@ class Tessel:
         free = [problem.memory_of(device) - used for device, used in enumerate(static)]
         blocks = with_memory(blocks, prediction.stages, free, units)
         # Each way to cut tasks is searched without links and perhaps with them: each search has a share of the time.
-        limit, patience = self.time_limit, _PATIENCE
+        limit, patience = self.scheduler.time_limit, _PATIENCE
         if problem.time_limit is not None:
-            limit, patience = min(self.time_limit, problem.time_limit), 1.0
+            limit, patience = min(limit, problem.time_limit), 1.0
         limit /= 4 if problem.train else 2
         options = SearchOptions(limit, problem.seed, patience=patience, unrolled=_MOST_TASKS)
         try:
@@ -133,9 +166,18 @@ class Tessel:
         whole = math.floor(busiest_seconds(stages, prediction) / tick)
         load = whole if costs else max(blocks.graph.loads)
         all_orders = (split or not problem.train) and not costs and problem.micro_batches % stages.pipeline_count == 0
-        proof = _proof(self.name, blocks, found, all_orders, load)
+        proof = _proof(self.scheduler.name, blocks, found, all_orders, load)
         schedule = replace(schedule, period=schedule.period if found.repetend else None, proof=proof)
-        return _candidate(problem, stages, prediction, self.name, schedule, found.makespan * tick)
+        return self._judged(self.scheduler.name, schedule, found.makespan * tick)
+
+    def _judged(self, name: str, schedule: Schedule, tasks_s: float = math.inf) -> _Candidate:
+        """The schedule with the step that it makes; a proof is void where tasks are not done in `tasks_s`."""
+        step = simulate(schedule, self.stages.stage_devices, self.prediction)
+        wait = max(span.end for span in step.spans) > tasks_s * (1 + SAME)
+        if wait:
+            schedule = replace(schedule, period=None, proof=None)
+        excess = [max(0, peak - self.problem.memory_of(device)) for device, peak in enumerate(step.peak_memory)]
+        return _Candidate(name, schedule, step.end, max(step.peak_memory), sum(excess), wait)
 
 
 def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool, load: int) -> Proof:
@@ -151,52 +193,3 @@ def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: boo
     error = 2 * found.units * len(blocks.graph.blocks)
     least = max(0, found.lower_bound - error) if all_orders else 0
     return Proof(name, least * blocks.tick_s, found.optimal and all_orders, error / found.makespan)
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    name: str
-    schedule: Schedule
-    step: float
-    peak: int
-    excess: int
-    """Bytes that devices would need beside what they have, all together."""
-    messages_wait: bool
-    """True if the step is longer than the search expected, since messages wait for one another on their links."""
-
-
-def _candidate(
-    problem: Problem,
-    stages: StageGraph,
-    prediction: Prediction,
-    name: str,
-    schedule: Schedule,
-    tasks_s: float = math.inf,
-) -> _Candidate:
-    """The schedule, judged by the step that it makes; a proof is void where tasks are not done in `tasks_s`."""
-    step = simulate(schedule, stages.stage_devices, prediction)
-    wait = max(span.end for span in step.spans) > tasks_s * (1 + SAME)
-    if wait:
-        schedule = replace(schedule, period=None, proof=None)
-    excess = [max(0, peak - problem.memory_of(device)) for device, peak in enumerate(step.peak_memory)]
-    return _Candidate(name, schedule, step.end, max(step.peak_memory), sum(excess), wait)
-
-
-def _better(new: _Candidate, old: _Candidate | None, worth: float) -> _Candidate:
-    """The one that fits memory better, is shorter by more than the share `worth`, needs less memory; else the new."""
-    if old is None or new.excess < old.excess:
-        return new
-    if new.excess > old.excess or new.step > old.step * (1 - worth + SAME):
-        return old
-    return new if new.step < old.step * (1 - SAME) or new.peak <= old.peak else old
-
-
-def _proven(best: _Candidate, bound: float, end: float) -> Schedule:
-    """The schedule with what is known of it: without a steady state, of the step with the seconds `end` after tasks."""
-    proof = best.schedule.proof or Proof(best.name, 0.0, optimal=False)
-    if best.schedule.period is None:
-        least = max(proof.lower_bound + end, bound)
-        rounding = 0.0 if best.step <= bound * (1 + SAME) else proof.rounding
-        optimal = best.step * (1 - rounding) <= least * (1 + SAME)
-        proof = replace(proof, lower_bound=least, optimal=optimal, rounding=rounding)
-    return replace(best.schedule, proof=proof)

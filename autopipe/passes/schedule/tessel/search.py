@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from autopipe.ir.block_schedule import BlockGraph, BlockSchedule, check_blocks
 from autopipe.ir.errors import ConfigurationError
+from autopipe.passes.schedule.tessel import periodic
 from autopipe.passes.schedule.tessel.model import (
     Budget,
     PeriodicStarts,
@@ -35,17 +36,6 @@ from autopipe.passes.schedule.tessel.model import (
     tails,
     turn_of,
     unroll,
-)
-from autopipe.passes.schedule.tessel.periodic import (
-    SteadyState,
-    coarse,
-    construct,
-    least_latency,
-    least_memory,
-    least_period,
-    one_at_a_time,
-    tighten,
-    with_period,
 )
 from autopipe.passes.schedule.tessel.warmup_cooldown import StartWindow, complete, model_tasks, serial_order
 from autopipe.passes.solvers.cp_sat import Limit, OnSolution, Status, solve
@@ -66,10 +56,10 @@ def steady_state(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResul
     best, bound = least_steady_period(graph, units, budget)
     budget.report(best.period, bound)
     roomy = reserved(graph, units)
-    best = tighten(roomy, best, best.period)
-    best = _ask(roomy, budget, 0.2, lambda limit: least_latency(roomy, best, limit)).cyclic or best
+    best = periodic.tighten(roomy, best, best.period)
+    best = _ask(roomy, budget, 0.2, lambda limit: periodic.least_latency(roomy, best, limit)).cyclic or best
     latency = best.latency(roomy)
-    best = _ask(roomy, budget, 0.1, lambda limit: least_memory(roomy, best, limit, latency)).cyclic or best
+    best = _ask(roomy, budget, 0.1, lambda limit: periodic.least_memory(roomy, best, limit, latency)).cyclic or best
     budget.report(best.period, bound)
     return PeriodicResult(best, bound)
 
@@ -80,7 +70,7 @@ def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> Period
     graph = reserved(graph, units)
     bound = period_bound(graph)
     budget.report(None, bound)
-    best = construct(graph, bound, serial, budget)
+    best = periodic.construct(graph, bound, serial, budget)
     budget.report(best.period, bound)
     if best.period > bound:
         best = _rounded(graph, best, bound, budget)
@@ -92,32 +82,32 @@ def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> Period
 
 def _rounded(graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget) -> PeriodicStarts:
     """A better steady state by way of rounded times, if there is one."""
-    rounded = coarse(graph, bound)
+    rounded = periodic.coarse(graph, bound)
     if rounded is None:
         return best
     low = period_bound(rounded)
-    found = _ask(graph, budget, 0.1, lambda limit: with_period(rounded, low, limit))
+    found = _ask(graph, budget, 0.1, lambda limit: periodic.with_period(rounded, low, limit))
     if found.cyclic is None:
-        known = tighten(rounded, best, low)
-        found = _ask(graph, budget, 0.35, lambda limit: least_period(rounded, low, known, limit))
+        known = periodic.tighten(rounded, best, low)
+        found = _ask(graph, budget, 0.35, lambda limit: periodic.least_period(rounded, low, known, limit))
     if found.cyclic is None:
         return best
-    return min(best, tighten(graph, found.cyclic, bound), key=lambda each: each.period)
+    return min(best, periodic.tighten(graph, found.cyclic, bound), key=lambda each: each.period)
 
 
 def _exact(graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget) -> tuple[PeriodicStarts, int]:
     """The least period, or one closer to it, and a bound closer to it."""
-    found = _ask(graph, budget, 0.15, lambda limit: with_period(graph, bound, limit))
+    found = _ask(graph, budget, 0.15, lambda limit: periodic.with_period(graph, bound, limit))
     if found.cyclic is not None:
         return found.cyclic, bound
     low = bound + 1 if found.status is Status.INFEASIBLE else bound
     if best.period == low:
         return best, low
-    found = _ask(graph, budget, 0.6, lambda limit: least_period(graph, low, best, limit, budget.report))
+    found = _ask(graph, budget, 0.6, lambda limit: periodic.least_period(graph, low, best, limit, budget.report))
     if found.status is Status.INFEASIBLE:
         return best, best.period
     if found.cyclic is not None:
-        best = tighten(graph, found.cyclic, low)
+        best = periodic.tighten(graph, found.cyclic, low)
     return best, min(best.period, max(low, found.bound or 0))
 
 
@@ -125,11 +115,14 @@ _PAIRS_PER_SECOND = 4000
 """Pairs of blocks on one device, for each second of the time limit, of which models are made: a tenth of a second's."""
 
 
-def _ask(graph: BlockGraph, budget: Budget, share: float, question: Callable[[Limit], SteadyState]) -> SteadyState:
+_Question = Callable[[Limit], periodic.SteadyState]
+
+
+def _ask(graph: BlockGraph, budget: Budget, share: float, question: _Question) -> periodic.SteadyState:
     """The answer to a question that may take a share of what is left; none where its model alone would take long."""
     pairs = sum(math.comb(len(members), 2) for members in graph.members)
     if budget.left < 0 or pairs > _PAIRS_PER_SECOND * budget.options.time_limit:
-        return SteadyState(Status.UNKNOWN, None, None, 0.0)
+        return periodic.SteadyState(Status.UNKNOWN, None, None, 0.0)
     found = question(budget.limit(share))
     budget.work += found.work
     return found
@@ -191,7 +184,7 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
     starts = complete(graph, cyclic, units, budget)
     if not fits(graph, starts):
         # Units that free before they allocate can lean on the next ones in the steady state; the last one cannot.
-        cyclic = one_at_a_time(graph, serial_order(graph, units, budget.limit(1.0)))
+        cyclic = periodic.one_at_a_time(graph, serial_order(graph, units, budget.limit(1.0)))
         starts = unroll(graph, cyclic, units)
     schedule = BlockSchedule(graph, starts, cyclic.period, bound, cyclic.period == bound, repetend_of(cyclic))
     schedule = _shortened(schedule, cyclic, budget)
@@ -272,84 +265,60 @@ def shortest_greedy(graph: BlockGraph, units: int) -> Starts | None:
 def greedy(graph: BlockGraph, units: int, in_flight: int) -> Starts | None:
     """A list schedule with at most `in_flight` units begun and not ended on any device.
 
-    None where limits leave units waiting for each other.
+    None where limits leave units waiting for each other. Units are equal, so of each block only the oldest unit that
+    has not started it is looked at.
     """
-    state = _ListState(graph, units, in_flight)
-    while state.moments:
-        now = state.moments[0][0]
-        devices: set[int] = set()
-        while state.moments and state.moments[0][0] == now:
-            devices.add(heapq.heappop(state.moments)[1])
-        state.start_ready(now, devices)
-    return None if state.left else tuple(map(tuple, state.starts))
+    blocks, members, ranks = graph.blocks, graph.members, []
+    for index, (block, tail) in enumerate(zip(blocks, tails(graph), strict=True)):
+        # Blocks that others wait for come before blocks that allocate, and these before the rest.
+        ranks.append((1 if block.memory > 0 or not block.after else 0 if graph.following[index] else 2, -tail))
+    starts = [[-1] * len(blocks) for _ in range(units)]
+    next_unit = [0] * len(blocks)
+    moments = [(0, device) for device in range(graph.devices)]  # When devices are looked at again.
+    free, used = [0] * graph.devices, [0] * graph.devices
+    waiting = [
+        [len(own)] * units for own in members
+    ]  # Of each device and unit, how many of its blocks have not started.
+    begun = [0] * graph.devices  # Units begun and not ended on each device.
 
-
-class _ListState:
-    """State of a list schedule: the blocks started, and when devices are looked at again.
-
-    Units are equal, so of each block only the oldest unit that has not started it is looked at.
-    """
-
-    def __init__(self, graph: BlockGraph, units: int, in_flight: int) -> None:
-        count = len(graph.blocks)
-        self.graph, self.units, self.in_flight = graph, units, in_flight
-        self.starts = [[-1] * count for _ in range(units)]
-        self.left = units * count
-        self.next_unit = [0] * count
-        self.moments = [(0, device) for device in range(graph.devices)]
-        self.free, self.used = [0] * graph.devices, [0] * graph.devices
-        self.waiting = [[len(members)] * units for members in graph.members]
-        """Of each device and unit, how many of its blocks have not started."""
-        self.open = [0] * graph.devices
-        """Units begun and not ended on each device."""
-        self.ranks: list[tuple[int, int]] = []
-        for index, (block, tail) in enumerate(zip(graph.blocks, tails(graph), strict=True)):
-            # Blocks that others wait for come before blocks that allocate, and these before the rest.
-            rank = 1 if block.memory > 0 or not block.after else 0 if graph.following[index] else 2
-            self.ranks.append((rank, -tail))
-
-    def start_ready(self, now: int, devices: set[int]) -> None:
-        """Start what can on some devices; what waits for one of several keeps the others from what comes behind it."""
-        kept: set[int] = set()
-        choices = {index for device in devices if self.free[device] <= now for index in self.graph.members[device]}
-        for index in sorted(choices, key=lambda each: (self.ranks[each][0], self.next_unit[each], self.ranks[each][1])):
-            unit, block = self.next_unit[index], self.graph.blocks[index]
-            if unit == self.units or not self._ready(unit, index, now):
-                continue
-            if any(self.free[device] > now or device in kept for device in block.devices):
-                kept.update(block.devices)
-            elif self._has_room(unit, index):
-                self._start(unit, index, now)
-
-    def _ready(self, unit: int, index: int, now: int) -> bool:
-        starts = self.starts[unit]
-        return all(0 <= starts[other] <= now - wait for other, wait in self.graph.waits[index])
-
-    def _has_room(self, unit: int, index: int) -> bool:
-        for device in self.graph.blocks[index].devices:
-            room = self.graph.memory[device]
-            if room is not None and self.used[device] + self.graph.blocks[index].memory > room:
+    def has_room(unit: int, index: int) -> bool:
+        for device in blocks[index].devices:
+            room = graph.memory[device]
+            if room is not None and used[device] + blocks[index].memory > room:
                 return False
-            begins = self.waiting[device][unit] == len(self.graph.members[device])
-            if begins and self.open[device] == self.in_flight:
+            if waiting[device][unit] == len(members[device]) and begun[device] == in_flight:
                 return False
         return True
 
-    def _start(self, unit: int, index: int, now: int) -> None:
-        block = self.graph.blocks[index]
-        end = now + block.time
-        self.starts[unit][index] = now
-        self.next_unit[index] += 1
-        self.left -= 1
+    def start(unit: int, index: int, now: int) -> None:
+        block = blocks[index]
+        starts[unit][index] = now
+        next_unit[index] += 1
         for device in block.devices:
-            self.free[device] = end
-            self.used[device] += block.memory
-            self.open[device] += self.waiting[device][unit] == len(self.graph.members[device])
-            self.waiting[device][unit] -= 1
-            self.open[device] -= self.waiting[device][unit] == 0
-            heapq.heappush(self.moments, (end, device))
-        for follower in self.graph.following[index]:
-            after = self.graph.blocks[follower]
+            free[device] = now + block.time
+            used[device] += block.memory
+            begun[device] += waiting[device][unit] == len(members[device])
+            waiting[device][unit] -= 1
+            begun[device] -= waiting[device][unit] == 0
+            heapq.heappush(moments, (now + block.time, device))
+        for follower in graph.following[index]:
+            after = blocks[follower]
             delay = after.delay(after.after.index(index))
             for device in after.devices:
-                heapq.heappush(self.moments, (end + delay, device))
+                heapq.heappush(moments, (now + block.time + delay, device))
+
+    while moments:
+        now, devices = moments[0][0], set[int]()
+        while moments and moments[0][0] == now:
+            devices.add(heapq.heappop(moments)[1])
+        kept: set[int] = set()  # Devices that wait for others together with which they run what comes first.
+        choices = {index for device in devices if free[device] <= now for index in members[device]}
+        for index in sorted(choices, key=lambda each: (ranks[each][0], next_unit[each], ranks[each][1])):
+            unit = next_unit[index]
+            if unit == units or not all(0 <= starts[unit][other] <= now - wait for other, wait in graph.waits[index]):
+                continue
+            if any(free[device] > now or device in kept for device in blocks[index].devices):
+                kept.update(blocks[index].devices)
+            elif has_room(unit, index):
+                start(unit, index, now)
+    return tuple(map(tuple, starts)) if all(unit == units for unit in next_unit) else None

@@ -125,9 +125,18 @@ def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Seq
     """
     used = {device for block in blocks.graph.blocks[: len(blocks.kinds)] for device in block.devices}
     unit = max(1, min((max(0, free[device]) for device in used), default=0) // _SHARES)
-    changed = [_change(costs[stage], phase, unit) for stage, phase, _ in blocks.kinds]
+    changed = []
+    for stage, phase, _ in blocks.kinds:  # The parts of a micro-batch add up to nothing.
+        kept, waiting = -(-costs[stage].kept_bytes // unit), -(-costs[stage].weight_kept_bytes // unit)
+        by_phase = {
+            Phase.FORWARD: kept,
+            Phase.BACKWARD: -kept,
+            Phase.INPUT_GRADIENT: waiting - kept,
+            Phase.WEIGHT_GRADIENT: -waiting,
+        }
+        changed.append(by_phase[phase])
     changed += [0] * (len(blocks.graph.blocks) - len(changed))
-    kept = tuple(replace(block, memory=change) for block, change in zip(blocks.graph.blocks, changed, strict=True))
+    made = tuple(replace(block, memory=change) for block, change in zip(blocks.graph.blocks, changed, strict=True))
     rooms: list[int | None] = [None] * blocks.graph.devices
     for device in used:
         members = blocks.graph.members[device]
@@ -135,7 +144,7 @@ def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Seq
         room = max(0, free[device] - fleeting) // unit
         if units * sum(max(0, changed[index]) for index in members) > room:
             rooms[device] = room
-    return replace(blocks, graph=replace(blocks.graph, blocks=kept, memory=tuple(rooms)))
+    return replace(blocks, graph=replace(blocks.graph, blocks=made, memory=tuple(rooms)))
 
 
 def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph, micro_batches: int) -> Schedule:
@@ -182,17 +191,3 @@ def _before(stages: StageGraph, stage: int, phase: Phase, turn: int) -> list[Kin
         around = [target for source, target in stages.edges if source == stage]
         last = [(stage, Phase.FORWARD, turn), *last]
     return [*last, *((other, phase, number) for other in around for number in stages.sharing(stage, turn, other))]
-
-
-def _change(cost: StagePrediction, phase: Phase, unit: int) -> int:
-    """Change of the memory in use by a task; the parts of a micro-batch add up to nothing."""
-    kept, waiting = -(-cost.kept_bytes // unit), -(-cost.weight_kept_bytes // unit)
-    match phase:
-        case Phase.FORWARD:
-            return kept
-        case Phase.BACKWARD:
-            return -kept
-        case Phase.INPUT_GRADIENT:
-            return waiting - kept
-        case Phase.WEIGHT_GRADIENT:
-            return -waiting
