@@ -21,6 +21,7 @@ from autopipe.ir.problem import Constraint
 from autopipe.ir.space import Space
 from autopipe.passes.analysis.constraints import BATCH_AXIS
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes, uses_of
+from autopipe.passes.frontend import protobuf_scan as wire
 from autopipe.passes.frontend.device_annotations import (
     Annotation,
     Configuration,
@@ -30,21 +31,6 @@ from autopipe.passes.frontend.device_annotations import (
 )
 from autopipe.passes.frontend.load import inlined, load, located, opened
 from autopipe.passes.frontend.model import Model, Origin, Provenance
-from autopipe.passes.frontend.protobuf_scan import (
-    GRAPH_NODE,
-    LENGTH,
-    MODEL_CONFIGURATION,
-    MODEL_GRAPH,
-    MODEL_IR_VERSION,
-    NODE_CONFIGURATION,
-    VARINT,
-    Field,
-    encoded,
-    fields_of,
-    framed,
-    header,
-    varint,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,7 +411,7 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
             hint=f"name a file in {folder}",
         )
     data = opened(model)
-    if any(field.number == MODEL_FUNCTION for field in fields_of(data, 0, len(data))):
+    if any(field.number == MODEL_FUNCTION for field in wire.fields_of(data, 0, len(data))):
         data = memoryview(inlined(onnx.ModelProto.FromString(bytes(data))).SerializeToString())
     try:
         with replacing(target) as file:
@@ -442,53 +428,55 @@ def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
     """
     import onnx
 
-    fields = list(fields_of(data, 0, len(data)))
+    fields = list(wire.fields_of(data, 0, len(data)))
     versions = {
-        each.start: varint(data, each.payload, each.end)[0] for each in fields if each.number == MODEL_IR_VERSION
+        each.start: wire.varint(data, each.payload, each.end)[0]
+        for each in fields
+        if each.number == wire.MODEL_IR_VERSION
     }
     declared = {
         field.start: onnx.DeviceConfigurationProto.FromString(bytes(data[field.payload : field.end]))
         for field in fields
-        if _is(field, MODEL_CONFIGURATION)
+        if _is(field, wire.MODEL_CONFIGURATION)
     }
     name, devices = configuration.name, configuration.devices
     replaced = {each.name for each in declared.values() if each.name == name or each.num_devices == devices}
     dropped = {*versions, *(start for start, each in declared.items() if each.name in replaced)}
     annotations = {
-        each.node: framed(NODE_CONFIGURATION, annotation_proto(each, configuration.name).SerializeToString())
+        each.node: wire.framed(wire.NODE_CONFIGURATION, annotation_proto(each, configuration.name).SerializeToString())
         for each in configuration.annotations
     }
-    yield encoded(MODEL_IR_VERSION << 3 | VARINT) + encoded(max(IR_VERSION, *versions.values()))
+    yield wire.encoded(wire.MODEL_IR_VERSION << 3 | wire.VARINT) + wire.encoded(max(IR_VERSION, *versions.values()))
     positions = itertools.count()
     for field in fields:
-        if _is(field, MODEL_GRAPH):
+        if _is(field, wire.MODEL_GRAPH):
             pieces = list(_graph(data, field, replaced, annotations, positions))
-            yield header(MODEL_GRAPH, sum(map(len, pieces)))
+            yield wire.header(wire.MODEL_GRAPH, sum(map(len, pieces)))
             yield from pieces
         elif field.start not in dropped:
             yield data[field.start : field.end]
-    yield framed(MODEL_CONFIGURATION, configuration_proto(configuration).SerializeToString())
+    yield wire.framed(wire.MODEL_CONFIGURATION, configuration_proto(configuration).SerializeToString())
 
 
 def _graph(
-    data: memoryview, graph: Field, replaced: set[str], annotations: Mapping[int, bytes], positions: Iterator[int]
+    data: memoryview, graph: wire.Field, replaced: set[str], annotations: Mapping[int, bytes], positions: Iterator[int]
 ) -> Iterator[Piece]:
     """Contents of the graph's field, its nodes without annotations for the configurations `replaced`."""
     import onnx
 
-    for part in fields_of(data, graph.payload, graph.end):
-        if not _is(part, GRAPH_NODE):
+    for part in wire.fields_of(data, graph.payload, graph.end):
+        if not _is(part, wire.GRAPH_NODE):
             yield data[part.start : part.end]
             continue
         pieces: list[Piece] = []
-        for field in fields_of(data, part.payload, part.end):
-            own = bytes(data[field.payload : field.end]) if _is(field, NODE_CONFIGURATION) else None
+        for field in wire.fields_of(data, part.payload, part.end):
+            own = bytes(data[field.payload : field.end]) if _is(field, wire.NODE_CONFIGURATION) else None
             if own is None or onnx.NodeDeviceConfigurationProto.FromString(own).configuration_id not in replaced:
                 pieces.append(data[field.start : field.end])
         pieces.append(annotations.get(next(positions), b""))
-        yield header(GRAPH_NODE, sum(map(len, pieces)))
+        yield wire.header(wire.GRAPH_NODE, sum(map(len, pieces)))
         yield from pieces
 
 
-def _is(field: Field, number: int) -> bool:
-    return field.number == number and field.wire == LENGTH
+def _is(field: wire.Field, number: int) -> bool:
+    return field.number == number and field.wire == wire.LENGTH

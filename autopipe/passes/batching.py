@@ -12,7 +12,6 @@ AUTO_PER_DEVICE = 4
 """`auto` takes at most this many micro-batches a device: a pipeline of p stages then idles at most (p-1)/(5p-1) of the
 step, and more micro-batches gain less than they lose to smaller kernels."""
 
-
 MOST_MICRO_BATCHES = 2**16
 """Every micro-batch is a task on every device that a schedule lists."""
 
@@ -62,11 +61,7 @@ def batchings(
     first. Raises ConfigurationError for what does not divide.
     """
     most = 1 if devices == 1 else AUTO_PER_DEVICE * devices
-    if micro_batch_size is not None:
-        yield _of_size(micro_batch_size, batch_size, micro_batches, own, most)
-    elif micro_batches is not None:
-        yield _of_count(micro_batches, batch_size, own)
-    else:
+    if micro_batch_size is None and micro_batches is None:
         batch = batch_size or own or most
         counts = [count for count in divisors(batch) if own is None or own % (batch // count) == 0]
         if not counts:
@@ -75,40 +70,33 @@ def batchings(
         for count in nearest if division is Division.MANY else sorted(counts):
             sizes = tuple(size for size in divisors(batch // count) if batch // size in counts)
             yield Batching(batch, count, sizes if division is Division.OWN else ())
-
-
-def _of_size(size: int, batch_size: int | None, micro_batches: int | None, own: int | None, most: int) -> Batching:
-    if own is not None and own % size:
-        raise _not_of_own(size, own)
-    count = micro_batches or (batch_size or own or most * size) // size
-    batch = batch_size or count * size
-    if batch != count * size or not count:
-        raise ConfigurationError(
-            f"a batch of {batch} samples is not {count or 1} micro-batches of {size}",
-            hint=f"--batch-size {max(1, count) * size}",
-        )
-    return _limited(batch, count)
-
-
-def _of_count(count: int, batch_size: int | None, own: int | None) -> Batching:
-    batch = batch_size or (own or 1) * count
-    if batch % count:
-        nearest = min(divisors(batch), key=lambda divisor: abs(divisor - count))
-        raise ConfigurationError(
-            f"{count} micro-batches do not divide a batch of {batch} samples", hint=f"--micro-batches {nearest}"
-        )
-    if own is not None and own % (batch // count):
-        raise _not_of_own(batch // count, own)
-    return _limited(batch, count)
-
-
-def _limited(batch: int, count: int) -> Batching:
+        return
+    if micro_batch_size is not None:
+        if own is not None and own % micro_batch_size:
+            raise _not_of_own(micro_batch_size, own)
+        count = micro_batches or (batch_size or own or most * micro_batch_size) // micro_batch_size
+        batch = batch_size or count * micro_batch_size
+        if batch != count * micro_batch_size or not count:
+            raise ConfigurationError(
+                f"a batch of {batch} samples is not {count or 1} micro-batches of {micro_batch_size}",
+                hint=f"--batch-size {max(1, count) * micro_batch_size}",
+            )
+    else:
+        assert micro_batches is not None
+        count, batch = micro_batches, batch_size or (own or 1) * micro_batches
+        if batch % count:
+            near = min(divisors(batch), key=lambda divisor: abs(divisor - count))
+            raise ConfigurationError(
+                f"{count} micro-batches do not divide a batch of {batch} samples", hint=f"--micro-batches {near}"
+            )
+        if own is not None and own % (batch // count):
+            raise _not_of_own(batch // count, own)
     if count > MOST_MICRO_BATCHES:
         raise ConfigurationError(
             f"a batch of {batch} samples in {count} micro-batches is too fine to schedule",
             hint=f"at most {MOST_MICRO_BATCHES} micro-batches",
         )
-    return Batching(batch, count)
+    yield Batching(batch, count)
 
 
 def _not_of_own(size: int, own: int | None) -> ConfigurationError:
@@ -139,6 +127,5 @@ def climb(places: Sequence[int], start: int, seconds: Callable[[int], float | No
 
 
 def divisors(number: int) -> list[int]:
-    """The numbers that divide it, ascending."""
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})

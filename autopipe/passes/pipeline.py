@@ -99,12 +99,10 @@ class Runner:
         self.observer = observer or Observer()
         self.models: dict[int | None, Model] = {}
         """By the samples of an evaluation; under None on as many as the file fixes, else on one."""
-        self.work: dict[int | None, tuple[Work, ...]] = {}
-        """Costs of the nodes of each of those."""
+        self.work: dict[int | None, tuple[Work, ...]] = {}  # Costs of the nodes of each of those.
         self.problems: dict[Hashable, Problem] = {}
         """By all in which problems differ: equal requests pose one and the same, about which answers are remembered."""
-        self.failures = 0
-        """Candidates that ended with a mistake of ours."""
+        self.failures = 0  # Candidates that ended with a mistake of ours.
         self._seconds: dict[str, float] = {}
 
     @property
@@ -447,7 +445,6 @@ def time_schedule(placed: Placed, schedule: Schedule, runner: Runner, known: tup
 def assemble_plan(
     request: Request, strategy: Strategy, scheduler: Scheduler, placed: Placed, scheduled: Scheduled, runner: Runner
 ) -> PlanResult:
-    """The plan that a placement and its schedule are."""
     from autopipe.passes.schedule.breakdown import breakdown  # Only the plan that is chosen is explained.
 
     problem, placement, prediction = placed.problem, placed.placement, placed.prediction

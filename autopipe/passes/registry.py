@@ -47,6 +47,7 @@ class Scheduler(Protocol):
         """The schedule."""
 
 
+# The built-in ones, each with the place of its class.
 STRATEGIES = {
     "breadth_first": "autopipe.passes.placement.pase.strategy:BreadthFirst",
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
@@ -63,8 +64,6 @@ STRATEGIES = {
     "tepdist": "autopipe.passes.placement.tepdist.strategy:TePDist",
     "tessel_shapes": "autopipe.passes.placement.tessel_shapes:TesselShapes",
 }
-"""Where each built-in strategy's class lives."""
-
 SCHEDULERS = {
     "1f1b": "autopipe.passes.schedule.published.one_f_one_b:OneForwardOneBackward",
     "1f1b_plus": "autopipe.passes.schedule.published.one_f_one_b:OneForwardOneBackwardPlus",
@@ -84,17 +83,16 @@ SCHEDULERS = {
     "zb_v": "autopipe.passes.schedule.published.zero_bubble:ZeroBubbleV",
     "tessel": "autopipe.passes.schedule.tessel.scheduler:Tessel",
 }
-"""Where each built-in scheduler's class lives."""
 
 
 def strategy_names() -> tuple[str, ...]:
     """Names of all strategies, sorted."""
-    return tuple(sorted({**STRATEGIES, **_announced("autopipe.strategies")}))
+    return tuple(sorted({*STRATEGIES, *_announced("autopipe.strategies")}))
 
 
 def scheduler_names() -> tuple[str, ...]:
     """Names of all schedulers, sorted."""
-    return tuple(sorted({**SCHEDULERS, **_announced("autopipe.schedulers")}))
+    return tuple(sorted({*SCHEDULERS, *_announced("autopipe.schedulers")}))
 
 
 def strategy_class(name: str) -> type[Any]:
@@ -106,7 +104,7 @@ def strategy_class(name: str) -> type[Any]:
 
 
 def scheduler_class(name: str) -> type[Any]:
-    """The class of the scheduler called `name`, under the same terms as `strategy_class`."""
+    """The same of a scheduler."""
     return _find("schedule", name, {**_announced("autopipe.schedulers"), **SCHEDULERS})
 
 

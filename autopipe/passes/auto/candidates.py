@@ -29,7 +29,6 @@ class Candidate:
     """True if the optimizer's state is shared out among replicas."""
 
     def settled(self, request: Request) -> Request:
-        """The request with what this candidate settles of it."""
         count = request.micro_batches if self.micro_batches is None else self.micro_batches
         if request.micro_batch_size is not None and request.batch_size is not None:
             count = request.batch_size // request.micro_batch_size
@@ -142,11 +141,9 @@ LONG = ("tepdist", "piper")
 _MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
 """Strategies whose forms read the same from a model on micro-batches of one size."""
 
-_MOST_TASKS = 2**14
-"""The most stages times micro-batches for which every schedule is simulated, whatever bounds say."""
+_MOST_TASKS = 2**14  # The most stages times micro-batches for which every schedule is simulated, whatever bounds say.
 
-_MOST_SEARCHED = 2**11
-"""The most of them for which a schedule is searched."""
+_MOST_SEARCHED = 2**11  # The most of them for which a schedule is searched.
 
 
 class LeftOutError(AutopipeError):

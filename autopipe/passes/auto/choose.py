@@ -128,12 +128,9 @@ def _scheduler_names() -> tuple[str, ...]:
     return (*_FIRST, *middle, *_LAST)
 
 
-_SHARE = 1 / 4
-"""The part of a device's memory that parameters and what is kept beside them may fill."""
-_PER_STAGE = 4
-"""Micro-batches a stage, about: a pipeline then idles a fifth of the step."""
-_FEWEST = 16
-"""Micro-batches of few stages: one stage needs all at once that backward needs of one."""
+_SHARE = 1 / 4  # The part of a device's memory that parameters and what is kept beside them may fill.
+_PER_STAGE = 4  # Micro-batches a stage, about: a pipeline then idles a fifth of the step.
+_FEWEST = 16  # Micro-batches of few stages: one stage needs all at once that backward needs of one.
 
 
 def first_candidate(request: Request, graph: Graph) -> Candidate | None:
@@ -188,17 +185,14 @@ def refine(search: PlanSearch) -> Iterator[Candidate]:
             yield replace(best.candidate, strategy=replace(form, pipeline=pipeline), micro_batches=count)
 
 
-_MOST = 3
-"""Candidates that are planned again with recomputation, or with shared state: one of each strategy."""
+_MOST = 3  # Candidates that are planned again with recomputation, or with shared state: one of each strategy.
 
-_BASELINES = ("breadth_first", "mcmc")
-"""Strategies that pase is at least as good as: tried once, and not varied."""
+_BASELINES = ("breadth_first", "mcmc")  # Strategies that pase is at least as good as: tried once, and not varied.
 
 _OFTEN_SHARED = ("tepdist",)
 """Strategies that search long, and promise so much as a rule that shared state is asked for, too."""
 
-_ALWAYS_OR_NEVER = ("pase",)
-"""Searches in whose tables a stage keeps as much of one micro-batch, recomputed or not."""
+_ALWAYS_OR_NEVER = ("pase",)  # Searches in whose tables a stage keeps as much of one micro-batch, recomputed or not.
 
 _NEAR = 1.5
 """How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""

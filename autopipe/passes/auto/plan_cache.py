@@ -52,7 +52,6 @@ class PlacementDecision:
 
     @property
     def proven(self) -> Placement:
-        """The placement with its proof."""
         return dataclasses.replace(self.placement, proof=self.splits)
 
 
@@ -61,7 +60,6 @@ def refused_form(error: AutopipeError) -> dict[str, object]:
 
 
 def refused_of(record: JsonRecord) -> AutopipeError:
-    """The error that `refused_form` told."""
     kind = _REFUSALS.get(record.get("refused", str), AutopipeError)
     return kind(*(record.get(name, str) for name in ("message", "hint", "where")))
 

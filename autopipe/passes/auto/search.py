@@ -13,6 +13,7 @@ from functools import partial
 from autopipe.ir.codec import JsonRecord, decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
 from autopipe.ir.plan import Alternative
+from autopipe.passes import pipeline
 from autopipe.passes.auto.candidates import (
     LONG,
     QUICK,
@@ -27,18 +28,6 @@ from autopipe.passes.auto.candidates import (
 from autopipe.passes.auto.plan_cache import PlacementDecision, refused_form, refused_of, schedule_form, schedule_of
 from autopipe.passes.auto.workers import Answer, SpeculativePool, Work
 from autopipe.passes.batching import Batching
-from autopipe.passes.pipeline import (
-    Placed,
-    Request,
-    Runner,
-    Scheduled,
-    place_as,
-    predict_placement,
-    read,
-    run_scheduler,
-    run_strategy,
-    time_schedule,
-)
 from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.limits import SAME, lower_bound
 
@@ -48,7 +37,7 @@ class ScheduleOutcome:
     """Result of a schedule on a placement: the step it makes, or why there is none."""
 
     scheduler: Scheduler
-    scheduled: Scheduled | None = None
+    scheduled: pipeline.Scheduled | None = None
     refused: AutopipeError | None = None
 
     @property
@@ -62,7 +51,7 @@ class CandidateTrial:
     """A candidate's placement, and the step of every schedule that was run on it."""
 
     candidate: Candidate
-    placed: Placed | None = None
+    placed: pipeline.Placed | None = None
     bound_s: float = math.inf
     """No schedule of the placement takes less."""
     refused: AutopipeError | None = None
@@ -78,7 +67,6 @@ class CandidateTrial:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the shortest step; infinite where there is none."""
         return math.inf if self.best is None else self.best.step_s
 
     @property
@@ -89,7 +77,7 @@ class CandidateTrial:
     def has_run(self, scheduler: Scheduler) -> bool:
         return any(run.scheduler == scheduler for run in self.runs)
 
-    def alternatives(self, request: Request) -> tuple[Alternative, ...]:
+    def alternatives(self, request: pipeline.Request) -> tuple[Alternative, ...]:
         """Rows kept in the plan: one for every schedule, one where there is none."""
         choice, placed, bound_s = self.candidate.choice(request), self.origin.placed, self.origin.bound_s
         if placed is None:
@@ -117,8 +105,7 @@ class CandidateTrial:
 _REFUSALS = (*REFUSALS, LeftOutError, InternalError)
 """Errors that end one candidate and never the search: internal errors, too, which are reported."""
 
-_SOON = 2
-"""Works that are begun before those that take long."""
+_SOON = 2  # Works that are begun before those that take long.
 
 _GENERAL = ("manual", "pipedream")
 """The strategies that say best why there is no plan: manual follows any constraints, pipedream takes any model."""
@@ -128,8 +115,8 @@ _GENERAL = ("manual", "pipedream")
 class PlanSearch:
     """One search and its trials. What is strictly shorter wins, so that the order of candidates settles ties."""
 
-    request: Request
-    runner: Runner
+    request: pipeline.Request
+    runner: pipeline.Runner
     schedulers: Callable[[], Iterable[Scheduler]]
     """All of them, each loaded as it is asked for: the first that takes a placement says about what its step takes; the
     others are run where they could win."""
@@ -149,7 +136,6 @@ class PlanSearch:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the shortest step; infinite where there is none."""
         return math.inf if self.best is None else self.best.step_s
 
     def is_over(self) -> bool:
@@ -189,12 +175,12 @@ class PlanSearch:
 
     def _decide(self, candidate: Candidate) -> Answer:
         settled = self._within_time(candidate.settled(self.request))
-        _, problem, placement = run_strategy(settled, candidate.strategy, self.runner)
+        _, problem, placement = pipeline.run_strategy(settled, candidate.strategy, self.runner)
         batching = Batching(problem.batch_size, problem.micro_batches, problem.micro_batch_sizes)
         return encode(PlacementDecision.of(placement, batching))
 
-    def _order(self, placed: Placed, scheduler: Scheduler) -> Answer:
-        return schedule_form(run_scheduler(placed, scheduler, self.runner))
+    def _order(self, placed: pipeline.Placed, scheduler: Scheduler) -> Answer:
+        return schedule_form(pipeline.run_scheduler(placed, scheduler, self.runner))
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
         """Place each candidate and simulate its step under the first schedule that takes it."""
@@ -250,7 +236,7 @@ class PlanSearch:
             if self._run(found, placed, scheduler).scheduled:
                 break
 
-    def _placed(self, candidate: Candidate) -> Placed:
+    def _placed(self, candidate: Candidate) -> pipeline.Placed:
         """The placement: of another process where it was expected."""
         settled = self._within_time(candidate.settled(self.request))
         if (reason := self._left_out(candidate)) is not None:
@@ -258,12 +244,12 @@ class PlanSearch:
         strategy = candidate.strategy
         record = self._record(strategy.name, repr(candidate))
         if record is None:
-            return predict_placement(*run_strategy(settled, strategy, self.runner), self.runner)
+            return pipeline.predict_placement(*pipeline.run_strategy(settled, strategy, self.runner), self.runner)
         decision: PlacementDecision = decode(record, PlacementDecision)
-        return place_as(settled, decision.batching, decision.proven, self.runner)
+        return pipeline.place_as(settled, decision.batching, decision.proven, self.runner)
 
     def _left_out(self, candidate: Candidate) -> LeftOutError | None:
-        operators = len(read(self.request, self.runner).graph.nodes)
+        operators = len(pipeline.read(self.request, self.runner).graph.nodes)
         return left_out(candidate.strategy, operators, self.request.cluster.size)
 
     def _record(self, name: str, key: str) -> JsonRecord | None:
@@ -289,7 +275,7 @@ class PlanSearch:
     def _cannot_win(self, trial: CandidateTrial) -> bool:
         return trial.bound_s >= self.step_s * (1 - SAME)
 
-    def _run(self, trial: CandidateTrial, placed: Placed, scheduler: Scheduler) -> ScheduleOutcome:
+    def _run(self, trial: CandidateTrial, placed: pipeline.Placed, scheduler: Scheduler) -> ScheduleOutcome:
         """Run a schedule on a placement, and report it where it is the best so far.
 
         A schedule is of another process where it was expected.
@@ -300,12 +286,12 @@ class PlanSearch:
                 raise reason
             record = self._record(scheduler.name, _order_key(trial, scheduler))
             if record is None:
-                order = run_scheduler(placed, scheduler, self.runner)
+                order = pipeline.run_scheduler(placed, scheduler, self.runner)
             else:
                 order = schedule_of(record)
                 order.verify(placed.graph, placed.problem.train)
             known = tuple(each.scheduled for each in trial.runs if each.scheduled is not None)
-            run = ScheduleOutcome(scheduler, time_schedule(placed, order, self.runner, known))
+            run = ScheduleOutcome(scheduler, pipeline.time_schedule(placed, order, self.runner, known))
         except _REFUSALS as error:
             self._report(error)
             run = ScheduleOutcome(scheduler, refused=error)
@@ -320,7 +306,7 @@ class PlanSearch:
             self.runner.failures += 1
             self.runner.observer.failed(error)
 
-    def _within_time(self, request: Request) -> Request:
+    def _within_time(self, request: pipeline.Request) -> pipeline.Request:
         if self.end is None:
             return request
         return replace(request, time_limit=max(0.0, self.end - self.clock()))
@@ -336,11 +322,10 @@ class PlanSearch:
 
 
 def _order_key(trial: CandidateTrial, scheduler: Scheduler) -> str:
-    """Key of a schedule that is searched by another process."""
     return f"{scheduler.name} of {trial.candidate!r}"
 
 
-def _are_same(first: Placed, second: Placed) -> bool:
+def _are_same(first: pipeline.Placed, second: pipeline.Placed) -> bool:
     """True if two placements are one, of one problem."""
     a, b = first.problem, second.problem
     return (a.micro_batches, a.optimizer) == (b.micro_batches, b.optimizer) and first.placement == second.placement

@@ -96,7 +96,6 @@ def _alone(problem: Problem) -> list[tuple[float, float]]:
 def breakdown(
     problem: Problem, placement: Placement, schedule: Schedule, prediction: Prediction, step_s: float
 ) -> Breakdown:
-    """Breakdown of a step of `step_s` seconds, as simulated from the prediction."""
     own = _own_seconds(placement, schedule, prediction, stage_parts(problem, placement, prediction))
     single = _alone(problem)
     rate = sum(1 / step for step, _ in single if step)

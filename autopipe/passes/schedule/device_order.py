@@ -22,8 +22,7 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.schedule.limits import quick_step_seconds
 
-_FEW_KINDS = 3
-"""Up to this many kinds all orders are tried; of more the given one, and its reverse."""
+_FEW_KINDS = 3  # Up to this many kinds all orders are tried; of more the given one, and its reverse.
 
 
 def best_order(problem: Problem, place: Callable[[Problem], Placement], parts: bool = True) -> Placement:

@@ -6,6 +6,7 @@ Searches ask for thousands of steps under 1F1B: those of chains are worked out w
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,8 +29,7 @@ from autopipe.passes.schedule.tessel.stage_blocks import stage_blocks
 SAME = 1e-9
 """Relative difference of times that are equal but for the rounding of floats."""
 
-_TICK_S = 1e-15
-"""Seconds of a tick: small enough that rounding down to it is no more than rounding of floats."""
+_TICK_S = 1e-15  # Seconds of a tick: small enough that rounding down to it is no more than rounding of floats.
 
 _Floats = NDArray[np.float64]
 
@@ -84,10 +84,10 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
 
 def least_end(stages: StageGraph, prediction: Prediction) -> float:
     """Seconds that a step takes at least after its last task: sums of gradients and the update."""
-    ends: dict[int, float] = {}
+    ends: dict[int, float] = defaultdict(float)
     for devices, costs in zip(stages.stage_devices, prediction.stages, strict=True):
         for device in devices:
-            ends[device] = ends.get(device, 0.0) + costs.gradient_s + costs.update_s
+            ends[device] += costs.gradient_s + costs.update_s
     return min(ends.values())
 
 

@@ -203,14 +203,12 @@ class _Run:
         self, schedule: Schedule, stage_devices: StageDevices, prediction: Prediction, names: Sequence[int]
     ) -> None:
         self.schedule = schedule
-        self.names = names
-        """Name of each device, which may stand for several."""
+        self.names = names  # Name of each device, which may stand for several.
         stages = prediction.stages
         last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
         self.count = max(schedule.micro_batches, last + 1)
         kinds = [(stage, phase) for stage in range(len(stages)) for phase in _PHASES]
-        self.phases = len(kinds)
-        """Kinds that are phases of stages."""
+        self.phases = len(kinds)  # Kinds that are phases of stages.
         self.devices = [stage_devices[stage] for stage, _ in kinds]
         self.seconds = [stages[stage].seconds(phase) for stage, phase in kinds]
         self.sends, self.awaited = _message_edges(prediction.messages, len(stages))
@@ -229,8 +227,7 @@ class _Run:
         for device, seconds in enumerate(updates):
             self._add_kind((device,), seconds)
         self.position = [0] * schedule.devices
-        self.ready: dict[int, int] = {}
-        """For each task that is next on some of its devices, how many of them are idle."""
+        self.ready: dict[int, int] = {}  # For each task that is next on some of its devices, how many of them are idle.
         self.arrived: dict[int, int] = {}
         self.began: dict[int, float] = {}
         self.link_free: dict[tuple[int, int], float] = {}

@@ -8,7 +8,6 @@ that it waits for, so any order by slots can run. A lane is a device, or a group
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,8 +58,7 @@ def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks
 LaneStages = tuple[tuple[int, ...], ...]
 """The stages of each lane, ascending (of two pipelines first the one's); lanes as the first pipeline reaches them."""
 
-_MOST = 16
-"""Stages whose lanes a message tells."""
+_MOST = 16  # Stages whose lanes a message tells.
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +126,11 @@ OPPOSITE = Form("form two pipelines that pass the devices in opposite directions
 
 
 @dataclass(frozen=True, slots=True)
-class Published(ABC):
+class Published:
     """A schedule whose order follows from the form of the placement alone, not from times.
 
     Stages of a pipeline are taken for a chain, in their order: a DAG of stages can run like this too. Inference runs
-    forwards alone, as soon as possible.
+    forwards alone, as soon as possible. It has no options, and so its subclasses are dataclasses without saying so.
     """
 
     name: ClassVar[str]
@@ -161,9 +159,9 @@ class Published(ABC):
         """The placement's lanes. Raises InfeasibleError, saying what is wanted, where it is not for this schedule."""
         return self.form.lanes(self.name, graph)
 
-    @abstractmethod
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """Each lane's tasks in order."""
+        raise NotImplementedError
 
 
 Item = TypeVar("Item")

@@ -46,18 +46,18 @@ def shape(
     if devices < 2 or devices % 2:
         raise ConfigurationError(f"shapes stand on an even number of devices, not on {devices}")
     pieces = _pieces(name.lower(), devices)
-    blocks = []
-    for piece in pieces:
-        wide = len(piece.devices) > 1
-        own = f"TPf{piece.name}" if wide else f"F{piece.name}"
-        blocks.append(Block(own, piece.devices, 1 if wide else forward, piece.memory if train else 0, piece.after))
-    # Backwards in reverse: each after the backwards of what its forward feeds and, at the end, after its forward.
     last = 2 * len(pieces) - 1
-    for index, piece in reversed(list(enumerate(pieces))) if train else ():
+
+    def block(piece: _Piece, phase: str, time: int, memory: int, after: Sequence[int]) -> Block:
         wide = len(piece.devices) > 1
-        own = f"TPb{piece.name}" if wide else f"B{piece.name}"
+        named = f"TP{phase.lower()}{piece.name}" if wide else f"{phase}{piece.name}"
+        return Block(named, piece.devices, 1 if wide else time, memory, tuple(after))
+
+    blocks = [block(each, "F", forward, each.memory if train else 0, each.after) for each in pieces]
+    # Backwards in reverse: each after the backwards of what its forward feeds and, at the end, after its forward.
+    for index, piece in reversed(list(enumerate(pieces))) if train else ():
         after = sorted(last - other for other, each in enumerate(pieces) if index in each.after) or [index]
-        blocks.append(Block(own, piece.devices, 1 if wide else backward, -piece.memory, tuple(after)))
+        blocks.append(block(piece, "B", backward, -piece.memory, after))
     graph = BlockGraph(devices, tuple(blocks), (memory,) * devices, 2 if name.lower() == "x" else 1)
     graph.verify()
     return graph
@@ -68,9 +68,7 @@ def _pieces(name: str, devices: int) -> list[_Piece]:
     if name == "k":  # Two branches, each on half of the devices, that meet in a block on all.
         branches = [_Piece(str(d), (d,), () if d in (0, half) else (d - 1,)) for d in every]
         return [*branches, _Piece("0", every, (half - 1, devices - 1))]
-    if (
-        name == "x"
-    ):  # Two independent chains; stages from `devices` on belong to the one that begins on the last device.
+    if name == "x":  # Two independent chains; of the one that begins on the last device come stages from `devices` on.
         mirrored = [_Piece(str(devices + d), (devices - 1 - d,), (devices + d - 1,) if d else ()) for d in every]
         return [*_chain(devices, ()), *mirrored]
     return _chain(devices, {"v": (), "m": (0,), "nn": (0, half)}[name])
@@ -81,10 +79,8 @@ def _chain(devices: int, splits: Sequence[int]) -> list[_Piece]:
     pieces: list[_Piece] = []
     for device in range(devices):
         if device in splits:
-            wide = _Piece(
-                str(splits.index(device)), tuple(range(devices)), (len(pieces) - 1,) if pieces else (), memory=0
-            )
-            pieces.append(wide)
+            after = (len(pieces) - 1,) if pieces else ()
+            pieces.append(_Piece(str(splits.index(device)), tuple(range(devices)), after, memory=0))
         pieces.append(_Piece(str(device), (device,), (len(pieces) - 1,) if pieces else ()))
     return pieces
 
@@ -115,23 +111,22 @@ def _pipes_of(graph: BlockGraph, schedule: str) -> tuple[Pipe, ...]:
             raise _refusal(schedule, f"block {graph.blocks[index].name!r} makes a branch")
         else:
             chains.append([index])
-    return tuple(_pipe(graph, chain, schedule) for chain in chains)
-
-
-def _pipe(graph: BlockGraph, chain: list[int], schedule: str) -> Pipe:
-    stages = [index for index in chain if len(graph.blocks[index].devices) == 1]
-    path = [graph.blocks[index].devices[0] for index in stages]
-    there = len(path) if len(set(path)) == len(path) else len(path) // 2
-    devices, back = path[:there], path[there:]
-    if not path or len(set(devices)) < there or back not in ([], devices[::-1]):
-        raise _refusal(schedule, f"devices {path} are not passed once there and once back")
-    # A block on several devices stands beside a neighbour: up to the last forward the next stage, then the one before.
-    turn, shared = chain.index(stages[there - 1]), []
-    for place, index in enumerate(chain):
-        if index not in stages:
-            near = chain[place:] if place < turn else chain[place::-1]
-            shared.append((index, next(other for other in near if other in stages), place < turn))
-    return Pipe(tuple(devices), tuple(stages[:there]), tuple(reversed(stages[there:])), tuple(shared))
+    found = []
+    for chain in chains:
+        stages = [index for index in chain if len(graph.blocks[index].devices) == 1]
+        path = [graph.blocks[index].devices[0] for index in stages]
+        there = len(path) if len(set(path)) == len(path) else len(path) // 2
+        devices, back = path[:there], path[there:]
+        if not path or len(set(devices)) < there or back not in ([], devices[::-1]):
+            raise _refusal(schedule, f"devices {path} are not passed once there and once back")
+        # A block on several devices stands beside a stage: up to the last forward the next one, then the one before.
+        turn, shared = chain.index(stages[there - 1]), []
+        for place, index in enumerate(chain):
+            if index not in stages:
+                near = chain[place:] if place < turn else chain[place::-1]
+                shared.append((index, next(other for other in near if other in stages), place < turn))
+        found.append(Pipe(tuple(devices), tuple(stages[:there]), tuple(reversed(stages[there:])), tuple(shared)))
+    return tuple(found)
 
 
 def _refusal(schedule: str, reason: str) -> InfeasibleError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
@@ -25,7 +26,6 @@ from autopipe.passes.schedule.published.base import (
     first_slot,
     in_turn,
     on_grid,
-    order_gpipe,
     there_and_back,
 )
 
@@ -63,8 +63,7 @@ def order_1f1b(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks)
     return Schedule(micro_batches, lists, find_repetends(lists))
 
 
-@dataclass(frozen=True, slots=True)
-class OneForwardOneBackwardPlus:
+class OneForwardOneBackwardPlus(Published):
     """1F1B on the stages of one device; those of several run just before the next stage, and backward just after it.
 
     Lin et al., "Tessel" (HPCA 2024), section VI-A, where it is the baseline for placements that split large
@@ -73,45 +72,29 @@ class OneForwardOneBackwardPlus:
 
     name: ClassVar[str] = "1f1b_plus"
 
-    def requires(self, problem: Problem, placement: Placement) -> None:
-        require_equal_micro_batches(self.name, problem, placement)
-        if problem.train:
-            _own_stages(StageGraph.of(problem, placement))
+    def order(self, graph: StageGraph, micro_batches: int) -> Schedule:
+        own = [stage for (stage,) in self.lanes(graph, micro_batches)]
+        placed = [pair for m in range(micro_batches) for pair in _placed(graph, own, m)]
+        lists: list[list[Task]] = [[] for _ in range(graph.devices)]
+        for _, task in sorted(placed, key=lambda each: each[0]):
+            for device in graph.stage_devices[task.stage]:
+                lists[device].append(task)
+        return Schedule(micro_batches, tuple(map(tuple, lists)), find_repetends(lists))
 
-    def run(self, problem: Problem, placement: Placement) -> Schedule:
-        graph = StageGraph.of(problem, placement)
-        if not problem.train:
-            return order_gpipe(graph, problem.micro_batches, False, task_ticks(problem, placement))
-        return order_1f1b_plus(graph, problem.micro_batches)
-
-
-def order_1f1b_plus(graph: StageGraph, micro_batches: int) -> Schedule:
-    """The schedule of a training step. Raises InfeasibleError where stages of one device share it."""
-    own = _own_stages(graph)
-    placed = [pair for m in range(micro_batches) for pair in _placed(graph, own, m)]
-    lists: list[list[Task]] = [[] for _ in range(graph.devices)]
-    for _, task in sorted(placed, key=lambda each: each[0]):
-        for device in graph.stage_devices[task.stage]:
-            lists[device].append(task)
-    return Schedule(micro_batches, tuple(map(tuple, lists)), find_repetends(lists))
-
-
-def _own_stages(graph: StageGraph) -> list[int]:
-    """The stages of 1F1B itself: those whose devices span no other stage's. Raises InfeasibleError."""
-    if graph.pipeline_count > 1:
-        raise InfeasibleError(f"schedule 1f1b_plus runs one pipeline, but the placement has {graph.pipeline_count}")
-    groups = [frozenset(group) for group in graph.stage_devices]
-    own = [stage for stage, group in enumerate(groups) if not any(other < group for other in groups)]
-    for place, stage in enumerate(own):
-        for other in own[:place]:
-            both = groups[stage] & groups[other]
-            if both:
+    def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
+        """The stages of 1F1B itself: those whose devices span no other stage's."""
+        if graph.pipeline_count > 1:
+            raise InfeasibleError(f"schedule 1f1b_plus runs one pipeline, but the placement has {graph.pipeline_count}")
+        groups = [frozenset(group) for group in graph.stage_devices]
+        own = [stage for stage, group in enumerate(groups) if not any(other < group for other in groups)]
+        for other, stage in sorted(combinations(own, 2), key=lambda pair: pair[1]):
+            if both := groups[stage] & groups[other]:
                 raise InfeasibleError(
                     f"schedule 1f1b_plus runs one stage a device, beside those that span others' devices, but stages "
                     f"{other} and {stage} are both on device {min(both)}",
                     hint="1f1b takes any number of stages a device",
                 )
-    return own
+        return tuple((stage,) for stage in own)
 
 
 def _placed(graph: StageGraph, own: list[int], m: int) -> Iterator[tuple[tuple[int, int, bool, int], Task]]:
@@ -182,7 +165,6 @@ def stage_order(stage: int, kept: int, k: int, micro_batches: Sequence[int], tra
     return in_turn(forwards, backwards, kept, k) if train else forwards
 
 
-@dataclass(frozen=True, slots=True)
 class InterleavedOneForwardOneBackward(Published):
     """Each device runs a group of as many micro-batches as there are devices through each of its stages in turn.
 
@@ -222,7 +204,6 @@ class InterleavedOneForwardOneBackward(Published):
         return found
 
 
-@dataclass(frozen=True, slots=True)
 class LoopedBreadthFirst(Published):
     """GPipe on several stages a device, stage by stage.
 
@@ -242,7 +223,6 @@ class LoopedBreadthFirst(Published):
         ]
 
 
-@dataclass(frozen=True, slots=True)
 class Chimera(Published):
     """1F1B in both directions; each pipeline takes groups of half as many micro-batches as there are devices.
 
@@ -261,7 +241,6 @@ class Chimera(Published):
         return by_lane(lanes, slots)
 
 
-@dataclass(frozen=True, slots=True)
 class Hanayo(Published):
     """Chimera without a second copy of the parameters: its two directions are two halves of one pipeline.
 

@@ -6,9 +6,8 @@ what would be bubbles: B and W in the papers, where F = B = W.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from autopipe.ir.errors import InfeasibleError
@@ -27,7 +26,6 @@ from autopipe.passes.schedule.published.base import (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class ZeroBubbleH1(Published):
     """1F1B whose weight gradients fill slots in which a device would wait.
 
@@ -54,7 +52,6 @@ class ZeroBubbleH1(Published):
         return fill_weights(orders, p, self.factor * (p - 1) + 1)
 
 
-@dataclass(frozen=True, slots=True)
 class ZeroBubbleH2(ZeroBubbleH1):
     """Each device runs as many forwards ahead as fill the time until its first backward.
 
@@ -67,7 +64,6 @@ class ZeroBubbleH2(ZeroBubbleH1):
     factor: ClassVar[int] = 2
 
 
-@dataclass(frozen=True, slots=True)
 class ZeroBubbleV(Published):
     """A V of two stages a device, so that the device that begins a micro-batch also turns its loss into gradients.
 
@@ -95,19 +91,17 @@ def _words(place: int, p: int, micro_batches: int) -> Iterator[str]:
     yield from ("I0", "I1") * micro_batches
 
 
-_PERIOD = 6
-"""Slots between micro-batches: a device runs F, I and W of two stages for each."""
+_PERIOD = 6  # Slots between micro-batches: a device runs F, I and W of two stages for each.
 _THERE_AND_BACK = (Phase.FORWARD, Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.INPUT_GRADIENT)
 
 
-class _RepeatedPattern(Published):
+class _RepeatedPattern(Published, ABC):
     """One micro-batch's pattern, repeated every six slots and then moved together.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3: how long a pattern holds activations
     says how many are kept. W stands where a device would wait, and where more than `room` would be kept.
     """
 
-    __slots__ = ()
     form: ClassVar[Form] = ONE_WAVE
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
@@ -132,7 +126,6 @@ class _RepeatedPattern(Published):
         """Activations that a device keeps at most."""
 
 
-@dataclass(frozen=True, slots=True)
 class VHalf(_RepeatedPattern):
     """A V whose micro-batches come up twice as fast as they go down.
 
@@ -153,7 +146,6 @@ class VHalf(_RepeatedPattern):
         return 2 * ((p + 2) // 2)
 
 
-@dataclass(frozen=True, slots=True)
 class VMin(_RepeatedPattern):
     """A V whose micro-batches pass as fast as they can: the shorter they are under way, the less is kept.
 
@@ -174,7 +166,6 @@ class VMin(_RepeatedPattern):
         return 2 * ((p + 4) // 3)
 
 
-@dataclass(frozen=True, slots=True)
 class DualPipe(Published):
     """Each device runs forwards of one direction beside backwards of the other.
 
@@ -223,7 +214,6 @@ def _dual_words(place: int, depth: int, micro_batches: int) -> Iterator[str]:
     yield from ("W",) * (place + 1)
 
 
-@dataclass(frozen=True, slots=True)
 class DualPipeV(Published):
     """DualPipe's half of the devices, with one pipeline that goes down and comes up as the two directions.
 

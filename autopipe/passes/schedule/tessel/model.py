@@ -20,8 +20,7 @@ Progress = Callable[[int | None, int, float], None]
 WORK_PER_SECOND = 0.35
 """CP-SAT's deterministic time that a second of the limit stands for. One worker does more than this in a second, so
 that the work runs out before the clock does and the answer depends on the seed alone."""
-_USABLE = 0.95
-"""Share of the seconds that is searched; the rest is for completing and checking what was found."""
+_USABLE = 0.95  # Share of the seconds that is searched; the rest is for completing and checking what was found.
 _BETWEEN_REPORTS_S = 0.1
 
 
@@ -189,8 +188,7 @@ def reserved(graph: BlockGraph, units: int) -> BlockGraph:
     return replace(graph, memory=tuple(memory))
 
 
-_MOST_STEPS = 1_000_000
-"""Blocks looked at for one question, after which it stays open."""
+_MOST_STEPS = 1_000_000  # Blocks looked at for one question, after which it stays open.
 
 
 def require_room(graph: BlockGraph, units: int) -> None:
@@ -202,7 +200,7 @@ def require_room(graph: BlockGraph, units: int) -> None:
     Silence is no promise: questions that take too long stay open.
     """
 
-    def refusal(device: int, room: int, least: int, why: str) -> InfeasibleError:
+    def refusal(device: int, room: int, least: float, why: str) -> InfeasibleError:
         message = f"there is room for {room}, but {least} is the least that would do, {why}"
         return InfeasibleError(message, hint=f"give it a memory of {least} or more", where=f"device {device}")
 
@@ -212,14 +210,15 @@ def require_room(graph: BlockGraph, units: int) -> None:
             raise refusal(device, room, least, f"as {units} units leave as much in use")
     if not limited or (units > 1 and not all(_frees_its_own(graph, device) for device, _ in limited)):
         return
-    if not least_room(graph, limited[0][0], graph.memory).exceeds(limited[0][1]):
+    least_here = least_room(graph, limited[0][0], graph.memory)
+    if least_here is None or least_here <= limited[0][1]:
         return
     beside = "while the others keep to their limits"
     for rooms, why in (((None,) * graph.devices, "whatever the order of blocks"), (graph.memory, beside)):
         for device, room in limited:
             found = least_room(graph, device, rooms)
-            if found.exists and found.exceeds(room):
-                raise refusal(device, room, found.peak, why)
+            if found is not None and room < found < math.inf:
+                raise refusal(device, room, found, why)
     raise InfeasibleError("no order of the blocks keeps to the memory limits of all devices", hint="raise several")
 
 
@@ -239,24 +238,12 @@ def _frees_its_own(graph: BlockGraph, device: int) -> bool:
     return all(each >= 0 for each in left.values())
 
 
-@dataclass(frozen=True, slots=True)
-class LeastRoom:
-    """The least peak of a device over all orders of one unit; a lower bound of it where it is not `proven`."""
-
-    peak: int
-    proven: bool = True
-    exists: bool = True
-    """True if there is an order at all that the other devices have room for."""
-
-    def exceeds(self, room: int) -> bool:
-        return self.proven and (not self.exists or self.peak > room)
-
-
-def least_room(graph: BlockGraph, device: int, rooms: Sequence[int | None]) -> LeastRoom:
+def least_room(graph: BlockGraph, device: int, rooms: Sequence[int | None]) -> float | None:
     """The least room that `device` needs for one unit, with `rooms` on the other devices (None for no limit).
 
-    Best first over the sets of blocks that have started, as bits: they tell the memory in use. A block that allocates
-    nowhere starts as soon as it can: that never does harm.
+    Infinite where no order keeps to those rooms, None where it is not found out in time. Best first over the sets of
+    blocks that have started, as bits: they tell the memory in use. A block that allocates nowhere starts as soon as it
+    can: that never does harm.
     """
     blocks, steps = graph.blocks, 0
     before = [sum(1 << other for other in set(block.after)) for block in blocks]
@@ -284,9 +271,9 @@ def least_room(graph: BlockGraph, device: int, rooms: Sequence[int | None]) -> L
             continue
         seen.add(started)
         if started == (1 << len(blocks)) - 1:
-            return LeastRoom(peak)
+            return peak
         if steps > _MOST_STEPS:
-            return LeastRoom(peak, proven=False)
+            return None
         used = [sum(blocks[index].memory for index in own if started >> index & 1) for own in graph.members]
         for index, block in enumerate(blocks):
             if can_start(index, started) and fits(block, used):
@@ -294,7 +281,7 @@ def least_room(graph: BlockGraph, device: int, rooms: Sequence[int | None]) -> L
                 following = settled(started | 1 << index)
                 if following not in seen:
                     heapq.heappush(heap, (max(peak, now), -following.bit_count(), following))
-    return LeastRoom(0, exists=False)
+    return math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -401,12 +401,9 @@ def _circle(last: Sequence[_Wait | None]) -> list[_Wait] | None:
     return None
 
 
-_STEP = 1.04
-"""Factor from one period that is tried to the next."""
-_MOST_ORDERS = 32
-"""Random orders of each kind that are tried at one period; fewer where there are many blocks."""
-_HALVINGS = 4
-"""Periods between the least and the best known that are tried with random orders."""
+_STEP = 1.04  # Factor from one period that is tried to the next.
+_MOST_ORDERS = 32  # Random orders of each kind that are tried at one period; fewer where there are many blocks.
+_HALVINGS = 4  # Periods between the least and the best known that are tried with random orders.
 
 
 def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget) -> PeriodicStarts:

@@ -37,8 +37,7 @@ _WORTH = 0.05
 """Share of the step that splitting backwards must save to be done: their programs are longer, and two halves take a
 little more than the whole (a tenth more where operators are tiny), which the cost model does not count."""
 
-_MOST_TASKS = 60
-"""Tasks of a device before its order repeats: a line each is still a program that can be read."""
+_MOST_TASKS = 60  # Tasks of a device before its order repeats: a line each is still a program that can be read.
 
 _PATIENCE = 8.0
 """Times its seconds that a search may take on a busy machine, so that equal requests make equal plans there too."""

@@ -158,17 +158,12 @@ def shortest(
     return min(known, found, key=lambda each: makespan(graph, each)), bound, answer.work
 
 
-_FEW_BLOCKS = 64
-"""Blocks of all units together that are always solved at once as well."""
-_MOST_BLOCKS = 400
-"""Most blocks that are solved at once."""
-_MOST_UNROLLED = 2000
-"""Most blocks of a schedule that need not repeat: programs write them out."""
-_SETTLED_AFTER = 2
-"""Units a device after which others do, a few units together."""
+_FEW_BLOCKS = 64  # Blocks of all units together that are always solved at once as well.
+_MOST_BLOCKS = 400  # Most blocks that are solved at once.
+_MOST_UNROLLED = 2000  # Most blocks of a schedule that need not repeat: programs write them out.
+_SETTLED_AFTER = 2  # Units a device after which others do, a few units together.
 _MOST_TOGETHER = 4
-_WORTH = 0.02
-"""Share of the makespan that a schedule without a repetend of one unit must save."""
+_WORTH = 0.02  # Share of the makespan that a schedule without a repetend of one unit must save.
 
 
 def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) -> BlockSchedule:
@@ -235,10 +230,8 @@ def _list_schedule(known: BlockSchedule, few: bool, early: int) -> BlockSchedule
     return BlockSchedule(graph, starts, seen.period, bound, seen.makespan == bound)
 
 
-_TRIED = 8
-"""Numbers of units in flight that are tried."""
-_TRIAL_UNITS = 6
-"""Units of a trial, as a multiple of those in flight."""
+_TRIED = 8  # Numbers of units in flight that are tried.
+_TRIAL_UNITS = 6  # Units of a trial, as a multiple of those in flight.
 
 
 def shortest_greedy(graph: BlockGraph, units: int) -> Starts | None:

@@ -24,8 +24,7 @@ Kind = tuple[int, Phase, int]
 Turned = tuple[int, int]
 """A stage and one of its turns."""
 
-_SHARES = 1 << 16
-"""Parts that the room of the device with the least of it is counted in."""
+_SHARES = 1 << 16  # Parts that the room of the device with the least of it is counted in.
 
 _TRAINING = (Phase.FORWARD, Phase.BACKWARD)
 _SPLIT_TRAINING = (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)

@@ -89,10 +89,8 @@ def model_tasks(
     return TaskModel(model, starts, list(variables.values()))
 
 
-_MOST = 300
-"""Most blocks of one end that are given to the solver; more of them start as early as their order allows."""
-_SHARE = 0.03
-"""Of the work that is left, for one end."""
+_MOST = 300  # Most blocks of one end that are given to the solver; more of them start as early as their order allows.
+_SHARE = 0.03  # Of the work that is left, for one end.
 
 
 def complete(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Budget) -> Starts:

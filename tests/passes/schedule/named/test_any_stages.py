@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.registry import scheduler_class
-from autopipe.passes.schedule.published.one_f_one_b import order_1f1b_plus
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackwardPlus
 from tests.passes.schedule.named.layouts import suited
 
 NAMES = [
@@ -65,4 +65,4 @@ def stages_beside_shared_ones(draw):
 @settings(max_examples=150)
 @given(stages_beside_shared_ones(), st.integers(1, 7))
 def test_1f1b_plus_can_run_wherever_shared_stages_stand(graph, micro_batches):
-    order_1f1b_plus(graph, micro_batches).verify(graph, train=True)
+    OneForwardOneBackwardPlus().order(graph, micro_batches).verify(graph, train=True)

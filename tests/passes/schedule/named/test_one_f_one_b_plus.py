@@ -6,7 +6,7 @@ import pytest
 
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.schedule.published.blocks import schedule_blocks, shape
-from autopipe.passes.schedule.published.one_f_one_b import order_1f1b_plus
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackwardPlus
 
 
 def stages_of(form, devices):
@@ -21,7 +21,7 @@ def stages_of(form, devices):
 @pytest.mark.parametrize("micro_batches", [1, 3, 11])
 def test_the_order_is_that_of_blocks(form, devices, micro_batches):
     graph, names = stages_of(form, devices)
-    schedule = order_1f1b_plus(graph, micro_batches)
+    schedule = OneForwardOneBackwardPlus().order(graph, micro_batches)
     schedule.verify(graph, train=True)
     other = schedule_blocks("1f1b_plus", shape(form, devices, train=True), micro_batches)
     letters = [block.name.replace("TPf", "F*").replace("TPb", "B*") for block in other.graph.blocks]
@@ -38,7 +38,7 @@ def test_the_order_is_that_of_blocks(form, devices, micro_batches):
 
 def test_a_shared_stage_at_the_end_turns_beside_the_last_stage():
     graph = StageGraph(2, ((0,), (1,), (0, 1)), ((0, 1), (1, 2)))
-    schedule = order_1f1b_plus(graph, 3)
+    schedule = OneForwardOneBackwardPlus().order(graph, 3)
     schedule.verify(graph, train=True)
     assert schedule.grid().splitlines() == [
         "0: 0F0 2F0 2B0 0F1 0B0 2F1 2B1 0F2 0B1 2F2 2B2 0B2",

@@ -8,7 +8,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.registry import SCHEDULERS, scheduler_class
-from autopipe.passes.schedule.published.one_f_one_b import order_1f1b_plus
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackwardPlus
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.schedule.named.layouts import chain_on, down, waves
 
@@ -49,9 +49,9 @@ def test_other_forms_are_refused(name, graph, micro_batches, reason):
 
 def test_1f1b_plus_refuses_stages_that_share_a_device():
     with pytest.raises(InfeasibleError, match=r"stages 3 and 4 are both on device 3 \(1f1b takes any"):
-        order_1f1b_plus(VALLEY, 4)
+        OneForwardOneBackwardPlus().order(VALLEY, 4)
     with pytest.raises(InfeasibleError, match="runs one pipeline, but the placement has 2"):
-        order_1f1b_plus(OPPOSITE, 4)
+        OneForwardOneBackwardPlus().order(OPPOSITE, 4)
 
 
 def chain_of(devices):
