@@ -55,10 +55,10 @@ def inspect(output: Output, model: Path, dims: tuple[str, ...]) -> None:
       autopipe inspect gpt.onnx --dim batch=8
     """
     from autopipe.passes.cost.roofline import annotate
-    from autopipe.passes.frontend import survey_model
+    from autopipe.passes.frontend import read_model
     from autopipe.passes.frontend.cleanup import branches_of
 
-    read = survey_model(model, dims=_extents(dims))
+    read = read_model(model, dims=_extents(dims), with_unsupported=True)
     for warning in read.warnings:
         output.warn(warning)
     work = annotate(read.graph) if not read.unsupported else ()

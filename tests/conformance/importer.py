@@ -19,7 +19,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, Graph, Initializer, Node, Parameter, Value
 from autopipe.ir.ops import OPERATORS, operator_of
 from autopipe.passes.frontend.elements import attributes_of, dtype_of
-from autopipe.passes.frontend.shapes import Inference
+from autopipe.passes.frontend.inference import Inference
 
 
 @dataclass(frozen=True, slots=True)

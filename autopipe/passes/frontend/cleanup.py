@@ -1,13 +1,8 @@
-"""Gathers whose indices are known and spell a broadcast, as Reshape and Expand.
+"""Graph to graph, meaning kept: aliases of outputs, equal computations, what nothing reads. All linear.
 
-Attention masks are exported as `mask[batch_index, key_index]` with every index spelt out: a gather over all samples,
-in which nothing tells that each sample reads only its own row.
-
-Graph to graph, meaning kept: aliases of outputs, equal computations, what nothing reads. All linear.
-
-Parts of a model that may run side by side: an image encoder and a text encoder, the towers of a recommender.
-
-Graph to graph: what a model exported in training mode computes at inference.
+Besides: gathers that spell a broadcast (attention masks are exported as `mask[batch_index, key_index]`, in which
+nothing tells that each sample reads only its own row) become Reshape and Expand; what a model exported in training
+mode computes at inference; and the branches of a model that may run side by side.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.elementwise import is_active
 from autopipe.ir.ops.normalization import trains
 from autopipe.passes.frontend.constants import ConstantFolder
-from autopipe.passes.frontend.shapes import RANDOM
+from autopipe.passes.frontend.inference import RANDOM
 
 _LOOKS = 8
 """Operations on each index until it is known what a gather spells."""

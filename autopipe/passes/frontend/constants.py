@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.passes.frontend.dimensions import Budget
-from autopipe.passes.frontend.shapes import RANDOM, Inference
+from autopipe.passes.frontend.inference import RANDOM, Budget, Inference
 
 if TYPE_CHECKING:
     import onnx

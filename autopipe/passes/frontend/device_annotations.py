@@ -1,9 +1,6 @@
-"""The annotations of a parsed file, checked as far as they can be without the shapes of its tensors.
+"""Multi-device annotations of a parsed file, checked as far as they can be without the shapes of its tensors.
 
-Multi-device annotations of a file, whatever they are read from or written to.
 https://github.com/onnx/onnx/blob/main/docs/proposals/ONNXMultiDeviceProposal.md defines them.
-
-Annotations as messages of onnx.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""ONNX's element types, tensors and attributes as ours.
+"""ONNX's element types, tensors and attributes as ours, and the numbers of a file's tensors, looked at where they lie.
 
-Tensors whose numbers lie in another file: checked, never opened while planning.
-
-The numbers of a file's tensors, looked at where they lie.
+Tensors in other files are checked, and never opened while planning.
 """
 
 from __future__ import annotations

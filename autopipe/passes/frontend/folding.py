@@ -17,8 +17,9 @@ import numpy as np
 
 from autopipe.ir.graph import DType, FileSlice, FoldedSlice, Parameter, Value
 from autopipe.passes.frontend.elements import sliced_numbers
-from autopipe.passes.frontend.merged_parameters import LIFTED, is_uniform, scope_of
 from autopipe.passes.frontend.parameters import LARGEST_LOOK, Roles
+from autopipe.passes.frontend.tables import is_uniform
+from autopipe.passes.frontend.uses import LIFTED, scope_of
 
 ROW = "/row"
 """Suffix of the name of an expanded parameter's one row."""

@@ -1,18 +1,11 @@
-"""Attention spelt out: softmax(scale · Q Kᵀ + mask) V (Vaswani et al. 2017, section 3.2.1).
+"""Operators that a graph spells out, put back together: one pass from the front, linear in the number of nodes.
 
-As both of torch's exporters write it: scale on the scores or its root on each side, NaN rows of a fully masked softmax
-replaced by zeros, key-value heads repeated for the query heads that share them (Ainslie et al. 2023).
-
-A graph being rewritten from the front: who writes a value, products taken apart, known numbers.
-
-LayerNormalization and RMSNormalization spelt out (Ba et al. 2016; Zhang & Sennrich 2019).
-
-Gelu spelt out: x · ½ · (1 + erf(x / √2)), and its approximation by tanh (Hendrycks & Gimpel 2016, section 2).
-
-Operators that a graph spells out, put back together: one pass from the front, linear in the number of nodes.
-
-Each rule looks at one node and the few that lead to it. What a fused operator replaces is dropped where nothing else
-reads it.
+Each rule looks at one node and the few that lead to it; what a fused operator replaces is dropped where nothing else
+reads it. Attention is softmax(scale · Q Kᵀ + mask) V (Vaswani et al. 2017, section 3.2.1) as both of torch's exporters
+write it: scale on the scores or its root on each side, NaN rows of a fully masked softmax replaced by zeros, key-value
+heads repeated for the query heads that share them (Ainslie et al. 2023). LayerNormalization and RMSNormalization follow
+Ba et al. (2016) and Zhang & Sennrich (2019), Gelu x · ½ · (1 + erf(x / √2)) and its approximation by tanh (Hendrycks &
+Gimpel 2016, section 2).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An ONNX file as a parsed, ordered, checked list of nodes. The file is untrusted; its weights stay where they are.
 
-A file's own functions, put in place of their calls: a few that call each other twice spell a huge graph.
+A file's own functions are put in place of their calls, within bounds: a few that call each other spell a huge graph.
 """
 
 from __future__ import annotations

@@ -4,317 +4,27 @@ A new model's biases are all zero and its scales all one, so exporters keep one 
 one they would drift together. Torch's newer exporter says in each node's metadata which parameter it reads; its older
 one leaves an Identity named after each; of other files' tensors, those all of whose numbers are equal and that stand
 where scales and offsets do are one parameter a use.
-
-Tables that a model computes from positions alone, known by their numbers: they are no parameters.
-
-An exporter computes cosines, positions and masks while it traces, and writes them beside the weights. A trained tensor
-never looks like one of them; a fresh one may be all ones or zeros, which therefore says nothing by itself.
-
-What torch's exporter says of a model: which tensors are parameters, and which were folded from them.
-
-Its graph carries the signature of the traced program, its tensors what they were folded from, and its nodes the traced
-call that they spell, whose arguments name the parameters.
-
-Who reads each value of a file, and where operators take weights.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopipe.ir.ops import OPERATORS
+from autopipe.passes.frontend.signature import NUMBERED, Signature, arguments_of
+from autopipe.passes.frontend.tables import is_drawn, is_uniform
+from autopipe.passes.frontend.uses import AFFINE_SLOTS, LIFTED, scope_of
 
 if TYPE_CHECKING:
     import onnx
 
-
-SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
-"""The graph's metadata in which torch's exporter tells parameters from buffers."""
-FOLDED = "pkg.onnxscript.optimizer.folded_from"
-"""A value's metadata: the values that a computed constant depends on."""
-KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-"""A value's metadata: PARAMETER or BUFFER."""
-CALL = "pkg.torch.onnx.fx_node"
-"""A node's metadata: the call of the traced program that it is a part of."""
-SIGNED = re.compile(r"^(\w+): (PARAMETER|BUFFER) target='([^'\n]+)'", re.MULTILINE)
-ARGUMENT = re.compile(r"%([A-Za-z_]\w*)")
-TEXT = re.compile(r"'([^']*)'")
-NUMBERED = re.compile(r"_\d+$")
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The exporter's word on a file's tensors."""
-
-    parameters: frozenset[str] = frozenset()
-    buffers: frozenset[str] = frozenset()
-    arguments: Mapping[str, str] = field(default_factory=dict)
-    """Parameters and buffers by the traced program's names for them."""
-    folded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each computed constant the values that it was folded from."""
-
-    @classmethod
-    def of(cls, graph: onnx.GraphProto, metadata: Mapping[str, str]) -> Signature:
-        """The signature of a file; an empty one where there is none, or where it names none of the file's tensors."""
-        found = SIGNED.findall(metadata.get(SIGNATURE, ""))
-        if not found:
-            return cls()
-        said = [(info.name, entry) for info in graph.value_info for entry in info.metadata_props]
-        kinds = {name: entry.value for name, entry in said if entry.key == KIND}
-        signature = cls(
-            parameters=frozenset(target for _, kind, target in found if kind == "PARAMETER")
-            | {name for name, kind in kinds.items() if kind == "PARAMETER"},
-            buffers=frozenset(target for _, kind, target in found if kind == "BUFFER"),
-            arguments={argument: target for argument, _, target in found},
-            folded={name: tuple(TEXT.findall(entry.value)) for name, entry in said if entry.key == FOLDED},
-        )
-        names = {tensor.name for tensor in graph.initializer} | {name for node in graph.node for name in node.input}
-        return signature if any(signature.trains(name) for name in names) else cls()
-
-    def __bool__(self) -> bool:
-        return bool(self.parameters)
-
-    def origins(self, name: str) -> tuple[str, ...]:
-        """The parameters that a tensor is, or was folded from."""
-        if name in self.parameters:
-            return (name,)
-        return tuple(each for each in self.folded.get(name, ()) if each in self.parameters)
-
-    def operators(self, name: str) -> frozenset[str]:
-        """The traced operators that were folded into a tensor, as far as values are named after them."""
-        names = (name, *self.folded.get(name, ()))
-        return frozenset(NUMBERED.sub("", each) for each in names if each not in self.parameters)
-
-    def multiplied(self, name: str) -> bool:
-        """True if a tensor is a product of parameters, or of one and a table, which cannot be taken apart again."""
-        return name not in self.parameters and not PRODUCTS.isdisjoint(self.operators(name))
-
-    def left_out(self, graph: onnx.GraphProto) -> list[str]:
-        """The parameters that a traced call names and its nodes do not read: zeros that the exporter does not add."""
-        held = {tensor.name for tensor in graph.initializer}
-        found = {origin for name in held for origin in self.origins(name)}
-        reads: dict[str, set[str]] = {}
-        names: dict[str, set[str]] = {}
-        for node in graph.node:
-            call, arguments = arguments_of(node)
-            reads.setdefault(call, set()).update(name for name in node.input if self.trains(name))
-            names.setdefault(call, {self.arguments[each] for each in arguments if each in self.arguments})
-        few = (named & self.parameters for call, named in names.items() if len(reads[call]) < len(named))
-        return sorted(set[str]().union(*few) - found)
-
-    def names(self, name: str) -> bool:
-        """True if a tensor is called as a parameter or a buffer is."""
-        return name in self.parameters or name in self.buffers
-
-    def trains(self, name: str) -> bool:
-        """True if a tensor is a parameter, perhaps in a folded form."""
-        return bool(self.origins(name))
-
-    def stated(self, tensor: onnx.TensorProto, merged: str) -> onnx.ValueInfoProto:
-        """The exporter's word that `tensor`, told apart from `merged`, is a parameter, folded as that is."""
-        import onnx.helper
-
-        info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-        info.metadata_props.add(key=KIND, value="PARAMETER")
-        folded = [each for each in (merged, *self.folded.get(merged, ())) if each not in self.parameters]
-        if merged in self.folded:
-            info.metadata_props.add(key=FOLDED, value=str(folded))
-        return info
-
-
-def arguments_of(node: onnx.NodeProto) -> tuple[str, tuple[str, ...]]:
-    """The traced call that a node is a part of, and the values that it reads there; "" where it is not said."""
-    call = next((entry.value for entry in node.metadata_props if entry.key == CALL), "")
-    return call, tuple(ARGUMENT.findall(call.partition("](args")[2]))
-
-
-HIDDEN = -1e4
-"""Below this an added mask hides a position from a softmax."""
-SURE = 16
-"""Numbers of which most are different only where they were drawn."""
-LEAST = 4
-"""Places from which a regular series is no accident."""
-STEEPEST = 512
-"""Places of a table that are looked at: enough to tell it from numbers that were drawn."""
-
-
-def is_uniform(array: np.ndarray) -> bool:
-    """True if all numbers are equal."""
-    if array.size == 0:
-        return True
-    flat = array.reshape(-1)
-    return bool(flat[0] == flat[-1]) and bool((flat == flat[0]).all())
-
-
-def is_drawn(array: np.ndarray) -> bool:
-    """True if a matrix's numbers were drawn at random or trained: hardly any stands twice, so that no two tensors have
-    the same by accident.
-    """
-    wide = sum(extent > 1 for extent in array.shape)
-    return wide > 1 and array.size >= SURE and len(np.unique(array)) >= 0.9 * array.size
-
-
-def table_of(array: np.ndarray, named: bool) -> str:
-    """Kind of table that the numbers are, "" where they may be a weight's.
-
-    A tensor that the module names (`named`) may hold a series: modules begin so (RWKV's decays).
-    """
-    if array.size < 2 or is_uniform(array):
-        return ""
-    numbers = np.asarray(array[:STEEPEST] if array.ndim == 1 else array, dtype=np.float64)
-    if _is_mask(numbers):
-        return "a mask"
-    if bool((numbers == np.round(numbers)).all()):
-        return "whole numbers, such as positions"
-    places = _by_place(numbers)
-    if places is None:
-        return ""
-    if places.shape[1] > 1:
-        if are_waves(places) or (not named and _begins_as_angles(places)):
-            return "a table of sines and cosines"
-    elif not named and _is_series(places[:, 0]):
-        return "a series of positions or frequencies"
-    return ""
-
-
-def are_waves(places: np.ndarray) -> bool:
-    """True if each column is a sampled sine: x[i-1] + x[i+1] is the same multiple of x[i] everywhere."""
-    if len(places) < LEAST:
-        return False
-    middle, around = places[1:-1], places[:-2] + places[2:]
-    square = (middle * middle).sum(axis=0)
-    factor = np.divide((middle * around).sum(axis=0), square, out=np.full(len(square), 2.0), where=square > 0)
-    if not bool((np.abs(factor) <= 2 + 1e-3).all()):
-        return False
-    size = np.abs(places).max(axis=0)
-    steps = np.abs(np.diff(places, axis=0)).max(axis=0)
-    # A column that hardly moves says nothing; some must turn visibly.
-    turning = steps > 0.05 * size
-    close = np.abs(around - factor * middle).max(axis=0) <= 2e-3 * size + 1e-12
-    return bool(close.all()) and bool(turning.any())
-
-
-def _is_mask(numbers: np.ndarray) -> bool:
-    hidden = numbers <= HIDDEN
-    rest = numbers[~hidden]
-    if hidden.any():
-        return bool(np.isin(rest, (0.0, 1.0)).all())
-    return bool(np.isin(numbers, (0.0, 1.0)).all())
-
-
-def _by_place(numbers: np.ndarray) -> np.ndarray | None:
-    """The numbers as [places, columns] where only the last two axes, or one, are more than 1 wide."""
-    shape = [extent for extent in numbers.shape if extent > 1]
-    if not 1 <= len(shape) <= 2:
-        return None
-    places = numbers.reshape(shape[0], -1)
-    return places[:STEEPEST]
-
-
-def _begins_as_angles(places: np.ndarray) -> bool:
-    """True if the numbers are sines or cosines that begin at position 0."""
-    first = places[0]
-    begins = bool((first == 1).all()) or bool((first == 0).all())
-    return begins and len(places) >= LEAST and float(np.abs(places).max()) <= 1 + 1e-6
-
-
-def _is_series(numbers: np.ndarray) -> bool:
-    """True if numbers grow by the same step or by the same factor."""
-    if len(numbers) < LEAST:
-        return False
-    steps = np.diff(numbers)
-    size = float(np.abs(steps).max())
-    if math.isfinite(size) and float(np.abs(steps - steps[0]).max()) <= 1e-5 * size:
-        return True
-    if not (numbers > 0).all():
-        return False
-    factors = np.diff(np.log(numbers))
-    return float(np.abs(factors - factors[0]).max()) <= 1e-5 * float(np.abs(factors).max())
-
-
-WEIGHT_SLOTS: dict[str, frozenset[int]] = {
-    "Conv": frozenset({1, 2}),
-    "ConvTranspose": frozenset({1, 2}),
-    "Gemm": frozenset({0, 1, 2}),
-    "MatMul": frozenset({0, 1}),
-    "Einsum": frozenset({0, 1}),
-    "BatchNormalization": frozenset({1, 2, 3, 4}),
-    "InstanceNormalization": frozenset({1, 2}),
-    "GroupNormalization": frozenset({1, 2}),
-    "LayerNormalization": frozenset({1, 2}),
-    "RMSNormalization": frozenset({1}),
-    "PRelu": frozenset({1}),
-    "LSTM": frozenset({1, 2, 3, 7}),
-    "GRU": frozenset({1, 2, 3}),
-    "RNN": frozenset({1, 2, 3}),
-    "Gather": frozenset({0}),
-}
-"""Operands that are weights where they do not depend on the inputs."""
-AFFINE_SLOTS = frozenset(
-    {("Conv", 2), ("ConvTranspose", 2), ("Gemm", 2), ("BatchNormalization", 1), ("BatchNormalization", 2)}
-    | {(f"{kind}Normalization", slot) for kind in ("Instance", "Group", "Layer", "RMS") for slot in (1, 2)}
-    | {("PRelu", 1)}
-)
-"""Operands that hold scales, offsets and slopes: equal numbers there are those of a new layer."""
-ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div"})
-"""Operators that spell such a scale or offset where a layer has no operator of its own."""
-VIEWS = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast"})
-"""Operators through which a weight may pass on its way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Uses:
-    """Who reads each value of a file."""
-
-    readers: Mapping[str, tuple[tuple[onnx.NodeProto, int], ...]]
-
-    @classmethod
-    def of(cls, nodes: Iterable[onnx.NodeProto]) -> Uses:
-        """Collect the readers: node and position of the operand."""
-        readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
-        for node in nodes:
-            for slot, name in enumerate(node.input):
-                if name:
-                    readers.setdefault(name, []).append((node, slot))
-        return cls({name: tuple(found) for name, found in readers.items()})
-
-    def slots(self, name: str, through: frozenset[str] = VIEWS) -> frozenset[tuple[str, int]]:
-        """(operator, operand) of every use of a value, seen through the operators `through`."""
-        found: set[tuple[str, int]] = set()
-        seen, waiting = {name}, [name]
-        while waiting:
-            for node, slot in self.readers.get(waiting.pop(), ()):
-                if node.op_type in through:
-                    results = [result for result in node.output if result and result not in seen]
-                    seen.update(results)
-                    waiting.extend(results)
-                else:
-                    found.add((node.op_type, slot))
-        return frozenset(found)
-
-    def is_weight(self, name: str) -> bool:
-        """True if a value is read where operators take weights."""
-        return any(slot in WEIGHT_SLOTS.get(operator, frozenset()) for operator, slot in self.slots(name))
-
-    def is_static(self, name: str) -> bool:
-        """True if an operator must know the value while compiling: Resize its scales."""
-        return any(operator in OPERATORS and slot in OPERATORS[operator].static for operator, slot in self.slots(name))
-
-
-LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant\d*")
-"""Names that torch's exporters give to constants and to what they folded, weights included."""
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
 LOOKUPS = frozenset({"embedding", "index", "index_select", "select"})
 """Traced operators that take rows of a table."""
-PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm", "bmm", "addmm", "convolution", "conv2d"})
-"""Traced operators that multiply and add up."""
 SAME = frozenset({"alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh_copy", "view", "expand"})
 """Traced operators that give a parameter another name."""
 PRODUCER = "pytorch"
@@ -497,11 +207,6 @@ def _named(
 
 def _is_name(node: onnx.NodeProto, held: Mapping[str, onnx.TensorProto]) -> bool:
     return node.op_type == "Identity" and not node.domain and len(node.input) == 1 and node.input[0] in held
-
-
-def scope_of(node: onnx.NodeProto) -> str:
-    """The module that a node of the older exporter is a part of; "" for an Identity, which is in none."""
-    return "/".join(NUMBERED.sub("", each) for each in node.name.split("/")[:-1])
 
 
 def _used(

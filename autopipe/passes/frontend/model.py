@@ -1,11 +1,4 @@
-"""Result of reading an ONNX file.
-
-Mapping from a file's nodes and values to those of the graph that was read from it.
-
-Unsupported parts of a file, all of them at once.
-
-What of a graph is trained: only what gradients reach, listed with the reasons.
-"""
+"""The result of reading a file: its graph, what of it is trained and why, and what of it is not supported."""
 
 from __future__ import annotations
 

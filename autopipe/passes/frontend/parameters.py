@@ -1,11 +1,10 @@
 """Which values are trained: parameters, buffers, and what is merely a number in the graph.
 
-ONNX does not say, so it is decided by evidence, best first: what the file states (the metadata `autopipe.parameters`,
-torch's signature of the traced program), then how a tensor is named, used and what its numbers are. A floating-point
-tensor that gradients reach is trained unless it is a running statistic or a table computed from positions. The models
-that ship with onnx make weights by ConstantOfShape nodes, and an export without weights names what nothing writes.
-
-What the user says is trained: globs over names, or regular expressions after `re:`.
+ONNX does not say, so it is decided by evidence, best first: the user's choice, what the file states (the metadata
+`autopipe.parameters`, torch's signature of the traced program), then how a tensor is named, used and what its numbers
+are. A floating-point tensor that gradients reach is trained unless it is a running statistic or a table computed from
+positions. The models that ship with onnx make weights by ConstantOfShape nodes, and an export without weights names
+what nothing writes.
 """
 
 from __future__ import annotations
@@ -23,19 +22,10 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
 from autopipe.passes.frontend.elements import stored_numbers
-from autopipe.passes.frontend.merged_parameters import (
-    AFFINE_SLOTS,
-    ELEMENTWISE,
-    FLOATING,
-    LIFTED,
-    PRODUCER,
-    VIEWS,
-    Signature,
-    Uses,
-    is_uniform,
-    scope_of,
-    table_of,
-)
+from autopipe.passes.frontend.merged_parameters import FLOATING, PRODUCER
+from autopipe.passes.frontend.signature import Signature
+from autopipe.passes.frontend.tables import is_uniform, table_of
+from autopipe.passes.frontend.uses import AFFINE_SLOTS, ELEMENTWISE, LIFTED, VIEWS, Uses, scope_of
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source

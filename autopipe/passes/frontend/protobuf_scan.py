@@ -2,9 +2,6 @@
 
 Only the framing is looked at (https://protobuf.dev/programming-guides/encoding): field numbers, wire types, lengths.
 Whatever is not a large tensor is copied unread, and the real parser judges it.
-
-The part of a serialised model that decides what it computes: a copy with other annotations, or with none, is the
-same model.
 """
 
 from __future__ import annotations

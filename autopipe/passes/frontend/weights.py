@@ -1,12 +1,8 @@
-"""The tensors of a file as constants and parameters, each with where its numbers lie.
+"""The tensors of a file as constants and parameters, each with where its numbers lie or how they are drawn.
 
-Types of weights that a file names but does not hold, from the operators that read them.
-
-An export without weights states the types of activations only. What reads a weight and what comes out of it tell the
-weight's shape: a product's operand and result, a scale's last dimension. The number of rows of an embedding cannot be
-told from its use; it is taken from the logits, the last dimension of an output.
-
-How to draw parameters that have no stored numbers: as the file says, else by the operator that reads them.
+Of weights that a file names but does not hold, the readers and what comes out of them tell the type: a product's
+operand and result, a scale's last dimension. The rows of an embedding are taken from the logits, the last dimension
+of an output.
 """
 
 from __future__ import annotations
@@ -30,8 +26,8 @@ from autopipe.passes.frontend.elements import (
     stored_numbers,
 )
 from autopipe.passes.frontend.folding import Folded, unfolded
-from autopipe.passes.frontend.merged_parameters import Uses
 from autopipe.passes.frontend.parameters import Chosen, Role, Roles
+from autopipe.passes.frontend.uses import Uses
 
 if TYPE_CHECKING:
     import onnx

@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 from autopipe.ir.graph import Attribute, Constant, Graph, Node, Value
 from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.elements import attributes_of, dtype_of
-from autopipe.passes.frontend.shapes import Inference
+from autopipe.passes.frontend.inference import Inference
 from tests.ir.ops.splitting import Use
 
 OPSET = 23

@@ -12,7 +12,7 @@ import pytest
 from autopipe.ir.graph import Graph
 from autopipe.passes.export import write_trained
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.merged_parameters import CALL, FOLDED, SIGNATURE
+from autopipe.passes.frontend.signature import CALL, FOLDED, SIGNATURE
 from tests.passes.export.test_write import trained as numbers
 from tests.passes.frontend.building import INT64, Shape, floats, model, node, saved
 from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read

@@ -20,10 +20,10 @@ from autopipe.ir.graph import DType, Graph, Node, Value
 from autopipe.passes.frontend import constants as known
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.cleanup import with_named_outputs, without_repeats
-from autopipe.passes.frontend.dimensions import MOST_OPERATIONS, Budget, operations_of
 from autopipe.passes.frontend.fusion import View, fused
+from autopipe.passes.frontend.inference import MOST_OPERATIONS, Budget, operations_of
+from autopipe.passes.frontend.interpret import _Sweep, _unique
 from autopipe.passes.frontend.load import DEEPEST, inlined
-from autopipe.passes.frontend.shapes import _Sweep, _unique
 from tests.passes.frontend.building import floats, integers, model, node, saved
 
 ROOM = 1 << 29

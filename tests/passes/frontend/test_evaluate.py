@@ -7,7 +7,7 @@ import onnx.helper
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from autopipe.passes.frontend.dimensions import FORMULAS, told_by_formula
+from autopipe.passes.frontend.inference import FORMULAS, told_by_formula
 
 INTEGERS, REALS = np.arange(6).reshape(2, 3), np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
 SCALARS = tuple(np.asarray(number, dtype=np.float32) for number in (-1.5, 4.0, 0.75))

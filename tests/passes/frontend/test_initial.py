@@ -8,7 +8,7 @@ import pytest
 from onnx.helper import make_node
 
 from autopipe.ir.graph import Initializer
-from autopipe.passes.frontend.merged_parameters import Uses
+from autopipe.passes.frontend.uses import Uses
 from autopipe.passes.frontend.weights import default_initializer
 
 ZEROS, ONES = Initializer("zeros"), Initializer("ones")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopipe.passes.frontend.merged_parameters import is_uniform, table_of
+from autopipe.passes.frontend.tables import is_uniform, table_of
 from tests.passes.frontend.building import floats
 
 PLACES = np.arange(64, dtype=np.float64)[:, None]

@@ -8,7 +8,7 @@ import numpy as np
 import onnx.helper
 import pytest
 
-from autopipe.passes.frontend.shapes import Inference
+from autopipe.passes.frontend.inference import Inference
 from tests.backends.torch.emission.reference import compare
 from tests.ir.ops.splitting import check
 

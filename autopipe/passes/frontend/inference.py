@@ -1,0 +1,362 @@
+"""Types of what a node writes, and its numbers where all it reads is known: ONNX's own inference and evaluator.
+
+Both are asked once for each distinct use, since layers of a model repeat. Rules here add the types that ONNX does not
+tell; formulas compute masks, positions and angles, since loading ONNX's evaluator takes longer than reading most
+models. What would take too much computing (a few bytes can spell a pooling window of 10⁹ elements) stays a node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import DType, Value
+from autopipe.ir.ops import OPERATORS
+from autopipe.passes.frontend.elements import MOST_DIMENSIONS, dtype_of, shape_of, tensor_of, type_proto
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def _unsqueezed(data: np.ndarray, axes: np.ndarray) -> np.ndarray:
+    return np.expand_dims(data, axis=tuple(axes.tolist()))
+
+
+def _range(start: np.ndarray, end: np.ndarray, step: np.ndarray) -> np.ndarray:
+    found: np.ndarray = np.arange(start.item(), end.item(), step.item()).astype(start.dtype)
+    return found
+
+
+def _chosen(condition: np.ndarray, shown: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+    return np.where(condition, shown, hidden).astype(shown.dtype, copy=False)
+
+
+FORMULAS: dict[str, tuple[Callable[..., Any], tuple[str, ...], int]] = {
+    "Add": (np.add, ("iuf", "iuf"), 0),
+    "Less": (np.less, ("iuf", "iuf"), 0),
+    "Mul": (np.multiply, ("iuf", "iuf"), 0),
+    "Range": (_range, ("iuf", "iuf", "iuf"), 0),
+    "Sub": (np.subtract, ("iuf", "iuf"), 0),
+    "Unsqueeze": (_unsqueezed, ("biuf", "i"), 1),
+    "Where": (_chosen, ("b", "biuf", "biuf"), 1),
+}
+"""By operator without attributes: what computes it, the kinds of its operands' types (numpy's own), and from which
+operand on types are one."""
+
+
+def told_by_formula(node: onnx.NodeProto, operands: Sequence[np.ndarray | None]) -> tuple[np.ndarray] | None:
+    """The numbers of the result; None where there is no formula for such a node, or none for such numbers."""
+    if node.op_type not in FORMULAS or node.domain not in ("", "ai.onnx") or node.attribute:
+        return None
+    formula, kinds, alike = FORMULAS[node.op_type]
+    types = [each.dtype for each in operands if each is not None]
+    if len(operands) != len(kinds) or len(types) != len(kinds) or len(set(types[alike:])) > 1:
+        return None
+    if not all(each.kind in kind for each, kind in zip(types, kinds, strict=True)):
+        return None
+    try:
+        return (np.asarray(formula(*operands)),)
+    except (ArithmeticError, ValueError, TypeError, MemoryError):
+        return None
+
+
+MOST_OPERATIONS = 1 << 31
+"""Operations for all constants of a graph together: ten masks of 8,192 by 8,192, or a few seconds."""
+
+LOOP = 256
+"""Operations that one round of a loop in Python counts as."""
+
+_WHOLE_ARRAYS = """
+    Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor
+    Cast CastLike Ceil Clip Compress Concat ConstantOfShape Cos Cosh CumSum DepthToSpace DequantizeLinear Div Equal Exp
+    Expand EyeLike Flatten Floor Gather Greater GreaterOrEqual Identity IsInf IsNaN Less LessOrEqual Log LogSoftmax Max
+    Mean Min Mod Mul Neg NonZero Not OneHot Or Pow QuantizeLinear Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum
+    ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Round Shape Sigmoid
+    Sign Sin Sinh Size Slice Softmax SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh Tile TopK Transpose Trilu Unique
+    Unsqueeze Where Xor
+"""
+_LINEAR = frozenset(_WHOLE_ARRAYS.split())
+"""Operators that numpy computes with a few operations for each element that they read or write."""
+_LOOPED = frozenset({"Erf", "GatherElements", "GatherND", "Gelu", "ReverseSequence", "ScatterElements", "ScatterND"})
+"""Operators that ONNX's evaluator computes in a loop over elements."""
+_GROWING = frozenset({"ConstantOfShape", "Expand", "EyeLike", "OneHot", "Range", "Tile"})
+"""Operators of which a few numbers tell how much they write."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """Rest of the operations or bytes that computing the constants of a graph may take."""
+
+    left: int
+
+    def takes(self, amount: int) -> bool:
+        """Take `amount` from what is left, if there is as much."""
+        if amount > self.left:
+            return False
+        self.left -= amount
+        return True
+
+
+def operations_of(node: onnx.NodeProto, operands: Sequence[np.ndarray | None], results: Sequence[Value | None]) -> int:
+    """At most what it takes to compute a node: near for operators that tell shapes or make masks, far for others."""
+    read = sum(array.size for array in operands if array is not None)
+    written = 0
+    for name, value in zip(node.output, results, strict=False):
+        if value is not None:
+            written += value.elements
+        elif name:
+            written += read if node.op_type not in _GROWING else _grown(node.op_type, operands)
+    first, second = (*operands, None, None)[:2]
+    if node.op_type in _LINEAR:
+        return read + written
+    if node.op_type in _LOOPED:
+        return (read + written) * LOOP
+    if node.op_type in ("MatMul", "Gemm") and first is not None:
+        return read + written * max(first.shape, default=1)
+    if node.op_type == "Einsum":
+        return written + math.prod(array.size for array in operands if array is not None)
+    if node.op_type == "Pad" and second is not None and (second >= 0).all():
+        return read + written
+    # No more than each number of the attributes (windows, paddings) times what is read times what is written.
+    sizes: list[int] = [abs(number) for each in node.attribute for number in (*each.ints, each.i)]
+    return (1 + read) * (1 + written) * math.prod(1 + size for size in sizes) * LOOP
+
+
+def _grown(operator: str, operands: Sequence[np.ndarray | None]) -> int:
+    """At most the elements of what an operator writes, by the numbers that it reads."""
+    arrays = [array for array in operands if array is not None and array.dtype.kind in "iuf"]
+    numbers: list[float] = [
+        number for array in arrays if array.size <= MOST_DIMENSIONS for number in array.reshape(-1).tolist()
+    ]
+    if not all(map(math.isfinite, numbers)):
+        return MOST_OPERATIONS
+    if operator == "Range" and len(numbers) == 3:
+        start, end, step = numbers
+        return min(math.ceil(abs((end - start) / step)), MOST_OPERATIONS) if step else 0
+    return math.prod(array.size for array in arrays) * math.prod(1 + math.ceil(abs(number)) for number in numbers)
+
+
+Operands = tuple[Value | None, ...]
+Results = tuple[Value, ...]
+Rule = Callable[[Operands, frozenset[str]], Results]
+"""From the operands' types and the names of the attributes that are set (not zero) to the results' types.
+
+Raises ValueError where shapes do not fit or operands are missing.
+"""
+
+
+def _like_first(operands: Operands, flags: frozenset[str]) -> Results:
+    first = operands[0]
+    assert first is not None
+    return (first,)
+
+
+def _skip_normalization(operands: Operands, flags: frozenset[str]) -> Results:
+    """The result, mean and 1 / deviation, and the sum that was normalised."""
+    first = operands[0]
+    assert first is not None
+    statistics = Value("", DType.FLOAT32, (*first.shape[:-1], 1))
+    return first, statistics, statistics, first
+
+
+def _fused_matmul(operands: Operands, flags: frozenset[str]) -> Results:
+    left, right = (value for value in operands[:2] if value is not None)
+    first, second = left.shape[-2:], right.shape[-2:]
+    rows, inner = first[::-1] if "transA" in flags else first
+    other, columns = second[::-1] if "transB" in flags else second
+    if inner != other:
+        raise ValueError(f"{inner} and {other}")
+    return (Value("", left.dtype, (*np.broadcast_shapes(left.shape[:-2], right.shape[:-2]), rows, columns)),)
+
+
+RULES: dict[tuple[str, str], Rule] = {
+    ("", "GroupNormalization"): _like_first,
+    ("", "SimplifiedLayerNormalization"): _like_first,
+    ("com.microsoft", "Gelu"): _like_first,
+    ("com.microsoft", "QuickGelu"): _like_first,
+    ("com.microsoft", "FastGelu"): _like_first,
+    ("com.microsoft", "BiasGelu"): _like_first,
+    ("com.microsoft", "RotaryEmbedding"): _like_first,
+    ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
+    ("com.microsoft", "FusedMatMul"): _fused_matmul,
+}
+"""By domain and operator."""
+
+
+def told_by_rule(node: onnx.NodeProto, operands: Operands, where: str) -> tuple[Value | None, ...] | None:
+    """Types of what a node writes, nameless, None where a result is absent; None where there is no rule for it.
+
+    Raises ModelError where the operands' shapes do not fit.
+    """
+    rule = RULES.get((node.domain, node.op_type))
+    if rule is None or not operands or operands[0] is None:
+        return None
+    try:
+        told = rule(operands, frozenset(each.name for each in node.attribute if each.i))
+    except ValueError as error:
+        shapes = ", ".join(str(value.shape) for value in operands if value is not None)
+        raise ModelError(f"the shapes {shapes} do not fit: {error}", where=where) from error
+    results = itertools.zip_longest(node.output, told[: len(node.output)])
+    return tuple(replace(value, name="") if name and value else None for name, value in results)
+
+
+Type = Value
+"""A value whose name does not matter."""
+Operand = tuple[Value | None, np.ndarray | None]
+"""Type and numbers of an operand; (None, None) where it is absent, no numbers where they are not known."""
+
+KNOWN_LIMIT = 4096
+"""Elements up to which an operand's numbers are shown to shape inference: those that tell shapes are few."""
+_HASHED = 4
+"""Elements that are looked up in the time of one operation."""
+RANDOM = frozenset(row.name for row in OPERATORS.values() if row.random)
+"""Operators whose result is drawn anew each time: nothing is known of it, and two equal nodes give different ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """Shape inference and evaluation under the operator sets of one file."""
+
+    opsets: tuple[tuple[str, int], ...]
+    _types: dict[object, tuple[Value | None, ...]] = field(default_factory=dict, repr=False, compare=False)
+    operations: Budget = field(default_factory=lambda: Budget(MOST_OPERATIONS), repr=False, compare=False)
+    _results: dict[object, tuple[np.ndarray, ...] | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def types(self, node: onnx.NodeProto, operands: tuple[Operand, ...]) -> tuple[Value | None, ...]:
+        """Types of the results, None for those that are absent or cannot be told.
+
+        The node's operands are named by position in what is inferred, so names in `operands` do not matter. Raises
+        ModelError where the operands' shapes do not fit the operator.
+        """
+        key = (*_form(node), _key(operands))
+        if key not in self._types:
+            self._types[key] = self._infer(_anonymous(node), operands, f"{node.op_type} {node.name!r}")
+        return self._types[key]
+
+    def evaluate(
+        self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...], types: Sequence[Value | None]
+    ) -> tuple[np.ndarray, ...] | None:
+        """The numbers of results of these `types`; None where the evaluator cannot tell them, or takes too long."""
+        if not self.operations.takes(sum(each.size for each in operands if each is not None) // _HASHED):
+            return None
+        parts = tuple(None if each is None else (each.dtype.str, each.shape, _content(each)) for each in operands)
+        key = (*_form(node), parts)
+        if key not in self._results:
+            affordable = self.operations.takes(operations_of(node, operands, types))
+            self._results[key] = self._run(_anonymous(node), operands) if affordable else None
+        return self._results[key]
+
+    def _infer(self, node: onnx.NodeProto, operands: tuple[Operand, ...], where: str) -> tuple[Value | None, ...]:
+        import onnx
+        import onnx.checker
+        import onnx.defs
+        import onnx.shape_inference
+
+        opsets = dict(self.opsets)
+        nothing: tuple[Value | None, ...] = (None,) * len(node.output)
+        told = told_by_rule(node, tuple(value for value, _ in operands), where)
+        if told is not None:
+            for value in filter(None, told):
+                shape_of(value.shape, where)
+            return told
+        try:
+            schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
+        except onnx.defs.SchemaError:
+            return nothing
+        named = zip(node.input, operands, strict=True)
+        known = [(name, value, array) for name, (value, array) in named if name and value is not None]
+        try:
+            found = onnx.shape_inference.infer_node_outputs(
+                schema,
+                node,
+                {name: type_proto(value) for name, value, _ in known},
+                {
+                    name: tensor_of(array, value.dtype)
+                    for name, value, array in known
+                    if array is not None and array.size <= KNOWN_LIMIT
+                },
+                opset_imports=[onnx.OperatorSetIdProto(domain=name, version=version) for name, version in self.opsets],
+            )
+        except onnx.shape_inference.InferenceError as error:
+            shapes = ", ".join(str(value.shape) for _, value, _ in known)
+            reason = str(error).strip().splitlines()[-1].strip()
+            raise ModelError(f"the shapes {shapes} do not fit: {reason}", where=where) from error
+        except onnx.checker.ValidationError as error:
+            raise ModelError(f"not a valid use: {str(error).splitlines()[0]}", where=where) from error
+        except (RuntimeError, ValueError, KeyError):
+            return nothing
+        return tuple(_static(found[name], where) if name in found else None for name in node.output)
+
+    def _run(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> tuple[np.ndarray, ...] | None:
+        with np.errstate(all="ignore"):
+            results = told_by_formula(node, operands) or self._evaluated(node, operands)
+        if results is None:
+            return None
+        arrays = [np.ascontiguousarray(result).reshape(np.shape(result)) for result in results]
+        return tuple(arrays) if all(array.dtype.kind in "biufcV" for array in arrays) else None
+
+    def _evaluated(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> Sequence[np.ndarray] | None:
+        """Evaluate a node by ONNX's own evaluator, which loads every operator there is."""
+        from onnx.reference import ReferenceEvaluator
+
+        feeds = {name: array for name, array in zip(node.input, operands, strict=True) if name and array is not None}
+        try:
+            found = ReferenceEvaluator(node, opsets=dict(self.opsets)).run(None, feeds)
+        except Exception:  # noqa: BLE001 - the evaluator raises anything; a node it cannot take is simply not folded
+            return None
+        return [*found]
+
+
+def _content(array: np.ndarray) -> bytes:
+    """The bytes of an array, or what tells them from others."""
+    content = array.tobytes()
+    return content if len(content) <= KNOWN_LIMIT else hashlib.sha256(content).digest()
+
+
+def _form(node: onnx.NodeProto) -> tuple[object, ...]:
+    """Signature of a node, but for the names of its values: which of them are equal, and which are absent."""
+    places: dict[str, int] = {}
+    operands = tuple(places.setdefault(name, len(places)) if name else None for name in node.input)
+    attributes = tuple(sorted(each.SerializeToString(deterministic=True) for each in node.attribute))
+    return node.domain, node.op_type, operands, tuple(map(bool, node.output)), attributes
+
+
+def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:
+    """The node with values named by position (one name for one value) and nothing else that tells it from its like."""
+    import onnx
+
+    names: dict[str, str] = {}
+    found = onnx.NodeProto(op_type=node.op_type, domain="" if node.domain == "ai.onnx" else node.domain)
+    found.input.extend(names.setdefault(name, f"i{len(names)}") if name else "" for name in node.input)
+    found.output.extend(f"o{index}" if name else "" for index, name in enumerate(node.output))
+    found.attribute.extend(sorted(node.attribute, key=lambda each: each.name))
+    return found
+
+
+def _key(operands: tuple[Operand, ...]) -> object:
+    return tuple(
+        None
+        if value is None
+        else (value.dtype, value.shape, array.tobytes() if array is not None and array.size <= KNOWN_LIMIT else None)
+        for value, array in operands
+    )
+
+
+def _static(found: onnx.TypeProto, where: str) -> Value | None:
+    if not found.HasField("tensor_type"):
+        raise ModelError("sequences, optional values and maps are not supported", where=where)
+    tensor = found.tensor_type
+    if not tensor.HasField("shape") or any(not dimension.HasField("dim_value") for dimension in tensor.shape.dim):
+        return None
+    shape = shape_of([dimension.dim_value for dimension in tensor.shape.dim], where)
+    if any(extent < 0 for extent in shape):
+        return None
+    return Value("", dtype_of(tensor.elem_type, where), shape)

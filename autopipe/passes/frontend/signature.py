@@ -1,0 +1,117 @@
+"""Torch's word on a file's tensors: which are parameters, and which it folded from them.
+
+The newer exporter's graph carries the signature of the traced program, its tensors the names of what they were folded
+from, and its nodes the traced call that they spell, whose arguments name the parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+
+SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+"""The graph's metadata in which torch's exporter tells parameters from buffers."""
+FOLDED = "pkg.onnxscript.optimizer.folded_from"
+"""A value's metadata: the values that a computed constant depends on."""
+KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+"""A value's metadata: PARAMETER or BUFFER."""
+CALL = "pkg.torch.onnx.fx_node"
+"""A node's metadata: the call of the traced program that it is a part of."""
+SIGNED = re.compile(r"^(\w+): (PARAMETER|BUFFER) target='([^'\n]+)'", re.MULTILINE)
+ARGUMENT = re.compile(r"%([A-Za-z_]\w*)")
+TEXT = re.compile(r"'([^']*)'")
+NUMBERED = re.compile(r"_\d+$")
+PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm", "bmm", "addmm", "convolution", "conv2d"})
+"""Traced operators that multiply and add up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The exporter's word on a file's tensors."""
+
+    parameters: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Parameters and buffers by the traced program's names for them."""
+    folded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each computed constant the values that it was folded from."""
+
+    @classmethod
+    def of(cls, graph: onnx.GraphProto, metadata: Mapping[str, str]) -> Signature:
+        """The signature of a file; an empty one where there is none, or where it names none of the file's tensors."""
+        found = SIGNED.findall(metadata.get(SIGNATURE, ""))
+        if not found:
+            return cls()
+        said = [(info.name, entry) for info in graph.value_info for entry in info.metadata_props]
+        kinds = {name: entry.value for name, entry in said if entry.key == KIND}
+        signature = cls(
+            parameters=frozenset(target for _, kind, target in found if kind == "PARAMETER")
+            | {name for name, kind in kinds.items() if kind == "PARAMETER"},
+            buffers=frozenset(target for _, kind, target in found if kind == "BUFFER"),
+            arguments={argument: target for argument, _, target in found},
+            folded={name: tuple(TEXT.findall(entry.value)) for name, entry in said if entry.key == FOLDED},
+        )
+        names = {tensor.name for tensor in graph.initializer} | {name for node in graph.node for name in node.input}
+        return signature if any(signature.trains(name) for name in names) else cls()
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters)
+
+    def origins(self, name: str) -> tuple[str, ...]:
+        """The parameters that a tensor is, or was folded from."""
+        if name in self.parameters:
+            return (name,)
+        return tuple(each for each in self.folded.get(name, ()) if each in self.parameters)
+
+    def operators(self, name: str) -> frozenset[str]:
+        """The traced operators that were folded into a tensor, as far as values are named after them."""
+        names = (name, *self.folded.get(name, ()))
+        return frozenset(NUMBERED.sub("", each) for each in names if each not in self.parameters)
+
+    def multiplied(self, name: str) -> bool:
+        """True if a tensor is a product of parameters, or of one and a table, which cannot be taken apart again."""
+        return name not in self.parameters and not PRODUCTS.isdisjoint(self.operators(name))
+
+    def left_out(self, graph: onnx.GraphProto) -> list[str]:
+        """The parameters that a traced call names and its nodes do not read: zeros that the exporter does not add."""
+        held = {tensor.name for tensor in graph.initializer}
+        found = {origin for name in held for origin in self.origins(name)}
+        reads: dict[str, set[str]] = {}
+        names: dict[str, set[str]] = {}
+        for node in graph.node:
+            call, arguments = arguments_of(node)
+            reads.setdefault(call, set()).update(name for name in node.input if self.trains(name))
+            names.setdefault(call, {self.arguments[each] for each in arguments if each in self.arguments})
+        few = (named & self.parameters for call, named in names.items() if len(reads[call]) < len(named))
+        return sorted(set[str]().union(*few) - found)
+
+    def names(self, name: str) -> bool:
+        """True if a tensor is called as a parameter or a buffer is."""
+        return name in self.parameters or name in self.buffers
+
+    def trains(self, name: str) -> bool:
+        """True if a tensor is a parameter, perhaps in a folded form."""
+        return bool(self.origins(name))
+
+    def stated(self, tensor: onnx.TensorProto, merged: str) -> onnx.ValueInfoProto:
+        """The exporter's word that `tensor`, told apart from `merged`, is a parameter, folded as that is."""
+        import onnx.helper
+
+        info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        info.metadata_props.add(key=KIND, value="PARAMETER")
+        folded = [each for each in (merged, *self.folded.get(merged, ())) if each not in self.parameters]
+        if merged in self.folded:
+            info.metadata_props.add(key=FOLDED, value=str(folded))
+        return info
+
+
+def arguments_of(node: onnx.NodeProto) -> tuple[str, tuple[str, ...]]:
+    """The traced call that a node is a part of, and the values that it reads there; "" where it is not said."""
+    call = next((entry.value for entry in node.metadata_props if entry.key == CALL), "")
+    return call, tuple(ARGUMENT.findall(call.partition("](args")[2]))
