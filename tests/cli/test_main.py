@@ -18,7 +18,7 @@ from autopipe.cli.output import Output
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, LaunchError, ModelError
 from tests.cli.command_line import CommandLine
 
-HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "ortools", "pulp", "scipy", "numpy", "yaml", "rich")
+HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "ortools", "scipy", "numpy", "yaml", "rich")
 
 failure: BaseException | None = None
 """What the command `fail` raises; set by `failing`."""
