@@ -10,8 +10,7 @@ import pytest
 from autopipe.ir.cluster import Level, Link
 from autopipe.ir.placement import Placement, Stage
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.placement.graphpipe.intra_stage import split_further
-from autopipe.passes.placement.graphpipe.strategy import GraphPipe
+from autopipe.passes.placement.graphpipe.strategy import GraphPipe, split_further
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from tests.distributed.pool import Pools
 from tests.distributed.portions import forwards_first

@@ -5,7 +5,7 @@ Such sums are matrices indexed by (first block, block after the last).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,14 @@ class Chain:
         """Number of blocks."""
         return len(self.cuts) - 1
 
+    @staticmethod
+    def of(order: Sequence[int], cuts: Iterable[int]) -> Chain:
+        """The chain of an order that is cut at some places, both ends among them, in any order."""
+        edges = sorted(set(cuts))
+        block_of = np.empty(len(order), dtype=np.int64)
+        block_of[list(order)] = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+        return Chain(tuple(order), tuple(edges), block_of)
+
     def nodes(self, first: int, stop: int) -> tuple[int, ...]:
         """The nodes of blocks `first` to `stop - 1`, ascending."""
         return tuple(sorted(self.order[self.cuts[first] : self.cuts[stop]]))
@@ -44,18 +52,44 @@ class Chain:
         return sums
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Sets of nodes in a topological order of the blocks, and what each needs."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    """The nodes of each block, ascending."""
+    needs: tuple[int, ...]
+    """For each block the blocks that it reads from, bit b for block b."""
+
+    @staticmethod
+    def of(graph: Graph, nodes: Sequence[Iterable[int]]) -> Blocks:
+        """Blocks of these nodes, of which none reads from a following one."""
+        needs = [0] * len(nodes)
+        for _, block, readers in values_between(
+            graph, {node: block for block, each in enumerate(nodes) for node in each}
+        ):
+            for reader in readers:
+                needs[reader] |= 1 << block
+        return Blocks(tuple(tuple(sorted(each)) for each in nodes), tuple(needs))
+
+
+def input_free_nodes(graph: Graph) -> set[int]:
+    """Nodes that depend on no input of the model."""
+    inputs = {value.name for value in graph.inputs}
+    found: set[int] = set()
+    for index, (node, sources) in enumerate(zip(graph.nodes, graph.sources(), strict=True)):
+        if inputs.isdisjoint(node.inputs) and found.issuperset(producer for _, producer in sources):
+            found.add(index)
+    return found
+
+
 @remembered(GRAPHS)
 def linear_order(graph: Graph) -> tuple[int, ...]:
     """The graph's own order, with nodes that depend on no input moved down to just before their first reader.
 
     Such nodes (a transposed weight, a table of positions) would otherwise cross every cut above their reader.
     """
-    floating: set[int] = set()
-    inputs = {value.name for value in graph.inputs}
-    for index, node in enumerate(graph.nodes):
-        producers = [graph.producer(name) for name in node.inputs if name]
-        if inputs.isdisjoint(node.inputs) and all(each is None or each in floating for each in producers):
-            floating.add(index)
+    floating = input_free_nodes(graph)
     order: list[int] = []
     done: set[int] = set()
 
@@ -89,29 +123,35 @@ def make_chain(
 ) -> Chain:
     """The graph as at most about `limit` blocks. `seconds` weighs each node; `groups` are cut off from the others."""
     order = linear_order(graph)
-    place = np.empty(len(order), dtype=np.int64)
-    place[list(order)] = np.arange(len(order))
-    cuts = choose_cuts(crossing_bytes(graph, place), seconds[list(order)], limit)
-    places = [place[list(group)] for group in groups]
-    edges = [int(edge) for each in places for edge in (each.min(), each.max() + 1)]
-    cuts = sorted({0, *cuts, *edges, len(order)})
-    starts = np.zeros(len(order) + 1, dtype=np.int64)
-    starts[cuts[1:-1]] = 1
-    return Chain(order, tuple(cuts), np.cumsum(starts)[place])
+    place = {node: index for index, node in enumerate(order)}
+    cuts = {0, *choose_cuts(crossing_bytes(graph, place), seconds[list(order)], limit), len(order)}
+    for group in groups:
+        places = [place[node] for node in group]
+        cuts |= {min(places), max(places) + 1}
+    return Chain.of(order, cuts)
 
 
-def crossing_bytes(graph: Graph, place: NDArray[np.int64]) -> NDArray[np.float64]:
-    """For each place p the bytes of the values produced before it and read at it or after."""
+def values_between(graph: Graph, block_of: Mapping[int, int]) -> Iterator[tuple[str, int, list[int]]]:
+    """(value, block that computes it, other blocks that read it, ascending) of all values that leave their block.
+
+    Nodes that are in no block do not count, nor do `recomputed_nodes`: each block computes those for itself, and they
+    read nothing else.
+    """
     recomputed = recomputed_nodes(graph)
-    change = np.zeros(len(place) + 1)
-    for name, readers in graph.consumers().items():
+    for name, reading in graph.consumers().items():
         producer = graph.producer(name)
-        if producer is None or producer in recomputed:
-            continue
-        last = max((int(place[reader]) for reader in readers if reader not in recomputed), default=-1)
-        if last >= 0:
-            change[place[producer] + 1] += graph.type_of(name).bytes
-            change[last + 1] -= graph.type_of(name).bytes
+        if producer is not None and producer not in recomputed and producer in block_of:
+            block = block_of[producer]
+            readers = sorted({block_of[reader] for reader in reading if reader in block_of} - {block})
+            if readers:
+                yield name, block, readers
+
+
+def crossing_bytes(graph: Graph, place: Mapping[int, int]) -> NDArray[np.float64]:
+    """For each place p of a line of all nodes the bytes of the values produced before it and read at it or after."""
+    change = np.zeros(len(place) + 1)
+    for name, start, readers in values_between(graph, place):
+        change[[start + 1, readers[-1] + 1]] += np.array([1.0, -1.0]) * graph.type_of(name).bytes
     crossing: NDArray[np.float64] = np.cumsum(change)[: len(place)]
     return crossing
 

@@ -93,6 +93,11 @@ def _most_blocks(
     return max(-int(each.min()) for each in spans)
 
 
+def step_of_line(seconds: Sequence[float], micro_batches: int) -> float:
+    """Seconds of a step of stages that take these for a micro-batch, filling and draining included."""
+    return sum(seconds) + (micro_batches - 1) * max(seconds)
+
+
 def even_stops(work: _Floats, count: int) -> list[int]:
     """Where runs of about equal work end, each of a block at least."""
     done = np.concatenate(([0.0], np.cumsum(work)))

@@ -27,7 +27,7 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
     other multiply; otherwise the downsets with a block, all that it needs set aside, and those without it, all that
     needs it set aside, add up.
     """
-    below = _closed(needs)
+    below = closed(needs)
     above = [sum(1 << other for other, need in enumerate(below) if need >> block & 1) for block in range(len(needs))]
     linked = [one | other for one, other in zip(below, above, strict=True)]
     known = {0: 1}
@@ -38,11 +38,11 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
             return found
         if len(known) > _MOST_STEPS:
             raise OverflowError
-        part = _component(left, linked)
+        part = component(left, linked)
         if part != left:
             found = count(part) * count(left & ~part)
         else:
-            block = max(_bits(left), key=lambda each: ((linked[each] & left).bit_count(), -each))
+            block = max(bits(left), key=lambda each: ((linked[each] & left).bit_count(), -each))
             itself = 1 << block
             found = count(left & ~(below[block] | itself)) + count(left & ~(above[block] | itself))
         known[left] = found
@@ -54,30 +54,31 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
         return None
 
 
-def _closed(needs: tuple[int, ...]) -> list[int]:
+def closed(needs: Sequence[int]) -> list[int]:
     """For each block everything it needs, directly or not."""
     below: list[int] = []
     for need in needs:
         found = need
-        for other in _bits(need):
+        for other in bits(need):
             found |= below[other]
         below.append(found)
     return below
 
 
-def _component(left: int, linked: list[int]) -> int:
-    """The blocks of `left` that have to do with its first one, through others of it too."""
+def component(left: int, linked: Sequence[int]) -> int:
+    """The blocks of `left` that are linked with its first one, through others of it too."""
     found = waiting = left & -left
     while waiting:
         new = 0
-        for block in _bits(waiting):
+        for block in bits(waiting):
             new |= linked[block]
         waiting = new & left & ~found
         found |= waiting
     return found
 
 
-def _bits(mask: int) -> list[int]:
+def bits(mask: int) -> list[int]:
+    """The places of the ones of a number, ascending."""
     found = []
     while mask:
         found.append((mask & -mask).bit_length() - 1)
@@ -92,7 +93,7 @@ def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[in
     """
     readers: list[list[int]] = [[] for _ in needs]
     for reader, need in enumerate(needs):
-        for block in _bits(need):
+        for block in bits(need):
             readers[block].append(reader)
     level = {0: frozenset(block for block, need in enumerate(needs) if not need)}
     found = [[0]]
@@ -121,8 +122,8 @@ def _packed(masks: Sequence[int], blocks: int) -> NDArray[np.uint64]:
 
 def membership(masks: Sequence[int], blocks: int) -> NDArray[np.bool_]:
     """At [d, b] whether downset d holds block b."""
-    bits = _packed(masks, blocks).view(np.uint8)
-    return np.unpackbits(bits, axis=1, count=blocks, bitorder="little").astype(bool)
+    packed = _packed(masks, blocks).view(np.uint8)
+    return np.unpackbits(packed, axis=1, count=blocks, bitorder="little").astype(bool)
 
 
 Figures = NDArray[np.float64]

@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, resolved_constraints
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, check_state, fitted
+from autopipe.passes.sharding.regions import one_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +43,33 @@ class DataParallel:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """One stage. Raises InfeasibleError where a node's samples cannot be shared or memory does not hold it."""
-        nodes = tuple(range(len(problem.graph.nodes)))
-        devices = tuple(range(problem.cluster.size))
-        samples = sample_axes(problem.graph)
-        for wish in resolved_constraints(problem):
-            self._obey(wish, samples, devices)
-        recompute = problem.train and problem.recompute == "full"
-        splits = samples.splits(nodes, len(devices))
-        return fitted(problem, Placement((Stage(nodes, devices, problem.micro_batch_size, splits, recompute),)))
+        """One stage.
 
-    def _obey(self, wish: ResolvedConstraint, samples: SampleAxes, devices: tuple[int, ...]) -> None:
-        """Raise ConfigurationError for a constraint that one stage on all devices does not fulfil."""
-        reason = ""
-        if wish.constraint.stage not in (None, 0):
-            reason = f"asks for stage {wish.constraint.stage}, and data_parallel has stage 0 alone"
-        elif wish.devices is not None and set(wish.devices) != set(devices):
-            reason = "asks for some of the devices, and data_parallel uses all for every node"
-        elif not self._is_by_samples(wish, samples, len(devices)):
-            reason = f"asks for another split than of the samples by {len(devices)}"
-        if reason:
-            raise ConfigurationError(f"{wish} {reason}", hint="strategy manual follows any constraint")
+        Raises InfeasibleError where a node's samples cannot be shared or memory does not hold it, ConfigurationError
+        for a constraint that one stage on all devices does not fulfil.
+        """
+        samples, devices = sample_axes(problem.graph), problem.cluster.size
+        for each in resolved_constraints(problem):
+            reason = ""
+            if each.constraint.stage not in (None, 0):
+                reason = f"asks for stage {each.constraint.stage}, and data_parallel has stage 0 alone"
+            elif each.devices is not None and set(each.devices) != set(range(devices)):
+                reason = "asks for some of the devices, and data_parallel uses all for every node"
+            elif not _is_by_samples(each, samples, devices):
+                reason = f"asks for another split than of the samples by {devices}"
+            if reason:
+                raise ConfigurationError(f"{each} {reason}", hint="strategy manual follows any constraint")
+        return fitted(problem, one_stage(problem, samples.splits(range(len(problem.graph.nodes)), devices)))
 
-    def _is_by_samples(self, wish: ResolvedConstraint, samples: SampleAxes, size: int) -> bool:
-        """True if a wish for a split, if it is one, is for that of the samples by all devices."""
-        split = wish.constraint.split
-        if split is None or size == 1:
-            return all(degree == 1 for _, degree in split or ())
-        if not split:
-            return all(samples.axes[node] is None for node in wish.nodes)
-        return all(
-            degree == size and (axis == BATCH_AXIS or all(samples.axes[node] == axis for node in wish.nodes))
-            for axis, degree in split
-        )
+
+def _is_by_samples(resolved: ResolvedConstraint, samples: SampleAxes, size: int) -> bool:
+    """True if what a constraint says of splits, if anything, is that all devices share the samples."""
+    split = resolved.constraint.split
+    if split is None or size == 1:
+        return all(degree == 1 for _, degree in split or ())
+    if not split:
+        return all(samples.axes[node] is None for node in resolved.nodes)
+    return all(
+        degree == size and (axis == BATCH_AXIS or all(samples.axes[node] == axis for node in resolved.nodes))
+        for axis, degree in split
+    )

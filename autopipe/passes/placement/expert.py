@@ -1,11 +1,4 @@
-"""Convolutions by samples, the fully connected layers behind them by outputs (Krizhevsky, 2014).
-
-Strategies of experts, by hand: one rule a kind of network.
-
-Layers of a recurrent network in a pipeline, each on several devices that share samples.
-
-Heads, feed-forward columns and rows, and the vocabulary within groups of devices; samples among the groups.
-"""
+"""Strategies of experts, by hand: one rule a kind of network."""
 
 from __future__ import annotations
 
@@ -24,10 +17,10 @@ from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, check_operators, check_state, fitted
 from autopipe.passes.sharding.regions import (
     Network,
-    NodeSplits,
     check_constraints_met,
     check_samples,
     grow,
+    one_stage,
     replicated_network,
     seed_axis,
     whole_group_splits,
@@ -51,7 +44,7 @@ class OneWeirdTrick:
 
     def requires(self, problem: Problem) -> None:
         """Raise InfeasibleError for a model without convolutions, or where devices cannot share samples equally."""
-        if not has_convolutions(problem.graph):
+        if "convolution" not in _kinds(problem.graph):
             raise InfeasibleError(
                 "one_weird_trick is made for convolutions with fully connected layers behind them, and the model has "
                 "no convolution",
@@ -62,46 +55,34 @@ class OneWeirdTrick:
 
     def run(self, problem: Problem) -> Placement:
         """One stage. Raises ConfigurationError for a constraint it does not fulfil, InfeasibleError for memory."""
-        placement = by_one_weird_trick(problem)
+        placement = _by_one_weird_trick(problem)
         check_constraints_met(problem, placement, self.name)
         return fitted(problem, placement)
 
 
-def has_convolutions(graph: Graph) -> bool:
-    """True if some node is a convolution."""
-    return any(use.row.kind == "convolution" for use in sample_axes(graph).uses)
+def _kinds(graph: Graph) -> set[str]:
+    """The classes of the model's operators."""
+    return {row.kind for node in graph.nodes if (row := operator_of(node)) is not None}
 
 
-def by_one_weird_trick(problem: Problem) -> Placement:
+def _by_one_weird_trick(problem: Problem) -> Placement:
     """One stage on all devices. Raises InfeasibleError where samples cannot be shared equally."""
-    nodes = tuple(range(len(problem.graph.nodes)))
-    devices = tuple(range(problem.cluster.size))
-    recompute = problem.train and problem.recompute == "full"
-    splits = _splits(problem.graph, len(devices))
-    return Placement((Stage(nodes, devices, problem.micro_batch_size, splits, recompute),))
-
-
-def _splits(graph: Graph, devices: int) -> NodeSplits:
-    samples = sample_axes(graph)
-    networks = [
-        (degree, replicated_network(graph, devices // degree, samples))
-        for degree in range(devices, 1, -1)
-        if devices % degree == 0
-    ]
-    nodes = range(len(graph.nodes))
+    graph, devices = problem.graph, problem.cluster.size
+    samples, nodes = sample_axes(graph), range(len(graph.nodes))
+    degrees = [degree for degree in range(devices, 0, -1) if devices % degree == 0]
+    networks = [(degree, replicated_network(graph, devices // degree, samples)) for degree in degrees]
     products = {node for node in nodes if samples.uses[node].row.kind == "matmul"}
     found: dict[int, tuple[Split, ...]] = {}
-    for node in _fully_connected(networks[0][1] if networks else replicated_network(graph, 1, samples), products):
-        for degree, network in networks:
+    for node in _fully_connected(networks[0][1], products):
+        for degree, network in networks[:-1]:
             axis = seed_axis(network, node, degree, frozenset())
             if axis is None:
                 continue
-            members = frozenset(nodes) - products | {node}
-            region = grow(network, node, axis, degree, members, {})
+            region = grow(network, node, axis, degree, frozenset(nodes) - products | {node}, {})
             cut = {node: axis} if region.open else region.axes
             found |= {each: network.splits(each, name, degree) for each, name in cut.items() if each not in found}
             break
-    return with_samples_split(samples, nodes, devices, found)
+    return one_stage(problem, with_samples_split(samples, nodes, devices, found))
 
 
 def _fully_connected(network: Network, products: set[int]) -> Iterator[int]:
@@ -117,16 +98,15 @@ def _fully_connected(network: Network, products: set[int]) -> Iterator[int]:
             yield node
 
 
-def data_and_pipeline(problem: Problem) -> Placement:
+def _pipeline_of_layers(problem: Problem) -> Placement:
     """A stage for each recurrent layer, or for as many in turn as let stages share the devices equally.
 
     Wu et al., "Google's Neural Machine Translation System" (2016), section 3.1, as PaSE (IPDPS 2021, section IV)
     compares with it. What comes before the first layer joins it, what follows a layer joins that layer. Raises
     InfeasibleError where a stage's devices cannot share the samples.
     """
-    graph, devices = problem.graph, problem.cluster.size
-    samples = sample_axes(graph)
-    layer_of = _layers(graph, samples)
+    devices, samples = problem.cluster.size, sample_axes(problem.graph)
+    layer_of = _layers(problem.graph, samples)
     layers = 1 + max(layer_of)
     count = max(each for each in range(1, min(layers, devices) + 1) if devices % each == 0)
     size = devices // count
@@ -134,19 +114,16 @@ def data_and_pipeline(problem: Problem) -> Placement:
     stages = []
     for stage in range(count):
         nodes = tuple(node for node, layer in enumerate(layer_of) if layer * count // layers == stage)
-        group = tuple(range(stage * size, (stage + 1) * size))
-        splits = with_samples_split(samples, nodes, size, {})
-        recompute = problem.train and problem.recompute == "full"
-        stages.append(Stage(nodes, group, problem.micro_batch_size, splits, recompute))
+        group, splits = range(stage * size, (stage + 1) * size), with_samples_split(samples, nodes, size, {})
+        stages.append(Stage(nodes, tuple(group), problem.micro_batch_size, splits, problem.recomputes_all))
     return Placement(tuple(stages))
 
 
 def _layers(graph: Graph, samples: SampleAxes) -> list[int]:
     """For each node the recurrent layer it belongs to: the last that it depends on, else the first that reads it."""
     found: list[int] = []
-    for node, use in zip(graph.nodes, samples.uses, strict=True):
-        producers = (graph.producer(name) for name in node.inputs if name)
-        before = max((found[each] for each in producers if each is not None), default=0)
+    for sources, use in zip(graph.sources(), samples.uses, strict=True):
+        before = max((found[producer] for _, producer in sources), default=0)
         found.append(before + (use.row.kind == "recurrent"))
     readers = graph.consumers()
     for index in range(len(found) - 1, -1, -1):
@@ -155,7 +132,7 @@ def _layers(graph: Graph, samples: SampleAxes) -> list[int]:
     return [layer - 1 for layer in found]
 
 
-def tensor_parallel(problem: Problem, degree: int) -> Placement:
+def _tensor_parallel(problem: Problem, degree: int) -> Placement:
     """One stage on all devices, in groups of `degree` neighbours that share layers; 0 takes the largest that does.
 
     Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
@@ -163,30 +140,16 @@ def tensor_parallel(problem: Problem, degree: int) -> Placement:
     Raises InfeasibleError where `degree` does not divide the devices, or groups cannot share the samples.
     """
     graph, devices = problem.graph, problem.cluster.size
-    samples = sample_axes(graph)
     if degree == 0:
-        degree, found = _largest(problem)
+        within = [each for each in range(1, problem.cluster.devices_per_node + 1) if devices % each == 0]
+        degrees = [each for each in within if problem.micro_batch_size % (devices // each) == 0] or within[-1:]
+        degree = max(degrees, key=lambda each: (len(whole_group_splits(graph, devices // each, each)), each))
     elif devices % degree:
         raise InfeasibleError(f"{devices} devices cannot be parted into groups of {degree}", where="strategy.tensor")
-    else:
-        found = whole_group_splits(graph, devices // degree, degree)
     check_samples(problem, devices // degree, "expert")
-    nodes = tuple(range(len(graph.nodes)))
-    splits = with_samples_split(samples, nodes, devices // degree, found)
-    recompute = problem.train and problem.recompute == "full"
-    return Placement((Stage(nodes, tuple(range(devices)), problem.micro_batch_size, splits, recompute),))
-
-
-def _largest(problem: Problem) -> tuple[int, dict[int, tuple[Split, ...]]]:
-    """The degree within a node that shares most nodes of the graph, the largest of equals, with their splits."""
-    devices = problem.cluster.size
-    within = [each for each in range(1, problem.cluster.devices_per_node + 1) if devices % each == 0]
-    degrees = [each for each in within if problem.micro_batch_size % (devices // each) == 0]
-    if not degrees:
-        check_samples(problem, devices // within[-1], "expert")
-    found = {degree: whole_group_splits(problem.graph, devices // degree, degree) for degree in degrees}
-    best = max(degrees, key=lambda degree: (len(found[degree]), degree))
-    return best, found[best]
+    found = whole_group_splits(graph, devices // degree, degree)
+    splits = with_samples_split(sample_axes(graph), range(len(graph.nodes)), devices // degree, found)
+    return one_stage(problem, splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,22 +190,15 @@ class Expert:
         Raises ConfigurationError for a constraint it does not fulfil, and InfeasibleError where devices cannot share
         the samples, `tensor` does not divide them, or memory does not hold the placement.
         """
-        placement = self._placed(problem)
-        check_constraints_met(problem, placement, self.name)
-        return fitted(problem, placement)
-
-    def _placed(self, problem: Problem) -> Placement:
         work: Counter[str] = Counter()
         for each in problem.work:
             work[each.kind] += int(each.forward_flops)
         if work["recurrent"]:
-            return data_and_pipeline(problem)
-        if work["convolution"] > work["matmul"]:
+            placement = _pipeline_of_layers(problem)
+        elif work["convolution"] > work["matmul"]:
             check_samples(problem, problem.cluster.size, self.name)
-            return by_one_weird_trick(problem)
-        return tensor_parallel(problem, self.tensor)
-
-
-def _kinds(graph: Graph) -> set[str]:
-    """The classes of the model's operators."""
-    return {row.kind for node in graph.nodes if (row := operator_of(node)) is not None}
+            placement = _by_one_weird_trick(problem)
+        else:
+            placement = _tensor_parallel(problem, self.tensor)
+        check_constraints_met(problem, placement, self.name)
+        return fitted(problem, placement)

@@ -1,14 +1,8 @@
-"""PipeDream: the strategy and its options.
-
-Constraints as a search over a chain sees them: which ranges of blocks may stand where.
-
-The price of every range of blocks as one stage, by where the stage stands.
-
-The dynamic programme: the chain of stages whose slowest one is fastest, by number of stages and of devices.
+"""PipeDream: the chain of stages whose slowest one is fastest, by dynamic programming, under a user's constraints.
 
 After Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019, section 3.1, with
 memory as in their "Memory-efficient pipeline-parallel DNN training", ICML 2021: under 1F1B the stage that is k-th from
-the end keeps k micro-batches. It runs from the end of the chain, so that k is known.
+the end keeps k micro-batches. The search runs from the end of the chain, so that k is known.
 """
 
 from __future__ import annotations
@@ -35,6 +29,7 @@ from autopipe.passes.cost.memory_check import check_operators, may_share, out_of
 from autopipe.passes.cost.range_tables import Tables, make_tables
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients
+from autopipe.passes.partition.chain_cut import step_of_line
 from autopipe.passes.schedule.device_order import SweepResult, best_order, best_size
 
 
@@ -52,6 +47,10 @@ class ChainStage:
 Price = Callable[[int, int, int], Matrix]
 """(place from the end counting from 1, first device, degree) → the price of every range of blocks there."""
 
+Choices = dict[int, tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]]
+"""By number of last devices, for each first block: the price of all stages behind it, where the first of these stops,
+and its degree."""
+
 
 def search(
     blocks: int, devices: int, stages: int, degrees: tuple[int, ...], price: Price, join: np.ufunc = np.maximum
@@ -60,48 +59,38 @@ def search(
 
     The best has the least largest price, or with `join=np.add` the least sum of prices.
     """
-    best = {0: _ending(blocks)}
-    choices: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{}]
+    zeros = np.zeros(blocks + 1, dtype=np.int64)
+    nothing = np.full(blocks + 1, np.inf), zeros, zeros
+    choices: list[Choices] = [{0: (np.append(nothing[0][1:], 0.0), zeros, zeros)}]
     for place in range(1, min(stages, blocks, devices) + 1):
-        reached: dict[int, np.ndarray] = {}
-        chosen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        for rest, later in best.items():
+        reached: Choices = {}
+        for rest, (behind, _, _) in choices[-1].items():
             for degree in degrees:
                 used = rest + degree
                 if used > devices:
                     continue
-                costs = join(price(place, devices - used, degree), later[None, :])
+                costs = join(price(place, devices - used, degree), behind[None, :])
                 stop = costs.argmin(axis=1)
                 cost = np.take_along_axis(costs, stop[:, None], axis=1)[:, 0]
-                if used not in reached:
-                    reached[used], chosen[used] = cost, (stop, np.full(blocks + 1, degree))
-                    continue
-                better = cost < reached[used]
-                reached[used] = np.where(better, cost, reached[used])
-                stops, picked = chosen[used]
-                chosen[used] = (np.where(better, stop, stops), np.where(better, degree, picked))
-        best = {used: cost for used, cost in reached.items() if np.isfinite(cost).any()}
-        choices.append(chosen)
-        if devices in best and np.isfinite(best[devices][0]):
-            yield _trace(choices, place, devices, price)
+                known, stops, picked = reached.get(used, nothing)
+                better = cost < known
+                reached[used] = (
+                    np.where(better, cost, known),
+                    np.where(better, stop, stops),
+                    np.where(better, degree, picked),
+                )
+        choices.append({used: found for used, found in reached.items() if np.isfinite(found[0]).any()})
+        if devices in reached and np.isfinite(reached[devices][0][0]):
+            yield _trace(choices, devices, price)
 
 
-def _ending(blocks: int) -> np.ndarray:
-    cost = np.full(blocks + 1, np.inf)
-    cost[blocks] = 0.0
-    return cost
-
-
-def _trace(
-    choices: list[dict[int, tuple[np.ndarray, np.ndarray]]], place: int, devices: int, price: Price
-) -> list[ChainStage]:
+def _trace(choices: list[Choices], devices: int, price: Price) -> list[ChainStage]:
     pieces = []
     first, used = 0, devices
-    for left in range(place, 0, -1):
-        stops, degrees = choices[left][used]
-        stop, degree = int(stops[first]), int(degrees[first])
-        device = devices - used
-        pieces.append(ChainStage(first, stop, device, degree, float(price(left, device, degree)[first, stop])))
+    for place in range(len(choices) - 1, 0, -1):
+        _, stops, degrees = choices[place][used]
+        stop, degree, device = int(stops[first]), int(degrees[first]), devices - used
+        pieces.append(ChainStage(first, stop, device, degree, float(price(place, device, degree)[first, stop])))
         first, used = stop, used - degree
     return pieces
 
@@ -116,163 +105,131 @@ class ChainConstraint:
     devices: range | None = None
     degree: int | None = None
 
-    def penalty(self, size: int, index: int, device: int, degree: int) -> Matrix | None:
-        """Infinite for ranges that break the rule as stage `index` on these devices; None where none does."""
+    def penalty(self, size: int, index: int, device: int, degree: int) -> Matrix:
+        """Infinite for ranges that break the rule as stage `index` on these devices, else 0."""
         first = np.arange(size)[:, None]
         stop = np.arange(size)[None, :]
-        touches = (first <= self.last) & (stop > self.first)
-        here = (
-            (self.stage is None or self.stage == index)
-            and (self.devices is None or self.devices == range(device, device + degree))
-            and (self.degree is None or self.degree == degree)
-        )
-        if not here:
-            return np.where(touches, np.inf, 0.0)
-        if self.stage is None:
-            return None
-        return np.where((first <= self.first) & (stop > self.last), 0.0, np.inf)
+        allowed = (first > self.last) | (stop <= self.first)
+        if (
+            self.stage in (None, index)
+            and self.devices in (None, range(device, device + degree))
+            and self.degree in (None, degree)
+        ):
+            holds = (first <= self.first) & (stop > self.last)
+            allowed = holds if self.stage is not None else np.ones_like(holds)
+        return np.where(allowed, 0.0, np.inf)
 
 
-def ruled(price: Price, rules: tuple[ChainConstraint, ...], size: int, stages: int) -> Price:
-    """`price` with the rules obeyed, for chains of `stages` stages (which matters to rules about a stage alone)."""
-
-    def obedient(place: int, device: int, degree: int) -> Matrix:
-        penalties = (rule.penalty(size, stages - place, device, degree) for rule in rules)
-        return sum((penalty for penalty in penalties if penalty is not None), price(place, device, degree))
-
-    return obedient
-
-
-def groups_of(resolved: tuple[ResolvedConstraint, ...]) -> tuple[tuple[int, ...], ...]:
-    """Nodes that cuts must be able to part from the others: all of one stage together, else of one constraint."""
-    by_stage: dict[int, list[int]] = {}
-    for wish in resolved:
-        if wish.constraint.stage is not None:
-            by_stage.setdefault(wish.constraint.stage, []).extend(wish.nodes)
-    rest = [wish.nodes for wish in resolved if wish.constraint.stage is None]
-    return (*map(tuple, by_stage.values()), *rest)
-
-
-def rules_of(
-    resolved: tuple[ResolvedConstraint, ...], chain: Chain, samples: SampleAxes
-) -> tuple[ChainConstraint, ...]:
-    """The wishes as rules. Raises ConfigurationError, with the reason, for those that no chain can fulfil."""
+def _rules(resolved: tuple[ResolvedConstraint, ...], chain: Chain, samples: SampleAxes) -> tuple[ChainConstraint, ...]:
+    """The constraints as the search sees them. Raises ConfigurationError for those that no chain can fulfil."""
     stages: dict[int, ChainConstraint] = {}
     found: list[ChainConstraint] = []
-    for wish in resolved:
-        blocks = chain.block_of[list(wish.nodes)]
+    for each in resolved:
+        blocks = chain.block_of[list(each.nodes)]
         first, last = int(blocks.min()), int(blocks.max())
-        if wish.constraint.stage is not None:
-            other = stages.get(wish.constraint.stage)
-            low, high = (first, last) if other is None else (min(first, other.first), max(last, other.last))
-            stages[wish.constraint.stage] = ChainConstraint(low, high, stage=wish.constraint.stage)
-        if wish.devices is not None:
-            found.append(ChainConstraint(first, last, devices=_neighbours(wish)))
-        found.extend(_degrees(wish, chain, samples))
+        stage = each.constraint.stage
+        if stage is not None:
+            other = stages.get(stage, ChainConstraint(first, last))
+            stages[stage] = ChainConstraint(min(first, other.first), max(last, other.last), stage=stage)
+        if each.devices is not None:
+            devices = range(min(each.devices), max(each.devices) + 1)
+            if len(devices) != len(each.devices):
+                raise ConfigurationError(
+                    f"{each} asks for devices that are no neighbours, and pipedream's stages are on neighbouring "
+                    "devices",
+                    hint="strategy manual follows any constraint",
+                )
+            found.append(ChainConstraint(first, last, devices=devices))
+        nodes = [node for node in each.nodes if samples.axes[node] is not None]
+        degrees = (1,) if each.constraint.split == () else _degrees(each, nodes, samples)
+        own = sorted({int(chain.block_of[node]) for node in nodes})
+        found += (ChainConstraint(block, block, degree=degree) for degree in degrees for block in own)
     return (*stages.values(), *found)
 
 
-def _neighbours(wish: ResolvedConstraint) -> range:
-    assert wish.devices is not None
-    devices = sorted(wish.devices)
-    if devices[-1] - devices[0] + 1 != len(devices):
-        raise ConfigurationError(
-            f"{wish} asks for devices that are no neighbours, and pipedream's stages are on neighbouring devices",
-            hint="strategy manual follows any constraint",
-        )
-    return range(devices[0], devices[-1] + 1)
-
-
-def _degrees(wish: ResolvedConstraint, chain: Chain, samples: SampleAxes) -> Iterator[ChainConstraint]:
-    nodes = [node for node in wish.nodes if samples.axes[node] is not None]
-    if wish.constraint.split == ():
-        for block in sorted({int(chain.block_of[node]) for node in nodes}):
-            yield ChainConstraint(block, block, degree=1)
-    for axis, degree in wish.constraint.split or ():
+def _degrees(resolved: ResolvedConstraint, nodes: list[int], samples: SampleAxes) -> Iterator[int]:
+    """The degrees of a constraint on the split of `nodes`."""
+    for axis, degree in resolved.constraint.split or ():
         if not nodes or any(axis not in (BATCH_AXIS, samples.axes[node]) for node in nodes):
             raise ConfigurationError(
-                f"{wish} splits axis {axis!r}, and pipedream splits by samples alone",
+                f"{resolved} splits axis {axis!r}, and pipedream splits by samples alone",
                 hint="strategy manual follows any constraint",
             )
-        for block in sorted({int(chain.block_of[node]) for node in nodes}):
-            yield ChainConstraint(block, block, degree=degree)
+        yield degree
 
 
 class StagePrices:
     """Prices by place from the end, first device and degree; surroundings that are alike share their figures."""
 
     def __init__(self, tables: Tables) -> None:
-        self.tables = tables
-        self.problem = tables.problem
+        self.tables, self.problem = tables, tables.problem
         count = tables.chain.blocks + 1
         self._empty = np.where(np.tri(count, count, 0, dtype=bool), np.inf, 0.0)
-        self._compute = cache(tables.seconds)
-        self._parts = cache(tables.memory)
-        self._overhead = cache(tables.overhead)
-        self._times = cache(self._stage_seconds)
-        self._fits = cache(self._within)
+        self._compute, self._parts = cache(tables.seconds), cache(tables.memory)
+        self._times, self._fits = cache(self._stage_seconds), cache(self._within)
 
     def seconds(self, place: int, device: int, degree: int) -> Matrix:
         """Seconds of a micro-batch, plain or with recomputation; infinite where memory does not hold.
 
-        So it is where the stage would straddle kinds of devices unasked.
+        So it is where the stage would straddle kinds of devices without being asked to.
         """
-        if not may_share(self.problem, range(device, device + degree)):
+        group = range(device, device + degree)
+        if not may_share(self.problem, group):
             return np.full_like(self._empty, np.inf)
-        plain, again = self._times(degree, self._devices(device, degree), *self._links(device, degree))
-        fits, fits_again = self._fits(degree, self._in_flight(place), self._limit(device, degree))
+        cluster = self.problem.cluster
+        before = cluster.link(device - 1, device) if device else None
+        after = cluster.link(group[-1], group.stop) if group.stop < cluster.size else None
+        kinds, reduce = frozenset(cluster.kinds_among(group)), exchange_of_gradients(self.problem, group)
+        plain, again = self._times(degree, kinds, before, after, reduce)
+        fits, fits_again = self._fits(degree, self._in_flight(place), self._limit(group))
         return np.where(fits, plain, np.where(fits_again, again, np.inf))
 
     def excess(self, place: int, device: int, degree: int) -> Matrix:
         """Bytes over the memory limit (below zero where there is room) of the way that needs least."""
-        if not may_share(self.problem, range(device, device + degree)):
+        group = range(device, device + degree)
+        if not may_share(self.problem, group):
             return np.full_like(self._empty, np.inf)
         plain, again = self._memory(degree, self._in_flight(place))
-        return np.minimum(plain, again) - self._limit(device, degree) + self._empty
+        return np.minimum(plain, again) - self._limit(group) + self._empty
 
-    def recomputes(self, place: int, piece: ChainStage) -> bool:
-        """True if a stage of an answer runs its forward again."""
-        fits, _ = self._fits(piece.degree, self._in_flight(place), self._limit(piece.device, piece.degree))
-        return not fits[piece.first, piece.stop]
+    def placement(self, pieces: list[ChainStage]) -> Placement:
+        """The stages of an answer; where memory does not hold one as it is, it runs its forward again."""
+        stages = []
+        for index, piece in enumerate(pieces):
+            nodes = self.tables.chain.nodes(piece.first, piece.stop)
+            devices = range(piece.device, piece.device + piece.degree)
+            splits = self.tables.samples.splits(nodes, piece.degree)
+            fits, _ = self._fits(piece.degree, self._in_flight(len(pieces) - index), self._limit(devices))
+            again = not fits[piece.first, piece.stop]
+            stages.append(Stage(nodes, tuple(devices), self.problem.micro_batch_size, splits, again))
+        return Placement(tuple(stages))
 
     def _in_flight(self, place: int) -> int:
         return min(place, self.problem.micro_batches)
 
-    def _limit(self, device: int, degree: int) -> int:
-        return min(self.problem.memory_of(member) for member in range(device, device + degree))
-
-    def _devices(self, device: int, degree: int) -> frozenset[Device]:
-        return frozenset(self.problem.cluster.devices[device : device + degree])
-
-    def _links(self, device: int, degree: int) -> tuple[Link | None, Link | None, Cost]:
-        """The links from the stage before and to the one after, and the group's exchange of gradients."""
-        cluster = self.problem.cluster
-        before = cluster.link(device - 1, device) if device else None
-        last = device + degree - 1
-        after = cluster.link(last, last + 1) if last + 1 < cluster.size else None
-        return before, after, exchange_of_gradients(self.problem, range(device, last + 1))
+    def _limit(self, group: range) -> int:
+        return min(map(self.problem.memory_of, group))
 
     def _stage_seconds(
-        self, degree: int, devices: frozenset[Device], before: Link | None, after: Link | None, reduce: Cost
+        self, degree: int, kinds: frozenset[Device], before: Link | None, after: Link | None, reduce: Cost
     ) -> tuple[Matrix, Matrix]:
         """Seconds of a stage without and with recomputation, on the slowest of its devices."""
         plain, again = [], []
-        for device in devices:
+        for device in kinds:
             forward, backward = self._compute(degree, device)
-            rest = self._overhead(degree, device, before, after, reduce) + self._empty
+            rest = self.tables.overhead(degree, device, before, after, reduce) + self._empty
             plain.append(forward + backward + rest)
             again.append(2 * forward + backward + rest)
         return np.maximum.reduce(plain), np.maximum.reduce(again)
 
     def _memory(self, degree: int, in_flight: int) -> tuple[Matrix, Matrix]:
         """Bytes without and with recomputation; infinite for what the options exclude."""
-        recompute = self.problem.recompute if self.problem.train else "none"
-        never = np.full_like(self._empty, np.inf)
-        always, each = self._parts(degree, False)
-        plain = never if recompute == "full" else always + each * in_flight
-        always, each = self._parts(degree, True)
-        again = never if recompute == "none" else always + each * in_flight
-        return plain, again
+        excluded = {"none": True, "full": False}.get(self.problem.recompute if self.problem.train else "none")
+        found = []
+        for recompute in (False, True):
+            always, each = self._parts(degree, recompute)
+            found.append(np.full_like(self._empty, np.inf) if recompute == excluded else always + each * in_flight)
+        return found[0], found[1]
 
     def _within(self, degree: int, in_flight: int, limit: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         plain, again = self._memory(degree, in_flight)
@@ -324,100 +281,93 @@ class PipeDream:
     def _answer(self, problem: Problem) -> SweepResult:
         """The chain for the problem's micro-batches."""
         resolved = resolved_constraints(problem)
+        # Cuts must be able to part these nodes from the others: all of one stage together, else of one constraint.
+        by_stage: dict[int, tuple[int, ...]] = {}
+        for each in resolved:
+            if each.constraint.stage is not None:
+                by_stage[each.constraint.stage] = by_stage.get(each.constraint.stage, ()) + each.nodes
+        groups = (*by_stage.values(), *(each.nodes for each in resolved if each.constraint.stage is None))
         forward, backward = mean_seconds(problem)
-        tables = make_tables(problem, make_chain(problem.graph, forward + backward, _MOST_BLOCKS, groups_of(resolved)))
-        rules = rules_of(resolved, tables.chain, tables.samples)
+        tables = make_tables(problem, make_chain(problem.graph, forward + backward, _MOST_BLOCKS, groups))
+        rules = _rules(resolved, tables.chain, tables.samples)
         # Constraints speak of the devices there are; without any, fewer will do.
         least_devices = problem.cluster.size if rules else 1
         for devices in range(problem.cluster.size, least_devices - 1, -1):
             prices = StagePrices(replace(tables, problem=replace(problem, cluster=problem.cluster.take(devices))))
             pieces = self._best(prices, rules)
             if pieces:
-                return SweepResult(_placement(prices, pieces), _step_seconds(prices, pieces))
+                return SweepResult(prices.placement(pieces), _step_seconds(problem, pieces))
             nearest = min(self._answers(prices, prices.excess, rules), key=_highest, default=[])
             if nearest:
-                raise _out_of_memory(prices.problem, nearest)
+                worst = max(nearest, key=lambda piece: piece.price)
+                need = prices.problem.memory_of(worst.device) + worst.price
+                stages = [nearest.index(worst)]
+                raise out_of_memory(prices.problem, stages, len(nearest), worst.device, need, least=True)
         raise InfeasibleError(
-            f"no chain of stages over {problem.cluster.size} devices obeys "
-            + " and ".join(str(wish) for wish in resolved),
+            f"no chain of stages over {problem.cluster.size} devices obeys " + " and ".join(map(str, resolved)),
             hint="strategy manual follows any constraint",
         )
 
-    def _answers(self, prices: StagePrices, price: Price, rules: tuple[ChainConstraint, ...]) -> list[list[ChainStage]]:
-        """The best chain for each number of stages that has one."""
-        devices, blocks = prices.problem.cluster.size, prices.tables.chain.blocks
-        most = min(self.max_stages or devices, devices)
-        degrees = self._degrees(prices.problem)
-        if all(rule.stage is None for rule in rules):
-            return list(search(blocks, devices, most, degrees, ruled(price, rules, blocks + 1, 0) if rules else price))
-        found: list[list[ChainStage]] = []
-        for stages in range(1, most + 1):
-            answers = search(blocks, devices, stages, degrees, ruled(price, rules, blocks + 1, stages))
-            found.extend(pieces for pieces in answers if len(pieces) == stages)
-        return found
-
-    def _degrees(self, problem: Problem) -> tuple[int, ...]:
-        """Numbers of devices that may share a stage's samples."""
-        if not self.replicate or not problem.graph.batch_axes:
-            return (1,)
-        samples = problem.micro_batch_size
-        return tuple(degree for degree in range(1, problem.cluster.size + 1) if samples % degree == 0)
-
     def _best(self, prices: StagePrices, rules: tuple[ChainConstraint, ...]) -> list[ChainStage]:
-        """The best chain over all numbers of stages, the fewest of equals."""
-        step = partial(_step_seconds, prices)
+        """The best chain over all numbers of stages, the fewest of equals.
+
+        Of three stages or more it is one with as many, none slower than its slowest, the others even: with the least
+        sum of squares.
+        """
+        step = partial(_step_seconds, prices.problem)
         aim = step if self.objective == "step" else _highest
         best = min(self._answers(prices, prices.seconds, rules), key=aim, default=[])
         if len(best) < 3:
             return best
-        evened = self._evened(prices, rules, best)
-        return evened if evened and step(evened) <= step(best) * _EVEN_ENOUGH else best
-
-    def _evened(
-        self, prices: StagePrices, rules: tuple[ChainConstraint, ...], best: list[ChainStage]
-    ) -> list[ChainStage]:
-        """As many stages, none slower than the slowest of `best`, the others even: with the least sum of squares."""
         slowest = _highest(best) * (1 + 1e-9)
 
         def squared(place: int, device: int, degree: int) -> Matrix:
             seconds = prices.seconds(place, device, degree)
             return np.where(seconds <= slowest, seconds**2, np.inf)
 
-        blocks = prices.tables.chain.blocks
-        price = ruled(squared, rules, blocks + 1, len(best))
-        answers = search(blocks, prices.problem.cluster.size, len(best), self._degrees(prices.problem), price, np.add)
-        evened = next((pieces for pieces in answers if len(pieces) == len(best)), [])
-        return [replace(piece, price=piece.price**0.5) for piece in evened]
+        evened = next(self._chains(prices, squared, rules, len(best), len(best), np.add), [])
+        evened = [replace(piece, price=piece.price**0.5) for piece in evened]
+        return evened if evened and step(evened) <= step(best) * _EVEN_ENOUGH else best
+
+    def _answers(
+        self, prices: StagePrices, price: Price, rules: tuple[ChainConstraint, ...]
+    ) -> Iterator[list[ChainStage]]:
+        """The best chain for each number of stages that has one."""
+        devices = prices.problem.cluster.size
+        most = min(self.max_stages or devices, devices)
+        if all(rule.stage is None for rule in rules):
+            yield from self._chains(prices, price, rules, most)
+            return
+        for stages in range(1, most + 1):
+            yield from self._chains(prices, price, rules, stages, stages)
+
+    def _chains(
+        self,
+        prices: StagePrices,
+        price: Price,
+        rules: tuple[ChainConstraint, ...],
+        most: int,
+        least: int = 1,
+        join: np.ufunc = np.maximum,
+    ) -> Iterator[list[ChainStage]]:
+        """Chains of `least` to `most` stages; a rule about a stage alone holds for those of `most`."""
+        problem, blocks = prices.problem, prices.tables.chain.blocks
+        shared, size = self.replicate and bool(problem.graph.batch_axes), problem.micro_batch_size
+        every = range(1, problem.cluster.size + 1)
+        degrees = tuple(degree for degree in every if degree == 1 or (shared and size % degree == 0))
+
+        def ruled(place: int, device: int, degree: int) -> Matrix:
+            penalties = (rule.penalty(blocks + 1, most - place, device, degree) for rule in rules)
+            return sum(penalties, price(place, device, degree))
+
+        for pieces in search(blocks, problem.cluster.size, most, degrees, ruled, join):
+            if len(pieces) >= least:
+                yield pieces
 
 
 def _highest(pieces: list[ChainStage]) -> float:
     return max(piece.price for piece in pieces)
 
 
-def _step_seconds(prices: StagePrices, pieces: list[ChainStage]) -> float:
-    """Seconds of a step, filling and draining included."""
-    return sum(piece.price for piece in pieces) + (prices.problem.micro_batches - 1) * _highest(pieces)
-
-
-def _placement(prices: StagePrices, pieces: list[ChainStage]) -> Placement:
-    problem, chain = prices.problem, prices.tables.chain
-    stages = []
-    for index, piece in enumerate(pieces):
-        nodes = chain.nodes(piece.first, piece.stop)
-        stages.append(
-            Stage(
-                nodes=nodes,
-                devices=tuple(range(piece.device, piece.device + piece.degree)),
-                micro_batch_size=problem.micro_batch_size,
-                splits=prices.tables.samples.splits(nodes, piece.degree),
-                recompute=prices.recomputes(len(pieces) - index, piece),
-            )
-        )
-    return Placement(tuple(stages))
-
-
-def _out_of_memory(problem: Problem, pieces: list[ChainStage]) -> InfeasibleError:
-    """The error for a problem whose nearest answer is `pieces`, priced by bytes over the limit."""
-    worst = max(pieces, key=lambda piece: piece.price)
-    need = problem.memory_of(worst.device) + worst.price
-    return out_of_memory(problem, [pieces.index(worst)], len(pieces), worst.device, need, least=True)
+def _step_seconds(problem: Problem, pieces: list[ChainStage]) -> float:
+    return step_of_line([piece.price for piece in pieces], problem.micro_batches)

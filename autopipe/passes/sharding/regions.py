@@ -257,6 +257,12 @@ def with_samples_split(
     return tuple(sorted((*found.items(), *others)))
 
 
+def one_stage(problem: Problem, splits: NodeSplits) -> Placement:
+    """All nodes as one stage on all devices."""
+    nodes, devices = tuple(range(len(problem.graph.nodes))), tuple(range(problem.cluster.size))
+    return Placement((Stage(nodes, devices, problem.micro_batch_size, splits, problem.recomputes_all),))
+
+
 def group_splits(network: Network, degree: int, nodes: Iterable[int]) -> dict[int, Splits]:
     """The splits of those of `nodes` that a replica's `degree` devices share.
 

@@ -1,37 +1,111 @@
-"""The search over lines and sizes of micro-batches, and the choice among their answers.
+"""The search over lines, sizes of micro-batches and targets, and the choice among the partitions that it finds.
 
-The binary search over what a sample may take, and its answers: the best line of stages by their depth.
+For each line and size a binary search over what a micro-batch may take on the slowest stage (Jeon et al., "GraphPipe"
+(2024), Algorithm 1) gives the best stages by their depth. Steps that promise about the same are simulated.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.ir.schedule import StageGraph, depths_to_end
+from autopipe.passes.analysis.chain import Blocks
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.memory_check import equal_device_runs, out_of_memory
 from autopipe.passes.cost.range_tables import Tables, make_tables
 from autopipe.passes.cost.roofline import accumulate_per_byte
-from autopipe.passes.placement.graphpipe.estimate import (
-    DraftStage,
-    fewest_devices,
-    stage_depths,
-    stages_of,
-    step_seconds,
-    trial,
-)
-from autopipe.passes.placement.graphpipe.search import TargetProbe
-from autopipe.passes.placement.graphpipe.series_parallel import FEW, BlockLine, Tree, Units, make_line
-from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, StagePrices, make_prices, ways_of
+from autopipe.passes.placement.graphpipe.search import TargetProbe, fewest_devices
+from autopipe.passes.placement.graphpipe.series_parallel import FEW, BlockLine, Tree, make_line
+from autopipe.passes.placement.graphpipe.stage_costs import DraftStage, NodeSeconds, StagePrices, stage_prices
+from autopipe.passes.schedule.predict import predict, ticks_of
+from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.simulate import simulate
+
+_PERIODS = 3
+"""Micro-batches, times the stages' depth, after which a step goes on as it did."""
+
+
+def _step_seconds(seconds: Callable[[int], float], depth: int, micro_batches: int) -> float:
+    """Seconds of a step, given those by number of micro-batches: of many the first are looked at.
+
+    The others take as long as the last of those.
+    """
+    enough = _PERIODS * depth + 2
+    if micro_batches <= enough + depth:
+        return seconds(micro_batches)
+    first, second = seconds(enough), seconds(enough + depth)
+    return second + (second - first) / depth * (micro_batches - enough - depth)
+
+
+def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
+    """Seconds of a simulated step under 1F1B, and the share of its memory that the fullest device needs.
+
+    `problem` is that of the placement's micro-batches.
+    """
+    graph, prediction = StageGraph.of(problem, placement), predict(problem, placement)
+    ticks, shares = ticks_of(prediction.stages), [0.0]
+
+    def seconds(micro_batches: int) -> float:
+        schedule = order_1f1b(graph, micro_batches, problem.train, ticks)
+        timeline = simulate(schedule, graph.stage_devices, prediction)
+        shares.extend(peak / problem.memory_of(device) for device, peak in enumerate(timeline.peak_memory))
+        return timeline.end
+
+    return _step_seconds(seconds, graph.depth, problem.micro_batches), max(shares)
+
+
+def _drafted_seconds(
+    drafts: Sequence[DraftStage], edges: Sequence[tuple[int, int]], depths: Sequence[int], count: int, train: bool
+) -> float:
+    """Seconds of a step of `count` micro-batches under 1F1B, from the search's own prices.
+
+    Tasks start when their stage is free and all messages are there. F(s, m) is at place 2m - depth(s) and B(s, m) at
+    2m + depth(s) - 1, which is 1F1B's order on each stage and comes after all that a task waits for.
+    """
+    before: list[list[int]] = [[] for _ in drafts]
+    after: list[list[int]] = [[] for _ in drafts]
+    for source, target in edges:
+        before[target].append(source)
+        after[source].append(target)
+    tasks = [(2 * m - depth, 0, stage, m) for stage, depth in enumerate(depths) for m in range(count)]
+    if train:
+        tasks += [(2 * m + depth - 1, 1, stage, m) for stage, depth in enumerate(depths) for m in range(count)]
+    free = [0.0] * len(drafts)
+    done = [[[0.0] * count for _ in drafts] for _ in range(2)]
+    for _, phase, stage, m in sorted(tasks):
+        draft = drafts[stage]
+        message, seconds = (draft.returning, draft.backward) if phase else (draft.arriving, draft.forward)
+        start = free[stage]
+        for other in (after if phase else before)[stage]:
+            start = max(start, done[phase][other][m] + message)
+        free[stage] = done[phase][stage][m] = start + seconds
+    return max(end + draft.end for end, draft in zip(free, drafts, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """Stages of a line on micro-batches of `size` samples, in the line's order."""
+
+    line: BlockLine
+    drafts: tuple[DraftStage, ...]
+    size: int
+    depth: int
+    step_s: float
+    """Seconds of a step, as far as the search's own prices tell."""
+    memory: float
+    """Share of the memory limit that the fullest device needs, as far as they tell."""
+
 
 _WORTH_WIDENING = 1.2
 """Partitions that take no longer than this many times the best are given the devices that they leave over."""
@@ -41,19 +115,6 @@ _FEW_STAGES = 6
 
 _ROUNDING = 1e-9
 """Share of what stages take at least by which sums in another order may be below it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """A line of stages on micro-batches of `size` samples."""
-
-    drafts: tuple[DraftStage, ...]
-    size: int
-    depth: int
-    step_s: float
-    """Seconds of a step, as far as the search's own prices tell."""
-    memory: float
-    """Share of the memory limit that the fullest device needs, as far as they tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +130,15 @@ class Solver:
 
         No stage takes less than `least` seconds a micro-batch; a step must take less than `limit`.
         """
-        levels = self._levels(prices)
+        levels = self.levels(prices)
         while levels:
             target = self.fastest(prices, least, limit / prices.micro_batches, levels)
             if target is None:
                 return
-            answer = self._answer(prices, target, levels)
+            answer = self.answer(prices, target, levels)
             yield answer
             if answer.step_s < limit * _WORTH_WIDENING:
-                answer = self.widened(answer, prices)
+                answer = self._widened(answer, prices)
                 yield answer
             limit = min(limit, answer.step_s)
             levels = answer.depth - 1
@@ -86,29 +147,85 @@ class Solver:
     def whole(self, prices: StagePrices) -> Partition | None:
         """The fastest single stage; None where memory holds none."""
         at = (0, prices.places - 1)
-        fitting = [price for price in prices.each if price.seconds[at] < np.inf and price.most[at]]
+        fitting = [option for option in prices.options if option.holds(*at, 1)]
         if not fitting:
             return None
-        way = min(fitting, key=lambda price: float(price.seconds[at])).way
-        return self._judged((DraftStage.of(way, *at, 1),), prices)
+        best = min(fitting, key=lambda option: float(option.seconds[at]))
+        return self._judged((best.stage(*at, 1),), prices)
 
-    def widened(self, answer: Partition, prices: StagePrices) -> Partition:
+    def levels(self, prices: StagePrices) -> int:
+        """The most stages that follow one another."""
+        return min(self.devices, prices.places - 1)
+
+    def fastest(self, prices: StagePrices, low: float, high: float, levels: int) -> float | None:
+        """The least number of seconds, between two, that every stage of some line of this depth takes at most."""
+        slowest = (np.max(each.seconds, where=each.seconds < np.inf, initial=0.0) for each in prices.options)
+        high = min(high, float(max(slowest)))
+        # One stage less has the others take about so much more.
+        step = low / levels
+        while 0 < step < high - low:
+            if self.meets(prices, low + step, levels):
+                high = low + step
+                break
+            low += step
+            step *= 2
+        else:
+            if high < low or not self.meets(prices, high, levels):
+                return None
+        low *= 1 - _ROUNDING
+        found = (
+            each.seconds[(each.seconds >= low) & (each.seconds <= high) & (each.most > 0)] for each in prices.options
+        )
+        values = np.unique(np.concatenate(list(found)))
+        best = bisect.bisect_left(
+            range(len(values) - 1), True, key=lambda place: self.meets(prices, float(values[place]), levels)
+        )
+        return float(values[best])
+
+    def meets(self, prices: StagePrices, target: float, levels: int) -> bool:
+        """True if the devices are enough; mostly it is told without levels."""
+        needs = prices.needs(target, levels)
+        if fewest_devices(needs[1], prices.runs) > self.devices:
+            return False
+        if needs[1] is needs[-1] and levels == self.levels(prices):
+            return True  # No line has more levels than devices or blocks, and it keeps what it will.
+        probe = TargetProbe(needs.__getitem__, prices.places, prices.runs, levels)
+        return probe.least(self.line.regions)[0] <= self.devices
+
+    def answer(self, prices: StagePrices, target: float, levels: int) -> Partition:
+        """The line that meets the target with the fewest micro-batches in flight."""
+        # Mostly no fewer do: from the most downwards.
+        fewer = 1
+        while fewer < levels and self.meets(prices, target, levels - fewer):
+            levels -= fewer
+            fewer *= 2
+        low = max(levels - fewer, 0) + 1
+        levels = low + bisect.bisect_left(
+            range(low, levels), True, key=lambda middle: self.meets(prices, target, middle)
+        )
+        needs = prices.needs(target, levels)
+        probe = TargetProbe(needs.__getitem__, prices.places, prices.runs, levels, traced=True)
+        _, stages = probe.least(self.line.regions)
+        return self._judged(tuple(prices.stage(stage, target) for stage in stages), prices)
+
+    def _widened(self, answer: Partition, prices: StagePrices) -> Partition:
         """The answer with devices that it leaves over given to the stages where they shorten the step most.
 
         Of few stages the cuts are moved too, where that does: the target of the search does not ask for it.
         """
         best = answer
         while True:
+            drafts = best.drafts
             spare = list(prices.runs)
-            for draft in best.drafts:
+            for draft in drafts:
                 spare[draft.run] -= draft.degree
             others = [
-                self._judged((*best.drafts[:stage], wider, *best.drafts[stage + 1 :]), prices)
-                for stage, draft in enumerate(best.drafts)
-                for wider in self._wider(draft, prices, spare[draft.run])
+                self._judged((*drafts[:index], wider, *drafts[index + 1 :]), prices)
+                for index, draft in enumerate(drafts)
+                for wider in _wider(draft, prices, spare[draft.run])
             ]
-            if len(best.drafts) <= _FEW_STAGES:
-                others += (self._judged(drafts, prices) for drafts in self._moved(best.drafts, prices))
+            if len(drafts) <= _FEW_STAGES:
+                others += (self._judged(moved, prices) for moved in self._moved(drafts, prices))
             better = min(others, key=lambda other: other.step_s, default=best)
             if better.step_s >= best.step_s:
                 return best
@@ -116,123 +233,54 @@ class Solver:
 
     def _moved(self, drafts: tuple[DraftStage, ...], prices: StagePrices) -> Iterator[tuple[DraftStage, ...]]:
         """The stages with one cut a block further on or back, where depths and memory stay as they are."""
-        depths = stage_depths(self._before(drafts))
-        for stage, (one, other) in enumerate(itertools.pairwise(drafts)):
+        depths = depths_to_end(len(drafts), self._edges(drafts))
+        for index, (one, other) in enumerate(itertools.pairwise(drafts)):
             for cut in (one.stop - 1, one.stop + 1):
                 if not one.start < cut < other.stop:
                     continue
-                first = self._resized(one, one.start, cut, prices)
-                second = self._resized(other, cut, other.stop, prices)
+                first, second = _on(one, one.start, cut, prices), _on(other, cut, other.stop, prices)
                 if first is not None and second is not None:
-                    found = (*drafts[:stage], first, second, *drafts[stage + 2 :])
-                    if stage_depths(self._before(found)) == depths:
+                    found = (*drafts[:index], first, second, *drafts[index + 2 :])
+                    if depths_to_end(len(found), self._edges(found)) == depths:
                         yield found
 
-    def _resized(self, draft: DraftStage, start: int, stop: int, prices: StagePrices) -> DraftStage | None:
-        """A stage of other blocks on as many devices; None where they cannot be shared or memory does not hold it."""
-        at = (start, stop)
-        for price in prices.each:
-            way = price.way
-            alike = (way.run, way.degree, way.recompute) == (draft.run, draft.degree, draft.recompute)
-            if alike and price.seconds[at] < np.inf and price.most[at] >= draft.in_flight:
-                return DraftStage.of(price.way, start, stop, draft.in_flight)
-        return None
-
-    def _wider(self, draft: DraftStage, prices: StagePrices, spare: int) -> Iterator[DraftStage]:
-        """A stage on more devices of its run, `spare` at most, with what it keeps in flight."""
-        for price in prices.each:
-            at = (draft.start, draft.stop)
-            more = price.way.degree - draft.degree if price.way.run == draft.run else 0
-            if 0 < more <= spare and price.seconds[at] < np.inf and price.most[at] >= draft.in_flight:
-                yield DraftStage.of(price.way, draft.start, draft.stop, draft.in_flight)
-
-    def is_held(self, prices: StagePrices) -> bool:
-        """True if memory holds some line of stages, however long they take."""
-        return self._meets(prices, np.inf, self._levels(prices))
-
-    def any_answer(self, prices: StagePrices) -> Partition:
-        """A line of stages that memory holds, however long they take, where there is one."""
-        return self._answer(prices, np.inf, self._levels(prices))
-
-    def _levels(self, prices: StagePrices) -> int:
-        """The most stages that follow one another."""
-        return min(self.devices, prices.places - 1)
-
-    def fastest(self, prices: StagePrices, low: float, high: float, levels: int) -> float | None:
-        """The least number of seconds, between two, that every stage of some line of this depth takes at most."""
-        slowest = (np.max(price.seconds, where=price.seconds < np.inf, initial=0.0) for price in prices.each)
-        high = min(high, float(max(slowest)))
-        # One stage less has the others take about so much more.
-        step = low / levels
-        while 0 < step < high - low:
-            if self._meets(prices, low + step, levels):
-                high = low + step
-                break
-            low += step
-            step *= 2
-        else:
-            if high < low or not self._meets(prices, high, levels):
-                return None
-        low *= 1 - _ROUNDING
-        found = [each.seconds[(each.seconds >= low) & (each.seconds <= high) & (each.most > 0)] for each in prices.each]
-        values = np.unique(np.concatenate(found))
-        first, last = 0, len(values) - 1
-        while first < last:
-            middle = (first + last) // 2
-            if self._meets(prices, float(values[middle]), levels):
-                last = middle
-            else:
-                first = middle + 1
-        return float(values[first])
-
-    def _meets(self, prices: StagePrices, target: float, levels: int) -> bool:
-        """True if the devices are enough; mostly it is told without levels."""
-        needs = prices.needs(target, levels)
-        if fewest_devices(self.line.regions, needs[1], prices.runs) > self.devices:
-            return False
-        if needs[1] is needs[-1] and levels == self._levels(prices):
-            return True  # No line has more levels than devices or blocks, and it keeps what it will.
-        search = TargetProbe(needs.__getitem__, prices.places, prices.runs, levels)
-        return search.least(self.line.regions)[0] <= self.devices
-
-    def _answer(self, prices: StagePrices, target: float, levels: int) -> Partition:
-        """The line that meets the target with the fewest micro-batches in flight."""
-        # Mostly no fewer do: from the most downwards.
-        fewer = 1
-        while fewer < levels and self._meets(prices, target, levels - fewer):
-            levels -= fewer
-            fewer *= 2
-        low = max(levels - fewer, 0) + 1
-        while low < levels:
-            middle = (low + levels) // 2
-            if self._meets(prices, target, middle):
-                levels = middle
-            else:
-                low = middle + 1
-        needs = prices.needs(target, levels)
-        search = TargetProbe(needs.__getitem__, prices.places, prices.runs, levels, traced=True)
-        drafts = []
-        for piece in search.way(search.least(self.line.regions)[1]):
-            way = prices.way(piece, target)
-            drafts.append(DraftStage.of(way, piece.start, piece.stop, min(piece.level, prices.micro_batches)))
-        return self._judged(tuple(drafts), prices)
-
     def _judged(self, drafts: tuple[DraftStage, ...], prices: StagePrices) -> Partition:
+        edges = self._edges(drafts)
+        depths = depths_to_end(len(drafts), edges)
+        step = _step_seconds(
+            lambda count: _drafted_seconds(drafts, edges, depths, count, self.train), max(depths), prices.micro_batches
+        )
         memory = max(draft.memory / prices.limits[draft.run] for draft in drafts)
-        before = self._before(drafts)
-        step = step_seconds(drafts, before, prices.micro_batches, self.train)
-        return Partition(drafts, prices.size, max(stage_depths(before)), step, memory)
+        return Partition(self.line, drafts, prices.size, max(depths), step, memory)
 
-    def _before(self, drafts: Sequence[DraftStage]) -> list[list[int]]:
-        """For each stage the stages that it reads from."""
+    def _edges(self, drafts: Sequence[DraftStage]) -> list[tuple[int, int]]:
+        """(source, target) of every two stages of which the second reads from the first."""
         masks = [(1 << draft.stop) - (1 << draft.start) for draft in drafts]
         found = []
-        for draft in drafts:
+        for target, draft in enumerate(drafts):
             read = 0
-            for block in range(draft.start, draft.stop):
-                read |= self.line.needs[block]
-            found.append([stage for stage, mask in enumerate(masks) if mask & read and masks[stage] < 1 << draft.start])
+            for needs in self.line.needs[draft.start : draft.stop]:
+                read |= needs
+            found += [(source, target) for source, mask in enumerate(masks) if mask & read and source != target]
         return found
+
+
+def _on(draft: DraftStage, start: int, stop: int, prices: StagePrices) -> DraftStage | None:
+    """A stage of other blocks on as many devices; None where they cannot be shared or memory does not hold it."""
+    for option in prices.options:
+        same = (option.run, option.degree, option.recompute) == (draft.run, draft.degree, draft.recompute)
+        if same and option.holds(start, stop, draft.in_flight):
+            return option.stage(start, stop, draft.in_flight)
+    return None
+
+
+def _wider(draft: DraftStage, prices: StagePrices, spare: int) -> Iterator[DraftStage]:
+    """A stage on more devices of its run, `spare` at most, with what it keeps in flight."""
+    own = (draft.start, draft.stop, draft.in_flight)
+    for option in prices.options:
+        more = option.degree - draft.degree if option.run == draft.run else 0
+        if 0 < more <= spare and option.holds(*own):
+            yield option.stage(*own)
 
 
 _BLOCKS_A_DEVICE = 24
@@ -257,31 +305,20 @@ _NEAR = 1.2
 """Another line is looked at where a step takes more than this many times the step of devices that only compute."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """An answer on the line it is about. Each is its own: answers of arrays cannot be compared."""
-
-    answer: Partition
-    line: BlockLine
-
-
 class MicroBatchSearch:
     """The search over lines and sizes of micro-batches."""
 
-    def __init__(self, problem: Problem, units: Units, weights: NDArray[np.float64]) -> None:
+    def __init__(self, problem: Problem, units: Blocks, weights: NDArray[np.float64]) -> None:
         self.problem, self.units, self.weights = problem, units, weights
         self.samples = sample_axes(problem.graph)
         self.seconds = NodeSeconds(problem, self.samples)
-        devices = problem.cluster.size
-        self.degrees = range(1, devices + 1)
+        self.devices = problem.cluster.size
+        self.degrees = range(1, self.devices + 1)
         self.loads = {
-            size: self._load(size) / devices for size in problem.micro_batch_sizes or (problem.micro_batch_size,)
+            size: self._load(size) / self.devices for size in problem.micro_batch_sizes or (problem.micro_batch_size,)
         }
         """For each size the least that a micro-batch takes: all devices compute all the time."""
-        self.bound = min(load * (problem.batch_size // size) for size, load in self.loads.items())
-        self._problems: dict[int, Problem] = {}
-        several = problem.cluster.node_count > 1
-        self.close = _CLOSE_AMONG_NODES if several else _CLOSE
+        self.close = _CLOSE_AMONG_NODES if problem.cluster.node_count > 1 else _CLOSE
 
     def _load(self, size: int) -> float:
         """Seconds of a micro-batch on the fastest device, at least once for each parameter and each operator.
@@ -303,18 +340,21 @@ class MicroBatchSearch:
     def best(self, trees: Iterable[Tree]) -> Placement:
         """The best answer's placement; of those that promise about the same, the one whose simulated step is best.
 
-        Trees after the first are looked at where its answers leave something to gain.
+        Trees after the first are looked at where its answers leave something to gain. Raises InfeasibleError where
+        memory holds no stages, saying by how much those that need least exceed it.
         """
-        found: list[_Found] = []
+        found: list[Partition] = []
         near = _NEAR if len(self.units.nodes) > FEW else 1.0
+        bound = min(load * (self.problem.batch_size // size) for size, load in self.loads.items())
+        blocks = min(max(_BLOCKS_A_DEVICE * self.devices, _FEWEST_BLOCKS), _MOST_BLOCKS)
         first: BlockLine | None = None
         least = np.inf
         for tree in trees:
-            line = self._line(tree)
+            line = make_line(self.problem.graph, self.units, tree, self.weights, blocks, self.devices)
             first = first or line
-            found += (_Found(answer, line) for answer in self._answers(line, least))
-            least = min((each.answer.step_s for each in found), default=np.inf)
-            if least <= self.bound * near:
+            found += self._answers(line, least)
+            least = min((each.step_s for each in found), default=np.inf)
+            if least <= bound * near:
                 break
         chosen = self._chosen(found)
         if chosen is None:
@@ -322,106 +362,90 @@ class MicroBatchSearch:
             raise self._too_little_memory(first)
         return chosen
 
-    def _line(self, tree: Tree) -> BlockLine:
-        devices = self.problem.cluster.size
-        limit = min(max(_BLOCKS_A_DEVICE * devices, _FEWEST_BLOCKS), _MOST_BLOCKS)
-        return make_line(self.problem.graph, self.units, tree, self.weights, limit, devices)
-
-    def _chosen(self, found: list[_Found]) -> Placement | None:
+    def _chosen(self, found: list[Partition]) -> Placement | None:
         """None where memory holds none."""
         # Several lines may have one and the same answer.
-        found = list({(each.answer.size, each.answer.step_s): each for each in reversed(found)}.values())
-        found.sort(key=lambda each: each.answer.step_s)
-        least = found[0].answer.step_s if found else 0.0
-        close = [each for each in found if self._at_best(each.answer) <= least]
+        found = list({(each.size, each.step_s): each for each in reversed(found)}.values())
+        found.sort(key=lambda each: each.step_s)
+        least = found[0].step_s if found else 0.0
+        # Nothing overlaps in one stage, whose time is known.
+        close = [each for each in found if each.step_s / (self.close if len(each.drafts) > 1 else 1) <= least]
         best: tuple[float, Placement] | None = None
         for tried, each in enumerate((*close, *(other for other in found if other not in close))):
             if best is not None and tried >= min(len(close), _MOST_TRIALS):
                 break
             placement = self._placement(each)
-            if len(close) == 1 and best is None and each.answer.memory <= _ROOM:
+            if len(close) == 1 and best is None and each.memory <= _ROOM:
                 return placement
-            seconds, used = trial(self._resized(each.answer.size), placement)
+            seconds, used = trial(resized(self.problem, each.size), placement)
             if used <= 1 and (best is None or seconds < best[0]):
                 best = seconds, placement
         return None if best is None else best[1]
 
-    def _resized(self, size: int) -> Problem:
-        if size not in self._problems:
-            self._problems[size] = resized(self.problem, size)
-        return self._problems[size]
-
-    def _at_best(self, answer: Partition) -> float:
-        """Lower bound of a step; nothing overlaps in one stage, whose time is known."""
-        return answer.step_s / (self.close if len(answer.drafts) > 1 else 1)
-
     def _answers(self, line: BlockLine, best: float) -> Iterator[Partition]:
         """Answers of a line that promise to be better than `best`, or close."""
         batch = self.problem.batch_size
-        solver = self._solver(line)
-        tables = make_tables(self.problem, line.chain, self.samples)
-        if best == np.inf:
-            for answer in self._replicas(solver, tables):
+        solver, tables = self._solver(line)
+        # One stage on all devices, with the largest micro-batches that memory takes: known at once, and often good.
+        for size in sorted(self.loads, reverse=True) if best == np.inf else ():
+            prices = stage_prices(tables, self.seconds, size, (self.devices,))
+            answer = solver.whole(prices) if prices.options else None
+            if answer is not None:
                 best = answer.step_s
                 yield answer
+                break
         # Filling and draining a pipeline takes about as long as a few micro-batches.
         for size in sorted(self.loads, key=lambda size: self.loads[size] * (batch // size + 2)):
             limit = best * self.close
             if self.loads[size] * (batch // size) > limit:
                 continue
-            for answer in solver.answers(self._prices(tables, size, self.degrees), self.loads[size], limit):
+            prices = stage_prices(tables, self.seconds, size, self.degrees)
+            for answer in solver.answers(prices, self.loads[size], limit):
                 best = min(best, answer.step_s)
                 yield answer
 
-    def _replicas(self, solver: Solver, tables: Tables) -> Iterator[Partition]:
-        """One stage on all devices, with the largest micro-batches that memory takes: known at once, and often good."""
-        for size in sorted(self.loads, reverse=True):
-            prices = self._prices(tables, size, (self.problem.cluster.size,))
-            answer = solver.whole(prices) if prices.each else None
-            if answer is not None:
-                yield answer
-                return
+    def _solver(self, line: BlockLine) -> tuple[Solver, Tables]:
+        return Solver(line, self.devices, self.problem.train), make_tables(self.problem, line.chain, self.samples)
 
-    def _solver(self, line: BlockLine) -> Solver:
-        return Solver(line, self.problem.cluster.size, self.problem.train)
+    def _placement(self, found: Partition) -> Placement:
+        """Stages on neighbouring devices of their runs, larger groups first.
 
-    def _prices(self, tables: Tables, size: int, degrees: Iterable[int], spare: float = 0.0) -> StagePrices:
-        """The prices of a size; each device has its memory limit, and `spare` bytes more."""
-        problem, devices = self.problem, self.problem.cluster.size
-        shared = bool(problem.graph.batch_axes)
-        allowed = [degree for degree in degrees if size % degree == 0 and (shared or degree == 1)]
-        runs = equal_device_runs(problem.cluster)
-        ways = [
-            way
-            for index, run in enumerate(runs)
-            for degree in allowed
-            if degree <= len(run)
-            for way in ways_of(tables, self.seconds, size, degree, index)
-        ]
-        limits = [min(map(problem.memory_of, run)) + spare for run in runs]
-        return make_prices(ways, size, problem.batch_size // size, [len(run) for run in runs], limits, devices)
-
-    def _placement(self, found: _Found) -> Placement:
-        drafts, size = found.answer.drafts, found.answer.size
-        return Placement(stages_of(found.line.chain, self.samples, self.problem.cluster, drafts, size))
+        Where degrees and nodes are powers of two, no group that would fit into a node then lies in two. Among equal
+        ones neighbours in the line are neighbours.
+        """
+        runs = equal_device_runs(self.problem.cluster)
+        firsts = [run.start for run in runs]
+        stages: dict[int, Stage] = {}
+        for index, draft in sorted(enumerate(found.drafts), key=lambda each: -each[1].degree):
+            nodes = found.line.chain.nodes(draft.start, draft.stop)
+            devices = tuple(range(firsts[draft.run], firsts[draft.run] + draft.degree))
+            stages[index] = Stage(nodes, devices, found.size, self.samples.splits(nodes, draft.degree), draft.recompute)
+            firsts[draft.run] += draft.degree
+        assert all(first <= run.stop for first, run in zip(firsts, runs, strict=True)), "more devices than there are"
+        return Placement(tuple(stages[index] for index in range(len(stages))))
 
     def _too_little_memory(self, line: BlockLine) -> InfeasibleError:
         """The error for the stages that exceed the memory limit by least, on the smallest micro-batches."""
         problem = self.problem
-        tables = make_tables(problem, line.chain, self.samples)
-        solver = self._solver(line)
+        solver, tables = self._solver(line)
 
         def prices(spare: float) -> StagePrices:
-            return self._prices(tables, min(self.loads), self.degrees, spare)
+            return stage_prices(tables, self.seconds, min(self.loads), self.degrees, spare)
+
+        def holds(spare: float) -> bool:
+            """True if memory with `spare` bytes more holds some line of stages, however long they take."""
+            found = prices(spare)
+            return solver.meets(found, np.inf, solver.levels(found))
 
         low, high = 0.0, float(problem.memory_of(0))
-        while not solver.is_held(prices(high)):
+        while not holds(high):
             low, high = high, 2 * high
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            low, high = (low, middle) if solver.is_held(prices(middle)) else (middle, high)
-        found = solver.any_answer(prices(high))
-        firsts = [stage.devices[0] for stage in self._placement(_Found(found, line)).stages]
+            low, high = (low, middle) if holds(middle) else (middle, high)
+        nearest = prices(high)
+        found = solver.answer(nearest, np.inf, solver.levels(nearest))
+        firsts = [stage.devices[0] for stage in self._placement(found).stages]
         excess = [draft.memory - problem.memory_of(first) for draft, first in zip(found.drafts, firsts, strict=True)]
         worst = max(range(len(firsts)), key=excess.__getitem__)
         device = firsts[worst]

@@ -19,12 +19,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.passes.placement.graphpipe.series_parallel import BlockRun, Region
+from autopipe.passes.placement.graphpipe.series_parallel import BlockRun, Fork, Region
 
 Devices = NDArray[np.int16]
 
 NEVER = 10_000
 """More devices than there are, and so few that two of them add up in 16 bits."""
+
+Front = NDArray[np.int32]
+"""Stages to the right of each place in the line, as a stage that ends there sees them.
+
+`front[0, level, place]` is the fewest devices for all that lies from `place` on, in such a way that the highest level
+among the successors of a stage that ends at `place` is `level`. An entry that needs no fewer devices than one of a
+lower level is left out. Where stages are traced, `front[1, level, place]` is the number of the first of them; 0 at the
+end of the line.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,56 +45,6 @@ class PartitionStage:
     level: int
     run: int
     """The run of its devices."""
-
-
-class DownstreamStages:
-    """Stages to the right of a place in the line, as a stage that ends there sees them.
-
-    `devices[level, place]` is the fewest devices for all that lies from `place` on, in such a way that the highest
-    level among the successors of a stage that ends at `place` is `level`. An entry that needs no fewer devices than one
-    of a lower level is left out.
-    """
-
-    def __init__(self, levels: int, places: int, traced: bool) -> None:
-        self.devices: Devices = np.full((levels + 1, places), NEVER, dtype=np.int16)
-        self.ways = np.full((levels + 1, places), -1, dtype=np.int32) if traced else None
-
-    def masked(self, level: int, stop: int) -> DownstreamStages:
-        """View of the branches of a fork that ends at `stop`, if the join has `level`: in a stage that begins there, or
-        in one that begins in a branch.
-        """
-        found = DownstreamStages(len(self.devices) - 1, self.devices.shape[1], self.ways is not None)
-        found.take(self, slice(level, level + 1), slice(stop, stop + 1))
-        if level:
-            found.take(self, slice(level - 1, level), slice(stop + 1, None))
-        return found
-
-    def copy(self) -> DownstreamStages:
-        """The same, to be changed."""
-        found = DownstreamStages(0, 0, False)
-        found.devices = self.devices.copy()
-        found.ways = None if self.ways is None else self.ways.copy()
-        return found
-
-    def reset(self, place: int, level: int) -> None:
-        """Make whatever lies at `place` be seen as of `level`: the stages there are no successors."""
-        best = int(self.devices[:, place].argmin())
-        devices = self.devices[best, place]
-        self.devices[:, place] = NEVER
-        self.devices[level, place] = devices
-        if self.ways is not None:
-            self.ways[level, place] = self.ways[best, place]
-
-    def is_as(self, other: DownstreamStages, most: int, stop: int) -> bool:
-        """True if all from `stop` on is the same on levels up to `most`."""
-        mine, others = self.devices[: most + 1, stop:], other.devices[: most + 1, stop:]
-        return mine.tobytes() == others.tobytes()
-
-    def take(self, other: DownstreamStages, levels: slice, places: slice) -> None:
-        """Have what another has at some levels and places."""
-        self.devices[levels, places] = other.devices[levels, places]
-        if self.ways is not None and other.ways is not None:
-            self.ways[levels, places] = other.ways[levels, places]
 
 
 class TargetProbe:
@@ -101,43 +60,47 @@ class TargetProbe:
         levels: int,
         traced: bool = False,
     ) -> None:
-        self.needs, self.places, self.levels, self.traced = needs, places, levels, traced
+        self.needs, self.levels = needs, levels
+        self.nothing: Front = np.full((1 + traced, levels + 1, places), NEVER, dtype=np.int32)
         self.ends = tuple(itertools.accumulate(reversed(runs)))
         """How many devices are taken at most with those of each run, the last run first."""
-        room = self.ends[-1] - _before(needs(min(1, levels)), places)
-        self.limit: Devices = np.minimum(room + 1, NEVER).astype(np.int16)
-        """Exclusive bound on the devices for all that lies from a place on: what lies before it takes the others."""
-        self.pieces: list[tuple[PartitionStage, int]] = []
-        """Stages of ways, each with the number of the next one on its way; -1 at the end."""
+        least = np.minimum.reduce(needs(min(1, levels)))
+        before = np.full(places, NEVER, dtype=np.int16)
+        before[0] = 0
+        for stop in range(1, places):
+            before[stop] = min(NEVER, int((before[:stop] + least[:stop, stop]).min()))
+        self.limit: Devices = np.minimum(self.ends[-1] - before + 1, NEVER).astype(np.int16)
+        """Exclusive bound on the devices for all that lies from a place on: what lies before it takes the others, at
+        least, however many micro-batches its stages keep."""
+        self.stages: list[tuple[PartitionStage, int]] = []
+        """Stages, each with the number, counted from 1, of the one that follows on its way."""
 
-    def least(self, regions: tuple[Region, ...]) -> tuple[int, int]:
-        """The fewest devices for a whole line, and the number of a way (-1 where ways are not traced)."""
-        front = DownstreamStages(self.levels, self.places, self.traced)
-        front.devices[0, self.places - 1] = 0
+    def least(self, regions: tuple[Region, ...]) -> tuple[int, tuple[PartitionStage, ...]]:
+        """The fewest devices for a whole line, and its stages from left to right where they are traced."""
+        front = self.nothing.copy()
+        front[:, 0, -1] = 0
         self._line(regions, front, self.levels)
-        best = int(front.devices[:, 0].argmin())
-        return int(front.devices[best, 0]), -1 if front.ways is None else int(front.ways[best, 0])
-
-    def way(self, number: int) -> tuple[PartitionStage, ...]:
-        """The stages of a way, from left to right."""
+        best = int(front[0, :, 0].argmin())
+        devices = int(front[0, best, 0])
+        number = int(front[1, best, 0]) if len(front) > 1 and devices < NEVER else 0
         found = []
-        while number >= 0:
-            piece, number = self.pieces[number]
-            found.append(piece)
-        return tuple(found)
+        while number:
+            stage, number = self.stages[number - 1]
+            found.append(stage)
+        return devices, tuple(found)
 
-    def _line(self, regions: tuple[Region, ...], front: DownstreamStages, most: int) -> None:
+    def _line(self, regions: tuple[Region, ...], front: Front, most: int) -> None:
         """Go on from what lies to the right of `regions` to their first place; no level is above `most`."""
         for region in reversed(regions):
             if isinstance(region, BlockRun):
                 self._run(region, front, most)
             else:
-                self._fork(region.branches, region.start, region.stop, front, most)
+                self._fork(region, front, most)
 
-    def _run(self, run: BlockRun, front: DownstreamStages, most: int) -> None:
+    def _run(self, run: BlockRun, front: Front, most: int) -> None:
         places = slice(run.start, run.stop)
         limit = self.limit[places]
-        behind = front.devices[:most, run.start + 1 :]
+        behind = front[0, :most, run.start + 1 :]
         filled = _filled(behind)
         for level in range(1, most + 1):
             if not filled[level - 1]:
@@ -146,7 +109,7 @@ class TargetProbe:
             stops = (seen < NEVER).nonzero()[0]
             if not len(stops):
                 continue
-            sums = self._taken(level, run, stops + (run.start + 1), seen[stops])
+            sums = self._taken(level, run, stops + (run.start + 1), seen[stops].astype(np.int16))
             devices = np.minimum.reduce(sums, axis=1)
             better = devices < limit
             if not np.count_nonzero(better):
@@ -154,15 +117,14 @@ class TargetProbe:
             if level < most:
                 filled[level] = True
             limit = np.where(better, devices, limit)
-            front.devices[level, places] = np.where(better, devices, NEVER)
-            if front.ways is not None:
+            front[0, level, places] = np.where(better, devices, NEVER)
+            if len(front) > 1:
                 chosen = stops[sums.argmin(axis=1)] + run.start + 1
                 for place in np.flatnonzero(better):
-                    stop = int(chosen[place])
-                    front.ways[level, run.start + place] = len(self.pieces)
-                    turn = bisect.bisect_left(self.ends, int(devices[place]))
-                    piece = PartitionStage(run.start + int(place), stop, level, len(self.ends) - 1 - turn)
-                    self.pieces.append((piece, int(front.ways[level - 1, stop])))
+                    stop, taken = int(chosen[place]), bisect.bisect_left(self.ends, int(devices[place]))
+                    stage = PartitionStage(run.start + int(place), stop, level, len(self.ends) - 1 - taken)
+                    self.stages.append((stage, int(front[1, level - 1, stop])))
+                    front[1, level, run.start + place] = len(self.stages)
 
     def _taken(self, level: int, run: BlockRun, stops: NDArray[np.int64], seen: Devices) -> Devices:
         """The devices taken with a stage from each place of a run of blocks to `stops`, where `seen` are behind it."""
@@ -175,96 +137,86 @@ class TargetProbe:
             start = end
         return found[0] if len(found) == 1 else np.minimum.reduce(found)
 
-    def _fork(
-        self, branches: tuple[tuple[Region, ...], ...], start: int, stop: int, front: DownstreamStages, most: int
-    ) -> None:
+    def _fork(self, fork: Fork, front: Front, most: int) -> None:
         """Whatever joins the branches has one level; a stage before them sees the highest level of their sources."""
-        found = DownstreamStages(self.levels, self.places, self.traced)
-        filled = _filled(front.devices[: most + 1, stop + 1 :])
+        places, stop = slice(fork.start, fork.stop), fork.stop
+        columns = np.arange(fork.start, fork.stop)
+        found = self.nothing.copy()
+
+        def keep(ends: Front, level: int) -> None:
+            """Note for each place the fewest devices, of any level up to `level`, as of that level."""
+            best = ends[0, :, places].argmin(axis=0)
+            better = ends[0, best, columns] < found[0, level, columns]
+            found[:, level, columns[better]] = ends[:, best[better], columns[better]]
+
+        filled = _filled(front[0, : most + 1, stop + 1 :])
         for level in range(most + 1):
-            if front.devices[level, stop] == NEVER and not (level and filled[level - 1]):
+            if front[0, level, stop] == NEVER and not (level and filled[level - 1]):
                 continue
-            inside = front.masked(level, stop)
-            passed: list[DownstreamStages] = []
-            ends = self._branches(branches, inside.copy(), level, most, passed)
-            self._keep(found, ends, most, start, stop)
-            if not start:
+            # The join has `level`: in a stage that begins there, or in one that begins in a branch.
+            behind = self.nothing.copy()
+            behind[:, level, stop] = front[:, level, stop]
+            if level:
+                behind[:, level - 1, stop + 1 :] = front[:, level - 1, stop + 1 :]
+            passed: list[Front] = []
+            ends = self._branches(fork, behind.copy(), level, most, passed)
+            keep(ends, most)
+            if not fork.start:
                 continue  # Nothing lies before, which would see their levels.
-            least = ends.devices[:, start:stop].min(axis=0)
+            least = ends[0, :, places].min(axis=0)
             for highest in range(max(level, 1), most):
-                ends = self._branches_again(branches, inside.copy(), level, highest, passed)
-                self._keep(found, ends, highest, start, stop)
-                if (ends.devices[:, start:stop].min(axis=0) == least).all():
+                ends = self._branches(fork, behind.copy(), level, highest, passed)
+                keep(ends, highest)
+                if (ends[0, :, places].min(axis=0) == least).all():
                     break
-        _leave_out(found, start, stop)
-        front.devices[:, start:stop] = found.devices[:, start:stop]
-        if front.ways is not None and found.ways is not None:
-            front.ways[:, start:stop] = found.ways[:, start:stop]
+        devices = found[0, :, places]
+        devices[1:][devices[1:] >= np.minimum.accumulate(devices, axis=0)[:-1]] = NEVER
+        front[:, :, places] = found[:, :, places]
 
-    def _branches(
-        self,
-        branches: tuple[tuple[Region, ...], ...],
-        front: DownstreamStages,
-        level: int,
-        most: int,
-        passed: list[DownstreamStages],
-    ) -> DownstreamStages:
-        """The branches from the last to the first; what joins them has `level`. `passed` gets what each came to."""
-        for number, branch in reversed(list(enumerate(branches))):
-            if number < len(branches) - 1:
-                front.reset(branches[number + 1][0].start, level)
-            self._line(branch, front, most)
-            passed.append(front.copy())
-        return front
+    def _branches(self, fork: Fork, front: Front, level: int, most: int, passed: list[Front]) -> Front:
+        """The branches from the last to the first; what joins them has `level`.
 
-    def _branches_again(
-        self,
-        branches: tuple[tuple[Region, ...], ...],
-        front: DownstreamStages,
-        level: int,
-        most: int,
-        passed: list[DownstreamStages],
-    ) -> DownstreamStages:
-        """The same with fewer levels. A branch behind which all is as before has the same on those as it had."""
-        for number, before in zip(reversed(range(len(branches))), passed, strict=True):
-            branch = branches[number]
-            if number < len(branches) - 1:
-                front.reset(branches[number + 1][0].start, level)
-            if front.is_as(before, most, branch[-1].stop):
-                front.take(before, slice(most + 1), slice(branch[0].start, branch[-1].stop))
+        At first `passed` gets what each came to. With fewer levels, a branch behind which all is as before has the same
+        on those as it had.
+        """
+        known = iter(tuple(passed))
+        for branch in reversed(fork.branches):
+            places, stop = slice(branch[0].start, branch[-1].stop), branch[-1].stop
+            if stop < fork.stop:
+                # The stages of the branch that begins there are no successors: they are seen as of `level`.
+                best = front[:, front[0, :, stop].argmin(), stop].copy()
+                front[0, :, stop] = NEVER
+                front[:, level, stop] = best
+            before = next(known, None)
+            if before is not None and np.array_equal(front[0, : most + 1, stop:], before[0, : most + 1, stop:]):
+                front[:, : most + 1, places] = before[:, : most + 1, places]
             else:
                 self._line(branch, front, most)
+            if before is None:
+                passed.append(front.copy())
         return front
 
-    def _keep(self, found: DownstreamStages, ends: DownstreamStages, level: int, start: int, stop: int) -> None:
-        """Note for each place of a fork the fewest devices, of any level up to `level`, as of that level."""
-        best = ends.devices[:, start:stop].argmin(axis=0)
-        columns = np.arange(start, stop)
-        devices = ends.devices[best, columns]
-        better = devices < found.devices[level, columns]
-        found.devices[level, columns[better]] = devices[better]
-        if found.ways is not None and ends.ways is not None:
-            found.ways[level, columns[better]] = ends.ways[best, columns][better]
 
-
-def _filled(devices: Devices) -> list[bool]:
+def _filled(devices: Front) -> list[bool]:
     """For each level whether it has an entry."""
     found: list[bool] = np.logical_or.reduce(devices < NEVER, axis=1).tolist()
     return found
 
 
-def _before(needs: Sequence[Devices], places: int) -> Devices:
-    """For each place the fewest devices for all that lies before it, however many micro-batches its stages keep."""
-    least = np.minimum.reduce(needs)
-    found = np.full(places, NEVER, dtype=np.int16)
-    found[0] = 0
-    for stop in range(1, places):
-        found[stop] = min(NEVER, int((found[:stop] + least[:stop, stop]).min()))
-    return found
+def fewest_devices(needs: Sequence[Devices], runs: Sequence[int]) -> int:
+    """Result of `TargetProbe.least` where `needs`, one a run of `runs` devices, are the same at all levels.
 
-
-def _leave_out(front: DownstreamStages, start: int, stop: int) -> None:
-    """Leave out entries that need no fewer devices than one of a lower level."""
-    devices = front.devices[:, start:stop]
-    lower = np.minimum.accumulate(devices, axis=0)[:-1]
-    devices[1:][devices[1:] >= lower] = NEVER
+    It is `NEVER` where there is no line. Without levels each place has one number, and branches are a line like all
+    else.
+    """
+    ends = tuple(itertools.accumulate(reversed(runs)))
+    kinds = tuple(zip(reversed(needs), (0, *ends), ends, strict=False))
+    front = np.full(len(needs[0]), NEVER, dtype=np.int16)
+    front[-1] = 0
+    for place in range(len(front) - 2, -1, -1):
+        seen = front[place + 1 :]
+        for own, start, end in kinds:
+            least = int((own[place, place + 1 :] + (np.maximum(seen, start) if start else seen)).min())
+            if least <= end:
+                front[place] = min(front[place], least)
+    return int(front[0])

@@ -1,16 +1,13 @@
-"""Time and memory of every range of the line as one stage, by number of devices.
+"""Time and memory of every stretch of the line as one stage, in every way of running it, for any micro-batch.
 
 All figures grow with the micro-batch by a straight line. They are read off once, and no graph is made for each size.
-
-Seconds of every node's forward and backward on micro-batches of any size, shared by any number of devices.
-
-For one size of micro-batch: which stretches meet a target, in which way.
+Every matrix is indexed by (first block, block after the last); seconds are those of a micro-batch.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,9 +27,10 @@ Seconds = NDArray[np.float64]
 
 
 class NodeSeconds:
-    """Work at other sizes of micro-batches lies on the line through that at the problem's own and at half of it.
+    """Seconds of every node's forward and backward on micro-batches of any size, shared by any number of devices.
 
-    Nodes of equal work are looked at once.
+    Work at other sizes of micro-batches lies on the line through that at the problem's own and at half of it. Nodes of
+    equal work are looked at once.
     """
 
     def __init__(self, problem: Problem, samples: SampleAxes) -> None:
@@ -43,11 +41,11 @@ class NodeSeconds:
         self.kind_of = np.array([kinds.setdefault(key, len(kinds)) for key in keys], dtype=np.int64)
         """Which of the different nodes each node is like."""
         self.firsts = np.unique(self.kind_of, return_index=True)[1].tolist()
-        self.works = [(half[node], problem.work[node]) for node in self.firsts]
+        self.wholes = [problem.work[node] for node in self.firsts]
+        self.halves = [half[node] for node in self.firsts]
         self.axes = np.array([samples.axes[node] is not None for node in self.firsts])
-        self.measured = np.array([bool(whole.measured) for _, whole in self.works])
+        self.measured = np.array([bool(whole.measured) for whole in self.wholes])
         """Nodes whose measured costs say what a share of the samples takes."""
-
         self._undivided: dict[int, Seconds] = {}
 
     def of(self, size: int, degree: int, devices: Sequence[Device]) -> tuple[Seconds, Seconds]:
@@ -60,11 +58,10 @@ class NodeSeconds:
         problem = self.problem
         part = size / problem.micro_batch_size
         shares = np.where(self.axes, 1.0 / degree, 1.0)
-        work = [_between(half, whole, part) for half, whole in self.works]
+        work = [_between(half, whole, part) for half, whole in zip(self.halves, self.wholes, strict=True)]
         forward, backward = node_seconds(work, device, problem.precision, shares)
         if self.measured.any():
-            wholes = [whole for _, whole in self.works]
-            seconds = node_seconds(wholes, device, problem.precision, np.where(self.axes, part / degree, 1.0))
+            seconds = node_seconds(self.wholes, device, problem.precision, np.where(self.axes, part / degree, 1.0))
             forward = np.where(self.measured, seconds[0], forward)
             backward = np.where(self.measured, seconds[1], backward)
         if not problem.train:
@@ -75,7 +72,7 @@ class NodeSeconds:
         """1 for nodes whose samples `degree` devices cannot share."""
         found = self._undivided.get(degree)
         if found is None:
-            each = [degree > 1 and not self.samples.divides(node, degree) for node in self.firsts]
+            each = [not self.samples.divides(node, degree) for node in self.firsts]
             found = self._undivided[degree] = np.array(each, dtype=float)[self.kind_of]
         return found
 
@@ -97,48 +94,142 @@ def _between(half: Work, whole: Work, part: float) -> Work:
 
 
 @dataclass(frozen=True, slots=True)
-class StageOption:
-    """A way of running stretches: on `degree` devices of a run of like ones, with or without recomputation.
+class DraftStage:
+    """A stage that has no devices yet: blocks `start` to `stop - 1` of a line on `degree` devices of a run."""
 
-    Every matrix is indexed by (first block, block after the last); seconds are those of a micro-batch.
-    """
+    start: int
+    stop: int
+    run: int
+    degree: int
+    recompute: bool
+    in_flight: int
+    memory: float
+    """Bytes on a device."""
+    forward: float
+    """Seconds, like all that follows as `StageOption` has them."""
+    backward: float
+    arriving: float
+    returning: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageOption:
+    """A way of running stretches: on `degree` devices of a run of like ones, with or without recomputation."""
 
     run: int
-    """Which of the cluster's runs of devices that a stage may have."""
+    """Which of the cluster's runs of devices that a stage may have, as `equal_device_runs` counts them."""
     degree: int
     recompute: bool
     forward: Matrix
     backward: Matrix
     """With the second forward of recomputation, and with adding gradients to those before."""
     arriving: Matrix
-    """Seconds of messages from the stages before."""
+    """Messages from the stages before."""
     returning: Matrix
-    """Seconds of messages with gradients, from the stages after."""
+    """Messages with gradients, from the stages after."""
     end: Matrix
     """Seconds, once a step, of summing gradients over devices and of the update."""
     always: Matrix
     """Bytes on a device, whatever is in flight."""
     kept: Matrix
     """Bytes for each micro-batch in flight."""
+    seconds: Matrix
+    """All of them, with a share of the step's end; infinite for empty stretches."""
+    most: NDArray[np.int16]
+    """The most micro-batches in flight that memory takes, up to the number of devices; 0 where not even one fits."""
 
-    def seconds(self, micro_batches: int) -> Matrix:
-        """All of them, with a share of the step's end; infinite for empty stretches."""
-        every: Matrix = self.forward + self.backward + self.arriving + self.returning + self.end / micro_batches
-        return np.where(np.tri(len(every), dtype=bool), np.inf, every)
+    def holds(self, start: int, stop: int, in_flight: int) -> bool:
+        """True if a stretch can be run so with that many micro-batches in flight."""
+        return bool(self.seconds[start, stop] < np.inf and self.most[start, stop] >= in_flight)
 
-    def most(self, limit: float, levels: int) -> NDArray[np.int16]:
-        """The most micro-batches in flight that memory takes, up to `levels`; 0 where not even one fits."""
-        room = limit - self.always
-        with np.errstate(divide="ignore", invalid="ignore"):
-            found = np.where(self.kept > 0, np.floor(room / self.kept), levels)
-        return np.clip(np.where(room < 0, 0, found), 0, levels).astype(np.int16)
+    def stage(self, start: int, stop: int, in_flight: int) -> DraftStage:
+        at = (start, stop)
+        memory = float(self.always[at] + in_flight * self.kept[at])
+        seconds = (float(each[at]) for each in (self.forward, self.backward, self.arriving, self.returning, self.end))
+        return DraftStage(start, stop, self.run, self.degree, self.recompute, in_flight, memory, *seconds)
 
 
-def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: int = 0) -> Iterator[StageOption]:
-    """The ways that the problem's recomputation leaves, with micro-batches of `size` samples.
+@dataclass(frozen=True, slots=True)
+class StagePrices:
+    """The options of one size of micro-batch, degrees descending."""
 
-    `run` is that of the devices, as `equal_device_runs` counts them.
+    size: int
+    micro_batches: int
+    options: tuple[StageOption, ...]
+    runs: tuple[int, ...]
+    """Numbers of devices in each run of like ones, in the order of the line."""
+    limits: tuple[float, ...]
+    """Bytes of memory on a device of each run."""
+    bounds: frozenset[int]
+    """Numbers of micro-batches in flight that are the most for some stretch in some way."""
+
+    @property
+    def places(self) -> int:
+        """Places of the line: one more than blocks."""
+        return len(self.options[0].seconds)
+
+    def needs(self, target: float, levels: int) -> list[tuple[Devices, ...]]:
+        """By level and run, the fewest devices on which each stretch takes at most `target` seconds a micro-batch."""
+        target = min(target, float(np.finfo(float).max))
+        fits = [(option, np.where(option.seconds <= target, option.most, 0)) for option in self.options]
+        found: list[tuple[Devices, ...]] = []
+        for level in range(levels + 1):
+            kept = max(1, min(level, self.micro_batches))
+            if (kept == level > 1 and kept - 1 in self.bounds) or not found:
+                found.append(tuple(np.full((self.places, self.places), NEVER, dtype=np.int16) for _ in self.runs))
+                for option, most in fits:
+                    found[-1][option.run][most >= kept] = option.degree
+            else:
+                found.append(found[-1])
+        return found
+
+    def stage(self, piece: PartitionStage, target: float) -> DraftStage:
+        """A stage in the way that `needs` found: of those on as few devices of its run the fastest."""
+        at, kept = (piece.start, piece.stop), min(piece.level, self.micro_batches)
+        fitting = (
+            option
+            for option in self.options
+            if option.run == piece.run and option.seconds[at] <= target and option.most[at] >= kept
+        )
+        return min(fitting, key=lambda option: (option.degree, option.seconds[at])).stage(*at, kept)
+
+
+def stage_prices(
+    tables: Tables, seconds: NodeSeconds, size: int, degrees: Iterable[int], spare: float = 0.0
+) -> StagePrices:
+    """The prices of micro-batches of `size` samples, by each of some degrees that can share them.
+
+    Each device has its memory limit, and `spare` bytes more.
     """
+    problem = tables.problem
+    runs = equal_device_runs(problem.cluster)
+    limits = [min(map(problem.memory_of, run)) + spare for run in runs]
+    shared = bool(problem.graph.batch_axes)
+    allowed = [degree for degree in degrees if size % degree == 0 and (shared or degree == 1)]
+    options = [
+        option
+        for index, run in enumerate(runs)
+        for degree in allowed
+        if degree <= len(run)
+        for option in _options(tables, seconds, size, degree, index, limits[index])
+    ]
+    options.sort(key=lambda option: -option.degree)
+    bounds = (np.bincount(option.most.ravel()).nonzero()[0].tolist() for option in options)
+    return StagePrices(
+        size,
+        problem.batch_size // size,
+        tuple(options),
+        tuple(map(len, runs)),
+        tuple(limits),
+        frozenset(itertools.chain.from_iterable(bounds)),
+    )
+
+
+def _options(
+    tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: int, limit: float
+) -> Iterator[StageOption]:
+    """The ways of one degree that the problem's recomputation leaves."""
     problem, chain = tables.problem, tables.chain
     devices = equal_device_runs(problem.cluster)[run]
     kinds = problem.cluster.kinds_among(devices)
@@ -156,9 +247,22 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: i
         forward += np.where(range_sums(chain.by_block(uneven)) > 0.5, np.inf, 0.0)
     arriving = tables.arriving * link.latency_s + received / link.bandwidth_bytes_per_s
     always = tables.held(degree) + workspace + received + sent
+    empty = np.tri(len(forward), dtype=bool)
+
+    def option(
+        recompute: bool, backward: Matrix, returning: Matrix, end: Matrix, always: Matrix, kept: Matrix
+    ) -> StageOption:
+        every = forward + backward + arriving + returning + end / (problem.batch_size // size)
+        room, levels = limit - always, problem.cluster.size
+        with np.errstate(divide="ignore", invalid="ignore"):
+            most = np.where(kept > 0, np.floor(room / kept), levels)
+        most = np.clip(np.where(room < 0, 0, most), 0, levels).astype(np.int16)
+        priced = np.where(empty, np.inf, every), most
+        return StageOption(run, degree, recompute, forward, backward, arriving, returning, end, always, kept, *priced)
+
     if not problem.train:
         zero = np.zeros_like(forward)
-        yield StageOption(run, degree, False, forward, zero, arriving, zero, zero, always, zero)
+        yield option(False, zero, zero, zero, always, zero)
         return
     backward += starts[1] + tables.gradients * accumulate_per_byte(device) * (1 - size / problem.batch_size)
     returning = tables.leaving * link.latency_s + sent / link.bandwidth_bytes_per_s
@@ -167,11 +271,9 @@ def ways_of(tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: i
     end += exchange_of_gradients(problem, devices[:degree]).seconds_each(tables.gradients)
     always = always + received + sent
     if problem.recompute != "full":
-        yield StageOption(run, degree, False, forward, backward, arriving, returning, end, always, kept)
+        yield option(False, backward, returning, end, always, kept)
     if problem.recompute != "none":
-        yield StageOption(
-            run, degree, True, forward, forward + backward, arriving, returning, end, always + kept, received
-        )
+        yield option(True, forward + backward, returning, end, always + kept, received)
 
 
 def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:
@@ -191,69 +293,3 @@ def _mean(first: Link, second: Link, share: float) -> Link:
     latency = apart * second.latency_s + (1 - apart) * first.latency_s
     per_byte = apart / second.bandwidth_bytes_per_s + (1 - apart) / first.bandwidth_bytes_per_s
     return Link(latency, 1 / per_byte)
-
-
-@dataclass(frozen=True, slots=True)
-class StagePrice:
-    """Prices of an option: the seconds of each range of blocks, and the most micro-batches in flight."""
-
-    way: StageOption
-    seconds: Matrix
-    most: NDArray[np.int16]
-
-
-@dataclass(frozen=True, slots=True)
-class StagePrices:
-    """The prices of one size of micro-batch, degrees descending."""
-
-    size: int
-    micro_batches: int
-    each: tuple[StagePrice, ...]
-    runs: tuple[int, ...]
-    """Numbers of devices in each run of like ones, in the order of the line."""
-    limits: tuple[float, ...]
-    """Bytes of memory on a device of each run."""
-    bounds: frozenset[int]
-    """Numbers of micro-batches in flight that are the most for some stretch in some way."""
-
-    @property
-    def places(self) -> int:
-        """Places of the line: one more than blocks."""
-        return len(self.each[0].seconds)
-
-    def needs(self, target: float, levels: int) -> list[tuple[Devices, ...]]:
-        """By level and run, the fewest devices on which each stretch takes at most `target` seconds a micro-batch."""
-        target = min(target, float(np.finfo(float).max))
-        fits = [(price.way, np.where(price.seconds <= target, price.most, 0)) for price in self.each]
-        found: list[tuple[Devices, ...]] = []
-        for level in range(levels + 1):
-            kept = max(1, min(level, self.micro_batches))
-            if (kept == level > 1 and kept - 1 in self.bounds) or not found:
-                found.append(tuple(np.full((self.places, self.places), NEVER, dtype=np.int16) for _ in self.runs))
-                for way, most in fits:
-                    found[-1][way.run][most >= kept] = way.degree
-            else:
-                found.append(found[-1])
-        return found
-
-    def way(self, piece: PartitionStage, target: float) -> StageOption:
-        """The way that `needs` found for a stage: of those on as few devices of its run the fastest."""
-        start, stop, kept = piece.start, piece.stop, min(piece.level, self.micro_batches)
-        fitting = (
-            price
-            for price in self.each
-            if price.way.run == piece.run and price.seconds[start, stop] <= target and price.most[start, stop] >= kept
-        )
-        return min(fitting, key=lambda price: (price.way.degree, price.seconds[start, stop])).way
-
-
-def make_prices(
-    ways: list[StageOption], size: int, micro_batches: int, runs: Sequence[int], limits: Sequence[float], levels: int
-) -> StagePrices:
-    """Prices of stages with at most `levels` micro-batches in flight, on runs of devices with memory."""
-    ordered = sorted(ways, key=lambda way: -way.degree)
-    each = tuple(StagePrice(way, way.seconds(micro_batches), way.most(limits[way.run], levels)) for way in ordered)
-    bounds = (np.bincount(price.most.ravel()).nonzero()[0].tolist() for price in each)
-    return StagePrices(
-        size, micro_batches, each, tuple(runs), tuple(limits), frozenset(itertools.chain.from_iterable(bounds))
-    )

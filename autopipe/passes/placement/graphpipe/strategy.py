@@ -1,134 +1,37 @@
-"""GraphPipe: the strategy and its options.
+"""GraphPipe: the strategy, and what it settles once the stages stand: micro-batches and splits of their own.
 
-Micro-batches of stages' own sizes, where a step is shorter with them (Jeon et al., "GraphPipe", section 6).
-
-Notes of a plan on the parts of a model that are not series-parallel.
+Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline Parallelism" (2024).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import remembered
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph, depths_to_end
+from autopipe.passes.analysis.constraints import required_splits, resolved_constraints
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import check_operators
 from autopipe.passes.cost.roofline import mean_seconds
-from autopipe.passes.placement.graphpipe.estimate import check_schedule, check_stages
-from autopipe.passes.placement.graphpipe.intra_stage import split_further
 from autopipe.passes.placement.graphpipe.micro_batch_search import MicroBatchSearch
-from autopipe.passes.placement.graphpipe.series_parallel import Units, decompose, make_units, other_orders
+from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_units, other_orders
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.schedule.predict import predict, ticks_of
-from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, order_kfkb
 from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_constraints_met
-
-
-def region_notes(graph: Graph, units: Units, regions: tuple[tuple[int, ...], ...]) -> tuple[str, ...]:
-    """A line for each region: how large it is, and where it begins and ends."""
-    return tuple(_note(graph, [node for unit in region for node in units.nodes[unit]]) for region in regions)
-
-
-def _note(graph: Graph, nodes: list[int]) -> str:
-    first, last = (graph.nodes[node].name for node in (min(nodes), max(nodes)))
-    return (
-        f"{len(nodes)} operators from {first!r} to {last!r} are not series-parallel: they count as one block, whose "
-        "parts run in a fixed order"
-    )
-
-
-_SWEEPS = 3
-"""How often all changes are tried, at most."""
-
-
-def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
-    """`placement`, whose stages have micro-batches of one size, with larger and smaller ones where that is faster.
-
-    Stages equally far from the end change together, alone or with all before or behind them, by one step through the
-    sizes that the problem allows; what shortens the step by kFkB (k = 1), as it is simulated, and fits into memory
-    stays, until nothing does any more. Sizes divide the largest.
-    """
-    trial = _Trial(problem)
-    best = trial.step(placement)
-    graph = StageGraph.of(resized(problem, placement.stages[0].micro_batch_size), placement)
-    depths = depths_to_end(len(placement.stages), graph.edges)
-    for _ in range(_SWEEPS):
-        before = best
-        for together in _sets(depths):
-            for up in (False, True):
-                changed = _changed(problem, placement, together, up)
-                step = None if changed is None else trial.step(changed)
-                if changed is not None and step is not None and (best is None or step < best):
-                    placement, best = changed, step
-        if best == before:
-            break
-    return placement
-
-
-def _sets(depths: tuple[int, ...]) -> Iterator[frozenset[int]]:
-    """The stages of each distance from the end, of at most it, and of at least it; each set once."""
-    found: dict[frozenset[int], None] = {}
-    for depth in sorted(set(depths)):
-        for low, high in ((depth, depth), (1, depth), (depth, max(depths))):
-            found[frozenset(stage for stage, own in enumerate(depths) if low <= own <= high)] = None
-    return iter(found)
-
-
-def _changed(problem: Problem, placement: Placement, together: frozenset[int], up: bool) -> Placement | None:
-    """The placement with the next larger or smaller micro-batches in some stages; None where there are none."""
-    stages = list(placement.stages)
-    for index in together:
-        stage = stages[index]
-        sizes = [
-            size
-            for size in problem.micro_batch_sizes
-            if size % len(stage.devices) == 0
-            and (size > stage.micro_batch_size) == up
-            and size != stage.micro_batch_size
-        ]
-        if not sizes:
-            return None
-        stages[index] = replace(stage, micro_batch_size=min(sizes) if up else max(sizes))
-    largest = max(stage.micro_batch_size for stage in stages)
-    if any(largest % stage.micro_batch_size for stage in stages):
-        return None
-    return replace(placement, stages=tuple(stages))
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Steps of placements, each as it is simulated."""
-
-    problem: Problem
-    _resized: dict[int, Problem] = field(default_factory=dict)
-
-    def step(self, placement: Placement) -> float | None:
-        """Seconds; None where memory does not hold it, or the model's values cannot be shared out so."""
-        try:
-            problem = self._of(max(stage.micro_batch_size for stage in placement.stages))
-            graph, prediction = StageGraph.of(problem, placement), predict(problem, placement)
-            ks = (1,) * len(placement.stages)
-            schedule = order_kfkb(graph, problem.micro_batches, ks, problem.train, ticks_of(prediction.stages))
-            check_schedule(schedule)
-            timeline = simulate(schedule, graph.stage_devices, prediction)
-        except AutopipeError:
-            return None
-        fits = all(peak <= problem.memory_of(device) for device, peak in enumerate(timeline.peak_memory))
-        return timeline.end if fits else None
-
-    def _of(self, size: int) -> Problem:
-        if size not in self._resized:
-            self._resized[size] = resized(self.problem, size)
-        return self._resized[size]
+from autopipe.passes.sharding.search import Exact, split_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +78,12 @@ class GraphPipe:
 
 @remembered(2)
 def _in_stages(problem: Problem) -> Placement | InfeasibleError:
-    """The stages with which all forms begin, or why there are none, which takes as long to find."""
-    units = make_units(problem.graph)
+    """The stages with which all forms begin, or why there are none, which takes as long to find.
+
+    A note says of each region that is not series-parallel how large it is, and where it begins and ends.
+    """
+    graph = problem.graph
+    units = make_units(graph)
     forward, backward = mean_seconds(problem)
     weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
     found = decompose(units.needs, weights)
@@ -185,6 +92,144 @@ def _in_stages(problem: Problem) -> Placement | InfeasibleError:
         best = MicroBatchSearch(problem, units, forward + backward).best(trees)
     except InfeasibleError as error:
         return error
-    placement = replace(best, notes=region_notes(problem.graph, units, found.regions))
-    check_stages(problem.graph, placement)
+    regions = ([node for unit in region for node in units.nodes[unit]] for region in found.regions)
+    notes = (
+        f"{len(nodes)} operators from {graph.nodes[min(nodes)].name!r} to {graph.nodes[max(nodes)].name!r} are not "
+        "series-parallel: they count as one block, whose parts run in a fixed order"
+        for nodes in regions
+    )
+    return replace(best, notes=tuple(notes))
+
+
+_SWEEPS = 3
+"""How often all changes are tried, at most."""
+
+
+def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
+    """`placement`, whose stages have micro-batches of one size, with larger and smaller ones where that is faster.
+
+    Section 6 of the paper. Stages equally far from the end change together, alone or with all before or behind them, by
+    one step through the sizes that the problem allows; what shortens the step by kFkB (k = 1), as it is simulated, and
+    fits into memory stays, until nothing does any more. Sizes divide the largest.
+    """
+    best = _step_by_kfkb(problem, placement)
+    graph = StageGraph.of(resized(problem, placement.stages[0].micro_batch_size), placement)
+    depths = depths_to_end(len(placement.stages), graph.edges)
+    together = dict.fromkeys(
+        frozenset(stage for stage, own in enumerate(depths) if low <= own <= high)
+        for depth in sorted(set(depths))
+        for low, high in ((depth, depth), (1, depth), (depth, max(depths)))
+    )
+    for _ in range(_SWEEPS):
+        before = best
+        for indices, up in itertools.product(together, (False, True)):
+            changed = _with_next_size(problem, placement, indices, up)
+            if changed is not None and (step := _step_by_kfkb(problem, changed)) < best:
+                placement, best = changed, step
+        if best == before:
+            break
     return placement
+
+
+def _with_next_size(problem: Problem, placement: Placement, indices: frozenset[int], up: bool) -> Placement | None:
+    """The placement with the next larger or smaller micro-batches in some stages; None where there are none."""
+    stages = list(placement.stages)
+    for index in indices:
+        stage = stages[index]
+        sizes = [
+            size
+            for size in problem.micro_batch_sizes
+            if size % len(stage.devices) == 0
+            and (size > stage.micro_batch_size) == up
+            and size != stage.micro_batch_size
+        ]
+        if not sizes:
+            return None
+        stages[index] = replace(stage, micro_batch_size=min(sizes) if up else max(sizes))
+    largest = max(stage.micro_batch_size for stage in stages)
+    if any(largest % stage.micro_batch_size for stage in stages):
+        return None
+    return replace(placement, stages=tuple(stages))
+
+
+def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
+    """Seconds of a step; infinite where memory does not hold it, or the model's values cannot be shared out so."""
+    try:
+        problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
+        graph, prediction = StageGraph.of(problem, placement), predict(problem, placement)
+        ks = (1,) * len(placement.stages)
+        schedule = order_kfkb(graph, problem.micro_batches, ks, problem.train, ticks_of(prediction.stages))
+        timeline = simulate(schedule, graph.stage_devices, prediction)
+    except AutopipeError:
+        return math.inf
+    fits = all(peak <= problem.memory_of(device) for device, peak in enumerate(timeline.peak_memory))
+    return timeline.end if fits else math.inf
+
+
+def split_further(problem: Problem, placement: Placement) -> Placement:
+    """`placement` with its stages of several devices split as the search finds it best, or as they are.
+
+    Which of the two is better for each follows from a step by kFkB (k = 1), as it is simulated: neighbours that are
+    split differently have more to send. The step is never longer than it was, but for stages in which constraints ask
+    for splits. Nodes, devices, micro-batches and recomputation stay. No two stages may share a device.
+
+    Raises ConfigurationError for constraints that cannot be followed.
+    """
+    problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
+    required = _required_splits(problem, placement)
+    inside, solver = split_problem(problem, placement, required), Exact(problem.time_limit)
+    settled: dict[int, Stage] = {}
+    found: dict[int, Stage] = {}
+    for index, stage in enumerate(placement.stages):
+        if len(stage.devices) > 1:
+            with suppress(InfeasibleError):
+                best = inside.split(placement, index, solver).placement.stages[index]
+                if best != stage:
+                    (found if required.keys().isdisjoint(stage.nodes) else settled)[index] = best
+    placement = _with_stages(placement, settled)
+    if not found:
+        return placement
+    schedule = KForwardsKBackwards().run(problem, placement)
+
+    def measured(placement: Placement) -> tuple[float, list[float]]:
+        """Seconds of a step, and those in which each stage's devices are busy."""
+        prediction = predict(problem, placement)
+        step = simulate(schedule, [stage.devices for stage in placement.stages], prediction).end
+        counts = (problem.batch_size // stage.micro_batch_size for stage in placement.stages)
+        busy = [
+            count * (each.forward_s + each.backward_s) + each.gradient_s + each.update_s
+            for count, each in zip(counts, prediction.stages, strict=True)
+        ]
+        return step, busy
+
+    def improved(placement: Placement, others: dict[int, Stage]) -> tuple[float, Placement]:
+        """Seconds of a step, and the placement with each stage in turn as in `others` if that is no worse for the step
+        and its devices are busy for a shorter time, or if the step is shorter."""
+        step, busy = measured(placement)
+        for index, other in others.items():
+            changed = _with_stages(placement, {index: other})
+            changed_step, changed_busy = measured(changed)
+            if (changed_step, changed_busy[index]) < (step, busy[index]):
+                placement, step, busy = changed, changed_step, changed_busy
+        return step, placement
+
+    own = {index: placement.stages[index] for index in found}
+    both = improved(placement, found), improved(_with_stages(placement, found), own)
+    return min(both, key=lambda each: each[0])[1]
+
+
+def _with_stages(placement: Placement, others: dict[int, Stage]) -> Placement:
+    """The placement with some of its stages replaced."""
+    stages = (others.get(index, stage) for index, stage in enumerate(placement.stages))
+    return replace(placement, stages=tuple(stages))
+
+
+def _required_splits(problem: Problem, placement: Placement) -> dict[int, Splits]:
+    """The splits that constraints ask for and the devices of a node's stage can have, by node."""
+    resolved, found = resolved_constraints(problem), dict[int, Splits]()
+    for stage in placement.stages if resolved else ():
+        samples = sample_axes(resized(problem, stage.micro_batch_size).graph)
+        for node, splits in required_splits(resolved, samples).items():
+            if node in stage.nodes and len(stage.devices) % math.prod(split.degree for split in splits) == 0:
+                found[node] = splits
+    return found

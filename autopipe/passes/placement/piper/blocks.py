@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
+from autopipe.passes.analysis.chain import Blocks, values_between
 from autopipe.passes.cost.roofline import Seconds
 
 SHARE = 1 / 30
@@ -19,16 +19,6 @@ SHARE = 1 / 30
 
 LIGHT = SHARE / 16
 """A block with less of all work stands for nothing that a device could be given."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Sets of nodes in a topological order of the blocks, and what each needs."""
-
-    nodes: tuple[tuple[int, ...], ...]
-    """The nodes of each block, ascending."""
-    needs: tuple[int, ...]
-    """For each block the blocks that it reads from, bit b for block b."""
 
 
 def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
@@ -39,8 +29,26 @@ def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
     what needs the second needs it. Nodes that every stage computes for itself follow the first that reads them.
     """
     joining = _Joining(graph, seconds)
-    joining.run()
-    return joining.blocks()
+    waiting = [joining.entry(first, second) for second in joining.members for first in joining.before[second]]
+    heapq.heapify(waiting)
+    while waiting:
+        entry = heapq.heappop(waiting)
+        _, _, first, second = entry
+        if first in joining.joined or second in joining.joined or not joining.may_join(first, second):
+            continue
+        # As something around a pair changes it is put in again.
+        if entry == joining.entry(first, second):
+            joining.join(first, second)
+            for changed in dict.fromkeys(joining.around(first)):
+                heapq.heappush(waiting, joining.entry(*changed))
+    nodes = joining.topological() or [[]]
+    block_of = {node: number for number, each in enumerate(nodes) for node in each}
+    consumers = graph.consumers()
+    for node in sorted(joining.apart, reverse=True):
+        readers = (reader for name in graph.nodes[node].outputs for reader in consumers.get(name, ()))
+        block_of[node] = min((block_of[reader] for reader in readers), default=0)
+        nodes[block_of[node]].append(node)
+    return Blocks.of(graph, nodes)
 
 
 class _Joining:
@@ -54,17 +62,15 @@ class _Joining:
         self.weight = {node: float(seconds[node]) / total for node in self.members}
         self.before: dict[int, set[int]] = {node: set() for node in self.members}
         self.after: dict[int, set[int]] = {node: set() for node in self.members}
-        self.readers: dict[str, set[int]] = {}
         self.written: dict[int, set[str]] = {node: set() for node in self.members}
         self.read: dict[int, set[str]] = {node: set() for node in self.members}
+        self.readers: dict[str, set[int]] = {}
         self.joined: set[int] = set()
-        for name, reading in graph.consumers().items():
-            producer = graph.producer(name)
-            if producer is None or producer in self.apart:
-                continue
-            self.readers[name] = {reader for reader in reading if reader not in self.apart}
+        """Blocks that others have taken in."""
+        for name, producer, readers in values_between(graph, {node: node for node in self.members}):
+            self.readers[name] = set(readers)
             self.written[producer].add(name)
-            for reader in self.readers[name]:
+            for reader in readers:
                 self.read[reader].add(name)
                 self.before[reader].add(producer)
                 self.after[producer].add(reader)
@@ -75,22 +81,7 @@ class _Joining:
                 own |= self.ancestors[producer] | 1 << producer
             self.ancestors[node] = own
 
-    def run(self) -> None:
-        """Join blocks until no two may be."""
-        waiting = [self._entry(first, second) for second in self.members for first in self.before[second]]
-        heapq.heapify(waiting)
-        while waiting:
-            entry = heapq.heappop(waiting)
-            _, _, first, second = entry
-            if first in self.joined or second in self.joined or not self._may_join(first, second):
-                continue
-            if entry != self._entry(first, second):
-                continue  # It was put in again as something around it changed.
-            self._join(first, second)
-            for changed in dict.fromkeys(self._around(first)):
-                heapq.heappush(waiting, self._entry(*changed))
-
-    def _entry(self, first: int, second: int) -> tuple[float, float, int, int]:
+    def entry(self, first: int, second: int) -> tuple[float, float, int, int]:
         """How many bytes fewer would enter and leave the two as one, the most first; of equals the lightest."""
         saved = 0
         for name in self.read[second] & (self.written[first] | self.read[first]):
@@ -98,7 +89,7 @@ class _Joining:
             saved += self.graph.type_of(name).bytes * (2 if inside else 1)
         return -float(saved), self.weight[first] + self.weight[second], first, second
 
-    def _may_join(self, first: int, second: int) -> bool:
+    def may_join(self, first: int, second: int) -> bool:
         one, two = self.weight[first], self.weight[second]
         if one + two > SHARE and min(one, two) > LIGHT:
             return False
@@ -106,13 +97,12 @@ class _Joining:
             return True
         return one <= LIGHT and all(self.ancestors[other] >> second & 1 for other in self.after[first] - {second})
 
-    def _join(self, first: int, second: int) -> None:
+    def join(self, first: int, second: int) -> None:
         self.joined.add(second)
         self.members[first] += self.members.pop(second)
         self.weight[first] += self.weight.pop(second)
         for name in self.read.pop(second):
-            self.readers[name].discard(second)
-            self.readers[name].add(first)
+            self.readers[name] = self.readers[name] - {second} | {first}
             self.read[first].add(name)
         self.written[first] |= self.written.pop(second)
         for other in self.before.pop(second):
@@ -126,7 +116,7 @@ class _Joining:
             self.after[first].add(other)
         self.ancestors[first] = (self.ancestors[first] | self.ancestors[second]) & ~(1 << first | 1 << second)
 
-    def _around(self, block: int) -> Iterator[tuple[int, int]]:
+    def around(self, block: int) -> Iterator[tuple[int, int]]:
         """The pairs of blocks whose bytes or needs change as others become part of `block`."""
         for other in sorted(self.before[block]):
             yield other, block
@@ -136,30 +126,17 @@ class _Joining:
             for other in sorted(self.before[after]):
                 yield other, after
 
-    def blocks(self) -> Blocks:
-        """The blocks, each after all that it needs; of those that could be next the first in the graph."""
+    def topological(self) -> list[list[int]]:
+        """The nodes of each block, after all that it needs; of those that could be next the first in the graph."""
         left = {block: len(before) for block, before in self.before.items()}
         ready = [(min(self.members[block]), block) for block, count in left.items() if not count]
         heapq.heapify(ready)
-        order: list[int] = []
+        found: list[list[int]] = []
         while ready:
             _, block = heapq.heappop(ready)
-            order.append(block)
+            found.append(self.members[block])
             for after in self.after[block]:
                 left[after] -= 1
                 if not left[after]:
                     heapq.heappush(ready, (min(self.members[after]), after))
-        place = {block: number for number, block in enumerate(order)}
-        nodes = [list(self.members[block]) for block in order] or [[]]
-        self._follow(nodes)
-        needs = tuple(sum(1 << place[other] for other in self.before[block]) for block in order)
-        return Blocks(tuple(tuple(sorted(each)) for each in nodes), needs)
-
-    def _follow(self, nodes: list[list[int]]) -> None:
-        """Put the nodes that stood apart with the first block that reads them."""
-        block_of = {node: number for number, each in enumerate(nodes) for node in each}
-        consumers = self.graph.consumers()
-        for node in sorted(self.apart, reverse=True):
-            readers = (reader for name in self.graph.nodes[node].outputs for reader in consumers.get(name, ()))
-            block_of[node] = min((block_of[reader] for reader in readers), default=0)
-            nodes[block_of[node]].append(node)
+        return found

@@ -1,35 +1,31 @@
-"""The price of every stage between two downsets, for each way in which a group may share it.
+"""The price of every stage between two downsets, for each way in which a group of devices may share it.
 
-Cost of blocks on a group that shares them, and sums over the blocks of a stage.
-
-Messages that a stage between two downsets receives from the stages before it and sends to those after it.
-
-The ways in which a group of devices may share a stage: its samples, its layers, or both.
+A stage is what an outer downset holds and an inner one does not. Figures of blocks add up over it, but for those of
+what several of its blocks have in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.cluster import Device
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
+from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.chain import Blocks, values_between
 from autopipe.passes.analysis.gradients import kept_values
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes, uses_of
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.roofline import update_line
-from autopipe.passes.cost.stage_work import StageWork, exchange_of_gradients, stage_work, updated_part
+from autopipe.passes.cost.stage_work import exchange_of_gradients, stage_work, updated_part
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.downsets import Downsets, Figures, Pairs
-from autopipe.passes.placement.piper.blocks import Blocks
 from autopipe.passes.sharding.regions import (
     Network,
     NodeSplits,
@@ -52,46 +48,31 @@ class StageSharing:
         """The size of the group."""
         return self.replicas * self.tensor
 
-    def placement(self, problem: Problem, blocks: Blocks) -> Placement:
-        """Each block as a stage by itself, all on the first devices."""
-        devices = tuple(range(self.devices))
-        pairs = zip(blocks.nodes, self.splits, strict=True)
-        return Placement(tuple(Stage(nodes, devices, problem.micro_batch_size, splits) for nodes, splits in pairs))
-
 
 def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[StageSharing]:
-    """All of them, the smallest groups first.
+    """All ways of sharing a stage, the smallest groups first.
 
     Layers are shared inside a node of the cluster. A group fits into a node or has whole nodes, so that what it takes
     does not depend on where it stands.
     """
-    node = problem.cluster.devices_per_node
-    for devices in range(1, problem.cluster.size + 1):
-        if devices > node and devices % node:
+    graph, node = problem.graph, problem.cluster.devices_per_node
+    groups = [count for count in range(1, problem.cluster.size + 1) if count <= node or count % node == 0]
+    for devices, tensor in ((count, tensor) for count in groups for tensor in range(1, min(count, node) + 1)):
+        replicas = devices // tensor
+        if devices % tensor or node % tensor or problem.micro_batch_size % replicas:
             continue
-        for tensor in range(1, min(devices, node) + 1):
-            if devices % tensor == 0 and node % tensor == 0:
-                try:
-                    yield _sharing(problem, blocks, samples, devices // tensor, tensor)
-                except InfeasibleError:
-                    continue  # Some node's samples cannot be cut into so many equal parts.
-
-
-def _sharing(problem: Problem, blocks: Blocks, samples: SampleAxes, replicas: int, tensor: int) -> StageSharing:
-    """Sharing of blocks.
-
-    Raises InfeasibleError where `replicas` cannot share the samples, or nothing can be shared by layers.
-    """
-    graph = problem.graph
-    if problem.micro_batch_size % replicas or (replicas > 1 and not graph.batch_axes):
-        raise InfeasibleError(f"{replicas} replicas cannot share {problem.micro_batch_size} samples")
-    network = replicated_network(graph, replicas, samples)
-    found = [_closed(network, nodes, group_splits(network, tensor, nodes)) for nodes in blocks.nodes]
-    if tensor > 1 and not any(found):
-        raise InfeasibleError(f"no layer can be shared by {tensor} devices")
-    pairs = zip(blocks.nodes, found, strict=True)
-    splits = tuple(with_samples_split(samples, nodes, replicas, own) for nodes, own in pairs)
-    return StageSharing(replicas, tensor, splits)
+        if replicas > 1 and not graph.batch_axes:
+            continue
+        network = replicated_network(graph, replicas, samples)
+        found = [_closed(network, nodes, group_splits(network, tensor, nodes)) for nodes in blocks.nodes]
+        if tensor > 1 and not any(found):
+            continue  # No layer can be shared by so many devices.
+        pairs = zip(blocks.nodes, found, strict=True)
+        try:
+            splits = tuple(with_samples_split(samples, nodes, replicas, own) for nodes, own in pairs)
+        except InfeasibleError:
+            continue  # Some node's samples cannot be cut into so many equal parts.
+        yield StageSharing(replicas, tensor, splits)
 
 
 def _closed(
@@ -116,6 +97,24 @@ class Sums:
 
     own: NDArray[np.float64]
     common: tuple[tuple[tuple[int, ...], float], ...] = ()
+
+    @staticmethod
+    def of(by_block: list[dict[Key, int]]) -> Sums:
+        """Figures by block and by what they are of: the same thing counts once, at its largest."""
+        blocks: dict[Key, list[int]] = {}
+        figures: dict[Key, int] = {}
+        for block, each in enumerate(by_block):
+            for key, figure in each.items():
+                blocks.setdefault(key, []).append(block)
+                figures[key] = max(figure, figures.get(key, 0))
+        own = np.zeros(len(by_block))
+        common: dict[tuple[int, ...], float] = {}
+        for key, members in blocks.items():
+            if len(members) == 1:
+                own[members[0]] += figures[key]
+            else:
+                common[tuple(members)] = common.get(tuple(members), 0.0) + figures[key]
+        return Sums(own, tuple(common.items()))
 
     def over(self, downsets: Downsets, pairs: Pairs) -> Figures:
         """The sum over the blocks between the two downsets of each of some pairs."""
@@ -146,73 +145,34 @@ class BlockFigures:
 
 
 def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> BlockFigures:
-    """The figures of each block on such a group."""
-    placement = sharing.placement(problem, blocks)
-    works = stage_work(problem, placement)
+    """The figures of each block on such a group, as if it were a stage by itself."""
+    devices = tuple(range(sharing.devices))
+    pairs = zip(blocks.nodes, sharing.splits, strict=True)
+    placement = Placement(tuple(Stage(nodes, devices, problem.micro_batch_size, splits) for nodes, splits in pairs))
     costs = stage_costs(problem, placement)
-    parts = [work.parameters for work in works]
-    gradients = [{name: _gradient_bytes(problem, name, count) for name, count in each.items()} for each in parts]
+    kept_by_node = kept_values(problem.graph, uses_of(problem.graph), problem.precision)
+    kept, state, gradients, cut_gradients = [], [], [], []
+    for work in stage_work(problem, placement):
+        own: dict[tuple[str, int], int] = {}
+        for each in work.nodes:
+            for value in kept_by_node[each.index]:
+                own[value.key] = max(value.local_bytes(each.sharing.degrees), own.get(value.key, 0))
+        kept.append(own)
+        parts = work.parameters.items()
+        copies = {name: {name: sharing.devices // count} for name, count in parts}
+        state.append({name: state_of(problem, [(name, count)], copies[name]).total for name, count in parts})
+        sizes = {name: state_of(problem, [(name, count)]).gradient_bytes for name, count in parts}
+        gradients.append({name: sizes[name] for name, count in parts if count == 1})
+        cut_gradients.append({name: sizes[name] for name, count in parts if count > 1})
     return BlockFigures(
         forward_s=np.array([cost.forward_s for cost in costs]),
         backward_s=np.array([cost.backward_s for cost in costs]),
-        kept=_sums(_kept(problem, works)),
-        state=_sums(
-            [
-                {name: _state_bytes(problem, name, count, sharing.devices) for name, count in each.items()}
-                for each in parts
-            ]
-        ),
-        gradients=_sums(_those(gradients, parts, cut=False)),
-        cut_gradients=_sums(_those(gradients, parts, cut=True)),
+        kept=Sums.of(kept),
+        state=Sums.of(state),
+        gradients=Sums.of(gradients),
+        cut_gradients=Sums.of(cut_gradients),
         workspace=np.array([float(cost.transient_bytes) for cost in costs]),
     )
-
-
-def _state_bytes(problem: Problem, name: str, parts: int, devices: int) -> int:
-    return state_of(problem, [(name, parts)], {name: devices // parts}).total
-
-
-def _gradient_bytes(problem: Problem, name: str, parts: int) -> int:
-    return state_of(problem, [(name, parts)]).gradient_bytes
-
-
-def _those(gradients: list[dict[str, int]], parts: Iterable[Mapping[str, int]], cut: bool) -> list[dict[str, int]]:
-    """The gradients of parameters that are held in parts, or of the others."""
-    return [
-        {name: size for name, size in each.items() if (counts[name] > 1) == cut}
-        for each, counts in zip(gradients, parts, strict=True)
-    ]
-
-
-def _kept(problem: Problem, works: tuple[StageWork, ...]) -> list[dict[tuple[str, int], int]]:
-    """By block the bytes of each value that backward needs of it."""
-    kept = kept_values(problem.graph, uses_of(problem.graph), problem.precision)
-    found = []
-    for work in works:
-        own: dict[tuple[str, int], int] = {}
-        for each in work.nodes:
-            for value in kept[each.index]:
-                own[value.key] = max(value.local_bytes(each.sharing.degrees), own.get(value.key, 0))
-        found.append(own)
-    return found
-
-
-def _sums(by_block: list[dict[Key, int]]) -> Sums:
-    """Figures by block and by what they are of: the same thing counts once, at its largest."""
-    blocks: dict[Key, list[int]] = {}
-    figures: dict[Key, int] = {}
-    for block, each in enumerate(by_block):
-        for key, figure in each.items():
-            blocks.setdefault(key, []).append(block)
-            figures[key] = max(figure, figures.get(key, 0))
-    own = np.zeros(len(by_block))
-    common: dict[tuple[int, ...], float] = {}
-    for key, members in blocks.items():
-        if len(members) == 1:
-            own[members[0]] += figures[key]
-        else:
-            common[tuple(members)] = common.get(tuple(members), 0.0) + figures[key]
-    return Sums(own, tuple(common.items()))
 
 
 _CELLS = 2**22
@@ -239,68 +199,37 @@ class Messages:
 def messages_between(
     graph: Graph, blocks: Blocks, downsets: Downsets, samples: SampleAxes
 ) -> tuple[Messages, Messages]:
-    """Messages that the stage of each pair receives, and those it sends."""
-    values = _crossing(graph, blocks, samples)
-    shape = len(downsets.holds), len(values)
-    made = np.array([downsets.holds[:, value.block] for value in values], dtype=bool).T.reshape(shape)
-    read = np.array([downsets.holds[:, list(value.readers)].sum(axis=1) for value in values], np.int64).T.reshape(shape)
-    readers = np.array([len(value.readers) for value in values])
-    weights = np.array([(value.cut, value.whole, 1.0) for value in values]).reshape(-1, 3)
+    """Messages that the stage of each pair receives, and those it sends.
+
+    What a stage receives is made by the inner downset and read by one of the stage's own blocks; what it sends, made by
+    one of these and read outside the outer downset. Each value counts once, however many blocks read it.
+    """
+    block_of = {node: number for number, nodes in enumerate(blocks.nodes) for node in nodes}
+    values = list(values_between(graph, block_of))
+    made = downsets.holds[:, np.array([block for _, block, _ in values], dtype=int)]
+    read = np.zeros(made.shape, dtype=np.int64)
+    for column, (_, _, reading) in enumerate(values):
+        read[:, column] = downsets.holds[:, reading].sum(axis=1)
+    readers = np.array([len(reading) for _, _, reading in values])
+    shared = [(samples.carries(name), graph.type_of(name).bytes) for name, _, _ in values]
+    weights = np.array([(size * cut, size * (not cut), 1.0) for cut, size in shared]).reshape(-1, 3)
+    still_read = made & (read < readers)
+    single = readers == 1
+    read_once = read[:, single].astype(bool)
     received, sent = [], []
     for weight in weights.T:
         if not weight.any():
             received.append(np.zeros(len(downsets.inner)))
             sent.append(received[-1])
             continue
-        open_after = made & (read < readers)
-        sent.append((open_after @ weight)[downsets.outer] - _products(downsets, made, open_after * weight))
-        received.append(_received(downsets, made, read, readers, weight))
+        sent.append((still_read @ weight)[downsets.outer] - _products(downsets, made, still_read * weight))
+        found = _products(downsets, made[:, single], read_once * weight[single])
+        found -= (read_once @ weight[single])[downsets.inner]
+        for value in np.flatnonzero(~single):
+            more = read[downsets.outer, value] > read[downsets.inner, value]
+            found += weight[value] * (more & made[downsets.inner, value])
+        received.append(found)
     return Messages(*received), Messages(*sent)
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """Values that one block makes and the same others read."""
-
-    block: int
-    readers: tuple[int, ...]
-    cut: float
-    whole: float
-
-
-def _crossing(graph: Graph, blocks: Blocks, samples: SampleAxes) -> list[_Value]:
-    """All values that leave their block; each counts, however many leave it for the same."""
-    recomputed = recomputed_nodes(graph)
-    block_of = {node: number for number, nodes in enumerate(blocks.nodes) for node in nodes}
-    found = []
-    for name, reading in graph.consumers().items():
-        producer = graph.producer(name)
-        if producer is None or producer in recomputed:
-            continue
-        block = block_of[producer]
-        readers = {block_of[reader] for reader in reading if reader not in recomputed} - {block}
-        if readers:
-            size, carries = float(graph.type_of(name).bytes), samples.carries(name)
-            found.append(_Value(block, tuple(sorted(readers)), size * carries, size * (not carries)))
-    return found
-
-
-def _received(
-    downsets: Downsets,
-    made: NDArray[np.bool_],
-    read: NDArray[np.int64],
-    readers: NDArray[np.int64],
-    weight: NDArray[np.float64],
-) -> Figures:
-    """The weight of the values that the inner downset makes and the stage reads, once each."""
-    single = readers == 1
-    once = read[:, single].astype(bool)
-    found = _products(downsets, made[:, single], once * weight[single])
-    found -= (once @ weight[single])[downsets.inner]
-    for value in np.flatnonzero(~single):
-        more = read[downsets.outer, value] > read[downsets.inner, value]
-        found += weight[value] * (more & made[downsets.inner, value])
-    return found
 
 
 def _products(downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.float64]) -> Figures:
@@ -337,6 +266,12 @@ class Option:
     seconds: Figures
     farthest: NDArray[np.int16]
 
+    def some(self, fits: NDArray[np.bool_]) -> Option:
+        """The part of it that fits."""
+        places = np.flatnonzero(fits)
+        arrays = self.pairs.take(places), self.seconds.take(places), self.farthest.take(places)
+        return Option(self.sharing, self.recompute, *arrays)
+
 
 @dataclass(frozen=True, slots=True)
 class Chains:
@@ -359,28 +294,32 @@ class StagePrices:
 
     def __init__(self, problem: Problem, chains: Chains) -> None:
         self.problem, self.chains = problem, chains
-        cluster = problem.cluster
+        cluster, downsets = problem.cluster, chains.downsets
         self.link = cluster.slowest_link(range(cluster.size))
         self.limit = min(map(problem.memory_of, range(cluster.size)))
+        self._whole = downsets.pairs.some((downsets.outer == 0) & (downsets.inner == len(downsets.holds) - 1))
+        """The pair of all blocks and none."""
         self._known_s, self._known = -np.inf, list[Option]()
         """The most seconds for which options are known, and these: a search asks again and again, for a bit more."""
 
     @cached_property
     def _shared(self) -> list[tuple[StageSharing, BlockFigures]]:
         problem, blocks = self.problem, self.chains.blocks
-        ways = sharings(problem, blocks, self.samples)
+        ways = sharings(problem, blocks, sample_axes(problem.graph))
         return [(sharing, block_figures(problem, blocks, sharing)) for sharing in ways]
-
-    @cached_property
-    def samples(self) -> SampleAxes:
-        """The batch axes of the problem's graph."""
-        return sample_axes(self.problem.graph)
 
     @cached_property
     def _least_work(self) -> NDArray[np.float64]:
         """For each block the least seconds of a micro-batch's computation, times the devices that share it."""
         work = [sharing.devices * (figures.forward_s + figures.backward_s) for sharing, figures in self._shared]
         found: NDArray[np.float64] = np.min(work, axis=0)
+        return found
+
+    @cached_property
+    def _left(self) -> Figures:
+        """The least work that each stage leaves to others."""
+        downsets = self.chains.downsets
+        found: Figures = self._least_work.sum() - Sums(self._least_work).over(downsets, downsets.pairs)
         return found
 
     @property
@@ -391,25 +330,17 @@ class StagePrices:
     @property
     def most_s(self) -> float:
         """Seconds that no stage exceeds."""
-        chains, whole = self.chains, self._whole
         messages = sum(
             each.count.max() * self.link.latency_s
             + (each.cut.max() + each.whole.max()) / self.link.bandwidth_bytes_per_s
-            for each in (chains.received, chains.sent)
+            for each in (self.chains.received, self.chains.sent)
         )
         found = (
             float((2 * figures.forward_s + figures.backward_s).sum())
-            + float(self._step_seconds(sharing, figures, whole).max())
+            + float(self._step_seconds(sharing, figures, self._whole).max())
             for sharing, figures in self._shared
         )
         return max(found) + float(messages)
-
-    @cached_property
-    def _left(self) -> Figures:
-        """The least work that each stage leaves to others."""
-        downsets = self.chains.downsets
-        found: Figures = self._least_work.sum() - Sums(self._least_work).over(downsets, downsets.pairs)
-        return found
 
     def options(self, most_s: float) -> list[Option]:
         """All stages that take no more than `most_s`, fit somewhere, and leave no more work to the other devices than
@@ -419,72 +350,48 @@ class StagePrices:
         if most_s > self._known_s:
             self._known_s = most_s * _AHEAD
             self._known = self._options(self.chains.downsets.pairs, self._known_s)
-        found = (self._within(option, most_s) for option in self._known)
+        found = []
+        for option in self._known:
+            fits = option.seconds <= most_s
+            if others := self.problem.cluster.size - option.sharing.devices:
+                fits &= self._left.take(option.pairs) <= others * most_s
+            found.append(option.some(fits))
         return [option for option in found if len(option.pairs)]
-
-    def _within(self, option: Option, most_s: float) -> Option:
-        """Part of an option with less time."""
-        fits = option.seconds <= most_s
-        if others := self._others(option.sharing):
-            fits &= self._left.take(option.pairs) <= others * most_s
-        places = np.flatnonzero(fits)
-        return replace(
-            option,
-            pairs=option.pairs.take(places),
-            seconds=option.seconds.take(places),
-            farthest=option.farthest.take(places),
-        )
-
-    def _others(self, sharing: StageSharing) -> int:
-        """The devices outside a group."""
-        return self.problem.cluster.size - sharing.devices
 
     def whole(self) -> list[Option]:
         """All blocks as one stage, in every way that fits."""
         return self._options(self._whole, np.inf)
 
-    @cached_property
-    def _whole(self) -> Pairs:
-        """The pair of all blocks and none."""
-        downsets = self.chains.downsets
-        return downsets.pairs.some((downsets.outer == 0) & (downsets.inner == len(downsets.holds) - 1))
-
     def _options(self, among: Pairs, most_s: float) -> list[Option]:
-        ways = ((*each, recompute) for each in self._shared for recompute in self._recomputations())
-        found = (self._option(*way, among, most_s) for way in ways)
-        return [option for option in found if len(option.pairs)]
-
-    def _recomputations(self) -> tuple[bool, ...]:
         wanted = self.problem.recompute if self.problem.train else "none"
-        return {"none": (False,), "full": (True,)}.get(wanted, (False, True))
+        recomputations = {"none": (False,), "full": (True,)}.get(wanted, (False, True))
+        found = (
+            self._option(sharing, figures, recompute, among, most_s)
+            for sharing, figures in self._shared
+            for recompute in recomputations
+        )
+        return [option for option in found if len(option.pairs)]
 
     def _option(
         self, sharing: StageSharing, figures: BlockFigures, recompute: bool, among: Pairs, most_s: float
     ) -> Option:
         compute = figures.backward_s + figures.forward_s * (2 if recompute else 1)
         seconds = Sums(compute).over(self.chains.downsets, among)
-        left, others = self._left.take(among.numbers), self._others(sharing)
+        left, others = self._left.take(among.numbers), self.problem.cluster.size - sharing.devices
         enough = left <= (others * most_s if others else _ROUNDING * seconds)
         places = np.flatnonzero((seconds <= most_s) & enough)
         pairs = among.some(places)
-        seconds = seconds[places] + self._step_seconds(sharing, figures, pairs) + self._message_seconds(sharing, pairs)
+        share = self.problem.micro_batch_size / self.chains.samples / sharing.replicas
+        received, sent = (each.local_bytes(share, pairs) for each in (self.chains.received, self.chains.sent))
+        messages = np.zeros(1)
+        for each, size in ((self.chains.received, received), (self.chains.sent, sent))[: 1 + self.problem.train]:
+            count = each.count.take(pairs.numbers)
+            messages = messages + count * self.link.latency_s + size / self.link.bandwidth_bytes_per_s
+        seconds = seconds[places] + self._step_seconds(sharing, figures, pairs) + messages
         quick = np.flatnonzero(seconds <= most_s)
         pairs, seconds = pairs.some(quick), seconds[quick]
-        farthest = self._farthest(sharing, figures, recompute, pairs)
-        fits = farthest > 0
-        return Option(sharing, recompute, pairs.numbers[fits], seconds[fits], farthest[fits])
-
-    def _message_seconds(self, sharing: StageSharing, pairs: Pairs) -> Figures:
-        found = np.zeros(1)
-        for messages in (self.chains.received, self.chains.sent)[: 2 if self.problem.train else 1]:
-            size = messages.local_bytes(self._share(sharing), pairs)
-            count = messages.count.take(pairs.numbers)
-            found = found + count * self.link.latency_s + size / self.link.bandwidth_bytes_per_s
-        return found
-
-    def _share(self, sharing: StageSharing) -> float:
-        """The part that a replica's micro-batch is of the samples that messages are counted for."""
-        return self.problem.micro_batch_size / self.chains.samples / sharing.replicas
+        farthest = self._farthest(figures, recompute, pairs, received[quick], sent[quick])
+        return Option(sharing, recompute, pairs.numbers, seconds, farthest).some(farthest > 0)
 
     def _step_seconds(self, sharing: StageSharing, figures: BlockFigures, pairs: Pairs) -> Figures:
         """A micro-batch's share of the end of a step: summing gradients over replicas, updating parameters."""
@@ -497,37 +404,28 @@ class StagePrices:
         seconds = exchange_of_gradients(problem, every).seconds_each(whole)
         seconds = seconds + exchange_of_gradients(problem, alike).seconds_each(cut)
         updated = whole * updated_part(problem, len(every)) + cut * updated_part(problem, len(alike))
-        seconds = seconds + max((self._update(device, updated) for device in set(problem.cluster.devices)), key=np.sum)
-        found: Figures = seconds / self.problem.micro_batches
-        return found
-
-    def _update(self, device: Device, gradients: Figures) -> Figures:
-        update = update_line(device, self.problem.optimizer.states)
-        found: Figures = gradients * update.per_byte_s + update.fixed_s * (gradients > 0)
+        lines = (update_line(device, problem.optimizer.states) for device in set(problem.cluster.devices))
+        seconds = seconds + max(
+            (updated * line.per_byte_s + line.fixed_s * (updated > 0) for line in lines), key=np.sum
+        )
+        found: Figures = seconds / problem.micro_batches
         return found
 
     def _farthest(
-        self, sharing: StageSharing, figures: BlockFigures, recompute: bool, pairs: Pairs
+        self, figures: BlockFigures, recompute: bool, pairs: Pairs, received: Figures, sent: Figures
     ) -> NDArray[np.int16]:
         """The farthest place from the end at which each stage fits; 0 for none. At place k it keeps k micro-batches."""
         downsets, train = self.chains.downsets, self.problem.train
-        received = self.chains.received.local_bytes(self._share(sharing), pairs)
-        buffers = received + self.chains.sent.local_bytes(self._share(sharing), pairs)
-        always = figures.state.over(downsets, pairs) + self._workspace(figures, pairs) + (1 + train) * buffers
+        workspace = np.zeros(len(pairs.inner))  # The most that one of a stage's blocks needs.
+        for size in np.unique(figures.workspace):
+            count = downsets.holds[:, figures.workspace == size].sum(axis=1)
+            workspace[pairs.difference(count) > 0] = size
+        always = figures.state.over(downsets, pairs) + workspace + (1 + train) * (received + sent)
         each = figures.kept.over(downsets, pairs) if train else np.zeros_like(always)
         if recompute:
             always, each = always + each, received
         room = self.limit - always + 1e-3  # Sums of bytes are whole numbers, but for rounding.
         with np.errstate(divide="ignore", invalid="ignore"):
-            count = np.where(each > 0, np.floor(room / each), np.inf)
-        count = np.where(room < 0, 0, np.where(count >= self.problem.micro_batches, ANY_PLACE, count))
-        return np.minimum(count, ANY_PLACE).astype(np.int16)
-
-    def _workspace(self, figures: BlockFigures, pairs: Pairs) -> Figures:
-        """The most that one of a stage's blocks needs."""
-        downsets = self.chains.downsets
-        found = np.zeros(len(pairs.inner))
-        for size in np.unique(figures.workspace):
-            count = downsets.holds[:, figures.workspace == size].sum(axis=1)
-            found[pairs.difference(count) > 0] = size
-        return found
+            most = np.where(each > 0, np.floor(room / each), np.inf)
+        most = np.where(room < 0, 0, np.where(most >= self.problem.micro_batches, ANY_PLACE, most))
+        return np.minimum(most, ANY_PLACE).astype(np.int16)

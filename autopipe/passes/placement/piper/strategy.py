@@ -1,6 +1,4 @@
-"""Piper: the strategy and its options.
-
-The dynamic programme: the fewest stages none of which is slower than a limit, and the least such limit.
+"""Piper: the dynamic programme over downsets, and the strategy.
 
 Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization" (NeurIPS 2021), section 4:
 for each downset, the stages after it and the devices they use, the least time of the slowest stage. What a stage keeps
@@ -12,8 +10,7 @@ devices, its value the fewest stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -27,8 +24,9 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators, describe_kinds, equal_device_runs, fitted
 from autopipe.passes.cost.roofline import mean_seconds
-from autopipe.passes.partition.downsets import Downsets, all_downsets, count_downsets
-from autopipe.passes.placement.piper.blocks import Blocks, join_nodes
+from autopipe.passes.partition.chain_cut import step_of_line
+from autopipe.passes.partition.downsets import all_downsets, count_downsets
+from autopipe.passes.placement.piper.blocks import join_nodes
 from autopipe.passes.placement.piper.stage_costs import (
     ANY_PLACE,
     Chains,
@@ -45,9 +43,6 @@ _STEP = 1.15
 
 _SLOWER = 1.1
 """By what factor a slower stage is allowed, for fewer stages."""
-
-_NONE = ANY_PLACE
-"""In place of a number of stages: there is no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +93,21 @@ def search_steps(prices: StagePrices, most_step_s: float) -> list[DownsetStage]:
     """
     count = prices.problem.micro_batches
     best = _answer(prices, prices.whole(), math.inf)
-    most_step_s = min(most_step_s, step_seconds(best, count))
+    most_step_s = min(most_step_s, _step_seconds(best, count))
     pieces = search(prices, most_step_s / count)
     limit = _slowest(pieces)
     while pieces:
-        best = min(best or pieces, pieces, key=lambda each: step_seconds(each, count))
+        best = min(best or pieces, pieces, key=lambda each: _step_seconds(each, count))
         limit *= _SLOWER
-        if len(pieces) == 1 or count * limit > min(most_step_s, step_seconds(best, count)):
+        if len(pieces) == 1 or count * limit > min(most_step_s, _step_seconds(best, count)):
             break
         pieces = _answer(prices, prices.options(limit), limit)
     return best
 
 
-def step_seconds(pieces: list[DownsetStage], micro_batches: int) -> float:
-    """Seconds of a step, filling and draining included; infinite without stages."""
-    return sum(piece.seconds for piece in pieces) + (micro_batches - 1) * _slowest(pieces) if pieces else math.inf
+def _step_seconds(pieces: list[DownsetStage], micro_batches: int) -> float:
+    """Seconds of a step; infinite without stages."""
+    return step_of_line([piece.seconds for piece in pieces], micro_batches) if pieces else math.inf
 
 
 def _slowest(pieces: list[DownsetStage]) -> float:
@@ -121,48 +116,43 @@ def _slowest(pieces: list[DownsetStage]) -> float:
 
 def _answer(prices: StagePrices, options: list[Option], limit: float) -> list[DownsetStage]:
     """The fewest stages within a limit; empty where there are none."""
-    chosen = list(_useful(options, limit, len(prices.chains.downsets.inner)))
-    fewest = _fewest_stages(prices, chosen)
-    return [] if fewest[-1, -1] == _NONE else _trace(prices, chosen, fewest)
-
-
-def _useful(options: list[Option], limit: float, pairs: int) -> Iterator[Option]:
-    """Of each option what is within the limit and fits farther from the end than on any smaller group."""
-    farthest = np.zeros(pairs, np.int16)
+    farthest = np.zeros(len(prices.chains.downsets.inner), np.int16)
+    chosen: list[Option] = []
     for option in options:
-        fits = option.farthest > farthest[option.pairs]
-        fits &= option.seconds <= limit
-        kept = replace(option, pairs=option.pairs[fits], seconds=option.seconds[fits], farthest=option.farthest[fits])
+        # What is within the limit and fits farther from the end than on any smaller group.
+        kept = option.some((option.farthest > farthest[option.pairs]) & (option.seconds <= limit))
         farthest[kept.pairs] = kept.farthest
-        yield kept
+        chosen.append(kept)
+    fewest = _fewest_stages(prices, chosen)
+    return [] if fewest[-1, -1] == ANY_PLACE else _trace(prices, chosen, fewest)
 
 
 def _fewest_stages(prices: StagePrices, options: list[Option]) -> NDArray[np.int16]:
-    """For each downset and number of devices the fewest stages that do the rest on that many last devices."""
+    """For each downset and number of devices the fewest stages that do the rest on that many last devices.
+
+    It is `ANY_PLACE` where there are none.
+    """
     downsets, size = prices.chains.downsets, prices.problem.cluster.size
-    found = np.full((len(downsets.holds), size + 1), _NONE, np.int16)
+    found = np.full((len(downsets.holds), size + 1), ANY_PLACE, np.int16)
     found[0] = 0
     bounds = [np.searchsorted(option.pairs, downsets.starts) for option in options]
     for level in range(1, len(downsets.levels) - 1):
         for option, places in zip(options, bounds, strict=True):
-            begin, end = places[level], places[level + 1]
-            if begin < end:
-                _reach(downsets, found, option, slice(begin, end), _after(prices.problem, option.sharing.devices))
+            part = slice(places[level], places[level + 1])
+            pairs = option.pairs[part]
+            if not len(pairs):
+                continue
+            # The stages whose inner downsets are of this level, put before what is known.
+            after = _after(prices.problem, option.sharing.devices)
+            behind = found[np.ix_(downsets.outer[pairs], after)]
+            stages = np.where(behind < option.farthest[part, None], behind + 1, ANY_PLACE)
+            inner = downsets.inner[pairs]
+            firsts = np.flatnonzero(np.diff(inner, prepend=-1))
+            reached = np.ix_(inner[firsts], after + option.sharing.devices)
+            found[reached] = np.minimum(found[reached], np.minimum.reduceat(stages, firsts, axis=0))
         rows = slice(downsets.levels[level], downsets.levels[level + 1])
         found[rows] = np.minimum.accumulate(found[rows], axis=1)
     return found
-
-
-def _reach(downsets: Downsets, found: NDArray[np.int16], option: Option, part: slice, after: NDArray[np.int64]) -> None:
-    """Put the stages of a part of an option, whose inner downsets are of one level, before what is known."""
-    pairs = option.pairs[part]
-    later = found[np.ix_(downsets.outer[pairs], after)]
-    stages = np.where(later < option.farthest[part, None], later + 1, _NONE)
-    inner = downsets.inner[pairs]
-    firsts = np.flatnonzero(np.diff(inner, prepend=-1))
-    rows, columns = inner[firsts], after + option.sharing.devices
-    best = np.minimum.reduceat(stages, firsts, axis=0)
-    found[np.ix_(rows, columns)] = np.minimum(found[np.ix_(rows, columns)], best)
 
 
 def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
@@ -192,12 +182,10 @@ def _trace(prices: StagePrices, options: list[Option], fewest: NDArray[np.int16]
             part = slice(*np.searchsorted(option.pairs, (begin, end)))
             outer = downsets.outer[option.pairs[part]]
             fits = (fewest[outer, after] == stages - 1) & (stages <= option.farthest[part])
-            for place in np.flatnonzero(fits)[option.seconds[part][fits].argsort(kind="stable")[:1]]:
-                seconds = float(option.seconds[part][place])
-                piece = DownsetStage(
-                    inner, int(outer[place]), option.sharing, option.recompute, problem.cluster.size - devices, seconds
-                )
-                choices.append(piece)
+            if fits.any():
+                place = int(np.where(fits, option.seconds[part], np.inf).argmin())
+                found_at = int(outer[place]), option.sharing, option.recompute, problem.cluster.size - devices
+                choices.append(DownsetStage(inner, *found_at, float(option.seconds[part][place])))
         best = min(choices, key=lambda piece: piece.seconds)
         found.append(best)
         inner, devices = best.outer, devices - best.sharing.devices
@@ -247,20 +235,8 @@ class Piper:
         Raises InfeasibleError, with the number of downsets, where there are too many, and where memory holds no chain;
         ConfigurationError for a constraint that the chain does not fulfil.
         """
-        chains = self._chains(problem)
-        placement = best_size(problem, lambda sized, step: self._answer(sized, chains, step))
-        check_constraints_met(problem, placement, self.name)
-        return placement
-
-    def _chains(self, problem: Problem) -> Chains:
         forward, backward = mean_seconds(problem)
         blocks = join_nodes(problem.graph, forward + backward)
-        self._check_count(blocks)
-        downsets, samples = all_downsets(blocks.needs), sample_axes(problem.graph)
-        received, sent = messages_between(problem.graph, blocks, downsets, samples)
-        return Chains(blocks, downsets, received, sent, problem.micro_batch_size)
-
-    def _check_count(self, blocks: Blocks) -> None:
         count = count_downsets(blocks.needs)
         if count is None or count > self.max_downsets:
             counted = "too many downsets to count" if count is None else f"{count} downsets"
@@ -269,6 +245,12 @@ class Piper:
                 f"them, up to max_downsets = {self.max_downsets}",
                 hint="strategies pipedream and graphpipe do not depend on their number",
             )
+        downsets, samples = all_downsets(blocks.needs), sample_axes(problem.graph)
+        messages = messages_between(problem.graph, blocks, downsets, samples)
+        chains = Chains(blocks, downsets, *messages, problem.micro_batch_size)
+        placement = best_size(problem, lambda sized, step: self._answer(sized, chains, step))
+        check_constraints_met(problem, placement, self.name)
+        return placement
 
     def _answer(self, problem: Problem, chains: Chains, most_step_s: float) -> SweepResult:
         """The best chain for the micro-batches of a problem.
@@ -285,7 +267,7 @@ class Piper:
                 + ("" if problem.recompute == "auto" else " or recompute: auto"),
             )
         stages = tuple(_stage(problem, chains, piece) for piece in pieces)
-        return SweepResult(fitted(problem, Placement(stages)), step_seconds(pieces, count))
+        return SweepResult(fitted(problem, Placement(stages)), _step_seconds(pieces, count))
 
 
 def _stage(problem: Problem, chains: Chains, piece: DownsetStage) -> Stage:

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.placement.graphpipe.estimate import fewest_devices
-from autopipe.passes.placement.graphpipe.search import NEVER, TargetProbe
+from autopipe.passes.placement.graphpipe.search import NEVER, TargetProbe, fewest_devices
 from autopipe.passes.placement.graphpipe.series_parallel import BlockRun, Fork, Region
 
 LINES: tuple[tuple[Region, ...], ...] = (
@@ -36,4 +35,4 @@ def test_levels_change_nothing_where_needs_are_the_same_at_all(
     for each in needs:
         each[np.tril_indices(7)] = NEVER
     found = TargetProbe(lambda level: needs, 7, runs, 6).least(regions)[0]
-    assert min(fewest_devices(regions, needs, runs), NEVER) == min(found, NEVER)
+    assert min(fewest_devices(needs, runs), NEVER) == min(found, NEVER)

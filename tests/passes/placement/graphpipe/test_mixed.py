@@ -14,13 +14,13 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.memory_check import check_kinds, device_memory, equal_device_runs
+from autopipe.passes.cost.memory_check import check_kinds, device_memory
 from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
 from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_line, make_units
-from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, StagePrices, make_prices, ways_of
+from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, StagePrices, stage_prices
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from tests.passes.cost.graphs import cluster, perceptron, problem
 from tests.passes.cost.mixed import kind, mixed_cluster
@@ -36,17 +36,7 @@ def prices_of(both: Problem) -> tuple[Solver, StagePrices]:
     tree = decompose(units.needs, [float(seconds[list(nodes)].sum()) for nodes in units.nodes]).tree
     line = make_line(both.graph, units, tree, seconds, 100, both.cluster.size)
     tables = make_tables(both, line.chain)
-    runs = equal_device_runs(both.cluster)
-    every = NodeSeconds(both, tables.samples)
-    ways = [
-        way
-        for index, run in enumerate(runs)
-        for degree in (1, 2)
-        if degree <= len(run)
-        for way in ways_of(tables, every, SIZE, degree, index)
-    ]
-    limits = [min(map(both.memory_of, run)) for run in runs]
-    prices = make_prices(ways, SIZE, both.micro_batches, [len(run) for run in runs], limits, both.cluster.size)
+    prices = stage_prices(tables, NodeSeconds(both, tables.samples), SIZE, (1, 2))
     return Solver(line, both.cluster.size, both.train), prices
 
 
@@ -73,8 +63,8 @@ def least_of_all(prices: StagePrices, levels: int) -> float:
             kept = min(place, prices.micro_batches)
             fitting = [
                 float(each.seconds[start, stop])
-                for each in prices.each
-                if (each.way.run, each.way.degree) == (run, degree) and each.most[start, stop] >= kept
+                for each in prices.options
+                if (each.run, each.degree) == (run, degree) and each.most[start, stop] >= kept
             ]
             slowest = max(slowest, min(fitting, default=np.inf))
         best = min(best, slowest)
@@ -117,9 +107,10 @@ def test_a_run_is_priced_as_its_kind_is() -> None:
         alone = problem(graph, Cluster("c", (own,) * 4, cluster(4).levels), 4)
         both = problem(graph, Cluster("c", (fast, fast, slow, slow), cluster(4).levels), 4)
         tables = make_tables(both, prices_of(alone)[0].line.chain)
-        (one,) = ways_of(tables, NodeSeconds(both, tables.samples), SIZE, 2, run)
+        prices = stage_prices(tables, NodeSeconds(both, tables.samples), SIZE, (2,))
+        (one,) = [each for each in prices.options if each.run == run]
         other_tables = make_tables(alone, prices_of(alone)[0].line.chain)
-        (other,) = ways_of(other_tables, NodeSeconds(alone, other_tables.samples), SIZE, 2)
+        (other,) = stage_prices(other_tables, NodeSeconds(alone, other_tables.samples), SIZE, (2,)).options
         for name in ("forward", "backward", "end", "always", "kept"):
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
 

@@ -12,7 +12,7 @@ from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
 from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_line, make_units, other_orders
-from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, make_prices, ways_of
+from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, stage_prices
 from tests.passes.cost.graphs import cluster, problem
 from tests.passes.placement.graphpipe.models import Judge, Shape, degrees, model, partitions, shapes
 
@@ -30,10 +30,7 @@ def least_found(given: Problem, others: bool) -> float:
         line = make_line(given.graph, units, each, forward + backward, 100, given.cluster.size)
         tables = make_tables(given, line.chain)
         seconds = NodeSeconds(given, tables.samples)
-        allowed = [degree for degree in range(1, given.cluster.size + 1) if SIZE % degree == 0]
-        ways = [way for degree in allowed for way in ways_of(tables, seconds, SIZE, degree)]
-        size = given.cluster.size
-        prices = make_prices(ways, SIZE, given.micro_batches, (size,), (given.memory_of(0),), size)
+        prices = stage_prices(tables, seconds, SIZE, range(1, given.cluster.size + 1))
         found = Solver(line, given.cluster.size, given.train).fastest(prices, 0.0, best, given.cluster.size)
         best = best if found is None else found
     return best

@@ -17,13 +17,13 @@ from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
-from autopipe.passes.placement.graphpipe.estimate import check_schedule, check_stages, trial
+from autopipe.passes.placement.graphpipe.micro_batch_search import trial
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from tests.exports.branches import exported
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
-from tests.passes.placement.graphpipe.models import Shape, model, shapes
+from tests.passes.placement.graphpipe.models import Shape, check_schedule, check_stages, model, shapes
 
 TWO = ("parallel", (("series", (256, 256)), ("series", (256, 256))))
 """Two branches of two pairs of linear layers."""

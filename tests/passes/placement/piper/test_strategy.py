@@ -14,11 +14,12 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage, crossing_values
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
+from autopipe.passes.analysis.chain import Blocks
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.piper.blocks import Blocks, join_nodes
+from autopipe.passes.placement.piper.blocks import join_nodes
 from autopipe.passes.placement.piper.stage_costs import StageSharing, sharings
 from autopipe.passes.placement.piper.strategy import Piper
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem

@@ -17,7 +17,7 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.graphpipe.intra_stage import split_further
+from autopipe.passes.placement.graphpipe.strategy import split_further
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
