@@ -145,6 +145,19 @@ class Source(ABC):
         `start` says the step either way. Behind the last sample come the first ones again.
         """
 
+    def _rows_of(self, array: np.ndarray, entry: InputRange, start: int, stop: int, where: str) -> np.ndarray:
+        """`rows`, where `array` is all of the input."""
+        axis = entry.batch_axis
+        if axis is None:
+            return _taken(array, entry, where)
+        extent, length = rows_per_sample(entry, self._manifest), array.shape[axis]
+        first, count = start * extent % length, (stop - start) * extent
+        if first + count <= length:
+            rows = array[(slice(None),) * axis + (slice(first, first + count),)]
+        else:
+            rows = np.take(array, np.arange(first, first + count) % length, axis=axis)
+        return _taken(rows, entry, where, first)
+
 
 def open_source(manifest: Manifest, data: str | None, seed: int, begin: Position = START) -> Source:
     """The source that `--data` names, for a run that goes on from `begin`.
@@ -259,16 +272,7 @@ class FileSource(Source):
         return batch if self.samples is None else min(batch, self.samples - self.sample(step) % self.samples)
 
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        array, axis = self._array(entry), entry.batch_axis
-        if axis is None:
-            return _taken(array, entry, self._where)
-        extent, length = rows_per_sample(entry, self._manifest), array.shape[axis]
-        first, count = start * extent % length, (stop - start) * extent
-        if first + count <= length:
-            rows = array[(slice(None),) * axis + (slice(first, first + count),)]
-        else:
-            rows = np.take(array, np.arange(first, first + count) % length, axis=axis)
-        return _taken(rows, entry, self._where, first)
+        return self._rows_of(self._array(entry), entry, start, stop, self._where)
 
     def _array(self, entry: InputRange) -> np.ndarray:
         name = entry.value.name
@@ -356,15 +360,9 @@ class FunctionSource(Source):
         self._advance(step)
         if name not in self._batch:
             raise ConfigurationError(f"a batch lacks input {name!r}", where=self._name)
-        where = f"{self._name}, batch {step}"
-        array, axis = np.asarray(self._batch[name]), entry.batch_axis
-        if axis is None:
-            return _taken(array, entry, where)
-        extent = rows_per_sample(entry, self._manifest)
         offset = begin.samples + (self._step - begin.steps) * batch_size
-        wanted = np.arange((start - offset) * extent, (stop - offset) * extent)
-        rows = np.take(array, wanted % (self._count * extent), axis=axis)
-        return _taken(rows, entry, where, (start - offset) * extent)
+        where = f"{self._name}, batch {step}"
+        return self._rows_of(np.asarray(self._batch[name]), entry, start - offset, stop - offset, where)
 
     def _advance(self, step: int) -> bool:
         """Take the batches up to that of `step`; no more where they end before."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.sharded import ShardedAxis
+from autopipe.backends.torch.runtime.operators.sharded import ShardedAxis, from_front
 from autopipe.backends.torch.runtime.random_streams import Stream
 
 
@@ -26,12 +26,7 @@ def shrink(data: Tensor, threshold: float, bias: float) -> Tensor:
 
 def gather_elements(data: Tensor, dim: int, indices: Tensor) -> Tensor:
     """`torch.gather` with indices that may be negative."""
-    return torch.gather(data, dim, _from_front(indices, data.shape[dim]))
-
-
-def _from_front(indices: Tensor, extent: int) -> Tensor:
-    indices = indices.to(torch.int64)
-    return torch.where(indices < 0, indices + extent, indices)
+    return torch.gather(data, dim, from_front(indices, data.shape[dim]))
 
 
 def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
@@ -46,7 +41,7 @@ def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
 
 def scatter_elements(data: Tensor, dim: int, indices: Tensor, updates: Tensor, reduction: str | None = None) -> Tensor:
     """`data` with `updates` written, or combined by `sum`, `prod`, `amax` or `amin`, at `indices` along `dim`."""
-    places, updates = _from_front(indices, data.shape[dim]), updates.to(data.dtype)
+    places, updates = from_front(indices, data.shape[dim]), updates.to(data.dtype)
     if reduction is None:
         return data.scatter(dim, places, updates)
     return data.scatter_reduce(dim, places, updates, reduction)
@@ -60,7 +55,7 @@ def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor, reduction: str | 
     depth = indices.shape[-1]
     flat = torch.zeros(indices.shape[:-1], dtype=torch.int64, device=data.device)
     for extent, place in zip(data.shape[:depth], places, strict=True):
-        flat = flat * extent + _from_front(place, extent)
+        flat = flat * extent + from_front(place, extent)
     rest = int(data[(0,) * depth].numel())
     rows = flat.reshape(-1, 1).expand(-1, rest)
     result = data.reshape(-1, rest).scatter_reduce(0, rows, updates.reshape(-1, rest), reduction)
@@ -87,17 +82,8 @@ def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: Sharde
     first, whole = (0, depth) if group is None else (group.position * depth, group.size * depth)
     places = indices.unsqueeze(dim)
     classes = along(torch.arange(depth, device=indices.device), dim, indices.dim() + 1)
-    hit = _from_front(places, whole) == classes + first
+    hit = from_front(places, whole) == classes + first
     return torch.where(hit, values[1], values[0])
-
-
-def cross_entropy(
-    scores: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean"
-) -> tuple[Tensor, Tensor]:
-    """Softmax cross-entropy over axis 1, and the logarithms of the probabilities."""
-    log_probabilities = F.log_softmax(scores, 1)
-    loss = F.nll_loss(log_probabilities, labels, weight, ignore_index=ignore_index, reduction=reduction)
-    return loss, log_probabilities
 
 
 def pad(data: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
@@ -172,12 +158,6 @@ def layer_norm(
     y, mean, inverse = torch.native_layer_norm(x, shape, None, None, epsilon)
     y = y * scale
     return y if bias is None else y + bias, mean, inverse
-
-
-def mean_variance_norm(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """x less its mean over its standard deviation (plus 1e-9, as ONNX defines), over `axes`."""
-    variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
-    return (x - mean) / (torch.sqrt(variance) + 1e-9)
 
 
 def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, bias: float) -> Tensor:

@@ -78,10 +78,15 @@ def gather_elements_part(table: Tensor, dim: int, indices: Tensor, group: Sharde
 
 def _places(indices: Tensor, rows: int, group: ShardedAxis) -> tuple[Tensor, Tensor]:
     """Where indices are in this rank's rows, and whether they are."""
-    places = indices.to(torch.int64)
-    places = torch.where(places < 0, places + rows * group.size, places)
+    places = from_front(indices, rows * group.size)
     torch._assert_async(((places >= 0) & (places < rows * group.size)).all(), "an index is out of range")
     return own_places(places, rows, group)
+
+
+def from_front(indices: Tensor, extent: int) -> Tensor:
+    """Indices that count from the start, of such as may count from the end."""
+    indices = indices.to(torch.int64)
+    return torch.where(indices < 0, indices + extent, indices)
 
 
 def _softmax(logarithm: bool, scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
@@ -176,14 +181,6 @@ def cross_entropy_part(scores: Tensor, *labels: Any, **settings: Any) -> Tensor:
 nll_part = partial(_loss_part, _likelihoods)
 
 
-def cross_entropy_and_logarithms_part(
-    scores: Tensor, *labels: Any, group: ShardedAxis, **settings: Any
-) -> tuple[Tensor, Tensor]:
-    """The same, and this rank's part of the logarithms of probabilities."""
-    logarithms = log_softmax_part(scores, 1, group)
-    return nll_part(logarithms, *labels, group=group, **settings), logarithms
-
-
 def _share(
     loss: Callable[..., Tensor],
     scores: Tensor,
@@ -202,10 +199,18 @@ cross_entropy_share = partial(_share, F.cross_entropy)
 nll_share = partial(_share, F.nll_loss)
 
 
-def cross_entropy_and_logarithms_share(scores: Tensor, *labels: Any, **settings: Any) -> tuple[Tensor, Tensor]:
-    """This rank's share of the softmax cross-entropy, and the logarithms of the probabilities."""
-    logarithms = F.log_softmax(scores, 1)
-    return nll_share(logarithms, *labels, **settings), logarithms
+def _and_logarithms(
+    loss: Callable[..., Tensor], scores: Tensor, *labels: Any, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """The softmax cross-entropy over axis 1 by a loss of logarithms, and those; with `group` this rank's parts."""
+    group = settings.get("group")
+    logarithms = F.log_softmax(scores, 1) if group is None else log_softmax_part(scores, 1, group)
+    return loss(logarithms, *labels, **settings), logarithms
+
+
+cross_entropy = partial(_and_logarithms, F.nll_loss)
+cross_entropy_and_logarithms_part = partial(_and_logarithms, nll_part)
+cross_entropy_and_logarithms_share = partial(_and_logarithms, nll_share)
 
 
 def _weights(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -340,9 +345,15 @@ def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon
     return _by_channel(y.reshape(x.shape), scale, bias)
 
 
-def mean_variance_norm_part(x: Tensor, dims: Dims, group: ShardedAxis) -> Tensor:
-    """This rank's part of x less its mean over its standard deviation (plus 1e-9), over `dims`."""
-    return _standardized(x, dims, None, group)[0]
+def mean_variance_norm(x: Tensor, axes: Dims, group: ShardedAxis | None = None) -> Tensor:
+    """x, with `group` this rank's part of it, less its mean over its standard deviation (plus 1e-9), over `axes`."""
+    if group is not None:
+        return _standardized(x, axes, None, group)[0]
+    variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+    return (x - mean) / (torch.sqrt(variance) + 1e-9)
+
+
+mean_variance_norm_part = mean_variance_norm
 
 
 def normalize_part(x: Tensor, p: int, dim: int, group: ShardedAxis) -> Tensor:
