@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -98,15 +98,14 @@ def level_of(description: LevelDescription, size: int) -> Level:
 
 def device_of(description: DeviceDescription) -> Device:
     """The device as it is planned for."""
-    peaks = ((name, getattr(description.peak, name)) for name in PeakRates.__dataclass_fields__)
-    efficiencies = ((name, getattr(description.efficiency, name)) for name in Efficiencies.__dataclass_fields__)
+    peaks, efficiencies = asdict(description.peak), asdict(description.efficiency)
     return Device(
         name=description.name,
         memory_bytes=description.memory,
-        peak_flops=tuple((name, rate) for name, rate in peaks if rate is not None),
+        peak_flops=tuple((name, rate) for name, rate in peaks.items() if rate is not None),
         bandwidth_bytes_per_s=description.bandwidth,
         launch_latency_s=description.launch_latency,
-        efficiency=tuple(efficiencies),
+        efficiency=tuple(efficiencies.items()),
     )
 
 
@@ -162,8 +161,10 @@ def build_cluster(
         found = _mixed(description)
         shape = ", ".join(f"{group.count} in {group.name}" for group in description.groups)
     elif description.device is not None:
-        sizes = _all_sizes(_sizes(description, nodes, devices_per_node), count)
-        found = _uniform(description, description.device, sizes)
+        sizes = _sizes(description, count, nodes, devices_per_node)
+        _check_total(description, math.prod(sizes))
+        levels = tuple(level_of(level, size) for size, level in zip(sizes, description.levels, strict=True))
+        found = Cluster(description.name, (device_of(description.device),) * math.prod(sizes), levels)
         shape = " x ".join(f"{size} in a {level.name}" for size, level in zip(sizes, description.levels, strict=True))
     else:
         raise ConfigurationError(f"{who} describes no device", hint="give device, or groups of devices")
@@ -173,13 +174,6 @@ def build_cluster(
             hint="ask for fewer devices or give the cluster more nodes",
         )
     return found if count is None else found.take(count)
-
-
-def _uniform(description: ClusterDescription, device: DeviceDescription, sizes: Sequence[int]) -> Cluster:
-    total = math.prod(sizes)
-    _check_total(description, total)
-    levels = tuple(level_of(level, size) for size, level in zip(sizes, description.levels, strict=True))
-    return Cluster(description.name, (device_of(device),) * total, levels)
 
 
 def _mixed(description: ClusterDescription) -> Cluster:
@@ -204,17 +198,16 @@ def _mixed(description: ClusterDescription) -> Cluster:
 
 def _check_names(who: str, groups: Sequence[GroupDescription]) -> None:
     """Raise ConfigurationError where two groups, or two different devices, have one name."""
-    names: set[str] = set()
     kinds: dict[str, Device] = {}
+    names: set[str] = set()
     for group in groups:
         if group.name in names:
-            raise ConfigurationError(f"{who} has two groups called {group.name!r}", hint="give each a name of its own")
+            raise ConfigurationError(f"{who} has two groups called {group.name!r}", "give each a name of its own")
         names.add(group.name)
         device = _device(group)
         if kinds.setdefault(device.name, device) != device:
-            raise ConfigurationError(
-                f"{who} has two different devices called {device.name!r}", hint="costs are found by a device's name"
-            )
+            message = f"{who} has two different devices called {device.name!r}"
+            raise ConfigurationError(message, "costs are found by a device's name")
 
 
 def _device(group: GroupDescription) -> Device:
@@ -255,16 +248,10 @@ def _check_total(description: ClusterDescription, total: int) -> None:
         )
 
 
-def _all_sizes(sizes: Sequence[int | None], count: int | None) -> list[int]:
-    """The sizes, the outermost one with as many members as `count` devices need where it is open."""
-    *inner, last = sizes
-    fixed = [size or 1 for size in inner]
-    if last is None:
-        last = 1 if count is None else max(1, -(-count // math.prod(fixed)))
-    return [*fixed, last]
-
-
-def _sizes(description: ClusterDescription, nodes: int | None, devices_per_node: int | None) -> list[int | None]:
+def _sizes(
+    description: ClusterDescription, count: int | None, nodes: int | None, devices_per_node: int | None
+) -> list[int]:
+    """Members of a group at each level; an outermost one that is open has as many as `count` devices need."""
     sizes = [level.size for level in description.levels]
     if devices_per_node is not None:
         sizes[0] = devices_per_node
@@ -278,7 +265,8 @@ def _sizes(description: ClusterDescription, nodes: int | None, devices_per_node:
     for level, size in zip(description.levels[:-1], sizes, strict=False):
         if size is None:
             raise _no_size(level, f"cluster {description.name}")
-    return sizes
+    fixed, last = [size or 1 for size in sizes[:-1]], sizes[-1]
+    return [*fixed, max(1, -(-(count or 1) // math.prod(fixed))) if last is None else last]
 
 
 def _no_size(level: LevelDescription, who: str) -> ConfigurationError:
@@ -293,17 +281,10 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (_HERE / "clusters").glob("*.yaml")))
 
 
-def recipe_paths() -> tuple[Path, ...]:
-    """The example configurations, in alphabetical order."""
-    return tuple(sorted((_HERE / "recipes").glob("*.yaml")))
-
-
 def cluster_preset(name: str, where: str = "") -> ClusterDescription:
     """The preset `name`; raises ConfigurationError, at `where`, with the nearest name where there is none."""
     if name not in cluster_names():
-        raise ConfigurationError(
-            f"no cluster preset is named {name!r}", hint=nearest(name, cluster_names()), where=where
-        )
+        raise ConfigurationError(f"no cluster preset is named {name!r}", nearest(name, cluster_names()), where)
     return read_cluster(_HERE / "clusters" / f"{name}.yaml")
 
 
@@ -314,23 +295,17 @@ def read_cluster(path: str | Path) -> ClusterDescription:
 
 def with_presets(description: ClusterDescription, where: str) -> ClusterDescription:
     """The description with the devices of presets in place of their names, and their links for groups without any.
-
-    Raises ConfigurationError, at `where`, for a name that no preset of one kind of device has.
-    """
-    return replace(description, groups=tuple(_with_preset(group, where) for group in description.groups))
-
-
-def _with_preset(group: GroupDescription, where: str) -> GroupDescription:
-    if not isinstance(group.device, str):
-        return group
-    preset = cluster_preset(group.device, where)
-    if preset.device is None:
-        raise ConfigurationError(
-            f"group {group.name} has the device of preset {group.device}, which has several",
-            hint="name a preset with one kind of device",
-            where=where,
-        )
-    return replace(group, device=preset.device, levels=group.levels or preset.levels)
+    Raises ConfigurationError, at `where`, for a name that no preset of one kind of device has."""
+    groups = []
+    for group in description.groups:
+        if isinstance(group.device, str):
+            preset = cluster_preset(group.device, where)
+            if preset.device is None:
+                message = f"group {group.name} has the device of preset {group.device}, which has several"
+                raise ConfigurationError(message, "name a preset with one kind of device", where)
+            group = replace(group, device=preset.device, levels=group.levels or preset.levels)
+        groups.append(group)
+    return replace(description, groups=tuple(groups))
 
 
 def is_cluster(path: str | Path) -> bool:

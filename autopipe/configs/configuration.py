@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -50,8 +50,7 @@ def build(choice: Choice, schema: type[Shape], path: str) -> Shape:
     `path` is `strategy` or `schedule`. Raises ConfigurationError, with the place of the option, for an option that
     `schema` does not have (and names the nearest) or that is of the wrong type.
     """
-    options = Entry(dict(choice.options), Place(path))
-    return convert(options, schema, path)
+    return convert(Entry(dict(choice.options), Place(path)), schema, path)
 
 
 Count = Annotated[int, AtLeast(1), AtMost(2**40)]
@@ -199,8 +198,7 @@ class Configuration:
         default="roofline", metadata={"flag": "--costs"}
     )
     """Source of costs: `roofline`, operations and bytes against the cluster's figures, or a file that `autopipe
-    profile` wrote.
-    """
+    profile` wrote."""
     strategy: Choice = field(default=Choice("auto"), metadata={"flag": "--strategy"})
     """The strategy that makes the placement, with its options; `auto` takes the one with the shortest step."""
     schedule: Choice = field(default=Choice("auto"), metadata={"flag": "--schedule"})
@@ -218,96 +216,73 @@ class Configuration:
 
 def check(configuration: Configuration, document: Entry) -> None:
     """Raise ConfigurationError, at the entry of `document` that is to blame, for the first rule that is broken."""
-    _check_batches(configuration, document)
-    _check_optimizer(configuration.optimizer, document)
-    for key in ("frozen", "trainable"):
-        for index, pattern in enumerate(getattr(configuration.model, key)):
-            _check_pattern(pattern, f"model.{key}[{index}]", _place(document, "model", key))
-    for index, constraint in enumerate(configuration.constraints):
-        _check_constraint(constraint, configuration.gpus, index, _place(document, "constraints", index))
-    _check_cluster(configuration.cluster, document)
-
-
-def _check_cluster(choice: ClusterChoice, document: Entry) -> None:
-    if choice.preset is not None:
-        cluster_preset(choice.preset, where=_place(document, "cluster", "preset"))
-    elif choice.file is None and choice.inline is None:
-        raise ConfigurationError(
-            "no cluster is chosen", hint="give cluster.preset or cluster.file", where=_place(document, "cluster")
-        )
-
-
-def _check_batches(configuration: Configuration, document: Entry) -> None:
-    batch = configuration.batch_size
+    batch, optimizer, choice = configuration.batch_size, configuration.optimizer, configuration.cluster
     for name in ("micro_batches", "micro_batch_size"):
         part = getattr(configuration, name)
         if batch is not None and isinstance(part, int) and batch % part:
             divisors = [divisor for divisor in range(1, min(batch, 4096) + 1) if batch % divisor == 0]
             near = min(divisors, key=lambda divisor: abs(divisor - part))
-            raise ConfigurationError(
-                f"{name} {part} does not divide batch_size {batch}", hint=f"{near} does", where=_place(document, name)
-            )
-
-
-def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
-    foreign = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[optimizer.name]
-    plain = Optimizer()
-    for name in foreign:
-        if getattr(optimizer, name) != getattr(plain, name):
-            raise ConfigurationError(
-                f"optimizer {optimizer.name} has no {name}", hint="remove it", where=_place(document, "optimizer", name)
-            )
+            message = f"{name} {part} does not divide batch_size {batch}"
+            raise ConfigurationError(message, f"{near} does", _place(document, name))
+    for name in {"adamw": ("momentum",), "sgd": ("betas", "eps")}[optimizer.name]:
+        if getattr(optimizer, name) != getattr(Optimizer(), name):
+            message = f"optimizer {optimizer.name} has no {name}"
+            raise ConfigurationError(message, "remove it", _place(document, "optimizer", name))
     if max(optimizer.betas) >= 1:
-        raise ConfigurationError(
-            f"optimizer.betas are {list(optimizer.betas)}",
-            hint="each must be below 1",
-            where=_place(document, "optimizer", "betas"),
+        message, where = f"optimizer.betas are {list(optimizer.betas)}", _place(document, "optimizer", "betas")
+        raise ConfigurationError(message, "each must be below 1", where)
+    for key in ("frozen", "trainable"):
+        for index, pattern in enumerate(getattr(configuration.model, key)):
+            _check_pattern(pattern, f"model.{key}[{index}]", _place(document, "model", key))
+    for index, constraint in enumerate(configuration.constraints):
+        _check_constraint(
+            constraint, configuration.gpus, f"constraints[{index}]", _place(document, "constraints", index)
         )
+    if choice.preset is not None:
+        cluster_preset(choice.preset, where=_place(document, "cluster", "preset"))
+    elif choice.file is None and choice.inline is None:
+        hint = "give cluster.preset or cluster.file"
+        raise ConfigurationError("no cluster is chosen", hint, _place(document, "cluster"))
 
 
-def _check_constraint(constraint: Constraint, gpus: int | None, index: int, where: str) -> None:
-    path = f"constraints[{index}]"
+def _check_constraint(constraint: Constraint, gpus: int | None, path: str, where: str) -> None:
     _check_pattern(constraint.match, f"{path}.match", where)
-    decided = constraint.stage, constraint.devices, constraint.split, constraint.micro_batch_size
+    devices = constraint.devices
+    decided = constraint.stage, devices, constraint.split, constraint.micro_batch_size
     if all(each is None for each in decided):
         hint = "give it stage, devices, split or micro_batch_size"
-        raise ConfigurationError(f"{path} decides nothing", hint=hint, where=where)
-    if not isinstance(constraint.devices, tuple):
+        raise ConfigurationError(f"{path} decides nothing", hint, where)
+    if not isinstance(devices, tuple):
         return
-    if not constraint.devices or len(set(constraint.devices)) < len(constraint.devices):
-        raise ConfigurationError(
-            f"{path}.devices is {list(constraint.devices)}", hint="name each device once, at least one", where=where
-        )
-    if gpus is not None and max(constraint.devices) >= gpus:
-        raise ConfigurationError(
-            f"{path} names device {max(constraint.devices)}, but there are {gpus}",
-            hint=f"devices are 0 to {gpus - 1}",
-            where=where,
-        )
+    if not devices or len(set(devices)) < len(devices):
+        hint = "name each device once, at least one"
+        raise ConfigurationError(f"{path}.devices is {list(devices)}", hint, where)
+    if gpus is not None and max(devices) >= gpus:
+        message = f"{path} names device {max(devices)}, but there are {gpus}"
+        raise ConfigurationError(message, f"devices are 0 to {gpus - 1}", where)
 
 
 def _check_pattern(pattern: str, path: str, where: str) -> None:
-    if not pattern.startswith("re:"):
-        return
-    try:
-        re.compile(pattern.removeprefix("re:"))
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ConfigurationError(f"{path}: {quote(pattern)} is no regular expression: {error}", where=where) from error
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except (re.error, RecursionError, OverflowError) as error:
+            message = f"{path}: {quote(pattern)} is no regular expression: {error}"
+            raise ConfigurationError(message, where=where) from error
 
 
 def _place(document: Entry, *path: str | int) -> str:
     """Where the entry at `path` was written, or the deepest one above it that was."""
-    entry = document
     for step in path:
-        inner: Entry | None = None
-        if isinstance(entry.value, dict) and isinstance(step, str):
-            inner = entry.value.get(step)
-        elif isinstance(entry.value, tuple) and isinstance(step, int):
-            inner = entry.value[step]
+        inside, inner = document.value, None
+        if isinstance(inside, dict):
+            inner = inside.get(str(step))
+        elif isinstance(inside, tuple) and isinstance(step, int):
+            inner = inside[step]
         if inner is None:
             break
-        entry = inner
-    return str(entry.place)
+        document = inner
+    return str(document.place)
 
 
 Setting = tuple[tuple[str, ...], Entry]
@@ -352,7 +327,9 @@ def override(documents: Sequence[Entry], given: Sequence[Setting]) -> Entry:
     """
     over = Entry({}, documents[0].place)
     for path, entry in given:
-        over = _lay(over, _nest(path, entry), None)
+        for name in reversed(path):
+            entry = Entry({name: entry}, entry.place)
+        over = _lay(over, entry, None)
     merged = read_text(yaml.safe_dump(encode(Configuration())), "the defaults")
     for document in (*documents, over):
         merged = _lay(merged, document, Configuration)
@@ -360,10 +337,9 @@ def override(documents: Sequence[Entry], given: Sequence[Setting]) -> Entry:
 
 
 def _flag_setting(flag: str, word: str) -> Setting:
-    entry = read_word(word, f"{flag} {word}")
+    entry, key = read_word(word, f"{flag} {word}"), flags().get(flag, "")
     if flag in OPTION_FLAGS:
         return OPTION_FLAGS[flag][0], entry
-    key = flags()[flag]
     if key == "cluster":
         return (key, "file" if "." in word or "/" in word else "preset"), entry
     return ((key, "name") if key in ("strategy", "schedule") else (key,)), entry
@@ -376,17 +352,12 @@ def _assignment(text: str, flag: str, form: str) -> tuple[str, str]:
     return name, value
 
 
-def _nest(path: Iterable[str], entry: Entry) -> Entry:
-    for name in reversed(tuple(path)):
-        entry = Entry({name: entry}, entry.place)
-    return entry
-
-
 def _lay(base: Entry, over: Entry, hint: Any) -> Entry:
     """`over` laid on `base`; `hint` is the type of the value where it is known."""
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
-    schema = _schema(hint)
+    kinds = typing.get_args(unwrap(hint)[0]) or (unwrap(hint)[0],)
+    schema: Any = next(filter(dataclasses.is_dataclass, kinds), None)
     chosen = {name for name in getattr(schema, "selectors", ()) if name in over.value}
     if any(over.value[name] != base.value.get(name) for name in chosen):
         return over
@@ -399,13 +370,6 @@ def _lay(base: Entry, over: Entry, hint: Any) -> Entry:
     for name, entry in over.value.items():
         merged[name] = _lay(merged[name], entry, hints.get(name)) if name in merged else entry
     return Entry(merged, base.place)
-
-
-def _schema(hint: Any) -> Any:
-    """The dataclass that a mapping of this type becomes, if it becomes one."""
-    base, _ = unwrap(hint)
-    members = typing.get_args(base) or (base,)
-    return next((member for member in members if dataclasses.is_dataclass(member)), None)
 
 
 def load_configuration(
@@ -421,12 +385,15 @@ def load_configuration(
     `assignments` those after each `--set`. Raises ConfigurationError with `file:line` or the flag.
     """
     documents = [read_file(each) for each in (file, over) if each is not None]
-    return _effective(documents or [Entry({}, Place("the command line"))], settings(words or {}, dims, assignments))
+    return effective(documents or [Entry({}, Place("the command line"))], settings(words or {}, dims, assignments))
 
 
-def parse_configuration(text: str, source: str) -> Configuration:
-    """The configuration written in a YAML text; `source` names it in errors."""
-    return _effective([read_text(text, source)], [])
+def effective(documents: Sequence[Entry], given: Sequence[Setting] = ()) -> Configuration:
+    """The configuration of `override`, checked."""
+    merged = override(documents, given)
+    configuration = convert(merged, Configuration)
+    check(configuration, merged)
+    return configuration
 
 
 def dump_configuration(configuration: Configuration) -> str:
@@ -436,25 +403,12 @@ def dump_configuration(configuration: Configuration) -> str:
 
 
 def resolve_cluster(configuration: Configuration) -> Cluster:
-    """The devices and links that a configuration plans for.
-
-    Raises ConfigurationError for a cluster that cannot be read, InfeasibleError where it has fewer than `gpus` devices.
-    """
+    """The devices and links that a configuration plans for. Raises ConfigurationError for a cluster that cannot be
+    read, InfeasibleError where it has fewer than `gpus` devices."""
     choice = configuration.cluster
-    found = build_cluster(_description(choice), configuration.gpus, choice.nodes, choice.devices_per_node)
-    return replace(found, straddle=choice.straddle)
-
-
-def _description(choice: ClusterChoice) -> ClusterDescription:
     if choice.inline is not None:
-        return with_presets(choice.inline, "cluster.inline")
-    if choice.file is not None:
-        return read_cluster(choice.file)
-    return cluster_preset(choice.preset or "")
-
-
-def _effective(documents: Sequence[Entry], given: Sequence[Setting]) -> Configuration:
-    merged = override(documents, given)
-    configuration = convert(merged, Configuration)
-    check(configuration, merged)
-    return configuration
+        description = with_presets(choice.inline, "cluster.inline")
+    else:
+        description = read_cluster(choice.file) if choice.file else cluster_preset(choice.preset or "")
+    found = build_cluster(description, configuration.gpus, choice.nodes, choice.devices_per_node)
+    return replace(found, straddle=choice.straddle)

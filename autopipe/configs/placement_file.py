@@ -66,12 +66,13 @@ def read_placement(path: str | Path) -> BlockGraph:
     description = convert(document, PlacementDescription)
     top = str(document.place)
     index = _indices(description.blocks, top)
-    graph = BlockGraph(
-        description.devices,
-        tuple(_block(block, index, description.devices) for block in description.blocks),
-        _rooms(description, top),
-        description.micro_batches_per_unit,
-    )
+    devices, memory = description.devices, description.memory
+    blocks = tuple(_block(block, index, devices) for block in description.blocks)
+    rooms = memory if isinstance(memory, tuple) else (memory,) * devices
+    if len(rooms) != devices:
+        message = f"memory has {len(rooms)} numbers for {devices} devices"
+        raise ConfigurationError(message, "give one for each device, or one number for all", top)
+    graph = BlockGraph(devices, blocks, rooms, description.micro_batches_per_unit)
     try:
         graph.verify()
     except ConfigurationError as error:  # a circle: all else has been checked with its line
@@ -82,7 +83,6 @@ def read_placement(path: str | Path) -> BlockGraph:
 
 
 def _indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
-    """The index of each block by name."""
     if not 0 < len(blocks) <= MOST_BLOCKS:
         raise ConfigurationError(f"there are {len(blocks)} blocks", f"1 to {MOST_BLOCKS} are taken", top)
     index: dict[str, int] = {}
@@ -113,12 +113,3 @@ def _block(described: BlockDescription, index: dict[str, int], devices: int) -> 
         raise ConfigurationError(message, "give one for each of `after`, or none", place)
     after = tuple(index[other] for other in described.after)
     return Block(described.name, described.devices, described.time, described.memory, after, described.delays)
-
-
-def _rooms(description: PlacementDescription, top: str) -> tuple[int | None, ...]:
-    if not isinstance(description.memory, tuple):
-        return (description.memory,) * description.devices
-    if len(description.memory) != description.devices:
-        message = f"memory has {len(description.memory)} numbers for {description.devices} devices"
-        raise ConfigurationError(message, "give one for each device, or one number for all", top)
-    return description.memory

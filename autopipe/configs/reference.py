@@ -28,7 +28,6 @@ read it as a number: `1.0e+3`. Unknown keys, duplicate keys and values of anothe
 
 
 def reference() -> str:
-    """The whole page."""
     parts = [
         _INTRODUCTION,
         "## A configuration file\n",
@@ -78,17 +77,16 @@ def _inner(hint: Any) -> Iterator[tuple[type[Dataclass], str]]:
 
 def _row(path: str, key: Key, doc: str) -> str:
     flag = f" Flag: `{key.flag}`." if key.flag else ""
-    kind, default = ("", "") if key.name == "…" else (describe(key.hint), _default(key))
+    kind = default = ""
+    if key.name != "…":
+        kind, default = (
+            describe(key.hint),
+            "needed" if key.required else f"`{json.dumps(encode_as(key.default, key.hint))}`",
+        )
+        if any(isinstance(key.default, inner) for inner, _ in _inner(key.hint)):
+            default = ""
     cells = (f"`{path}`", kind, default, f"{doc}{flag}")
     return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
-
-
-def _default(key: Key) -> str:
-    if key.required:
-        return "needed"
-    if any(isinstance(key.default, inner) for inner, _ in _inner(key.hint)):
-        return ""
-    return f"`{json.dumps(encode_as(key.default, key.hint))}`"
 
 
 if __name__ == "__main__":

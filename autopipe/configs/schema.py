@@ -51,10 +51,8 @@ def field_docs(schema: type[Dataclass]) -> dict[str, str]:
 
 
 def convert(entry: Entry, schema: type[Shape], path: str = "") -> Shape:
-    """The mapping `entry` as an instance of `schema`; `path` names it in errors (`optimizer`, say).
-
-    Raises ConfigurationError with the place of the first entry that does not fit.
-    """
+    """The mapping `entry` as an instance of `schema`; `path` names it in errors (`optimizer`, say). Raises
+    ConfigurationError with the place of the first entry that does not fit."""
     found: Shape = decode(YamlRecord(entry, key=path), schema)
     return found
 
@@ -99,8 +97,13 @@ class YamlRecord(Record):
         return refusals[-1 if isinstance(self.value, str) else 0]
 
     def scalar(self, base: type, marks: tuple[object, ...]) -> object:
+        if base is str and any(isinstance(mark, FilePath) for mark in marks):
+            text = self.text or ""
+            if ("/" not in text and "." not in text) or "\0" in text:
+                raise self.error(f"{self.path}: {quote(text)} is no path", "a path holds a '.' or a '/'")
+            return os.path.normpath(os.path.join(self.entry.place.folder, text))
         if base is str:
-            return self._file_path() if any(isinstance(mark, FilePath) for mark in marks) else self.text
+            return self.text
         for mark in marks:
             if isinstance(mark, Spelling) and isinstance(self.value, str):
                 found = mark.parse(self.value)
@@ -108,12 +111,6 @@ class YamlRecord(Record):
                     self.refuse(describe(typing.Annotated[base, *marks]))
                 return found
         return self.value
-
-    def _file_path(self) -> str:
-        text = self.text or ""
-        if ("/" not in text and "." not in text) or "\0" in text:
-            raise self.error(f"{self.path}: {quote(text)} is no path", "a path holds a '.' or a '/'")
-        return os.path.normpath(os.path.join(self.entry.place.folder, text))
 
     def is_optional(self, key: Key) -> bool:
         return not key.required

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -39,7 +40,6 @@ class Place:
 
     @property
     def is_flag(self) -> bool:
-        """True if it was given on the command line."""
         return self.line is None
 
     def __str__(self) -> str:
@@ -69,10 +69,8 @@ class Entry:
 
 
 def read_file(path: str | Path) -> Entry:
-    """The one YAML document in a file; its outermost value is a mapping.
-
-    Raises ConfigurationError with `file:line` for a file that cannot be read, is not UTF-8 or is not plain YAML.
-    """
+    """The one YAML document in a file; its outermost value is a mapping. Raises ConfigurationError with `file:line` for
+    a file that cannot be read, is not UTF-8 or is not plain YAML."""
     name = str(path)
     try:
         with open(path, "rb") as file:
@@ -97,17 +95,14 @@ def read_text(text: str, source: str, folder: str = "") -> Entry:
     if entry is None or (entry.value is None and not entry.text):
         raise ConfigurationError("the file is empty", hint="write at least one key", where=source)
     if not isinstance(entry.value, dict):
-        raise ConfigurationError(
-            "the document is not a mapping", hint="write `key: value` lines", where=str(entry.place)
-        )
+        raise ConfigurationError("the document is not a mapping", "write `key: value` lines", str(entry.place))
     return entry
 
 
 def read_setting(text: str, flag: str) -> Entry:
     """A value written as YAML on the command line; relative paths start from the working folder."""
     place = Place(flag, None, os.getcwd())
-    entry = _read(text, place)
-    return entry if entry is not None else Entry(None, place)
+    return _read(text, place) or Entry(None, place)
 
 
 def read_word(text: str, flag: str) -> Entry:
@@ -158,9 +153,7 @@ class _Composer(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise ConfigurationError("anchors and aliases are not taken", hint="write the value out", where=place)
         if event.tag is not None:
-            raise ConfigurationError(
-                f"the tag {quote(event.tag)} is not taken", hint="write the plain value", where=place
-            )
+            raise ConfigurationError(f"the tag {quote(event.tag)} is not taken", "write the plain value", place)
         if self.depth >= DEEPEST:
             raise ConfigurationError(f"nested deeper than {DEEPEST} levels", where=place)
         self.depth += 1
@@ -180,65 +173,55 @@ class _Composer(yaml.SafeLoader):
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
-        lines: dict[str, Place] = {}
         for key_node, value_node in node.value:
             place = _at(self.start, key_node.start_mark)
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigurationError("a key is text, not a list or a mapping", where=str(place))
             key = key_node.value
             if key_node.style is None and key_node.tag != "tag:yaml.org,2002:str":
-                raise ConfigurationError(
-                    f"YAML does not read the key {key or 'of this line'} as text",
-                    hint=f'write "{key}" in quotes',
-                    where=str(place),
-                )
+                message = f"YAML does not read the key {key or 'of this line'} as text"
+                raise ConfigurationError(message, f'write "{key}" in quotes', str(place))
             if key in entries:
-                first = f" (first in line {lines[key].line})" if lines[key].line is not None else ""
-                raise ConfigurationError(
-                    f"the key {quote(key)} stands twice{first}", hint="keep one of them", where=str(place)
-                )
-            lines[key] = place
+                line = entries[key].place.line
+                first = f" (first in line {line})" if line is not None else ""
+                raise ConfigurationError(f"the key {quote(key)} stands twice{first}", "keep one of them", str(place))
             entries[key] = self.entry(value_node, place)
         return entries
 
 
 def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | None:
     text: str = node.value
-    kind = node.tag.rpartition(":")[2]
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() in ("yes", "true", "on")
-    if kind == "int":
-        return _integer(text, place)
-    if kind == "float":
-        return _real(text, place)
+    match node.tag.rpartition(":")[2]:
+        case "null":
+            return None
+        case "bool":
+            return text.lower() in ("yes", "true", "on")
+        case "int":
+            return _integer(text, place)
+        case "float":
+            return _real(text, place)
     return text
 
 
 def _integer(text: str, place: Place) -> int:
     if not _DECIMAL_INTEGER.fullmatch(text):
-        raise ConfigurationError(
-            f"YAML does not read {text} as a decimal number",
-            hint=f'write a decimal number, or "{text}" in quotes',
-            where=str(place),
-        )
+        hint = f'write a decimal number, or "{text}" in quotes'
+        raise ConfigurationError(f"YAML does not read {text} as a decimal number", hint, str(place))
     if len(text) > 64 or abs(int(text)) >= 2**63:
-        raise ConfigurationError("the number is too large", hint="at most 2^63 - 1", where=str(place))
+        raise ConfigurationError("the number is too large", "at most 2^63 - 1", str(place))
     return int(text)
 
 
 def _real(text: str, place: Place) -> float:
     if _BASE_SIXTY.fullmatch(text):
-        raise ConfigurationError(
-            f"YAML reads {text} in base 60", hint=f'write a decimal number, or "{text}" in quotes', where=str(place)
-        )
+        hint = f'write a decimal number, or "{text}" in quotes'
+        raise ConfigurationError(f"YAML reads {text} in base 60", hint, str(place))
     try:
         value = float(text)
     except ValueError:
         value = math.nan  # `.nan` and `.inf`, as YAML writes them
     if not math.isfinite(value):
-        raise ConfigurationError(f"{text} is not a finite number", hint="write a finite number", where=str(place))
+        raise ConfigurationError(f"{text} is not a finite number", "write a finite number", str(place))
     return value
 
 
@@ -248,8 +231,10 @@ def _at(start: Place, mark: yaml.Mark | None) -> Place:
     return Place(start.source, mark.line + 1, start.folder)
 
 
-_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_MULTIPLES = {
+    "": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
+}  # fmt: skip
 _FRACTIONS = {"": Fraction(1), "m": Fraction(1, 10**3), "u": Fraction(1, 10**6), "n": Fraction(1, 10**9)}
 _WRITTEN = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-zA-Z/]*)\s*", re.ASCII)
 
@@ -275,7 +260,8 @@ class Unit(Spelling):
         number, suffix = written.groups()
         if suffix and not suffix.endswith(self.symbol):
             return None
-        scale = self._prefixes().get(suffix.removesuffix(self.symbol))
+        prefixes: Mapping[str, int | Fraction] = _FRACTIONS if self.symbol == "s" else _MULTIPLES
+        scale = prefixes.get(suffix.removesuffix(self.symbol))
         if scale is None:
             return None
         value = Fraction("0" + number) * scale
@@ -292,27 +278,16 @@ class Unit(Spelling):
     def format(self, value: float) -> str:
         """The shortest exact way to write a whole quantity with a prefix; otherwise the plain number."""
         if self.whole and value >= 1:
-            for prefix, scale in sorted((_BINARY | _DECIMAL).items(), key=lambda pair: -pair[1]):
+            for prefix, scale in sorted(_MULTIPLES.items(), key=lambda pair: -pair[1]):
                 if value % scale == 0 and prefix != "K":
                     return f"{int(value) // scale}{prefix}{self.symbol}"
         return repr(value)
-
-    def _prefixes(self) -> dict[str, Fraction]:
-        if self.symbol == "s":
-            return _FRACTIONS
-        return {prefix: Fraction(scale) for prefix, scale in (_DECIMAL | _BINARY).items()}
 
 
 BYTES = Unit("B", "a size", "14GiB", whole=True)
 BYTES_PER_SECOND = Unit("B/s", "a rate", "900GB/s")
 FLOPS = Unit("FLOP/s", "a rate", "15.7TFLOP/s")
 SECONDS = Unit("s", "a time", "5us or 10s")
-
-
-def parse_bytes(text: str) -> int | None:
-    """A size such as `14GiB` or `512MB` in bytes, or None where it is not one."""
-    value = BYTES.parse(text)
-    return None if value is None else int(value)
 
 
 def format_bytes(size: int) -> str:

@@ -12,10 +12,8 @@ from typing import IO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that becomes `path` when the block ends well, and vanishes when it does not.
-
-    Raises OSError where it cannot be written.
-    """
+    """A file to write that becomes `path` when the block ends well, and vanishes when it does not. Raises OSError where
+    it cannot be written."""
     handle, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
     try:
         with open(handle, "wb") as file:
@@ -30,9 +28,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """An empty folder to fill that takes the place of `folder` when the block ends well, and vanishes when it does not.
-
-    Raises OSError where that cannot be done; what was at `folder` is then still there.
-    """
+    Raises OSError where that cannot be done; what was at `folder` is then still there."""
     folder = folder.absolute()
     with tempfile.TemporaryDirectory(
         prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True

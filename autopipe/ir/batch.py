@@ -8,7 +8,9 @@ Both ways of cutting a batch start here: a micro-batch cuts it in time, a data-p
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +24,8 @@ from autopipe.ir.space import AxisKind, Dimension, NotationError, Space
 
 @dataclass(frozen=True, slots=True, order=True)
 class Samples:
-    """Where samples are counted in one dimension, whose extent is outer · batch · inner, row-major.
-
-    After a Reshape of (batch, sequence) into one dimension, `outer` is 1 and `inner` the sequence's extent.
-    """
+    """Where samples are counted in one dimension, whose extent is outer · batch · inner, row-major. After a Reshape of
+    (batch, sequence) into one dimension, `outer` is 1 and `inner` the sequence's extent."""
 
     dimension: int
     outer: int = 1
@@ -44,8 +44,6 @@ class NodeSamples:
 
 @dataclass(frozen=True, slots=True)
 class BatchAxes:
-    """Where samples are, for a whole graph."""
-
     batch: int
     """Samples of one evaluation; 0 where no input carries any."""
     nodes: tuple[tuple[NodeSamples, ...], ...]
@@ -63,10 +61,9 @@ class BatchAxes:
     def lost(self, graph: Graph, space: Space, node: int) -> str | None:
         """A value of this node that carries samples where no axis of its space counts them; None where all is well."""
         extents = space.extents()
-        for name, tensor in _tensors(graph.nodes[node], space):
-            for place in self.values.get(name, ()) if tensor is not None else ():
-                if tensor is not None and _axis_at(tensor[place.dimension], place, extents, self.batch) is None:
-                    return name
+        for name, dimension, place in _samples_in(graph.nodes[node], space, self.values):
+            if _axis_at(dimension, place, extents, self.batch) is None:
+                return name
         return None
 
     def of(self, value: str) -> Samples | None:
@@ -87,7 +84,7 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
     values: dict[str, set[Samples]] = {name: {Samples(axis)} for name, axis in graph.batch_axes}
     nodes: list[tuple[NodeSamples, ...]] = [()] * len(graph.nodes)
     if batch <= 1:
-        return BatchAxes(batch, tuple(nodes), _in_graph_order(values))
+        return BatchAxes(batch, tuple(nodes), {name: tuple(found) for name, found in values.items()})
     spaces = Spaces(graph)
     fixed = {value.name for value in graph.inputs}
     consumers = graph.consumers()
@@ -108,34 +105,31 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
             if name in fixed or place in values.setdefault(name, set()):
                 continue
             values[name].add(place)
-            producer = graph.producer(name)
-            touched = (*consumers.get(name, ()), *(() if producer is None else (producer,)))
-            for other in touched:
-                if other != index and other not in queued:
+            for other in (*consumers.get(name, ()), graph.producer(name)):
+                if other is not None and other != index and other not in queued:
                     queued.add(other)
                     waiting.append(other)
-    return BatchAxes(batch, tuple(nodes), _in_graph_order(values))
-
-
-def _in_graph_order(values: dict[str, set[Samples]]) -> dict[str, tuple[Samples, ...]]:
-    return {name: tuple(sorted(found)) for name, found in values.items() if found}
+    return BatchAxes(batch, tuple(nodes), {name: tuple(sorted(found)) for name, found in values.items() if found})
 
 
 def _tensors(node: Node, space: Space) -> tuple[tuple[str, tuple[Dimension, ...] | None], ...]:
-    """Every operand and result of a node with its notation."""
     return (*zip(node.inputs, space.operands, strict=True), *zip(node.outputs, space.results, strict=True))
+
+
+def _samples_in(
+    node: Node, space: Space, values: Mapping[str, Iterable[Samples]]
+) -> Iterator[tuple[str, Dimension, Samples]]:
+    """The operands and results of a node that carry samples, the dimension that does, and where in it."""
+    for name, tensor in _tensors(node, space):
+        if tensor is not None:
+            yield from ((name, tensor[place.dimension], place) for place in values.get(name, ()))
 
 
 def _node_samples(node: Node, space: Space, values: dict[str, set[Samples]], batch: int) -> tuple[NodeSamples, ...]:
     """The axes of a node's space that count samples, given what is known of its operands and results."""
     extents = space.extents()
-    found: set[tuple[str, int, int]] = set()
-    for name, tensor in _tensors(node, space):
-        for place in values.get(name, ()) if tensor is not None else ():
-            assert tensor is not None
-            axis = _axis_at(tensor[place.dimension], place, extents, batch)
-            if axis is not None:
-                found.add(axis)
+    tensors = _samples_in(node, space, values)
+    found = {axis for _, dimension, place in tensors if (axis := _axis_at(dimension, place, extents, batch))}
     return tuple(
         NodeSamples(axis.name, outer, inner, axis.kind)
         for axis in space.axes
@@ -160,19 +154,19 @@ def _places(node: Node, space: Space, found: tuple[NodeSamples, ...]) -> list[tu
     """Where the samples of these axes are in the node's operands and results."""
     extents = space.extents()
     places: list[tuple[str, Samples]] = []
-    for samples in found:
-        for name, tensor in _tensors(node, space):
-            for index, dimension in enumerate(tensor or ()):
-                if name and samples.axis in dimension:
-                    at = dimension.index(samples.axis)
-                    outer = math.prod(extents[other] for other in dimension[:at]) * samples.outer
-                    inner = math.prod(extents[other] for other in dimension[at + 1 :]) * samples.inner
-                    places.append((name, Samples(index, outer, inner)))
+    for samples, (name, tensor) in itertools.product(found, _tensors(node, space)):
+        for index, dimension in enumerate(tensor or ()):
+            if name and samples.axis in dimension:
+                at = dimension.index(samples.axis)
+                outer = math.prod(extents[other] for other in dimension[:at]) * samples.outer
+                inner = math.prod(extents[other] for other in dimension[at + 1 :]) * samples.inner
+                places.append((name, Samples(index, outer, inner)))
     return places
 
 
 TARGETS = frozenset({"Reshape", "Expand"})
 """Operators whose second operand is the result's shape."""
+_EXPORT = "export with a symbolic batch dimension, or with a batch of one micro-batch"
 
 
 @remembered(GRAPHS)
@@ -193,19 +187,20 @@ def rebatched(graph: Graph, size: int) -> Graph:
         )
     for parameter in graph.parameters:
         if parameter.value.name in axes.values:
-            raise ModelError(
-                f"parameter {parameter.value.name!r} has an entry for each of the {axes.batch} samples",
-                hint="export with a batch of one micro-batch",
-            )
+            message = f"parameter {parameter.value.name!r} has an entry for each of the {axes.batch} samples"
+            raise ModelError(message, "export with a batch of one micro-batch")
     spaces = Spaces(graph)
     for index, node in enumerate(graph.nodes):
         if operator_of(node) is not None and (lost := axes.lost(graph, spaces[index], index)) is not None:
-            raise ModelError(
-                f"{node.op} does not keep the samples of {lost!r} apart, so the batch cannot shrink",
-                hint="export with a symbolic batch dimension, or with a batch of one micro-batch",
-                where=repr(node.name),
-            )
-    shrunk = {name: _shrunk(graph.type_of(name), places, axes.batch, size) for name, places in axes.values.items()}
+            message = f"{node.op} does not keep the samples of {lost!r} apart, so the batch cannot shrink"
+            raise ModelError(message, _EXPORT, repr(node.name))
+    shrunk = {}
+    for name, places in axes.values.items():
+        value = graph.type_of(name)
+        shape = list(value.shape)
+        for place in places:  # A dimension may count samples twice.
+            shape[place.dimension] = shape[place.dimension] // axes.batch * size
+        shrunk[name] = Value(name, value.dtype, tuple(shape))
 
     def resized(value: Value) -> Value:
         return shrunk.get(value.name, value)
@@ -222,26 +217,16 @@ def rebatched(graph: Graph, size: int) -> Graph:
     return result
 
 
-def _shrunk(value: Value, places: tuple[Samples, ...], batch: int, size: int) -> Value:
-    shape = list(value.shape)
-    for place in places:
-        shape[place.dimension] = shape[place.dimension] // batch * size
-    return Value(value.name, value.dtype, tuple(shape))
-
-
 def _targets(graph: Graph, shrunk: dict[str, Value]) -> tuple[list[Constant], tuple[Node, ...]]:
     """Constants and nodes, with new constants for the shapes that nodes give their results."""
-    constants = list(graph.constants)
-    taken = {constant.value.name for constant in constants} | {value.name for value in graph.values}
-    taken |= {value.name for value in graph.inputs} | {parameter.value.name for parameter in graph.parameters}
-    nodes = []
+    constants, nodes, taken = list(graph.constants), [], set[str]()
     for node in graph.nodes:
         result = shrunk.get(node.outputs[0])
         if node.op not in TARGETS or node.domain or result is None:
             nodes.append(node)
             continue
         name = f"{node.outputs[0]}_shape"
-        while name in taken:
+        while graph.has(name) or name in taken:
             name += "_"
         taken.add(name)
         array = np.asarray(result.shape, dtype=np.int64)
@@ -260,10 +245,8 @@ def _sliced(constant: Constant, axes: BatchAxes, size: int) -> Constant:
         apart = array.reshape(*before, place.outer, axes.batch, place.inner, *after)
         samples = np.moveaxis(apart, len(before) + 1, 0)
         if any(each.tobytes() != samples[0].tobytes() for each in samples[1:]):
-            raise ModelError(
-                f"constant {constant.value.name!r} differs from sample to sample: micro-batches would not be alike",
-                hint="export with a symbolic batch dimension, or with a batch of one micro-batch",
-            )
+            message = f"constant {constant.value.name!r} differs from sample to sample"
+            raise ModelError(f"{message}: micro-batches would not be alike", _EXPORT)
         kept = np.moveaxis(samples[:size], 0, len(before) + 1)
         array = np.ascontiguousarray(kept.reshape(*before, place.outer * size * place.inner, *after))
     if array is constant.array:
@@ -280,8 +263,5 @@ def _check(graph: Graph) -> None:
         try:
             spaces[index]
         except NotationError as error:
-            raise ModelError(
-                f"{node.op} cannot run on a smaller batch than it was exported with",
-                hint="export with a symbolic batch dimension",
-                where=repr(node.name),
-            ) from error
+            message = f"{node.op} cannot run on a smaller batch than it was exported with"
+            raise ModelError(message, "export with a symbolic batch dimension", repr(node.name)) from error

@@ -8,14 +8,16 @@ search. `schedule.json` holds such a schedule; a plan's has the same form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
-from autopipe.ir.codec import AtLeast, AtMost, Count, Index, JsonRecord, Sparse, decode, encode_as, read_record
+from autopipe.ir.codec import AtLeast, AtMost, Count, Index, Sparse, decode, encode, encode_as
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.json_file import JsonRecord, read_record
 
 SCHEDULE_FORMAT = "autopipe.schedule/1"
 _MOST_NAMES = 8
@@ -29,8 +31,6 @@ Devices = Annotated[int, AtLeast(1), AtMost(4096)]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One piece of a unit's work."""
-
     name: str
     devices: tuple[Index, ...]
     time: Change
@@ -42,7 +42,6 @@ class Block:
     """Time from the end of each of `after` to the earliest start (a message under way); () for none."""
 
     def delay(self, position: int) -> int:
-        """The delay behind `after[position]`."""
         return self.delays[position] if self.delays else 0
 
 
@@ -63,28 +62,33 @@ class BlockGraph:
         if len(self.memory) != self.devices:
             raise ConfigurationError(f"{len(self.memory)} memory limits for {self.devices} devices")
         for block in self.blocks:
-            self._verify_block(block)
+            message, hint = self._wrong(block)
+            if message:
+                raise ConfigurationError(message, hint, f"block {block.name!r}")
         if len(self.order) < len(self.blocks):
             waiting = min(set(range(len(self.blocks))) - set(self.order))
-            names = " after ".join(_names(self.blocks[index] for index in self._circle(waiting)))
-            raise ConfigurationError(f"blocks wait in a circle: {names}", where=f"block {self.blocks[waiting].name!r}")
+            circle = [repr(self.blocks[index].name) for index in self._circle(waiting)]
+            if len(circle) > _MOST_NAMES:
+                circle = [*circle[: _MOST_NAMES - 2], "...", circle[-1]]
+            message = f"blocks wait in a circle: {' after '.join(circle)}"
+            raise ConfigurationError(message, where=f"block {self.blocks[waiting].name!r}")
 
-    def _verify_block(self, block: Block) -> None:
-        where = f"block {block.name!r}"
+    def _wrong(self, block: Block) -> tuple[str, str]:
+        """The fault of a block, and a hint; both "" where there is none."""
         if not block.devices:
-            raise ConfigurationError("it is on no device", where=where)
+            return "it is on no device", ""
         if len(set(block.devices)) != len(block.devices):
-            raise ConfigurationError(f"its devices {list(block.devices)} name one twice", where=where)
+            return f"its devices {list(block.devices)} name one twice", ""
         for device in block.devices:
             if not 0 <= device < self.devices:
-                hint = f"devices are numbered 0 to {self.devices - 1}"
-                raise ConfigurationError(f"there is no device {device}", hint=hint, where=where)
+                return f"there is no device {device}", f"devices are numbered 0 to {self.devices - 1}"
         if block.time <= 0:
-            raise ConfigurationError(f"its time is {block.time}; it must be above 0", where=where)
+            return f"its time is {block.time}; it must be above 0", ""
         if any(not 0 <= other < len(self.blocks) for other in block.after):
-            raise ConfigurationError("it comes after a block that is not there", where=where)
+            return "it comes after a block that is not there", ""
         if block.delays and (len(block.delays) != len(block.after) or min(block.delays) < 0):
-            raise ConfigurationError("it has not one delay of 0 or more for each block before it", where=where)
+            return "it has not one delay of 0 or more for each block before it", ""
+        return "", ""
 
     def _circle(self, start: int) -> list[int]:
         """A circle of blocks, each after the next, reached from one that never becomes ready."""
@@ -108,7 +112,6 @@ class BlockGraph:
 
     @cached_property
     def following(self) -> tuple[tuple[int, ...], ...]:
-        """For each block those that wait for it, ascending."""
         found: list[list[int]] = [[] for _ in self.blocks]
         for index, block in enumerate(self.blocks):
             for other in set(block.after):
@@ -125,7 +128,6 @@ class BlockGraph:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """The blocks of each device, ascending."""
         found: list[list[int]] = [[] for _ in range(self.devices)]
         for index, block in enumerate(self.blocks):
             for device in block.devices:
@@ -134,14 +136,7 @@ class BlockGraph:
 
     @cached_property
     def loads(self) -> tuple[int, ...]:
-        """Time of one unit on each device."""
         return tuple(sum(self.blocks[index].time for index in members) for members in self.members)
-
-
-def _names(blocks: Iterable[Block]) -> list[str]:
-    """Their names for a message; of many, the first ones and the last."""
-    names = [repr(block.name) for block in blocks]
-    return names if len(names) <= _MOST_NAMES else [*names[: _MOST_NAMES - 2], "...", names[-1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,74 +204,42 @@ class BlockSchedule:
 
     @property
     def peak_memory(self) -> tuple[int, ...]:
-        """Most memory in use, a device each."""
-        peaks = []
-        for tasks in self.tasks:
-            used = peak = 0
-            for _, _, index in tasks:
-                used += self.graph.blocks[index].memory
-                peak = max(peak, used)
-            peaks.append(peak)
-        return tuple(peaks)
+        memory = [block.memory for block in self.graph.blocks]
+        return tuple(max(accumulate((memory[index] for _, _, index in tasks), initial=0)) for tasks in self.tasks)
 
 
 def check_blocks(schedule: BlockSchedule) -> None:
     """Raise InfeasibleError, in one line, for the first block that cannot start when the schedule says."""
     blocks = schedule.graph.blocks
+
+    def named(unit: int, index: int) -> str:
+        return f"{blocks[index].name!r} of unit {unit}"
+
     for unit, starts in enumerate(schedule.starts):
         if len(starts) != len(blocks):
             raise InfeasibleError(f"{len(starts)} starts for {len(blocks)} blocks", where=f"unit {unit}")
-        for index, start in enumerate(starts):
-            _check_start(schedule, unit, index, start)
-    for device, tasks in enumerate(schedule.tasks):
-        _check_device(schedule, device, tasks)
-
-
-def _check_start(schedule: BlockSchedule, unit: int, index: int, start: int) -> None:
-    """That a block starts at 0 or later, and after all that it waits for."""
-    block = schedule.graph.blocks[index]
-    if start < 0:
-        raise InfeasibleError(f"{_named(schedule, unit, index)} starts at {start}, before 0")
-    for position, other in enumerate(block.after):
-        ready = schedule.starts[unit][other] + schedule.graph.blocks[other].time + block.delay(position)
-        if start < ready:
-            raise InfeasibleError(
-                f"{_named(schedule, unit, index)} starts at {start}, but {_named(schedule, unit, other)}, which it "
-                f"comes after, is there at {ready}"
-            )
-
-
-def _check_device(schedule: BlockSchedule, device: int, tasks: tuple[tuple[int, int, int], ...]) -> None:
-    """That one block at a time runs on a device, within its memory."""
-    blocks, room, where = schedule.graph.blocks, schedule.graph.memory[device], f"device {device}"
-    used = free = 0
-    before = ""
-    for start, unit, index in tasks:
-        name = _named(schedule, unit, index)
-        if start < free:
-            raise InfeasibleError(f"{name} starts at {start}, while {before} runs until {free}", where=where)
-        used += blocks[index].memory
-        if room is not None and used > room:
-            raise InfeasibleError(f"memory in use is {used} when {name} starts, there is room for {room}", where=where)
-        free, before = start + blocks[index].time, name
-
-
-def _named(schedule: BlockSchedule, unit: int, index: int) -> str:
-    return f"{schedule.graph.blocks[index].name!r} of unit {unit}"
-
-
-def block_form(
-    name: str, devices: Sequence[int], time: float, memory: int, after: Sequence[int], delays: Sequence[float] = ()
-) -> dict[str, object]:
-    """A block; `after` are indices into the list of blocks, `delays` stands there only where there are any."""
-    form: dict[str, object] = {
-        "name": name,
-        "devices": list(devices),
-        "time": time,
-        "memory": memory,
-        "after": list(after),
-    }
-    return {**form, "delays": list(delays)} if any(delays) else form
+        for index, (start, block) in enumerate(zip(starts, blocks, strict=True)):
+            if start < 0:
+                raise InfeasibleError(f"{named(unit, index)} starts at {start}, before 0")
+            for position, other in enumerate(block.after):
+                ready = starts[other] + blocks[other].time + block.delay(position)
+                if start < ready:
+                    raise InfeasibleError(
+                        f"{named(unit, index)} starts at {start}, but {named(unit, other)}, which it comes after, is "
+                        f"there at {ready}"
+                    )
+    for device, (tasks, room) in enumerate(zip(schedule.tasks, schedule.graph.memory, strict=True)):
+        used = free = 0
+        before, where = "", f"device {device}"
+        for start, unit, index in tasks:
+            name = named(unit, index)
+            if start < free:
+                raise InfeasibleError(f"{name} starts at {start}, while {before} runs until {free}", where=where)
+            used += blocks[index].memory
+            if room is not None and used > room:
+                message = f"memory in use is {used} when {name} starts, there is room for {room}"
+                raise InfeasibleError(message, where=where)
+            free, before = start + blocks[index].time, name
 
 
 def order_form(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object]]:
@@ -287,25 +250,17 @@ def order_form(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object
 def block_schedule_form(schedule: BlockSchedule) -> dict[str, object]:
     """The schedule as lists, dicts and scalars; a block on several devices stands in the order of each."""
     graph = schedule.graph
+    figures = "makespan", "period", "lower_bound", "optimal", "gap", "steady_bubble_rate", "peak_memory"
     return {
         "format": SCHEDULE_FORMAT,
         "devices": graph.devices,
         "units": schedule.units,
         "micro_batches_per_unit": graph.micro_batches_per_unit,
         "memory": list(graph.memory),
-        "makespan": schedule.makespan,
-        "period": schedule.period,
-        "lower_bound": schedule.lower_bound,
-        "optimal": schedule.optimal,
-        "gap": schedule.gap,
-        "steady_bubble_rate": schedule.steady_bubble_rate,
-        "peak_memory": list(schedule.peak_memory),
+        **{name: getattr(schedule, name) for name in figures},
         "repetend": encode_as(schedule.repetend, BlockRepetend | None),
         "search_time_s": schedule.search_time_s,
-        "blocks": [
-            block_form(each.name, each.devices, each.time, each.memory, each.after, each.delays)
-            for each in graph.blocks
-        ],
+        "blocks": [encode(each if any(each.delays) else replace(each, delays=())) for each in graph.blocks],
         "tasks": [order_form((block, unit, start) for start, unit, block in order) for order in schedule.tasks],
     }
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts
@@ -47,32 +47,22 @@ class Device:
         return hash((self.name, self.memory_bytes, self.peak_flops, self.bandwidth_bytes_per_s))
 
     def peak(self, precision: str) -> float:
-        """FLOP/s in `precision`; a narrower one that the device has no units for runs at the rate of fp32.
-
-        Raises ConfigurationError where neither is stated.
-        """
+        """FLOP/s in `precision`; a narrower one that the device has no units for runs at the rate of fp32. Raises
+        ConfigurationError where neither is stated."""
         stated = dict(self.peak_flops)
-        if precision in stated:
-            return stated[precision]
-        if precision in ("tf32", "fp16", "bf16") and "fp32" in stated:
-            return stated["fp32"]
-        raise ConfigurationError(
-            f"device {self.name} states no peak FLOP/s for {precision}",
-            hint=f"stated: {', '.join(stated) or 'none'}",
-        )
+        narrow = precision in ("tf32", "fp16", "bf16") and precision not in stated and "fp32" in stated
+        return self._stated(stated, "fp32" if narrow else precision, "peak FLOP/s for")
 
     def fraction(self, operator_class: str) -> float:
-        """Fraction of the peak (or of the bandwidth) that operators of this class reach.
+        """Fraction of the peak (or of the bandwidth) that operators of this class reach. Raises ConfigurationError
+        where the device does not state it."""
+        return self._stated(dict(self.efficiency), operator_class, "efficiency for operators of class")
 
-        Raises ConfigurationError where the device does not state it.
-        """
-        stated = dict(self.efficiency)
-        if operator_class not in stated:
-            raise ConfigurationError(
-                f"device {self.name} states no efficiency for operators of class {operator_class}",
-                hint=f"stated: {', '.join(stated) or 'none'}",
-            )
-        return stated[operator_class]
+    def _stated(self, values: dict[str, float], name: str, what: str) -> float:
+        if name not in values:
+            hint = f"stated: {', '.join(values) or 'none'}"
+            raise ConfigurationError(f"device {self.name} states no {what} {name}", hint)
+        return values[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +75,6 @@ class Link:
     """Bytes a second that one device sends to another, in one direction."""
 
     def seconds(self, size_bytes: float) -> float:
-        """Time to send `size_bytes` bytes from one device to another."""
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
 
 
@@ -213,19 +202,16 @@ class Cluster:
         if len(members) == 1:
             return self.link(members[0], members[0])
         # Wherever two members part at some level, so do two members that are neighbours in order of index.
-        return slower(self.link(first, second) for first, second in itertools.pairwise(members))
+        return slower(self.link(first, second) for first, second in pairwise(members))
 
     def take(self, count: int) -> Cluster:
-        """The first `count` devices; each level keeps the places still needed.
-
-        Raises InfeasibleError where there are fewer, ConfigurationError for a count below 1.
-        """
+        """The first `count` devices; each level keeps the places still needed. Raises InfeasibleError where there are
+        fewer, ConfigurationError for a count below 1."""
         if count < 1:
             raise ConfigurationError(f"cannot plan for {count} devices", hint="give at least 1")
         if count > self.size:
-            raise InfeasibleError(
-                f"cluster {self.name} has {self.size} devices, {count - self.size} fewer than the {count} asked for"
-            )
+            fewer = f"{count - self.size} fewer than the {count} asked for"
+            raise InfeasibleError(f"cluster {self.name} has {self.size} devices, {fewer}")
         if not self.groups:
             return replace(self, devices=self.devices[:count], levels=_filled(self.levels, count))
         kept = [(group, min(group.size, count - start)) for group, start in self._placed() if start < count]
@@ -235,22 +221,18 @@ class Cluster:
     def reordered(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:
         """The groups in another order, and for each device of that cluster its index in this one."""
         placed = list(self._placed())
-        old = tuple(
-            device for each in order for device in range(placed[each][1], placed[each][1] + placed[each][0].size)
-        )
-        groups = tuple(self.groups[each] for each in order)
+        groups, starts = zip(*(placed[each] for each in order), strict=True)
+        old = tuple(chain.from_iterable(range(at, at + group.size) for group, at in zip(groups, starts, strict=True)))
         return replace(self, devices=tuple(self.devices[device] for device in old), groups=groups), old
 
     def _placed(self) -> Iterable[tuple[Group, int]]:
         """The groups, each with its first device."""
-        starts = itertools.accumulate((group.size for group in self.groups), initial=0)
+        starts = accumulate((group.size for group in self.groups), initial=0)
         return zip(self.groups, starts, strict=False)
 
     def _check(self, device: int) -> None:
         if not 0 <= device < self.size:
-            raise ConfigurationError(
-                f"cluster {self.name} has no device {device}", hint=f"devices are 0 to {self.size - 1}"
-            )
+            raise ConfigurationError(f"cluster {self.name} has no device {device}", f"devices are 0 to {self.size - 1}")
 
 
 def slower(links: Iterable[Link]) -> Link:

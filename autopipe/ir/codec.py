@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import json
 import math
 import operator
 import sys
@@ -19,15 +18,12 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar
 
 from autopipe.ir.errors import ConfigurationError, nearest, quote
 
 
 class Dataclass(Protocol):
-    """Any dataclass."""
-
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
@@ -76,7 +72,6 @@ class Spelling:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
 class FilePath:
     """Mark of a path, relative to the file it is written in; it holds a `.` or a `/`, to be told from a name."""
 
@@ -96,17 +91,14 @@ class At:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
 class Sparse:
     """Mark of a field that stands in the document only where it is not its default."""
 
 
-@dataclass(frozen=True, slots=True)
 class Flat:
     """Mark of a dataclass whose keys stand among those of the one that holds it."""
 
 
-@dataclass(frozen=True, slots=True)
 class Row:
     """Mark of a dataclass that is written as a list of its fields, without the last where those have defaults."""
 
@@ -168,21 +160,16 @@ def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
     hints = typing.get_type_hints(schema, include_extras=True)
     found = {}
     for field in dataclasses.fields(schema):
-        marks = unwrap(hints[field.name])[1]
+        hint = hints[field.name]
+        marks = unwrap(hint)[1]
         if not field.init or any(isinstance(mark, Rest | Origin) for mark in marks):
             continue
         factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
         at = find(marks, At)
-        found[field.name] = Key(
-            field.name,
-            hints[field.name],
-            default,
-            field.metadata.get("flag", ""),
-            tuple(at.key.split(".")) if at else (field.name,),
-            find(marks, Sparse) is not None,
-            find(marks, Flat) is not None,
-        )
+        path = tuple(at.key.split(".")) if at else (field.name,)
+        sparse, flat = find(marks, Sparse) is not None, find(marks, Flat) is not None
+        found[field.name] = Key(field.name, hint, default, field.metadata.get("flag", ""), path, sparse, flat)
     return tuple(found[name] for name in getattr(schema, "written", found))
 
 
@@ -209,10 +196,6 @@ def is_mapping(base: Any) -> bool:
     return typing.get_origin(base) is tuple and more == [Ellipsis] and is_pair and ... not in typing.get_args(pair)
 
 
-def pair_value(base: Any) -> Any:
-    return typing.get_args(typing.get_args(base)[0])[1]
-
-
 def marked_field(schema: type[Dataclass], kind: type[Mark]) -> tuple[str, Mark] | None:
     """The field that carries a mark of this kind, and the mark, if there is one."""
     hints = typing.get_type_hints(schema, include_extras=True)
@@ -232,7 +215,7 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(f"`{option}`" for option in members)
     if is_mapping(base):
-        return f"a mapping of {describe(pair_value(base))}"
+        return f"a mapping of {describe(typing.get_args(members[0])[1])}"
     if origin is tuple and members[-1] is Ellipsis:
         return f"a list of {describe(members[0])}"
     if origin is tuple:
@@ -291,7 +274,6 @@ class Record:
         raise NotImplementedError
 
     def refuse(self, expected: str) -> NoReturn:
-        """Raise ConfigurationError for a value that is not `expected`."""
         raise self.refusal(expected)
 
     def lacks(self, key: str, hint: Any) -> ConfigurationError:
@@ -353,30 +335,32 @@ def decode(record: Record, hint: Any, **more: object) -> Any:
     return _read_dataclass(hint, record, **more) if more else _reader(hint)(record)
 
 
+Reader = Callable[["Record"], Any]
+
+
 @functools.cache
-def _reader(hint: Any) -> Callable[[Record], Any]:
+def _reader(hint: Any) -> Reader:
     """The function that reads a type: worked out once, since large documents hold few types."""
     base, marks = unwrap(hint)
+    origin = typing.get_origin(base)
     if coded := find(marks, Coded):
         return coded.read
     if is_union(base):
-        return functools.partial(_read_union, base, marks)
+        return functools.partial(_read_union, base)
     if fits := find(marks, Fits):
         inner = tuple(mark for mark in marks if mark is not fits)
         return functools.partial(_read_fitting, Annotated[base, *inner] if inner else base, fits)
-    origin = typing.get_origin(base)
     if dataclasses.is_dataclass(base):
         return functools.partial(_read_row if find(marks, Row) else _read_dataclass, typing.cast(Any, base))
     if origin is Literal:
         return functools.partial(_read_literal, base)
     if origin is tuple:
-        return functools.partial(_read_mapping if is_mapping(base) else _read_tuple, base)
+        return functools.partial(_read_tuple, base)
     if isinstance(base, type) and issubclass(base, enum.Enum):
         return lambda record: base(_read_literal(Literal[tuple(each.value for each in base)], record))
     if base is Any:
         return lambda record: record.value
-    bounds = tuple(mark for mark in marks if isinstance(mark, Bound))
-    return functools.partial(_read_scalar, hint, origin or base, marks, bounds)
+    return functools.partial(_read_scalar, hint, origin or base, marks)
 
 
 def _read_fitting(hint: Any, fits: Fits, record: Record) -> object:
@@ -386,7 +370,7 @@ def _read_fitting(hint: Any, fits: Fits, record: Record) -> object:
     return value
 
 
-def _read_union(union: Any, marks: tuple[object, ...], record: Record) -> object:
+def _read_union(union: Any, record: Record) -> object:
     fitting = [member for member in typing.get_args(union) if accepts(record, member)]
     if not fitting:
         record.refuse(describe(union))
@@ -411,19 +395,13 @@ def _read_literal(literal: Any, record: Record) -> object:
     raise record.error(message, nearest(str(value), map(str, options)))
 
 
-def _read_mapping(base: Any, record: Record) -> tuple[object, ...]:
-    if not accepts(record, base):
-        record.refuse(describe(base))
-    if not isinstance(record.value, dict):
-        return _read_tuple(base, record)
-    read = _reader(pair_value(base))
-    return tuple((name, read(item)) for name, item in record.members())
-
-
 def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
     if not accepts(record, base):
         record.refuse(describe(base))
     members = typing.get_args(base)
+    if isinstance(record.value, dict):
+        read = _reader(typing.get_args(members[0])[1])
+        return tuple((name, read(item)) for name, item in record.members())
     if members[-1] is Ellipsis:
         return tuple(map(_reader(members[0]), record.items()))
     if len(record.value) != len(members):
@@ -473,9 +451,6 @@ def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shap
     return schema(**values, **more)
 
 
-Reader = Callable[[Record], Any]
-
-
 @functools.cache
 def _key_readers(schema: type[Dataclass]) -> tuple[tuple[Key, Reader, Callable[[Any], Any] | None], ...]:
     return tuple((key, _reader(key.hint), _quick(key.hint) if len(key.path) == 1 else None) for key in keys(schema))
@@ -483,10 +458,8 @@ def _key_readers(schema: type[Dataclass]) -> tuple[tuple[Key, Reader, Callable[[
 
 @functools.cache
 def _quick(hint: Any) -> Callable[[Any], Any] | None:
-    """A function from plain values to what `decode` makes of them, or None where they need a closer look.
-
-    Large documents are mostly texts, whole numbers and lists of these, for which no record has to be made.
-    """
+    """A function from plain values to what `decode` makes of them, or None where they need a closer look. Large
+    documents are mostly texts, whole numbers and lists of these, for which no record has to be made."""
     base, marks = unwrap(hint)
     least = max((mark.bound for mark in marks if isinstance(mark, AtLeast)), default=-math.inf)
     if not all(isinstance(mark, AtLeast | At | Sparse) for mark in marks):
@@ -495,9 +468,7 @@ def _quick(hint: Any) -> Callable[[Any], Any] | None:
         return lambda value: value if type(value) is base else None
     if base is int:
         return lambda value: value if type(value) is int and value >= least else None
-    if base == tuple[Index, ...]:
-        return _quick_indices
-    return None
+    return _quick_indices if base == tuple[Index, ...] else None
 
 
 def _quick_indices(value: Any) -> tuple[int, ...] | None:
@@ -505,18 +476,15 @@ def _quick_indices(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if are_integers and min(value, default=0) >= 0 else None
 
 
-def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], bounds: tuple[Bound, ...], record: Record) -> object:
+def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Record) -> object:
     if not accepts(record, hint):
         record.refuse(describe(hint))
     value = record.scalar(base, marks)
-    if base is float and type(value) is int:
-        if abs(value) > sys.float_info.max:
-            record.refuse(describe(hint))
-        value = float(value)
-    if base is float and not math.isfinite(value):
+    if base is float and not abs(value) <= sys.float_info.max:  # Too large, infinite or no number.
         record.refuse(describe(hint))
-    for mark in bounds:
-        if not type(mark).holds(value, mark.bound):
+    value = float(value) if base is float else value
+    for mark in marks:
+        if isinstance(mark, Bound) and not type(mark).holds(value, mark.bound):
             raise record.error(f"{record.path} is {record.display}", f"it must be {mark.words} {mark.bound}")
     return value
 
@@ -573,7 +541,7 @@ def _writer(hint: Any) -> Callable[[Any], Any]:
             return _same
         return lambda value: _writer(next(member for member in members if _holds(value, member)))(value)
     if is_mapping(base):
-        inner = _writer(pair_value(base))
+        inner = _writer(typing.get_args(members[0])[1])
         return lambda pairs: {name: inner(value) for name, value in pairs}
     if origin is tuple and members[-1] is Ellipsis:
         inner = _writer(members[0])
@@ -632,67 +600,3 @@ def _holds(value: object, hint: Any) -> bool:
     if origin is Literal:
         return any(value == option and type(value) is type(option) for option in typing.get_args(base))
     return isinstance(value, origin or base) and not (isinstance(value, bool) and base is not bool)
-
-
-class JsonRecord(Record):
-    """A value of the JSON document in `file`."""
-
-    __slots__ = ("file",)
-    is_plain = True
-
-    def __init__(self, value: Any, file: str, parent: JsonRecord | None = None, key: str | int = "") -> None:
-        self.value, self.file, self.parent, self.key = value, file, parent, key
-
-    @property
-    def display(self) -> str:
-        text = json.dumps(self.value, default=str)
-        return text if len(text) <= 40 else text[:37] + "..."
-
-    def child(self, value: Any, key: str | int) -> JsonRecord:
-        return JsonRecord(value, self.file, self, key)
-
-    def error(self, message: str, hint: str = "") -> ConfigurationError:
-        return ConfigurationError(message, hint=hint, where=self.file)
-
-    def refusal(self, expected: str) -> ConfigurationError:
-        return self.error(f"{self.path or 'the document'} is {self.display}", f"expected {expected}")
-
-    def lacks(self, key: str, hint: Any) -> ConfigurationError:
-        return self.error(f"{self.child(None, key).path} is missing", "write the file anew")
-
-
-def read_record(path: Path, form: str) -> JsonRecord:
-    """The JSON document in `path`, an object whose `format` is `form`.
-
-    Raises ConfigurationError for a file that cannot be read, is not JSON, or has another format.
-    """
-    where = str(path)
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the file: {error.strerror}", where=where) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"not JSON: {error}", where=where) from error
-    record = JsonRecord(document, where)
-    found = record.get("format", str)
-    if found != form:
-        raise record.error(f"the format is {found!r}", f"this autopipe reads {form!r}; write the file anew")
-    return record
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
-
-
-def record_text(form: dict[str, object]) -> str:
-    """The document as JSON, an entry of the outer object a line: compact files, and differences that can be read."""
-    lines = [f"{json.dumps(key)}: {_value_text(value)}" for key, value in form.items()]
-    return "{" + ",\n ".join(lines) + "}\n"
-
-
-def _value_text(value: object) -> str:
-    """A value as JSON. What a list holds many times is worked out once: devices that do the same share their tasks."""
-    if not isinstance(value, list | tuple):
-        return json.dumps(value, allow_nan=False)
-    texts = {key: json.dumps(entry, allow_nan=False) for key, entry in {id(each): each for each in value}.items()}
-    return "[" + ", ".join(texts[id(each)] for each in value) + "]"

@@ -7,10 +7,8 @@ from collections.abc import Iterable
 
 
 class AutopipeError(Exception):
-    """A user's mistake or an impossible request, said in one line.
-
-    `message` says what is wrong, `where` the file, line, node or stage it is wrong at, `hint` what to do about it.
-    """
+    """A user's mistake or an impossible request, said in one line. `message` says what is wrong, `where` the file,
+    line, node or stage it is wrong at, `hint` what to do about it."""
 
     exit_code = 70
 

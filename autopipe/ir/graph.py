@@ -93,10 +93,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """Numbers stored little-endian and row-major at an offset of a file.
-
-    `file` is relative to the folder of the ONNX file; "" is the ONNX file itself.
-    """
+    """Numbers stored little-endian and row-major at an offset of a file. `file` is relative to the folder of the ONNX
+    file; "" is the ONNX file itself."""
 
     file: str
     offset: Index
@@ -113,14 +111,11 @@ class FoldedSlice(FileSlice):
     """Elements from one of a row's numbers to the next."""
     form: str = ""
     """Function from the numbers to the parameter: "" for the numbers themselves, else their `log` or the `log of the
-    negative`.
-    """
+    negative`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """All elements equal, as a ConstantOfShape node says."""
-
     value: float
 
 
@@ -214,7 +209,6 @@ class Node:
         return tuple(self._attribute(name, tuple, default))
 
     def has(self, name: str) -> bool:
-        """True if the file states the attribute."""
         return any(key == name for key, _ in self.attributes)
 
     def _attribute(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
@@ -250,22 +244,15 @@ class Graph:
 
     def __post_init__(self) -> None:
         types: dict[str, Value] = {}
-        sources = (
-            self.inputs,
-            (parameter.value for parameter in self.parameters),
-            (constant.value for constant in self.constants),
-            self.values,
-        )
-        for value in itertools.chain.from_iterable(sources):
+        kept: tuple[Parameter | Constant, ...] = (*self.parameters, *self.constants)
+        for value in itertools.chain(self.inputs, (each.value for each in kept), self.values):
             if value.name in types:
                 raise ModelError(f"value {value.name!r} is defined twice", where=repr(self.name))
             types[value.name] = value
         producers = {name: index for index, node in enumerate(self.nodes) for name in node.outputs if name}
         object.__setattr__(self, "_types", types)
         object.__setattr__(self, "_producers", producers)
-        held: dict[str, Parameter | Constant] = {each.value.name: each for each in self.parameters}
-        held.update((each.value.name, each) for each in self.constants)
-        object.__setattr__(self, "_held", held)
+        object.__setattr__(self, "_held", {each.value.name: each for each in kept})
 
     def type_of(self, name: str) -> Value:
         return self._types[name]
@@ -278,12 +265,10 @@ class Graph:
         return self._producers.get(name)
 
     def parameter(self, name: str) -> Parameter | None:
-        """The parameter called `name`, if it is one."""
         found = self._held.get(name)
         return found if isinstance(found, Parameter) else None
 
     def constant(self, name: str) -> Constant | None:
-        """The constant called `name`, if it is one."""
         found = self._held.get(name)
         return found if isinstance(found, Constant) else None
 
@@ -307,9 +292,7 @@ class Graph:
 
     def verify(self) -> None:
         """Raise ModelError unless values are written before they are read, once, and every output exists."""
-        known = {value.name for value in self.inputs}
-        known |= {parameter.value.name for parameter in self.parameters}
-        known |= {constant.value.name for constant in self.constants}
+        known = {value.name for value in self.inputs} | self._held.keys()
         for node in self.nodes:
             for name in node.inputs:
                 if name and name not in known:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import add, sub
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -47,20 +48,17 @@ class Box:
             return None
         return Box(starts, stops)
 
+    def shifted(self, distances: Iterable[int]) -> Box:
+        steps = tuple(distances)
+        return Box(tuple(map(add, self.starts, steps)), tuple(map(add, self.stops, steps)))
+
     def within(self, outer: Box) -> Box:
         """The same block in coordinates relative to `outer`."""
-        return Box(
-            tuple(start - base for start, base in zip(self.starts, outer.starts, strict=True)),
-            tuple(stop - base for stop, base in zip(self.stops, outer.starts, strict=True)),
-        )
+        return self.shifted(-start for start in outer.starts)
 
     def beside(self, source: Box, target: Box) -> Box:
         """The block that lies in `target` as this one lies in `source`."""
-        distances = tuple(stop - start for start, stop in zip(source.starts, target.starts, strict=True))
-        return Box(
-            tuple(start + distance for start, distance in zip(self.starts, distances, strict=True)),
-            tuple(stop + distance for stop, distance in zip(self.stops, distances, strict=True)),
-        )
+        return self.shifted(map(sub, target.starts, source.starts))
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -84,11 +82,8 @@ MeshAxes = tuple[MeshAxis, ...]
 
 def mesh_of(splits: Sequence[Split], group: int) -> MeshAxes:
     """One axis for each split, outer to inner over `group` devices; those that the degrees leave over are innermost.
-
-    The product of the degrees must divide `group`.
-    """
-    found = []
-    stride = group
+    The product of the degrees must divide `group`."""
+    found, stride = [], group
     for split in splits:
         assert stride % split.degree == 0, f"{' '.join(map(str, splits))} over {group} devices"
         stride //= split.degree
@@ -127,10 +122,7 @@ def place_along(axes: MeshAxes, position: Positions) -> Positions:
 
 def degree_of(axes: Iterable[MeshAxis]) -> int:
     """How many places axes have together."""
-    degree = 1
-    for axis in axes:
-        degree *= axis.degree
-    return degree
+    return math.prod([axis.degree for axis in axes])
 
 
 def members(axes: MeshAxes, position: int) -> tuple[int, ...]:
@@ -143,10 +135,8 @@ def members(axes: MeshAxes, position: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WindowedBlocks:
-    """Blocks of a dimension: block i is the `length` elements from i · step + offset on.
-
-    Blocks may overlap, leave elements out, and stick out of the tensor at its ends.
-    """
+    """Blocks of a dimension: block i is the `length` elements from i · step + offset on. Blocks may overlap, leave
+    elements out, and stick out of the tensor at its ends."""
 
     step: int
     offset: int
@@ -155,10 +145,6 @@ class WindowedBlocks:
     def joined(self, count: int) -> WindowedBlocks:
         """The same for `count` neighbouring blocks taken as one."""
         return WindowedBlocks(self.step * count, self.offset, (count - 1) * self.step + self.length)
-
-    def sticks_out(self, blocks: int, extent: int) -> bool:
-        """True if one of `blocks` lies in part outside of a dimension of that extent."""
-        return self.offset < 0 or (blocks - 1) * self.step + self.offset + self.length > extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +169,15 @@ class Layout:
 
     def __hash__(self) -> int:
         # Layouts are few, and looked up for each operand of each node.
-        if self._hash is None:
+        if (known := self._hash) is None:
             known = hash((self.shape, self.cuts, self.sums, self.means, self.windows, self.fill))
             object.__setattr__(self, "_hash", known)
-            return known
-        return self._hash
+        return known
 
     @property
     def is_partial(self) -> bool:
         """True if devices hold but shares of the value."""
         return bool(self.sums or self.means)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if every device holds all of the value."""
-        return not self.is_partial and not any(self.cuts)
 
     @property
     def partial_over(self) -> MeshAxes:
@@ -256,10 +236,8 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def holders_by_box(layout: Layout, group: int) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-    """Each block, in the order of the first position that holds it, with all positions of `group` that do.
-
-    Layers repeat, so few layouts are asked for often.
-    """
+    """Each block, in the order of the first position that holds it, with all positions of `group` that do. Layers
+    repeat, so few layouts are asked for often."""
     found: dict[Box, list[int]] = {}
     for position in range(group):
         found.setdefault(layout.box(position), []).append(position)
@@ -267,32 +245,20 @@ def holders_by_box(layout: Layout, group: int) -> tuple[tuple[Box, tuple[int, ..
 
 
 def replicated(shape: tuple[int, ...]) -> Layout:
-    """Every device holds the whole tensor."""
     return Layout(shape, ((),) * len(shape))
 
 
 def operand_layout(
     dimensions: tuple[Dimension, ...],
     shape: tuple[int, ...],
-    splits: Sequence[Split],
-    group: int,
+    axes: Mapping[str, MeshAxis],
     windows: Sequence[Windowed] = (),
 ) -> Layout:
-    """Layout in which devices need an operand, or hold a result, under `splits` of the node's iteration space.
+    """Layout in which devices need an operand, or hold a result, of a node whose splits have these `axes_of`.
 
     `windows` are the operand's (`Space.windows_of`). A cut inside a merged dimension is a block only where `is_block`
     says so; callers keep to such splits.
     """
-    return operand_under(dimensions, shape, axes_of(splits, group), windows)
-
-
-def operand_under(
-    dimensions: tuple[Dimension, ...],
-    shape: tuple[int, ...],
-    axes: Mapping[str, MeshAxis],
-    windows: Sequence[Windowed] = (),
-) -> Layout:
-    """The same for splits that are known by their `axes_of`."""
     cuts = [merged([axes[name] for name in dimension if name in axes]) for dimension in dimensions]
     if not windows:
         return Layout(shape, tuple(cuts))
@@ -306,34 +272,23 @@ def operand_under(
         cuts[each.dimension] = merged([axes[each.axis]])
         is_even = block == WindowedBlocks(extent // degree, 0, extent // degree) and extent % degree == 0
         found[each.dimension] = None if is_even else block
-        fill = each.fill if block.sticks_out(degree, extent) else fill
+        if block.offset < 0 or (degree - 1) * block.step + block.offset + block.length > extent:
+            fill = each.fill  # A block sticks out of the tensor.
     return Layout(shape, tuple(cuts), windows=tuple(found) if any(found) else (), fill=fill)
 
 
 def result_layout(
-    space: Space, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], splits: Sequence[Split], group: int
-) -> Layout:
-    """The layout in which a node leaves a result: like an operand's, and partial over split axes that it reduces."""
-    return result_under(space, dimensions, shape, axes_of(splits, group))
-
-
-def result_under(
     space: Space, dimensions: tuple[Dimension, ...], shape: tuple[int, ...], axes: Mapping[str, MeshAxis]
 ) -> Layout:
-    """The same for splits that are known by their `axes_of`."""
-    held = operand_under(dimensions, shape, axes)
+    """The layout in which a node leaves a result: like an operand's, and partial over split axes that it reduces."""
+    held = operand_layout(dimensions, shape, axes)
     present = {name for dimension in dimensions for name in dimension}
     sums: list[MeshAxis] = []
     means: list[MeshAxis] = []
     for name, axis in axes.items():
-        if name in present:
-            continue
-        kind = space.axis(name).kind
-        if kind is not AxisKind.AGREED:
+        if name not in present and (kind := space.axis(name).kind) is not AxisKind.AGREED:
             (means if kind is AxisKind.MEAN else sums).append(axis)
-    if not sums and not means:
-        return held
-    return Layout(held.shape, held.cuts, merged(sums), merged(means))
+    return Layout(held.shape, held.cuts, merged(sums), merged(means)) if sums or means else held
 
 
 def even_degree_hint(extent: int, degree: int) -> str:
@@ -350,10 +305,8 @@ def is_block(space: Space, axis: str, degree: int) -> bool:
 
 
 def are_blocks(space: Space, splits: Sequence[Split]) -> bool:
-    """True if `splits` together leave every device one block of each tensor, equal to the others'.
-
-    In a dimension made of several axes an inner one may be cut where all those outside it are cut to extent one.
-    """
+    """True if `splits` together leave every device one block of each tensor, equal to the others'. In a dimension made
+    of several axes an inner one may be cut where all those outside it are cut to extent one."""
     degrees = {split.axis: split.degree for split in splits}
     if any(axis.extent % degrees.get(axis.name, 1) for axis in space.axes):
         return False
@@ -391,10 +344,8 @@ def lacking(source: Layout, target: Layout, group: int) -> NDArray[np.int64]:
 
 
 def of_neighbours(layout: Layout, size: int) -> Layout:
-    """The layout as each `size` neighbouring devices hold it together, counted as one device.
-
-    Where neighbours' blocks do not make up one block, it is the smallest that has them all.
-    """
+    """The layout as each `size` neighbouring devices hold it together, counted as one device. Where neighbours' blocks
+    do not make up one block, it is the smallest that has them all."""
     windows = layout.windows or (None,) * len(layout.cuts)
     cut = [cut_by_neighbours(axes, window, size) for axes, window in zip(layout.cuts, windows, strict=True)]
     cuts = tuple(axes for axes, _ in cut)
@@ -415,20 +366,14 @@ def _outer(axes: MeshAxes, size: int) -> MeshAxes:
     """The part of `axes` that tells one set of neighbours from another, up to the first axis that lies within one."""
     found = []
     for axis in axes:
-        part = _part(axis, size)
-        if part is not None:
-            found.append(part)
-        if part is None or part.degree < axis.degree:
-            break
+        span = axis.stride * axis.degree
+        if axis.stride % size == 0:
+            found.append(MeshAxis(axis.degree, axis.stride // size))
+            continue
+        if span > size and span % size == 0 and size % axis.stride == 0:
+            found.append(MeshAxis(span // size, 1))  # The axis's outer part: it goes on inside of a set.
+        break
     return merged(found)
-
-
-def _part(axis: MeshAxis, size: int) -> MeshAxis | None:
-    """An axis between sets of `size` devices: whole, or its outer part."""
-    if axis.stride % size == 0:
-        return MeshAxis(axis.degree, axis.stride // size)
-    span = axis.stride * axis.degree
-    return MeshAxis(span // size, 1) if span > size and span % size == 0 and size % axis.stride == 0 else None
 
 
 def _ranges(layout: Layout, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -457,12 +402,10 @@ def moves_between(source: Layout, target: Layout, group: int) -> Iterator[Move]:
     A device keeps what it has. Of several holders the nearest one sends, which mostly is in the same node. What of a
     block sticks out of the tensor nobody sends.
     """
-    holders: dict[Box, list[int]] = {}
-    for position in range(group):
-        holders.setdefault(source.box(position), []).append(position)
+    holders = holders_by_box(source, group)
     for position in range(group):
         need = target.box(position)
-        for box, places in holders.items():
+        for box, places in holders:
             common = box.intersect(need)
             if common is not None:
                 yield Move(min(places, key=lambda place: abs(place - position)), position, common)

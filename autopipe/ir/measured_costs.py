@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar
 
 from autopipe.ir.codec import (
     Amount,
@@ -25,9 +25,9 @@ from autopipe.ir.codec import (
     Sparse,
     decode,
     encode,
-    read_record,
 )
 from autopipe.ir.graph import Attribute, Constant, DType, Value
+from autopipe.ir.json_file import read_record
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
@@ -36,8 +36,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 MESSAGES = ("send", "post", "follow")
 """Measurements of messages between ranks: on their way, the CPU time of one end, and of each further message along with
-it.
-"""
+it."""
 EXCHANGES = (*MESSAGES, *COLLECTIVES)
 """Measurements between ranks: messages, and collectives by the size of their group."""
 FORMAT = "autopipe.costs/1"
@@ -92,18 +91,12 @@ class Operation:
 
 def operation_of(signature: Signature, gradients: Iterable[int], precision: str) -> Operation:
     """The operation that one use of an operator is; `gradients` are places of operands."""
-    return Operation(
-        operator=qualified_name(signature.node),
-        attributes=signature.node.attributes,
-        operands=tuple(map(_type_text, signature.operands)),
-        results=tuple(map(_type_text, signature.results)),
-        gradients=tuple(gradients),
-        precision=precision,
+    operands, results = (
+        tuple("" if value is None else f"{value.dtype.value}[{','.join(map(str, value.shape))}]" for value in side)
+        for side in (signature.operands, signature.results)
     )
-
-
-def _type_text(value: Value | None) -> str:
-    return "" if value is None else f"{value.dtype.value}[{','.join(map(str, value.shape))}]"
+    node = signature.node
+    return Operation(qualified_name(node), node.attributes, operands, results, tuple(gradients), precision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +134,6 @@ class Sample:
     moved_bytes: tuple[float, float]
 
     def cost(self, forward: Timing, backward: Timing | None) -> OperationCost:
-        """Cost with these measured times."""
         return OperationCost(self.operation, self.kind, self.flops, self.moved_bytes, forward, backward)
 
     def operands(self) -> tuple[dict[str, Constant], dict[str, Value]]:
@@ -166,7 +158,6 @@ class TensorCosts:
     per_byte_s: Amount
 
     def seconds(self, tensors: int, size_bytes: float) -> float:
-        """Amount for `tensors` tensors of `size_bytes` bytes together."""
         return self.per_tensor_s * tensors + self.per_byte_s * size_bytes
 
 
@@ -197,8 +188,6 @@ class TaskCosts:
 
 @dataclass(frozen=True, slots=True)
 class TimedBytes:
-    """A measured time of an exchange of a number of bytes."""
-
     bytes: Index
     timing: Annotated[Timing, Flat()]
 
@@ -243,30 +232,23 @@ class Costs:
         return next((each for each in self.devices if each.device == device), None)
 
 
-_Entry = TypeVar("_Entry")
-
-
 def merged(parts: Iterable[Costs]) -> Costs:
     """All that the parts hold; where two measured the same, the later one counts."""
     found: dict[str, DeviceCosts] = {}
-    for part in parts:
-        for each in part.devices:
-            found[each.device] = _joined(found[each.device], each) if each.device in found else each
+    for each in (device for part in parts for device in part.devices):
+        first = found.setdefault(each.device, each)
+        if first is each:
+            continue
+        operations = {cost.operation: cost for cost in (*first.operations, *each.operations)}
+        exchanges = {(cost.kind, cost.ranks): cost for cost in (*first.exchanges, *each.exchanges)}
+        found[each.device] = DeviceCosts(
+            each.device,
+            tuple(dict.fromkeys((*first.measured, *each.measured))),
+            tuple(operations.values()),
+            each.tasks or first.tasks,
+            tuple(exchanges.values()),
+        )
     return Costs(tuple(found.values()))
-
-
-def _joined(first: DeviceCosts, second: DeviceCosts) -> DeviceCosts:
-    return DeviceCosts(
-        device=first.device,
-        measured=tuple(dict.fromkeys((*first.measured, *second.measured))),
-        operations=_latest((*first.operations, *second.operations), lambda each: each.operation),
-        tasks=second.tasks or first.tasks,
-        exchanges=_latest((*first.exchanges, *second.exchanges), lambda each: (each.kind, each.ranks)),
-    )
-
-
-def _latest(entries: tuple[_Entry, ...], key: Callable[[_Entry], object]) -> tuple[_Entry, ...]:
-    return tuple({key(each): each for each in entries}.values())
 
 
 def costs_text(costs: Costs) -> str:

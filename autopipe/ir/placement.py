@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Annotated, ClassVar
 
 from autopipe.ir.codec import Coded, Count, Filled, Index, Record, Row, Sparse, decode, encode_as
@@ -41,14 +40,13 @@ def node_ranges(nodes: Iterable[int]) -> list[list[int]]:
 
 
 def _read_nodes(record: Record) -> tuple[int, ...]:
-    return tuple(chain.from_iterable(map(_read_range, record.items())))
-
-
-def _read_range(record: Record) -> range:
-    ends = tuple(decode(each, Index) for each in record.items())
-    if len(ends) != 2 or not ends[0] < ends[1] <= _MOST_NODES:
-        record.refuse("a range of nodes: first, one after the last")
-    return range(*ends)
+    nodes: list[int] = []
+    for each in record.items():
+        ends = tuple(decode(end, Index) for end in each.items())
+        if len(ends) != 2 or not ends[0] < ends[1] <= _MOST_NODES:
+            each.refuse("a range of nodes: first, one after the last")
+        nodes += range(*ends)
+    return tuple(nodes)
 
 
 def _write_splits(splits: tuple[tuple[int, Splits], ...]) -> list[dict[str, object]]:
@@ -141,7 +139,6 @@ class Placement:
         return len(self.stages) // self.pipelines
 
     def stage_of(self, pipeline: int = 0) -> dict[int, int]:
-        """Stage by node index, in one pipeline."""
         return {
             node: index for index, stage in enumerate(self.stages) if stage.pipeline == pipeline for node in stage.nodes
         }
@@ -195,28 +192,19 @@ def recomputed_nodes(graph: Graph) -> frozenset[int]:
 
 
 def crossing_values(graph: Graph, placement: Placement) -> Iterator[tuple[str, int, int]]:
-    """Each (value, producing stage, consuming stage) with different stages, in topological order, each once.
-
-    One pipeline after the other; values of `recomputed_nodes` cross no edge.
-    """
+    """Each (value, producing stage, consuming stage) with different stages, in topological order, each once. One
+    pipeline after the other; values of `recomputed_nodes` cross no edge."""
     recomputed = recomputed_nodes(graph)
     for pipeline in range(placement.pipelines):
-        yield from _crossing(graph, placement.stage_of(pipeline), recomputed)
-
-
-def _crossing(graph: Graph, stage_of: dict[int, int], recomputed: frozenset[int]) -> Iterator[tuple[str, int, int]]:
-    seen: set[tuple[str, int]] = set()
-    for index, sources in enumerate(graph.sources()):
-        if index in recomputed:
-            continue
-        stage = stage_of[index]
-        for name, producer in sources:
-            if stage_of[producer] == stage or producer in recomputed or (name, stage) in seen:
-                continue
-            seen.add((name, stage))
-            yield name, stage_of[producer], stage
+        stage_of = placement.stage_of(pipeline)
+        seen: set[tuple[str, int]] = set()
+        for index, sources in enumerate(graph.sources()):
+            for name, producer in sources if index not in recomputed else ():
+                source, target = stage_of[producer], stage_of[index]
+                if source != target and producer not in recomputed and (name, target) not in seen:
+                    seen.add((name, target))
+                    yield name, source, target
 
 
 def stage_edges(graph: Graph, placement: Placement) -> tuple[tuple[int, int], ...]:
-    """The edges of the stage graph, sorted, each once."""
     return tuple(sorted({(source, target) for _, source, target in crossing_values(graph, placement)}))

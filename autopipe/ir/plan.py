@@ -64,10 +64,8 @@ class Alternative:
 
 
 def best_of_each(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
-    """Of each strategy the alternative with the shortest step, the first of equals; the best strategy first.
-
-    Of several that came to the same placement it is the one that did so first.
-    """
+    """Of each strategy the alternative with the shortest step, the first of equals; the best strategy first. Of several
+    that came to the same placement it is the one that did so first."""
     found: dict[str, Alternative] = {}
     for each in alternatives:
         best = found.setdefault(each.choice.strategy, each)
@@ -156,14 +154,12 @@ class Summary:
     """No schedule of this placement can take less."""
     optimal: bool
     """True if the schedule is proven the best for the placement: in its period, where a search found a steady state
-    (but for the rounding it states), in its step otherwise.
-    """
+    (but for the rounding it states), in its step otherwise."""
     gap: float | None
     """Share of the period, or the step, that lies above what is proven; 0 where it is optimal."""
     communication_bytes: tuple[tuple[str, Index], ...] | None
     """Bytes that a step's exchanges move over all devices, by kind (`ir/program.py`); None where the placement cannot
-    be executed.
-    """
+    be executed."""
     splits: SplitProof | None = None
     """Proof of the splits, where they were searched."""
     costs: Annotated[CostCoverage | None, Sparse()] = None

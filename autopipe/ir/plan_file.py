@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autopipe.ir.block_schedule import SCHEDULE_FORMAT, block_form, order_form
-from autopipe.ir.codec import Count, Index, JsonRecord, decode, encode, encode_as, read_record, record_text
+from autopipe.ir.block_schedule import SCHEDULE_FORMAT, order_form
+from autopipe.ir.codec import Count, Index, decode, encode, encode_as
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.json_file import JsonRecord, read_record, record_text
 from autopipe.ir.memo import remembered
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan
@@ -34,7 +35,7 @@ from autopipe.ir.schedule import (
     pipelines_of,
     sharing,
 )
-from autopipe.ir.timeline import Message, Prediction, StagePrediction, Timeline
+from autopipe.ir.timeline import Message, Prediction, Timeline
 
 FORMAT = "autopipe.plan/1"
 PLAN_FILE = "plan.json"
@@ -67,10 +68,8 @@ def plan_form(plan: Plan) -> dict[str, Any]:
 
 @remembered(2)
 def plan_digest(plan: Plan) -> str:
-    """SHA-256 of what was decided and for which graph.
-
-    Search times, what the strategy noted and the file's path do not count.
-    """
+    """SHA-256 of what was decided and for which graph. Search times, what the strategy noted and the file's path do not
+    count."""
     form = plan_form(dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, notes=())))
     decided = {key: form[key] for key in ("graph_digest", "mode", "batch_size", "placement", "predictions")}
     return hashlib.sha256((json.dumps(decided, sort_keys=True) + plan.schedule.grid()).encode()).hexdigest()
@@ -97,7 +96,7 @@ def read_plan(folder: Path) -> Plan:
         plan,
         model=os.path.normpath(os.path.join(folder.resolve(), plan.model)),
         summary=summary,
-        schedule=_schedule_of(folder / SCHEDULE_FILE, plan.placement, stages, plan.mode == "train"),
+        schedule=_schedule_of(folder / SCHEDULE_FILE, stages, plan.mode == "train"),
     )
 
 
@@ -118,16 +117,14 @@ def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Pla
                 row.refuse(f"one of {part.of} turns, counted from 0, not {part.index}")
 
 
-def _schedule_of(path: Path, placement: Placement, stages: StageGraph, train: bool) -> Schedule:
+def _schedule_of(path: Path, stages: StageGraph, train: bool) -> Schedule:
     """The schedule in `path`, which must be able to run."""
     schedule = read_schedule(path, stages.stage_devices, stages.turns)
-    if schedule.devices < placement.devices:
-        raise ConfigurationError(
-            f"tasks are for {schedule.devices} devices, the placement has {placement.devices}", where=str(path)
-        )
-    graph = dataclasses.replace(stages, devices=schedule.devices)
+    if schedule.devices < stages.devices:
+        message = f"tasks are for {schedule.devices} devices, the placement has {stages.devices}"
+        raise ConfigurationError(message, where=str(path))
     try:
-        schedule.verify(graph, train)
+        schedule.verify(dataclasses.replace(stages, devices=schedule.devices), train)
     except InfeasibleError as error:
         reason, _, grid = error.message.partition("\n")
         raise ConfigurationError(f"{reason}: {_marked(grid)}", "plan again", f"{path}: {error.where}") from error
@@ -150,10 +147,8 @@ Kind = tuple[int, Phase, int]
 
 
 def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
-    """The schedule of a plan as lists, dicts and scalars, with times in seconds and memory in bytes.
-
-    A block's memory is what it adds: a forward what it keeps, a backward, or its halves together, as much less.
-    """
+    """The schedule of a plan as lists, dicts and scalars, with times in seconds and memory in bytes. A block's memory
+    is what it adds: a forward what it keeps, a backward, or its halves together, as much less."""
     schedule, stages = plan.schedule, plan.prediction.stages
     proof = None if schedule.period is None else schedule.proof
     turns = micro_batch_ratios(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
@@ -165,13 +160,23 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     found = {kind_of(task) for order in distinct for task in order}
     kinds = sorted(found, key=lambda kind: ("FBIW".index(kind[1].value), kind[0], kind[2]))
     index = {kind: position for position, kind in enumerate(kinds)}
-    trains = plan.mode == "train"
     blocks = []
     for stage, phase, turn in kinds:
-        after = sorted(index[kind] for kind in _before(plan, turns, (stage, phase, turn)) if kind in index)
-        devices, memory = plan.placement.stages[stage].devices, _change(stages[stage], phase) if trains else 0
-        name = f"{stage}{phase.value}" + (f".{turn}" if turns[stage] > 1 else "")
-        blocks.append(block_form(name, devices, stages[stage].seconds(phase), memory, after))
+        own = stages[stage]
+        memory = {  # What it adds to the bytes in use.
+            Phase.FORWARD: own.kept_bytes,
+            Phase.BACKWARD: -own.kept_bytes,
+            Phase.INPUT_GRADIENT: own.weight_kept_bytes - own.kept_bytes,
+            Phase.WEIGHT_GRADIENT: -own.weight_kept_bytes,
+        }[phase]
+        block = {
+            "name": f"{stage}{phase.value}" + (f".{turn}" if turns[stage] > 1 else ""),
+            "devices": list(plan.placement.stages[stage].devices),
+            "time": own.seconds(phase),
+            "memory": memory if plan.mode == "train" else 0,
+            "after": sorted(index[kind] for kind in _before(plan, turns, (stage, phase, turn)) if kind in index),
+        }
+        blocks.append(block)
     starts = {(span.device, span.task): span.start for span in timeline.own_spans}
     lanes = timeline.lanes or tuple((device,) for device in range(schedule.devices))
     orders = [
@@ -201,8 +206,7 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
 
 def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], turns: tuple[int, ...]) -> Schedule:
     """Order of tasks in `path`, for stages on these devices with these numbers of micro-batches a unit (() where all
-    have one). Raises ConfigurationError with file and key.
-    """
+    have one). Raises ConfigurationError with file and key."""
     record = read_record(path, SCHEDULE_FORMAT)
     turns = turns or (1,) * len(stage_devices)
     kinds = [_kind_of(block, stage_devices, turns) for block in record.at("blocks").items()]
@@ -220,33 +224,21 @@ def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], turns:
 
 def _orders_of(tasks: JsonRecord, kinds: list[Kind], turns: tuple[int, ...]) -> Iterator[tuple[Task, ...]]:
     """The order of each device: one and the same where lists are equal, as they are within groups of devices."""
+
+    def task_of(record: JsonRecord) -> Task:
+        block, unit = record.get("block", Index), record.get("unit", Index)
+        if block >= len(kinds):
+            record.at("block").refuse(f"the index of one of {len(kinds)} blocks")
+        stage, phase, turn = kinds[block]
+        return Task(stage, phase, unit * turns[stage] + turn)
+
     known: list[tuple[object, tuple[Task, ...]]] = []
     for each in tasks.items():
         order = next((found for value, found in known if value == each.value), None)
         if order is None:
-            order = tuple(_task_of(task, kinds, turns) for task in each.items())
+            order = tuple(map(task_of, each.items()))
             known.append((each.value, order))
         yield order
-
-
-def _task_of(record: JsonRecord, kinds: list[Kind], turns: tuple[int, ...]) -> Task:
-    block, unit = record.get("block", Index), record.get("unit", Index)
-    if block >= len(kinds):
-        record.at("block").refuse(f"the index of one of {len(kinds)} blocks")
-    stage, phase, turn = kinds[block]
-    return Task(stage, phase, unit * turns[stage] + turn)
-
-
-def _change(stage: StagePrediction, phase: Phase) -> int:
-    match phase:
-        case Phase.FORWARD:
-            return stage.kept_bytes
-        case Phase.BACKWARD:
-            return -stage.kept_bytes
-        case Phase.INPUT_GRADIENT:
-            return stage.weight_kept_bytes - stage.kept_bytes
-        case Phase.WEIGHT_GRADIENT:
-            return -stage.weight_kept_bytes
 
 
 def _before(plan: Plan, turns: tuple[int, ...], kind: Kind) -> list[Kind]:
@@ -261,12 +253,10 @@ def _before(plan: Plan, turns: tuple[int, ...], kind: Kind) -> list[Kind]:
         return [each for source, target in edges if target == stage for each in overlapping(source, phase)]
     if phase is Phase.WEIGHT_GRADIENT:
         return [(stage, Phase.INPUT_GRADIENT, turn)]
-    later = [target for source, target in edges if source == stage]
     halves = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
-    return [
-        (stage, Phase.FORWARD, turn),
-        *(each for target in later for half in halves for each in overlapping(target, half)),
-    ]
+    targets = [target for source, target in edges if source == stage]
+    gradients = [each for target in targets for half in halves for each in overlapping(target, half)]
+    return [(stage, Phase.FORWARD, turn), *gradients]
 
 
 def _kind_of(record: JsonRecord, stage_devices: tuple[tuple[int, ...], ...], turns: tuple[int, ...]) -> Kind:

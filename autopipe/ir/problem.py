@@ -35,10 +35,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Cost of one evaluation of one node, whatever the device: the annotation that makes a graph a costed graph.
-
-    All figures are for the whole node on one micro-batch; a node split into n equal parts does a share of 1/n each.
-    """
+    """Cost of one evaluation of one node, whatever the device: the annotation that makes a graph a costed graph. All
+    figures are for the whole node on one micro-batch; a node split into n equal parts does a share of 1/n each."""
 
     kind: str
     """Class of the operator, as `Operator.kind`."""

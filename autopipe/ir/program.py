@@ -1,30 +1,8 @@
 """Instructions of each rank, as data: the last value before Python text.
 
-A program has two halves. The *what*: for each stage, the operations of its forward on local shards (`StageCode`). The
-*when*: for each rank, a list of instructions, loops rolled up (`RankCode`). Backward is autograd's.
-
-Gradients of parameters that the same ranks add up travel together, in buckets, and so do shares of their update.
-
-A bucket that is shared out (ZeRO-1) is one row of elements: its parameters' blocks one behind the other, each at a
-multiple of 16 bytes, filled up so that all ranks have equal shares. Where a share begins and ends has nothing to do
-with where parameters do.
-
-Bytes of a step's exchanges by kind: one definition, for predictions and for counts.
-
-Each device counts every exchange that it takes part in, forwards and backwards; a total is over all devices.
-
-* `all_reduce`: the tensor that is added up, or of which the largest is taken;
-* `reduce_scatter`: the tensor that is put in;
-* `all_gather`: the tensor that comes out;
-* `all_to_all`: the block of which each device sends a part to every other;
-* `redistribute`: what arrives from other devices;
-* `gradient`: gradients of parameters that are added up over devices, once a step, whole or in shards;
-* `parameter`: parameters that are gathered once a step, where each device has updated a shard;
-* `send`: what goes to another device's stage, activations and their gradients.
-
-The transpose of an all-gather is a reduce-scatter of as many bytes, and the reverse; all other kinds are their own.
-What an operator that is split along a joint axis tells the group counts as what it is. Cutting a copy moves nothing.
-Reports, outputs of inference and checkpoints are no part of a step.
+For each stage the operations of its forward on local shards (`StageCode`); for each rank a list of instructions, loops
+rolled up (`RankCode`). Backward is autograd's. Gradients of parameters that the same ranks add up travel together
+(`Bucket`), and the exchanges of a step have `KINDS`, one definition for predictions and for counts.
 """
 
 from __future__ import annotations
@@ -77,10 +55,8 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A change of a value's layout inside a stage's group; its backward is the transpose.
-
-    `source` and `result` are one device's blocks before and after.
-    """
+    """A change of a value's layout inside a stage's group; its backward is the transpose. `source` and `result` are one
+    device's blocks before and after."""
 
     source: Value
     result: Value
@@ -140,8 +116,8 @@ class StageCode:
         """The operations of each segment, of all where there are none; an exchange goes with what is computed next."""
         segment_of = {node: number for number, segment in enumerate(self.segments) for node in segment.nodes}
         groups: list[list[Operation]] = [[] for _ in self.segments or (None,)]
-        number = 0
         waiting: list[Operation] = []
+        number = 0
         for operation in self.operations:
             waiting.append(operation)
             if isinstance(operation, Compute):
@@ -177,10 +153,8 @@ class MessageBlock:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Messages from one rank to another: one block of each micro-batch of its slice, and its gradient back.
-
-    `buffers` and `gradient_buffers` are how many messages the target, and of gradients the source, holds at once.
-    """
+    """Messages from one rank to another: one block of each micro-batch of its slice, and its gradient back. `buffers`
+    and `gradient_buffers` are how many messages the target, and of gradients the source, holds at once."""
 
     number: Index
     source_rank: Annotated[Index, At("source")]
@@ -191,8 +165,6 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class DataInput:
-    """A block of a graph input that a rank reads for one micro-batch of one stage."""
-
     tensor: str
     box: Box
 
@@ -212,10 +184,8 @@ class Shard:
 
 
 class Verb(enum.Enum):
-    """Action of one line of a rank's program, for one stage and one micro-batch.
-
-    `input_gradient` and `weight_gradient` are the two halves of a backward that is split.
-    """
+    """Action of one line of a rank's program, for one stage and one micro-batch. `input_gradient` and `weight_gradient`
+    are the two halves of a backward that is split."""
 
     RECEIVE = "receive"
     FORWARD = "forward"
@@ -229,10 +199,8 @@ class Verb(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One verb on one stage and micro-batch. `receive` posts, `forward` and `backward` wait, `send` returns at once.
-
-    A receive is of what one stage, `source`, sends; of what all stages send where it is None.
-    """
+    """One verb on one stage and micro-batch. `receive` posts, `forward` and `backward` wait, `send` returns at once. A
+    receive is of what one stage, `source`, sends; of what all stages send where it is None."""
 
     verb: Verb
     stage: int
@@ -240,16 +208,13 @@ class Instruction:
     source: int | None = None
 
     def shifted(self, distance: int) -> Instruction:
-        """The same on a micro-batch `distance` further."""
         return replace(self, micro_batch=self.micro_batch + distance)
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`body`, `count` times, each time on micro-batches `stride` further.
-
-    Where stages with micro-batches of different sizes take part, `strides` says it for each instruction of the body.
-    """
+    """`body`, `count` times, each time on micro-batches `stride` further. Where stages with micro-batches of different
+    sizes take part, `strides` says it for each instruction of the body."""
 
     body: tuple[Instruction, ...]
     count: int
@@ -262,8 +227,6 @@ Section = tuple["Instruction | Loop", ...]
 
 @dataclass(frozen=True, slots=True)
 class StageOnRank:
-    """How one stage is wired on one rank: what it reads of the batch, receives and sends."""
-
     stage: int
     data: tuple[DataInput, ...]
     receives: tuple[MessageBlock, ...]
@@ -360,8 +323,7 @@ class Program:
     """Channels between different ranks, by number."""
     shard: bool = False
     """True if ranks that hold the same block of a parameter update a share of it each, and gather it again: see
-    `Optimizer.shard`.
-    """
+    `Optimizer.shard`."""
 
     def micro_batches_of(self, stage: int) -> range:
         """The micro-batches that a stage runs in a step: m runs on pipeline m mod their number."""
@@ -378,10 +340,8 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A trained block of a parameter that several ranks hold.
-
-    `home` is the stage whose last backward completes its gradient on all of them, None where there is none.
-    """
+    """A trained block of a parameter that several ranks hold. `home` is the stage whose last backward completes its
+    gradient on all of them, None where there is none."""
 
     parameter: int
     elements: int
@@ -426,30 +386,30 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Blocks of one element type whose gradients the same ranks add up in one exchange."""
+    """Blocks of one element type whose gradients the same ranks add up in one exchange.
+
+    One that is shared out (ZeRO-1) is one row of elements: its blocks one behind the other, each at a multiple of 16
+    bytes, filled up so that all ranks have equal shares, which begin and end wherever that is in the parameters.
+    """
 
     blocks: tuple[Block, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part, ascending."""
         return self.blocks[0].ranks
 
     @property
     def home(self) -> int | None:
-        """The stage whose last backward completes all of its gradients."""
         return self.blocks[0].home
 
     @property
     def starts(self) -> tuple[int, ...]:
         """Where each block begins in the row, in elements."""
-        step = self._step
-        ends = accumulate(-(-block.elements // step) * step for block in self.blocks)
+        ends = accumulate(-(-block.elements // self._step) * self._step for block in self.blocks)
         return (0, *ends)[: len(self.blocks)]
 
     @property
     def share(self) -> int:
-        """Elements of each rank's share."""
         used = self.starts[-1] + self.blocks[-1].elements
         return -(-used // (len(self.ranks) * self._step)) * self._step
 
@@ -476,40 +436,46 @@ class Bucket:
 
 
 def buckets_of(blocks: Iterable[Block]) -> tuple[Bucket, ...]:
-    """The buckets of a rank's blocks, in the order in which all of their ranks exchange them.
-
-    Those without a home come first, and parameters are taken last first, since backward finishes with the first.
-    """
+    """The buckets of a rank's blocks, in the order in which all of their ranks exchange them. Those without a home come
+    first, and parameters are taken last first, since backward finishes with the first."""
     groups: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
     for block in sorted(blocks, key=lambda block: block.parameter, reverse=True):
         groups.setdefault((-1 if block.home is None else block.home, block.ranks), []).append(block)
-    return tuple(bucket for key in sorted(groups) for bucket in _packed(groups[key]))
-
-
-def _packed(blocks: Iterable[Block]) -> Iterator[Bucket]:
-    packed: list[Block] = []
-    size = 0
-    for block in blocks:
-        if packed and (packed[-1].dtype != block.dtype or size >= BUCKET_BYTES):
-            yield Bucket(tuple(packed))
-            packed, size = [], 0
-        packed.append(block)
-        size += block.elements * block.itemsize
-    if packed:
-        yield Bucket(tuple(packed))
+    packed: list[list[Block]] = []
+    for key in sorted(groups):
+        size, dtype = BUCKET_BYTES, ""
+        for block in groups[key]:
+            if size >= BUCKET_BYTES or dtype != block.dtype:
+                packed.append([])
+                size, dtype = 0, block.dtype
+            packed[-1].append(block)
+            size += block.elements * block.itemsize
+    return tuple(Bucket(tuple(each)) for each in packed)
 
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "redistribute", "gradient", "parameter", "send")
-"""In the order in which they are listed."""
+"""Kinds of a step's exchanges, in the order in which they are listed, and what their bytes are.
 
-_TRANSPOSED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+Each device counts every exchange that it takes part in, forwards and backwards; a total is over all devices.
+
+* `all_reduce`: the tensor that is added up, or of which the largest is taken;
+* `reduce_scatter`: the tensor that is put in;
+* `all_gather`: the tensor that comes out;
+* `all_to_all`: the block of which each device sends a part to every other;
+* `redistribute`: what arrives from other devices;
+* `gradient`: gradients of parameters that are added up over devices, once a step, whole or in shards;
+* `parameter`: parameters that are gathered once a step, where each device has updated a shard;
+* `send`: what goes to another device's stage, activations and their gradients.
+
+What an operator that is split along a joint axis tells the group counts as what it is. Cutting a copy moves nothing.
+Reports, outputs of inference and checkpoints are no part of a step.
+"""
 
 
 def transposed(kind: str) -> str:
-    """The kind of the exchange that an exchange's backward is."""
-    return _TRANSPOSED.get(kind, kind)
+    """The kind of the exchange that an exchange's backward is, of as many bytes."""
+    return {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(kind, kind)
 
 
 def by_kind(counted: Mapping[str, int]) -> dict[str, int]:
-    """All kinds in the order of `KINDS`, 0 where nothing was counted."""
     return {kind: counted.get(kind, 0) for kind in KINDS}

@@ -114,36 +114,54 @@ class Schedule:
         return same and all(own == its for own, its in pairs.values())
 
     def grid(self) -> str:
-        """The order as text, one line a device."""
         orders = {id(order): order for order in self.tasks}  # Devices of a group mostly have one.
         texts = {number: " ".join(map(str, order)) for number, order in orders.items()}
         return "\n".join(f"{device}: {texts[id(order)]}" for device, order in enumerate(self.tasks))
 
     def verify(self, graph: StageGraph, train: bool) -> None:
-        """Raise InfeasibleError, with the grid and the offending cell marked, unless the schedule can run.
+        """Raise WrongScheduleError unless the schedule can run.
 
         Every stage runs each phase of each of its pipeline's micro-batches once on each of its devices; and some
         execution respects every device's order, F before F along the graph's edges, backwards against them, and F
         before B (I before W) of a stage: between stages of tasks that have samples in common.
         """
-
-        check_order(self, graph, train)
-
-
-def marked_grid(schedule: Schedule, device: int, position: int) -> str:
-    """The grid with one cell in brackets."""
-    lines = []
-    for index, order in enumerate(schedule.tasks):
-        cells = [f"[{task}]" if (index, place) == (device, position) else str(task) for place, task in enumerate(order)]
-        lines.append(f"{index}: {' '.join(cells)}")
-    return "\n".join(lines)
+        lanes = lanes_of(graph.stage_devices, self.tasks)
+        firsts = [devices[0] for devices in lanes]
+        for device in firsts:
+            _check_tasks(self, graph, train, device)
+        groups = lane_groups(graph.stage_devices, lanes)
+        needs = _Needs(graph, [self.tasks[device] for device in firsts])
+        waiting = [deque(self.tasks[device]) for device in firsts]
+        done: set[_Number] = set()
+        moved = True
+        while moved:
+            moved = False
+            for queue in waiting:
+                while queue and done.issuperset(needs.of(queue[0])):
+                    task = queue[0]
+                    if any(not waiting[lane] or waiting[lane][0] != task for lane in groups[task.stage]):
+                        break  # A group computes together: the task is not yet next on all lanes of its stage.
+                    for lane in groups[task.stage]:
+                        waiting[lane].popleft()
+                    done.add((task.stage, task.phase, task.micro_batch))
+                    moved = True
+        for device, queue in zip(firsts, waiting, strict=True):
+            if queue:
+                missing = next((Task(*need) for need in needs.of(queue[0]) if need not in done), None)
+                why = f"waits for {missing}, which can never run" if missing else "never starts"
+                position = len(self.tasks[device]) - len(queue)
+                raise WrongScheduleError(self, device, position, f"{queue[0]} {why}")
 
 
 class WrongScheduleError(InfeasibleError):
-    """A schedule that cannot run, with the cell that shows it; the message is the reason and the grid."""
+    """A schedule that cannot run: the message is the reason, and the grid with the cell that shows it in brackets."""
 
     def __init__(self, schedule: Schedule, device: int, position: int, reason: str) -> None:
-        super().__init__(f"{reason}\n{marked_grid(schedule, device, position)}", where=f"device {device}")
+        grid = [[str(task) for task in order] for order in schedule.tasks]
+        if position < len(grid[device]):
+            grid[device][position] = f"[{grid[device][position]}]"
+        lines = [f"{index}: {' '.join(cells)}" for index, cells in enumerate(grid)]
+        super().__init__("\n".join([reason, *lines]), where=f"device {device}")
         self.device, self.position, self.reason = device, position, reason
 
 
@@ -171,7 +189,6 @@ def lanes_of(stage_devices: Sequence[Sequence[int]], orders: Sequence[Sequence[H
 
 
 def lane_groups(stage_devices: Sequence[Sequence[int]], lanes: Lanes) -> tuple[tuple[int, ...], ...]:
-    """The lanes of each stage, by number, each once."""
     lane = {device: index for index, devices in enumerate(lanes) for device in devices}
     return tuple(tuple(dict.fromkeys(lane[device] for device in group)) for group in stage_devices)
 
@@ -199,10 +216,8 @@ class StageGraph:
 
     @staticmethod
     def of(problem: Problem, placement: Placement) -> StageGraph:
-        """The stage graph of a placement on the problem's cluster.
-
-        Raises InfeasibleError where a stage's micro-batches are no equal parts of the problem's.
-        """
+        """The stage graph of a placement on the problem's cluster. Raises InfeasibleError where a stage's micro-batches
+        are no equal parts of the problem's."""
         return StageGraph(
             problem.cluster.size,
             tuple(stage.devices for stage in placement.stages),
@@ -220,7 +235,6 @@ class StageGraph:
         return 1 + max(self.pipelines, default=0)
 
     def micro_batch_ratio_at(self, stage: int) -> int:
-        """Micro-batches that a stage runs for one of the problem's."""
         return self.turns[stage] if self.turns else 1
 
     def sharing(self, stage: int, micro_batch: int, other: int) -> range:
@@ -228,10 +242,8 @@ class StageGraph:
         return sharing(micro_batch, self.micro_batch_ratio_at(stage), self.micro_batch_ratio_at(other))
 
     def micro_batches_of(self, stage: int, micro_batches: int) -> range:
-        """The micro-batches that a stage runs where the problem has `micro_batches`.
-
-        Of several pipelines, m runs on pipeline m mod their number; there is but one where stages take turns.
-        """
+        """The micro-batches that a stage runs where the problem has `micro_batches`. Of several pipelines, m runs on
+        pipeline m mod their number; there is but one where stages take turns."""
         if self.turns:
             return range(micro_batches * self.turns[stage])
         first = self.pipelines[stage] if self.pipelines else 0
@@ -239,7 +251,6 @@ class StageGraph:
 
 
 def pipelines_of(placement: Placement) -> tuple[int, ...]:
-    """The pipeline of each stage; () where there is but one."""
     return tuple(stage.pipeline for stage in placement.stages) if placement.pipelines > 1 else ()
 
 
@@ -271,10 +282,8 @@ def sharing(number: int, turns: int, other_turns: int) -> range:
 
 
 def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """For each stage the number of stages on the longest path from it to an end, itself included.
-
-    A chain of p stages gives p, ..., 1.
-    """
+    """For each stage the number of stages on the longest path from it to an end, itself included. A chain of p stages
+    gives p, ..., 1."""
     depths = [1] * stages
     for source, target in sorted(edges, reverse=True):
         depths[source] = max(depths[source], depths[target] + 1)
@@ -284,36 +293,11 @@ def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, .
 _Number = tuple[int, Phase, int]
 """A task's stage, phase and micro-batch: tasks are looked up by the million, and tuples are hashed sooner."""
 
+_INFERENCE_PHASES = (frozenset({Phase.FORWARD}),)
 _TRAIN_PHASES = (
     frozenset({Phase.FORWARD, Phase.BACKWARD}),
     frozenset({Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT}),
 )
-
-
-def check_order(schedule: Schedule, graph: StageGraph, train: bool) -> None:
-    """Raise WrongScheduleError, with the offending cell marked, unless some execution respects every device's order."""
-    lanes = lanes_of(graph.stage_devices, schedule.tasks)
-    firsts = [devices[0] for devices in lanes]
-    _check_tasks(schedule, graph, train, firsts)
-    groups = lane_groups(graph.stage_devices, lanes)
-    needs = _Needs(graph, [schedule.tasks[device] for device in firsts])
-    waiting = [deque(schedule.tasks[device]) for device in firsts]
-    done: set[_Number] = set()
-    moved = True
-    while moved:
-        moved = False
-        for queue in waiting:
-            while queue and needs.met(queue[0], done) and _together(queue[0], groups, waiting):
-                task = queue[0]
-                for lane in groups[task.stage]:
-                    waiting[lane].popleft()
-                done.add((task.stage, task.phase, task.micro_batch))
-                moved = True
-    for device, queue in zip(firsts, waiting, strict=True):
-        if queue:
-            missing = needs.first_missing(queue[0], done)
-            reason = f"{queue[0]} waits for {missing}, which can never run" if missing else f"{queue[0]} never starts"
-            raise WrongScheduleError(schedule, device, len(schedule.tasks[device]) - len(queue), reason)
 
 
 class _Needs:
@@ -339,12 +323,12 @@ class _Needs:
             ]
         if task.phase is Phase.WEIGHT_GRADIENT:
             return [(task.stage, Phase.INPUT_GRADIENT, task.micro_batch)]
-        later = [
-            self._backward(stage, number)
+        gradients = [
+            (stage, Phase.INPUT_GRADIENT if (stage, number) in self.split else Phase.BACKWARD, number)
             for stage in self.after.get(task.stage, ())
             for number in self._sharing(task, stage)
         ]
-        return [(task.stage, Phase.FORWARD, task.micro_batch), *later]
+        return [(task.stage, Phase.FORWARD, task.micro_batch), *gradients]
 
     def _sharing(self, task: Task, other: int) -> Sequence[int]:
         """The micro-batches of another stage that have samples of the task's."""
@@ -352,59 +336,35 @@ class _Needs:
             return (task.micro_batch,)
         return sharing(task.micro_batch, self.turns[task.stage], self.turns[other])
 
-    def _backward(self, stage: int, micro_batch: int) -> _Number:
-        """The task that gives the gradients of what a stage received."""
-        split = (stage, micro_batch) in self.split
-        return stage, Phase.INPUT_GRADIENT if split else Phase.BACKWARD, micro_batch
 
-    def met(self, task: Task, done: set[_Number]) -> bool:
-        return done.issuperset(self.of(task))
+def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int) -> None:
+    """Raise WrongScheduleError unless a device runs all tasks of its stages once, and no others."""
+    order = schedule.tasks[device]
 
-    def first_missing(self, task: Task, done: set[_Number]) -> Task | None:
-        return next((Task(*need) for need in self.of(task) if need not in done), None)
+    def wrong(position: int, reason: str) -> WrongScheduleError:
+        return WrongScheduleError(schedule, device, position, reason)
 
-
-def _together(task: Task, groups: Sequence[Sequence[int]], waiting: list[deque[Task]]) -> bool:
-    """True if the task is next on all lanes of its stage: a group computes together."""
-    return all(waiting[lane] and waiting[lane][0] == task for lane in groups[task.stage])
-
-
-def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, devices: Sequence[int]) -> None:
-    stage_devices = graph.stage_devices
-    for device in devices:
-        order = schedule.tasks[device]
-        seen: dict[tuple[int, int], frozenset[Phase]] = {}
-        """By stage and micro-batch the phases so far."""
-        for position, task in enumerate(order):
-            if task.stage >= len(stage_devices) or device not in stage_devices[task.stage]:
-                raise WrongScheduleError(schedule, device, position, f"stage {task.stage} is not on device {device}")
-            phases = seen.get((task.stage, task.micro_batch), frozenset())
-            if task.phase in phases:
-                raise WrongScheduleError(schedule, device, position, f"{task} stands twice")
-            if not 0 <= task.micro_batch < schedule.micro_batches * graph.micro_batch_ratio_at(task.stage):
-                raise WrongScheduleError(schedule, device, position, f"there is no micro-batch {task.micro_batch}")
-            if task.micro_batch not in graph.micro_batches_of(task.stage, schedule.micro_batches):
-                reason = f"micro-batch {task.micro_batch} does not run on the pipeline of stage {task.stage}"
-                raise WrongScheduleError(schedule, device, position, reason)
-            if not train and task.phase is not Phase.FORWARD:
-                raise WrongScheduleError(schedule, device, position, f"{task} is a backward, but nothing trains")
-            seen[task.stage, task.micro_batch] = phases | {task.phase}
-        _check_complete(schedule, device, seen, graph, train)
-
-
-def _check_complete(
-    schedule: Schedule, device: int, seen: dict[tuple[int, int], frozenset[Phase]], graph: StageGraph, train: bool
-) -> None:
+    seen: dict[tuple[int, int], frozenset[Phase]] = {}
+    """By stage and micro-batch the phases so far."""
+    for position, task in enumerate(order):
+        if task.stage >= len(graph.stage_devices) or device not in graph.stage_devices[task.stage]:
+            raise wrong(position, f"stage {task.stage} is not on device {device}")
+        phases = seen.get((task.stage, task.micro_batch), frozenset())
+        if task.phase in phases:
+            raise wrong(position, f"{task} stands twice")
+        if not 0 <= task.micro_batch < schedule.micro_batches * graph.micro_batch_ratio_at(task.stage):
+            raise wrong(position, f"there is no micro-batch {task.micro_batch}")
+        if task.micro_batch not in graph.micro_batches_of(task.stage, schedule.micro_batches):
+            raise wrong(position, f"micro-batch {task.micro_batch} does not run on the pipeline of stage {task.stage}")
+        if not train and task.phase is not Phase.FORWARD:
+            raise wrong(position, f"{task} is a backward, but nothing trains")
+        seen[task.stage, task.micro_batch] = phases | {task.phase}
     for stage, devices in enumerate(graph.stage_devices):
-        if device not in devices:
-            continue
-        for micro_batch in graph.micro_batches_of(stage, schedule.micro_batches):
+        for micro_batch in graph.micro_batches_of(stage, schedule.micro_batches) if device in devices else ():
             phases = seen.get((stage, micro_batch), frozenset())
-            complete = phases in _TRAIN_PHASES if train else phases == {Phase.FORWARD}
-            if not complete:
+            if phases not in (_TRAIN_PHASES if train else _INFERENCE_PHASES):
                 have = "".join(sorted(phase.value for phase in phases)) or "nothing"
-                reason = f"stage {stage} runs {have} on micro-batch {micro_batch}"
-                raise WrongScheduleError(schedule, device, max(len(schedule.tasks[device]) - 1, 0), reason)
+                raise wrong(max(len(order) - 1, 0), f"stage {stage} runs {have} on micro-batch {micro_batch}")
 
 
 @dataclass(frozen=True, slots=True)

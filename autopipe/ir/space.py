@@ -91,10 +91,8 @@ class Windowed:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A node's iteration space. `operands[i]` is None where the operand is absent.
-
-    A dimension that is read through windows is in `windows`; among the operands no axis indexes it.
-    """
+    """A node's iteration space. `operands[i]` is None where the operand is absent. A dimension that is read through
+    windows is in `windows`; among the operands no axis indexes it."""
 
     axes: tuple[Axis, ...]
     operands: tuple[tuple[Dimension, ...] | None, ...]
@@ -103,7 +101,6 @@ class Space:
 
     @property
     def points(self) -> int:
-        """Number of points: the product of all extents."""
         return math.prod(axis.extent for axis in self.axes)
 
     def axis(self, name: str) -> Axis:
@@ -171,17 +168,12 @@ def parse(
     _solve_extents(pairs, known, notation)
     written = [{name for dimension in tensor for name in dimension} for tensor in results if tensor is not None]
     in_results = set.intersection(*written) if written else set()
-    axes = tuple(Axis(name, known[name], _kind(name, mark, in_results)) for name, mark in marks.items())
+    unmarked = {name: AxisKind.PARALLEL if name in in_results else AxisKind.WHOLE for name in marks}
+    axes = tuple(Axis(name, known[name], _MARKS.get(mark) or unmarked[name]) for name, mark in marks.items())
     through = tuple(
         Windowed(operand, dimension, axis, known[axis], *numbers, fill) for operand, dimension, axis, numbers in windows
     )
     return Space(axes, tuple(operands), tuple(results), through)
-
-
-def _kind(name: str, mark: str, in_results: set[str]) -> AxisKind:
-    if mark:
-        return _MARKS[mark]
-    return AxisKind.PARALLEL if name in in_results else AxisKind.WHOLE
 
 
 _Window = tuple[int, int, str, tuple[int, int, int]]
@@ -235,24 +227,23 @@ def _marked(word: str, marks: dict[str, str]) -> str:
 def _solve_extents(
     pairs: list[tuple[tuple[Dimension, ...] | None, tuple[int, ...] | None]], known: dict[str, int], notation: str
 ) -> None:
+    """Add to `known` the extents that follow from the tensors' shapes: first of axes that are a whole dimension."""
+    dimensions: list[tuple[Dimension, int]] = []
     for tensor, shape in pairs:
-        if tensor is None or shape is None:
-            continue
-        if len(tensor) != len(shape):
-            raise NotationError(f"notation {notation!r} does not fit shape {shape}")
-        for dimension, extent in zip(tensor, shape, strict=True):
-            if len(dimension) == 1 and known.setdefault(dimension[0], extent) != extent:
-                raise NotationError(f"axis {dimension[0]!r} of {notation!r} is both {known[dimension[0]]} and {extent}")
-    for tensor, shape in pairs:
-        if tensor is None or shape is None:
-            continue
-        for dimension, extent in zip(tensor, shape, strict=True):
-            missing = [name for name in dimension if name not in known]
-            if len(missing) > 1:
-                raise NotationError(f"extents of {', '.join(missing)} in {notation!r} cannot be told")
-            product = math.prod(known[name] for name in dimension if name in known)
-            if missing:
-                known[missing[0]] = extent // max(product, 1)
-                product *= known[missing[0]]
-            if dimension and product != extent:
-                raise NotationError(f"dimension {dimension} of {notation!r} has extent {product}, the tensor {extent}")
+        if tensor is not None and shape is not None:
+            if len(tensor) != len(shape):
+                raise NotationError(f"notation {notation!r} does not fit shape {shape}")
+            dimensions += zip(tensor, shape, strict=True)
+    for dimension, extent in dimensions:
+        if len(dimension) == 1 and known.setdefault(dimension[0], extent) != extent:
+            raise NotationError(f"axis {dimension[0]!r} of {notation!r} is both {known[dimension[0]]} and {extent}")
+    for dimension, extent in dimensions:
+        missing = [name for name in dimension if name not in known]
+        if len(missing) > 1:
+            raise NotationError(f"extents of {', '.join(missing)} in {notation!r} cannot be told")
+        product = math.prod(known[name] for name in dimension if name in known)
+        if missing:
+            known[missing[0]] = extent // max(product, 1)
+            product *= known[missing[0]]
+        if dimension and product != extent:
+            raise NotationError(f"dimension {dimension} of {notation!r} has extent {product}, the tensor {extent}")

@@ -8,21 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KINDS = (
-    "receive",
-    "forward",
-    "send",
-    "backward",
-    "input_gradient",
-    "weight_gradient",
-    "collective",
-    "accumulate",
-    "reduce",
-    "update",
-    "gather",
-    "free",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class MessageEnd:
@@ -38,14 +23,12 @@ class MessageEnd:
 
 @dataclass(frozen=True, slots=True)
 class TaskNode:
-    """One task.
-
-    Tasks of a schedule are named as in the rank's file and the timeline, such as `2F0`; a send of its results is
-    `2SEND_F0`, of gradients `2SEND_B0`, receives alike, `@1` behind one from stage 1 alone.
-    """
+    """One task. Tasks of a schedule are named as in the rank's file and the timeline, such as `2F0`; a send of its
+    results is `2SEND_F0`, of gradients `2SEND_B0`, receives alike, `@1` behind one from stage 1 alone."""
 
     kind: str
-    """One of `KINDS`."""
+    """`receive`, `forward`, `send`, `backward`, `input_gradient`, `weight_gradient`, `collective`, `accumulate`,
+    `reduce`, `update`, `gather` or `free`."""
     name: str
     stage: int | None = None
     micro_batch: int | None = None

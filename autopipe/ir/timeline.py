@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 from autopipe.ir.codec import Flat, Index, Row
-from autopipe.ir.schedule import Lanes, MicroBatchSlice, Phase, Task
+from autopipe.ir.schedule import EVERY, Lanes, MicroBatchSlice, Phase, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +21,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message between two devices: the values that a stage sends to another for one micro-batch.
-
-    `task` is the one that sends: a forward sends activations, a backward gradients.
-    """
+    """A message between two devices: the values that a stage sends to another for one micro-batch. `task` is the one
+    that sends: a forward sends activations, a backward gradients."""
 
     source: int
     target: int
@@ -80,26 +77,24 @@ class Timeline:
     @property
     def transfers(self) -> tuple[Transfer, ...]:
         """The messages between all pairs of devices; those that go at once stand together."""
-        return tuple(self._all_transfers()) if self.links else self.own_transfers
-
-    def _all_transfers(self) -> Iterator[Transfer]:
-        pairs = {ends: alike for alike in self.links for ends in (alike[0], alike[0][::-1])}
+        if not self.links:
+            return self.own_transfers
+        pairs = {ends: equal for equal in self.links for ends in (equal[0], equal[0][::-1])}
+        found = []
         for each in self.own_transfers:
-            alike = pairs[each.source, each.target]
-            for ends in alike:
-                source, target = ends if (each.source, each.target) == alike[0] else ends[::-1]
-                yield Transfer(source, target, each.task, each.bytes, each.start, each.end)
+            equal = pairs[each.source, each.target]
+            turned = (each.source, each.target) != equal[0]
+            for first, second in equal:
+                source, target = (second, first) if turned else (first, second)
+                found.append(Transfer(source, target, each.task, each.bytes, each.start, each.end))
+        return tuple(found)
 
     @property
     def peak_memory(self) -> tuple[int, ...]:
-        """Most bytes in use, a device each."""
         # Devices that do the same share a curve.
-        peaks = {id(curve): max((used for _, used in curve), default=0) for curve in self._curves()}
+        curves = {id(curve): curve for curve in self.memory}
+        peaks = {key: max((used for _, used in curve), default=0) for key, curve in curves.items()}
         return tuple(peaks[id(curve)] for curve in self.memory)
-
-    def _curves(self) -> Iterable[tuple[tuple[float, int], ...]]:
-        """The curves of memory, each once."""
-        return {id(curve): curve for curve in self.memory}.values()
 
     @property
     def bubble_rate(self) -> float:
@@ -138,19 +133,12 @@ class StagePrediction:
     """Bytes that come and go within a backward or, without training, a forward."""
 
     def seconds(self, phase: Phase) -> float:
-        """Length of a task."""
-        match phase:
-            case Phase.FORWARD:
-                return self.forward_s
-            case Phase.BACKWARD:
-                return self.backward_s
-            case Phase.INPUT_GRADIENT:
-                return self.input_gradient_s + self.split_s
-            case Phase.WEIGHT_GRADIENT:
-                return self.weight_gradient_s
-
-
-_EVERY = MicroBatchSlice()
+        return {
+            Phase.FORWARD: self.forward_s,
+            Phase.BACKWARD: self.backward_s,
+            Phase.INPUT_GRADIENT: self.input_gradient_s + self.split_s,
+            Phase.WEIGHT_GRADIENT: self.weight_gradient_s,
+        }[phase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +156,8 @@ class Message:
     backward_bytes: Index
     forward_s: float
     backward_s: float
-    source_turn: Annotated[MicroBatchSlice, Flat()] = _EVERY
-    target_turn: Annotated[MicroBatchSlice, Flat()] = _EVERY
+    source_turn: Annotated[MicroBatchSlice, Flat()] = EVERY
+    target_turn: Annotated[MicroBatchSlice, Flat()] = EVERY
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,5 +169,4 @@ class Prediction:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """The edges of the stage graph, sorted, each once."""
         return tuple(sorted({(each.source_stage, each.target_stage) for each in self.messages}))

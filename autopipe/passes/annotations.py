@@ -15,7 +15,7 @@ from typing import Final
 from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import Layout, MeshAxes, degree_of, mesh_of, operand_layout, place_along, result_layout
+from autopipe.ir.layout import Layout, MeshAxes, axes_of, degree_of, mesh_of, operand_layout, place_along, result_layout
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Constraint
 from autopipe.ir.space import Space
@@ -356,15 +356,15 @@ def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, L
 
     Without values that it reads in several layouts, or through windows that equal blocks do not stand for.
     """
-    own, splits, group = graph.nodes[node], stage.splits_of(node), len(stage.devices)
+    own, axes = graph.nodes[node], axes_of(stage.splits_of(node), len(stage.devices))
     found: dict[str, set[Layout]] = {}
     for place, (name, dimensions) in enumerate(zip(own.inputs, space.operands, strict=True)):
         if name and dimensions is not None:
-            layout = operand_layout(dimensions, graph.type_of(name).shape, splits, group, space.windows_of(place))
+            layout = operand_layout(dimensions, graph.type_of(name).shape, axes, space.windows_of(place))
             found.setdefault(name, set()).add(layout.even() if layout.even().cuts == layout.cuts else layout)
     for name, dimensions in zip(own.outputs, space.results, strict=True):
         if name and dimensions is not None:
-            layout = result_layout(space, dimensions, graph.type_of(name).shape, splits, group)
+            layout = result_layout(space, dimensions, graph.type_of(name).shape, axes)
             found.setdefault(name, set()).add(layout.reduced())
     single = {name: layouts.pop() for name, layouts in found.items() if len(layouts) == 1}
     return {name: layout for name, layout in single.items() if not layout.windows}

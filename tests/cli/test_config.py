@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autopipe.cli.config import config
-from autopipe.configs.configuration import parse_configuration
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes import registry
+from tests.configs.texts import parse_configuration
 
 
 def run(*arguments: str) -> Result:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from autopipe.cli.plan_folder import placement_text
 from autopipe.cli.request import chosen_strategy
-from autopipe.configs.configuration import parse_configuration
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import sample_axes
+from tests.configs.texts import parse_configuration
 from tests.distributed.drawing import graphs, placements
 from tests.passes.cost.graphs import cluster, perceptron, problem
 

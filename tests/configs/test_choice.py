@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from autopipe.configs.configuration import build, load_configuration, parse_configuration
+from autopipe.configs.configuration import build, load_configuration
 from autopipe.configs.reference import table
 from autopipe.ir.errors import ConfigurationError
+from tests.configs.texts import parse_configuration
 
 
 @dataclass(frozen=True, slots=True)

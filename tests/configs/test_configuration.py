@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.configs import configuration as c
-from autopipe.configs.configuration import Choice, dump_configuration, load_configuration, parse_configuration
+from autopipe.configs.configuration import Choice, dump_configuration, load_configuration
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir import problem
 from autopipe.ir.codec import keys
 from autopipe.ir.errors import ConfigurationError
+from tests.configs.texts import parse_configuration
 
 EVERYTHING = """\
 model: {path: models/gpt.onnx, dims: {batch: 8, seq: 128}, batch_axes: {ids: 1, mask: null}, frozen: ["re:.*bias"]}

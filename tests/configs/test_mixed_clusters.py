@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
-from autopipe.configs.configuration import dump_configuration, parse_configuration, resolve_cluster
+from autopipe.configs.configuration import dump_configuration, resolve_cluster
 from autopipe.ir.cluster import Level, Link
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from tests.configs.texts import parse_configuration
 
 MIXED = """\
 name: mine

@@ -6,18 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from autopipe import configs
 from autopipe.configs.cluster import (
     build_cluster,
     cluster_names,
     cluster_preset,
     is_cluster,
     read_cluster,
-    recipe_paths,
 )
-from autopipe.configs.configuration import dump_configuration, load_configuration, parse_configuration, resolve_cluster
+from autopipe.configs.configuration import dump_configuration, load_configuration, resolve_cluster
 from autopipe.ir.cluster import OPERATOR_CLASSES, PRECISIONS
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from tests.configs.texts import parse_configuration
 
+RECIPES = sorted((Path(configs.__file__).parent / "recipes").glob("*.yaml"))
+"""The example configurations."""
 NAMES = (
     "1080ti-pcie", "2080ti-pcie", "a100-80gb", "cpu-local", "h100-80gb", "h100-superpod", "h200", "rtx-4090", "summit",
     "summit-6", "tepdist-m8", "tepdist-s1", "v100-16gb", "v100-32gb",
@@ -76,7 +79,7 @@ def test_every_device_of_a_cluster_where_no_number_is_given() -> None:
     assert build_cluster(cluster_preset("summit"), None, nodes=3, devices_per_node=2).size == 6
 
 
-@pytest.mark.parametrize("path", recipe_paths(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_valid(path: Path) -> None:
     configuration = load_configuration(path)
     assert resolve_cluster(configuration).size == configuration.gpus
@@ -84,7 +87,7 @@ def test_a_recipe_is_valid(path: Path) -> None:
 
 
 def test_there_are_recipes() -> None:
-    assert len(recipe_paths()) >= 2
+    assert len(RECIPES) >= 2
 
 
 def test_a_cluster_of_ones_own(tmp_path: Path) -> None:

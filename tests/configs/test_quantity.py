@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.configs.yaml_source import BYTES_PER_SECOND, FLOPS, SECONDS, format_bytes, parse_bytes
+from autopipe.configs.yaml_source import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, format_bytes
 
 
 @pytest.mark.parametrize(
@@ -14,14 +14,14 @@ from autopipe.configs.yaml_source import BYTES_PER_SECOND, FLOPS, SECONDS, forma
     [("14GiB", 14 * 2**30), ("512MB", 512 * 10**6), ("1.5 KiB", 1536), ("7", 7), ("2kB", 2000)],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
+    assert BYTES.parse(text) == size
 
 
 @pytest.mark.parametrize(
     "text", ["", "GiB", "3Mi", "14 gib", "14GiBs", "-1B", "0.5B", "1e3B", "14GB/s", "٣B", "nan", "1.2.3B"]
 )
 def test_what_is_no_size(text: str) -> None:
-    assert parse_bytes(text) is None
+    assert BYTES.parse(text) is None
 
 
 def test_rates_and_times() -> None:
@@ -35,7 +35,7 @@ def test_rates_and_times() -> None:
 
 @given(st.integers(0, 2**62))
 def test_a_size_is_printed_exactly(size: int) -> None:
-    assert parse_bytes(format_bytes(size)) == size
+    assert BYTES.parse(format_bytes(size)) == size
 
 
 def test_a_size_is_printed_in_the_largest_exact_unit() -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from autopipe.configs import zoo
 from autopipe.configs.zoo import builder as weights
-from autopipe.configs.zoo.builder import ONES, ZEROS, Initializer, Parameter, normal, uniform
+from autopipe.configs.zoo.builder import ONES, ZEROS, Parameter, normal, uniform
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import Initializer
 
 
 def test_same_settings_give_the_same_bytes(tmp_path: Path) -> None:

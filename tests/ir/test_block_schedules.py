@@ -19,8 +19,8 @@ from autopipe.ir.block_schedule import (
     check_blocks,
     read_block_schedule,
 )
-from autopipe.ir.codec import record_text
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.json_file import record_text
 
 # Two devices; a unit runs F0 (0), T (both) after 2 under way, B0 (0): 1, 1, 3 long.
 GRAPH = BlockGraph(

@@ -15,6 +15,7 @@ from autopipe.ir.layout import (
     MeshAxis,
     WindowedBlocks,
     are_blocks,
+    axes_of,
     degree_of,
     is_block,
     members,
@@ -73,7 +74,7 @@ def test_relative_coordinates_name_the_same_elements(pair: tuple[Box, Box]) -> N
 def test_the_whole_tensor(shape: tuple[int, ...]) -> None:
     assert points(whole(shape)) == set(itertools.product(*map(range, shape)))
     layout = replicated(shape)
-    assert layout.is_whole
+    assert not layout.is_partial and not any(layout.cuts)
     assert layout.local_shape() == shape
     assert {layout.box(position) for position in range(6)} == {whole(shape)}
 
@@ -89,7 +90,7 @@ def configurations(draw: st.DrawFn) -> tuple[tuple[Split, ...], int]:
 
 
 def layout_of(splits: tuple[Split, ...], group: int) -> Layout:
-    return operand_layout(SPACE.operands[0] or (), (36, 36), splits, group)
+    return operand_layout(SPACE.operands[0] or (), (36, 36), axes_of(splits, group))
 
 
 @given(configurations())
@@ -142,22 +143,22 @@ def test_members_along_axes_are_in_their_order(case: tuple[tuple[Split, ...], in
 def test_a_product_split_along_its_sum_leaves_partial_results() -> None:
     space = parse("m k+, k n -> m n", ((4, 6), (6, 8)), ((4, 8),))
     splits = (Split("m", 2), Split("k", 2))
-    found = result_layout(space, space.results[0] or (), (4, 8), splits, 4)
+    found = result_layout(space, space.results[0] or (), (4, 8), axes_of(splits, 4))
     assert found.sums == (MeshAxis(2, 1),)
     assert found.cuts == ((MeshAxis(2, 2),), ())
-    left = operand_layout(space.operands[0] or (), (4, 6), splits, 4)
+    left = operand_layout(space.operands[0] or (), (4, 6), axes_of(splits, 4))
     assert [left.box(position) for position in (0, 1, 2)] == [
         Box((0, 0), (2, 3)),
         Box((0, 3), (2, 6)),
         Box((2, 0), (4, 3)),
     ]
-    assert not result_layout(space, space.results[0] or (), (4, 8), (Split("m", 2),), 2).is_partial
+    assert not result_layout(space, space.results[0] or (), (4, 8), axes_of((Split("m", 2),), 2)).is_partial
 
 
 def test_a_mean_split_leaves_means() -> None:
     space = parse("a b~ c& -> a", ((4, 6, 8),), ((4,),))
-    assert result_layout(space, space.results[0] or (), (4,), (Split("b", 3),), 3).means == (MeshAxis(3, 1),)
-    both = result_layout(space, space.results[0] or (), (4,), (Split("b", 3), Split("c", 2)), 6)
+    assert result_layout(space, space.results[0] or (), (4,), axes_of((Split("b", 3),), 3)).means == (MeshAxis(3, 1),)
+    both = result_layout(space, space.results[0] or (), (4,), axes_of((Split("b", 3), Split("c", 2)), 6))
     assert (both.means, both.sums) == ((MeshAxis(3, 2),), (MeshAxis(2, 1),))
     assert both.partial_over == (MeshAxis(6, 1),)
 
@@ -198,7 +199,7 @@ def sliding(draw: st.DrawFn) -> tuple[Windowed, int, int]:
 @given(sliding(), st.integers(1, 2))
 def test_a_block_is_what_its_windows_read(case: tuple[Windowed, int, int], copies: int) -> None:
     windowed, extent, degree = case
-    layout = operand_layout(((),), (extent,), (Split("o", degree),), degree * copies, (windowed,))
+    layout = operand_layout(((),), (extent,), axes_of((Split("o", degree),), degree * copies), (windowed,))
     read = [range(i * windowed.stride + windowed.offset, i * windowed.stride + windowed.offset + windowed.reach)
             for i in range(windowed.count)]  # fmt: skip
     share = windowed.count // degree
@@ -211,7 +212,7 @@ def test_a_block_is_what_its_windows_read(case: tuple[Windowed, int, int], copie
         if degree > 1:
             assert (box.starts[0], box.stops[0]) == (own[0].start, own[-1].stop)
             out |= box.starts[0] < 0 or box.stops[0] > extent
-    assert layout.is_whole == (degree == 1)
+    assert (layout == replicated(layout.shape)) == (degree == 1)
     assert layout.fill == (-1.0 if out else 0.0)
     even = layout.even()
     assert even.windows == ()
@@ -224,23 +225,22 @@ def test_windows_are_equal_where_they_read_the_same(
 ) -> None:
     extent, degree = first[1], first[2]
     assume(second[0].count % degree == 0)
-    one, other = (
-        operand_layout(((),), (extent,), (Split("o", degree),), degree, (each,)) for each in (first[0], second[0])
-    )
+    axes = axes_of((Split("o", degree),), degree)
+    one, other = (operand_layout(((),), (extent,), axes, (each,)) for each in (first[0], second[0]))
     assert (one == other) == all(one.box(position) == other.box(position) for position in range(degree))
 
 
 def test_windows_that_read_even_blocks_are_these() -> None:
-    halved = operand_layout(((),), (8,), (Split("o", 2),), 2, (Windowed(0, 0, "o", 4, 2, 0, 2),))
-    assert halved == operand_layout((("o",),), (8,), (Split("o", 2),), 2)
-    wider = operand_layout(((),), (9,), (Split("o", 2),), 2, (Windowed(0, 0, "o", 4, 2, 0, 2),))
+    halved = operand_layout(((),), (8,), axes_of((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),))
+    assert halved == operand_layout((("o",),), (8,), axes_of((Split("o", 2),), 2))
+    wider = operand_layout(((),), (9,), axes_of((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),))
     assert wider.windows == (WindowedBlocks(4, 0, 4),)
-    assert wider.even().is_whole
+    assert wider.even() == replicated(wider.shape)
 
 
 def test_an_inner_axis_may_be_cut_where_the_outer_one_is_down_to_one() -> None:
     space = parse("(a b) -> (a b)", ((24,),), ((24,),), {"a": 4, "b": 6})
     assert are_blocks(space, (Split("a", 4), Split("b", 3)))
     assert not are_blocks(space, (Split("a", 2), Split("b", 3)))
-    layout = operand_layout(space.operands[0] or (), (24,), (Split("a", 4), Split("b", 3)), 12)
+    layout = operand_layout(space.operands[0] or (), (24,), axes_of((Split("a", 4), Split("b", 3)), 12))
     assert [layout.box(position).starts for position in range(12)] == [(2 * position,) for position in range(12)]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.codec import JsonRecord, decode, encode
+from autopipe.ir.codec import decode, encode
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.placement import Placement, Split, SplitProof, Stage
 from autopipe.ir.plan import Breakdown, Plan, Summary
 from autopipe.ir.plan_file import plan_digest, read_plan, write_plan

@@ -46,8 +46,9 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from autopipe.ir.codec import At, Fits, Flat, Index, JsonRecord, decode, encode
+from autopipe.ir.codec import At, Fits, Flat, Index, decode, encode
 from autopipe.ir.errors import ConfigurationError, LaunchError
+from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import Box, whole
 
 FORMAT = "autopipe.checkpoint/2"

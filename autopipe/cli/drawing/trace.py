@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.cli.drawing.picture import Picture
-from autopipe.ir.codec import Index, JsonRecord
+from autopipe.ir.codec import Index
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.json_file import JsonRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 from autopipe.configs.zoo import Count, Settings, ZooModel, preset
 from autopipe.configs.zoo.builder import (
     GraphBuilder,
-    Initializer,
-    classify,
-    click_or_not,
-    convolution,
-    dense,
-    embedding,
     kaiming,
-    layer_norm,
     lecun,
-    linear,
     normal,
-    regress,
 )
 from autopipe.configs.zoo.transformers import SPREAD, Layer, add_positions, attention, transformer
+from autopipe.ir.graph import Initializer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -34,22 +26,20 @@ GRAPHPIPE = preset("sequence hidden heads feed_forward classes", 256, 1024, 16, 
 def classify_mean(graph: GraphBuilder, data: ir.Value, width: int, classes: int, init: Initializer, loss: bool) -> None:
     """End with a classifier of the mean over positions of `data` [batch, positions, width]."""
     data = graph.op("ReduceMean", data, graph.constant([1]), keepdims=0)
-    classify(graph, linear(graph, "classifier", data, width, classes, init=init), loss)
+    graph.classify(graph.linear("classifier", data, width, classes, init=init), loss)
 
 
 def dense_layers(graph: GraphBuilder, name: str, data: ir.Value, inputs: int, width: int, count: int) -> ir.Value:
     """`count` linear layers with Relu, called `name.0`, `name.1`, …: [batch, inputs] -> [batch, width]."""
     for index in range(count):
-        data = dense(graph, f"{name}.{index}", data, width if index else inputs, width)
+        data = graph.dense(f"{name}.{index}", data, width if index else inputs, width)
     return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoBranch(ZooModel):
-    """The model of GraphPipe's case study: branches of attention and linear layers.
-
-    input_0, input_1, … [batch, sequence, hidden] -> logits [batch, classes].
-    """
+    """The model of GraphPipe's case study: branches of attention and linear layers. input_0, input_1, … [batch,
+    sequence, hidden] -> logits [batch, classes]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # GraphPipe (ASPLOS 2025), section 7: 2 branches of 4 repeats; widths as in its multi-modal transformer.
@@ -83,9 +73,9 @@ class TwoBranch(ZooModel):
             for repeat in range(self.repeats):
                 with graph.scope(f"blocks.{repeat}"):
                     data = attention(graph, "attention", layer, data)
-                    data = linear(graph, "up", data, self.hidden, self.feed_forward, init=kaiming(self.hidden))
+                    data = graph.linear("up", data, self.hidden, self.feed_forward, init=kaiming(self.hidden))
                     data, init = graph.op("Relu", data), lecun(self.feed_forward)
-                    data = linear(graph, "down", data, self.feed_forward, self.hidden, init=init)
+                    data = graph.linear("down", data, self.feed_forward, self.hidden, init=init)
         return data
 
 
@@ -94,10 +84,8 @@ COMMON: Settings = {"vocabulary": 30522, "sequence": 128, "image": 224, "patch":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flava(ZooModel):
-    """FLAVA: a text and an image encoder joined by a cross encoder (Singh et al., 2022).
-
-    tokens [batch, sequence], image [batch, 3, image, image] -> logits [batch, 2]: do text and image match?
-    """
+    """FLAVA: a text and an image encoder joined by a cross encoder (Singh et al., 2022). tokens [batch, sequence],
+    image [batch, 3, image, image] -> logits [batch, 2]: do text and image match?"""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # The published model.
@@ -128,25 +116,25 @@ class Flava(ZooModel):
     def build(self, graph: GraphBuilder) -> None:
         tokens = graph.input("tokens", self.sequence, integer=True)
         with graph.scope("text"):
-            text, _ = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+            text, _ = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
             text = self._encoded(graph, add_positions(graph, text, self.sequence, self.hidden), self.text_layers)
         image = graph.input("image", 3, self.image, self.image)
         patches = (self.image // self.patch) ** 2
         with graph.scope("image"):
-            picture = convolution(graph, "patches", image, 3, self.hidden, kernel=self.patch, stride=self.patch)
+            picture = graph.convolution("patches", image, 3, self.hidden, kernel=self.patch, stride=self.patch)
             picture = graph.op("Transpose", graph.reshape(picture, [0, self.hidden, patches]), perm=[0, 2, 1])
             picture = self._encoded(graph, add_positions(graph, picture, patches, self.hidden), self.image_layers)
         with graph.scope("cross"):
-            text = linear(graph, "text_projection", text, self.hidden, self.hidden, init=SPREAD)
-            picture = linear(graph, "image_projection", picture, self.hidden, self.hidden, init=SPREAD)
+            text = graph.linear("text_projection", text, self.hidden, self.hidden, init=SPREAD)
+            picture = graph.linear("image_projection", picture, self.hidden, self.hidden, init=SPREAD)
             data = self._encoded(graph, graph.op("Concat", text, picture, axis=1), self.cross_layers)
             first = graph.op("Gather", data, graph.constant(0), axis=1)
-        classify(graph, linear(graph, "classifier", first, self.hidden, 2, init=SPREAD), self.loss)
+        graph.classify(graph.linear("classifier", first, self.hidden, 2, init=SPREAD), self.loss)
 
     def _encoded(self, graph: GraphBuilder, data: ir.Value, layers: int) -> ir.Value:
         layer = Layer(self.hidden, self.heads, 4 * self.hidden)
         data = transformer(graph, "layers", layers, layer, data)
-        return layer_norm(graph, "norm", data, self.hidden)
+        return graph.layer_norm("norm", data, self.hidden)
 
 
 PAPER: Settings = {"layers": 4, "features": 4096, "hidden": 4096, "top_layers": 4}
@@ -154,10 +142,8 @@ PAPER: Settings = {"layers": 4, "features": 4096, "hidden": 4096, "top_layers": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandleUno(ZooModel):
-    """CANDLE-Uno in GraphPipe's sizes: a drug's effect from several groups of features (Xia et al., 2018).
-
-    features_0, features_1, … [batch, features] -> prediction [batch, 1]; its loss is the mean squared error.
-    """
+    """CANDLE-Uno in GraphPipe's sizes: a drug's effect from several groups of features (Xia et al., 2018). features_0,
+    features_1, … [batch, features] -> prediction [batch, 1]; its loss is the mean squared error."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the branches.
@@ -184,15 +170,13 @@ class CandleUno(ZooModel):
                 joined.append(dense_layers(graph, "layers", data, self.features, self.hidden, self.layers))
         data = graph.op("Concat", *joined, axis=1)
         data = dense_layers(graph, "top", data, self.branches * self.hidden, self.hidden, self.top_layers)
-        regress(graph, dense(graph, "effect", data, self.hidden, 1, relu=False), self.loss, 1)
+        graph.regress(graph.dense("effect", data, self.hidden, 1, relu=False), self.loss, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalTransformer(ZooModel):
-    """GraphPipe's multi-modal transformer: parallel branches of layers, concatenated at the end.
-
-    modality_0, modality_1, … [batch, sequence, embedding] -> logits [batch, classes].
-    """
+    """GraphPipe's multi-modal transformer: parallel branches of layers, concatenated at the end. modality_0,
+    modality_1, … [batch, sequence, embedding] -> logits [batch, classes]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         "paper": {**GRAPHPIPE, "embedding": 1024, "branches": 4, "layers": 8},
@@ -226,17 +210,15 @@ class MultiModalTransformer(ZooModel):
         data = graph.input(f"modality_{index}", self.sequence, self.embedding)
         layer = Layer(self.hidden, self.heads, self.feed_forward)
         with graph.scope(f"branches.{index}"):
-            data = linear(graph, "projection", data, self.embedding, self.hidden, init=SPREAD)
+            data = graph.linear("projection", data, self.embedding, self.hidden, init=SPREAD)
             data = transformer(graph, "layers", self.layers, layer, data)
-            return layer_norm(graph, "norm", data, self.hidden)
+            return graph.layer_norm("norm", data, self.hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dlrm(ZooModel):
     """A recommendation model in GraphPipe's sizes: dense branches and embedding bags, joined (Naumov et al., 2019).
-
-    dense_0, … [batch, features] and sparse_0, … [batch, bag] of row numbers -> probability [batch, 1].
-    """
+    dense_0, … [batch, features] and sparse_0, … [batch, bag] of row numbers -> probability [batch, 1]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the interaction.
@@ -272,10 +254,10 @@ class Dlrm(ZooModel):
                 joined.append(dense_layers(graph, "layers", data, self.features, self.hidden, self.dense_layers))
         for index in range(self.sparse_branches):
             rows, init = graph.input(f"sparse_{index}", self.bag, integer=True), normal(self.width**-0.5)
-            data, _ = embedding(graph, f"tables.{index}", rows, self.rows, self.width, init=init)
+            data, _ = graph.embedding(f"tables.{index}", rows, self.rows, self.width, init=init)
             with graph.scope(f"tables.{index}"):
                 joined.append(graph.reshape(data, [0, self.bag * self.width]))
         data = graph.op("Concat", *joined, axis=1)
         inputs = self.dense_branches * self.hidden + self.sparse_branches * self.bag * self.width
         data = dense_layers(graph, "top", data, inputs, self.hidden, self.top_layers)
-        click_or_not(graph, dense(graph, "click", data, self.hidden, 1, relu=False), self.loss)
+        graph.click_or_not(graph.dense("click", data, self.hidden, 1, relu=False), self.loss)

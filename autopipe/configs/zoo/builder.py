@@ -1,6 +1,6 @@
-"""Builds an ONNX graph one operator at a time, with hierarchical names, and writes it with drawn parameters.
+"""Builds an ONNX graph one operator or layer at a time, with hierarchical names, and writes it with drawn parameters.
 
-Layers and losses that several models share are written as the operators an exporter would give.
+Layers and losses are written as the operators an exporter would give.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +23,12 @@ import onnx_ir as ir
 
 from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import Initializer
 
 IR_VERSION: Final = 10
 """The first version of the format that carries opset 20 and 21; every reader of those opsets knows it."""
 
 Attribute: TypeAlias = int | float | str | Sequence[int] | Sequence[float] | ir.TensorProtocol
-
-
-@dataclass(frozen=True, slots=True)
-class Initializer:
-    """How a parameter's values are drawn before training."""
-
-    scheme: Literal["normal", "uniform", "zeros", "ones"]
-    scale: float = 0.0
-    """The standard deviation of `normal`, the half-width of `uniform`; unused otherwise."""
 
 
 ZEROS: Final = Initializer("zeros")
@@ -63,8 +55,6 @@ def lecun(fan_in: int) -> Initializer:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A float32 parameter."""
-
     name: str
     shape: tuple[int, ...]
     initializer: Initializer
@@ -72,6 +62,10 @@ class Parameter:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+
+Extent = int | tuple[int, int]
+"""Of height and width; one number for both."""
 
 
 class GraphBuilder:
@@ -105,7 +99,6 @@ class GraphBuilder:
         return value
 
     def output(self, name: str, value: ir.Value) -> None:
-        """Make `value` a result of the graph and call it `name`."""
         value.name = name
         self._outputs.append(value)
 
@@ -137,19 +130,149 @@ class GraphBuilder:
         return results
 
     def reshape(self, data: ir.Value, target: Sequence[int]) -> ir.Value:
-        """Reshape to `target`, where 0 keeps an axis."""
         return self.op("Reshape", data, self.constant(target))
 
     def flatten(self, data: ir.Value, positions: int, *dims: int, integer: bool = False) -> ir.Value:
-        """[batch, positions, *dims] -> [batch * positions, *dims], of int64 where `integer`.
-
-        Inference gives the product with a symbolic batch no name, so its shape is said here.
-        """
+        """[batch, positions, *dims] -> [batch * positions, *dims], of int64 where `integer`. Inference gives the
+        product with a symbolic batch no name, so its shape is said here."""
         result = self.reshape(data, [-1, *dims])
         rows = self.batch * positions if isinstance(self.batch, int) else f"{self.batch}*{positions}"
         result.shape = ir.Shape([rows, *dims])
         result.type = ir.TensorType(ir.DataType.INT64 if integer else ir.DataType.FLOAT)
         return result
+
+    def linear(
+        self,
+        name: str,
+        data: ir.Value,
+        inputs: int,
+        outputs: int,
+        *,
+        init: Initializer,
+        bias: bool = True,
+    ) -> ir.Value:
+        """[…, inputs] -> […, outputs] as MatMul, and Add where there is a `bias`; the weight is [inputs, outputs]."""
+        with self.scope(name):
+            result = self.op("MatMul", data, self.parameter("weight", inputs, outputs, init=init))
+            if bias:
+                result = self.op("Add", result, self.parameter("bias", outputs, init=ZEROS))
+        return result
+
+    def dense(self, name: str, data: ir.Value, inputs: int, outputs: int, *, relu: bool = True) -> ir.Value:
+        """[batch, inputs] -> [batch, outputs] as Gemm with a weight [outputs, inputs], then Relu where wanted."""
+        with self.scope(name):
+            weight = self.parameter("weight", outputs, inputs, init=kaiming(inputs) if relu else lecun(inputs))
+            result = self.op("Gemm", data, weight, self.parameter("bias", outputs, init=ZEROS), transB=1)
+            return self.op("Relu", result) if relu else result
+
+    def embedding(
+        self, name: str, indices: ir.Value, rows: int, width: int, *, init: Initializer
+    ) -> tuple[ir.Value, ir.Value]:
+        """Rows of a table [rows, width] chosen by int64 `indices`; the result [*indices, width] and the table."""
+        with self.scope(name):
+            table = self.parameter("weight", rows, width, init=init)
+            return self.op("Gather", table, indices, axis=0), table
+
+    def positions(self, length: int) -> ir.Value:
+        """The int64 vector 0 … length - 1."""
+        return self.op("Range", self.constant(0), self.constant(length), self.constant(1))
+
+    def angles(self, length: int, count: int, base: float) -> ir.Value:
+        """float32 [length, count]: position times base^(-i / count), of rotary and of sinusoidal positions."""
+        order = self.op("Range", self.constant(0.0), self.constant(float(length)), self.constant(1.0))
+        place = self.op("Unsqueeze", order, self.constant([1]))
+        return self.op("Mul", place, self.constant([base ** (-step / count) for step in range(count)]))
+
+    def layer_norm(self, name: str, data: ir.Value, width: int, epsilon: float = 1e-5) -> ir.Value:
+        with self.scope(name):
+            scale = self.parameter("weight", width, init=ONES)
+            shift = self.parameter("bias", width, init=ZEROS)
+            return self.op("LayerNormalization", data, scale, shift, axis=-1, epsilon=epsilon)
+
+    def rms_norm(self, name: str, data: ir.Value, width: int, epsilon: float) -> ir.Value:
+        """Root-mean-square norm of the last axis, of extent `width`, spelled out (Zhang and Sennrich, 2019)."""
+        with self.scope(name):
+            mean = self.op("ReduceMean", self.op("Pow", data, self.constant(2.0)), self.constant([-1]), keepdims=1)
+            deviation = self.op("Sqrt", self.op("Add", mean, self.constant(epsilon)))
+            return self.op("Mul", self.op("Div", data, deviation), self.parameter("weight", width, init=ONES))
+
+    def convolution(
+        self,
+        name: str,
+        data: ir.Value,
+        inputs: int,
+        outputs: int,
+        *,
+        kernel: Extent,
+        stride: int = 1,
+        padding: Extent = 0,
+        bias: bool = True,
+    ) -> ir.Value:
+        """Conv of [batch, inputs, height, width] with `padding` on both sides of height and width."""
+        kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
+        padding = (padding, padding) if isinstance(padding, int) else padding
+        with self.scope(name):
+            weight = self.parameter("weight", outputs, inputs, *kernel, init=kaiming(inputs * kernel[0] * kernel[1]))
+            shift = [self.parameter("bias", outputs, init=ZEROS)] if bias else []
+            pads = [*padding, *padding]
+            return self.op("Conv", data, weight, *shift, kernel_shape=kernel, strides=[stride] * 2, pads=pads)
+
+    def batch_norm(self, name: str, data: ir.Value, channels: int, epsilon: float = 1e-5) -> ir.Value:
+        """BatchNormalization by running statistics, as in a model exported for fine-tuning."""
+        with self.scope(name):
+            scale = self.parameter("weight", channels, init=ONES)
+            shift = self.parameter("bias", channels, init=ZEROS)
+            mean = self.parameter("running_mean", channels, init=ZEROS)
+            variance = self.parameter("running_var", channels, init=ONES)
+            return self.op("BatchNormalization", data, scale, shift, mean, variance, epsilon=epsilon)
+
+    def max_pool(self, data: ir.Value, kernel: int, stride: int, padding: int = 0) -> ir.Value:
+        return self.op("MaxPool", data, kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=[padding] * 4)
+
+    def classify(self, logits: ir.Value, loss: bool, *positions: int) -> None:
+        """End with `logits` [batch, classes, *positions], or with their mean cross-entropy to int64 labels [batch,
+        *positions]."""
+        if not loss:
+            self.output("logits", logits)
+            return
+        labels = self.input("labels", *positions, integer=True)
+        with self.scope("loss"):
+            self.output("loss", self.op("SoftmaxCrossEntropyLoss", logits, labels, reduction="mean"))
+
+    def predict_tokens(self, logits: ir.Value, loss: bool, length: int, vocabulary: int) -> None:
+        """End with `logits` [batch, length, vocabulary], or with their mean cross-entropy to labels [batch, length].
+
+        Labels stand where their prediction stands: for a causal model they are the tokens moved by one.
+        """
+        if not loss:
+            self.output("logits", logits)
+            return
+        labels = self.input("labels", length, integer=True)
+        with self.scope("loss"):
+            flat_logits = self.flatten(logits, length, vocabulary)
+            flat_labels = self.flatten(labels, length, integer=True)
+            self.output("loss", self.op("SoftmaxCrossEntropyLoss", flat_logits, flat_labels, reduction="mean"))
+
+    def regress(self, prediction: ir.Value, loss: bool, width: int) -> None:
+        """End with `prediction` [batch, width], or with its mean squared distance to float labels of the same shape."""
+        if not loss:
+            self.output("prediction", prediction)
+            return
+        labels = self.input("labels", width)
+        with self.scope("loss"):
+            distance = self.op("Sub", prediction, labels)
+            self.output("loss", self.op("ReduceMean", self.op("Mul", distance, distance), keepdims=0))
+
+    def click_or_not(self, logits: ir.Value, loss: bool) -> None:
+        """End with the probability of `logits` [batch, 1], or with the mean binary cross-entropy to labels 0.0 and 1.0.
+        Spelled as softplus(x) - x y, which stays finite where log(sigmoid(x)) does not."""
+        if not loss:
+            self.output("probability", self.op("Sigmoid", logits))
+            return
+        labels = self.input("labels", 1)
+        with self.scope("loss"):
+            entropy = self.op("Sub", self.op("Softplus", logits), self.op("Mul", logits, labels))
+            self.output("loss", self.op("ReduceMean", entropy, keepdims=0))
 
     def finish(self, metadata: dict[str, str]) -> tuple[onnx.ModelProto, tuple[Parameter, ...]]:
         """The model, every value typed and shaped, without the data of its parameters; and these parameters."""
@@ -173,110 +296,6 @@ class GraphBuilder:
                 onnx.helper.make_tensor_value_info(parameter.name, onnx.TensorProto.FLOAT, parameter.shape)
             )
         return onnx.shape_inference.infer_shapes(proto, strict_mode=True), parameters
-
-
-def linear(
-    graph: GraphBuilder,
-    name: str,
-    data: ir.Value,
-    inputs: int,
-    outputs: int,
-    *,
-    init: Initializer,
-    bias: bool = True,
-) -> ir.Value:
-    """[…, inputs] -> […, outputs] as MatMul, and Add where there is a `bias`; the weight is [inputs, outputs]."""
-    with graph.scope(name):
-        result = graph.op("MatMul", data, graph.parameter("weight", inputs, outputs, init=init))
-        if bias:
-            result = graph.op("Add", result, graph.parameter("bias", outputs, init=ZEROS))
-    return result
-
-
-def dense(graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int, *, relu: bool = True) -> ir.Value:
-    """[batch, inputs] -> [batch, outputs] as Gemm with a weight [outputs, inputs], then Relu where wanted."""
-    with graph.scope(name):
-        weight = graph.parameter("weight", outputs, inputs, init=kaiming(inputs) if relu else lecun(inputs))
-        result = graph.op("Gemm", data, weight, graph.parameter("bias", outputs, init=ZEROS), transB=1)
-        return graph.op("Relu", result) if relu else result
-
-
-def embedding(
-    graph: GraphBuilder, name: str, indices: ir.Value, rows: int, width: int, *, init: Initializer
-) -> tuple[ir.Value, ir.Value]:
-    """Rows of a table [rows, width] chosen by int64 `indices`; the result [*indices, width] and the table."""
-    with graph.scope(name):
-        table = graph.parameter("weight", rows, width, init=init)
-        return graph.op("Gather", table, indices, axis=0), table
-
-
-def positions(graph: GraphBuilder, length: int) -> ir.Value:
-    """The int64 vector 0 … length - 1."""
-    return graph.op("Range", graph.constant(0), graph.constant(length), graph.constant(1))
-
-
-def angles(graph: GraphBuilder, length: int, count: int, base: float) -> ir.Value:
-    """float32 [length, count]: position times base^(-i / count), of rotary and of sinusoidal positions."""
-    order = graph.op("Range", graph.constant(0.0), graph.constant(float(length)), graph.constant(1.0))
-    place = graph.op("Unsqueeze", order, graph.constant([1]))
-    return graph.op("Mul", place, graph.constant([base ** (-step / count) for step in range(count)]))
-
-
-def layer_norm(graph: GraphBuilder, name: str, data: ir.Value, width: int, epsilon: float = 1e-5) -> ir.Value:
-    """LayerNormalization of the last axis, of extent `width`."""
-    with graph.scope(name):
-        scale = graph.parameter("weight", width, init=ONES)
-        shift = graph.parameter("bias", width, init=ZEROS)
-        return graph.op("LayerNormalization", data, scale, shift, axis=-1, epsilon=epsilon)
-
-
-def rms_norm(graph: GraphBuilder, name: str, data: ir.Value, width: int, epsilon: float) -> ir.Value:
-    """Root-mean-square norm of the last axis, of extent `width`, spelled out (Zhang and Sennrich, 2019)."""
-    with graph.scope(name):
-        mean = graph.op("ReduceMean", graph.op("Pow", data, graph.constant(2.0)), graph.constant([-1]), keepdims=1)
-        deviation = graph.op("Sqrt", graph.op("Add", mean, graph.constant(epsilon)))
-        return graph.op("Mul", graph.op("Div", data, deviation), graph.parameter("weight", width, init=ONES))
-
-
-Extent = int | tuple[int, int]
-"""Of height and width; one number for both."""
-
-
-def convolution(
-    graph: GraphBuilder,
-    name: str,
-    data: ir.Value,
-    inputs: int,
-    outputs: int,
-    *,
-    kernel: Extent,
-    stride: int = 1,
-    padding: Extent = 0,
-    bias: bool = True,
-) -> ir.Value:
-    """Conv of [batch, inputs, height, width] with `padding` on both sides of height and width."""
-    kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
-    padding = (padding, padding) if isinstance(padding, int) else padding
-    with graph.scope(name):
-        weight = graph.parameter("weight", outputs, inputs, *kernel, init=kaiming(inputs * kernel[0] * kernel[1]))
-        shift = [graph.parameter("bias", outputs, init=ZEROS)] if bias else []
-        pads = [*padding, *padding]
-        return graph.op("Conv", data, weight, *shift, kernel_shape=kernel, strides=[stride] * 2, pads=pads)
-
-
-def batch_norm(graph: GraphBuilder, name: str, data: ir.Value, channels: int, epsilon: float = 1e-5) -> ir.Value:
-    """BatchNormalization by running statistics, as in a model exported for fine-tuning."""
-    with graph.scope(name):
-        scale = graph.parameter("weight", channels, init=ONES)
-        shift = graph.parameter("bias", channels, init=ZEROS)
-        mean = graph.parameter("running_mean", channels, init=ZEROS)
-        variance = graph.parameter("running_var", channels, init=ONES)
-        return graph.op("BatchNormalization", data, scale, shift, mean, variance, epsilon=epsilon)
-
-
-def max_pool(graph: GraphBuilder, data: ir.Value, kernel: int, stride: int, padding: int = 0) -> ir.Value:
-    """MaxPool with a square window."""
-    return graph.op("MaxPool", data, kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=[padding] * 4)
 
 
 INLINE_LIMIT: Final = 3 << 29
@@ -400,56 +419,3 @@ def drawn(parameter: Parameter, seed: int) -> Iterator[npt.NDArray[np.float32]]:
                 yield np.zeros(count, dtype=np.float32)
             case "ones":
                 yield np.ones(count, dtype=np.float32)
-
-
-def classify(graph: GraphBuilder, logits: ir.Value, loss: bool, *positions: int) -> None:
-    """End with `logits` [batch, classes, *positions], or with their mean cross-entropy to labels [batch, *positions].
-
-    The labels are int64 classes.
-    """
-    if not loss:
-        graph.output("logits", logits)
-        return
-    labels = graph.input("labels", *positions, integer=True)
-    with graph.scope("loss"):
-        graph.output("loss", graph.op("SoftmaxCrossEntropyLoss", logits, labels, reduction="mean"))
-
-
-def predict_tokens(graph: GraphBuilder, logits: ir.Value, loss: bool, length: int, vocabulary: int) -> None:
-    """End with `logits` [batch, length, vocabulary], or with their mean cross-entropy to labels [batch, length].
-
-    Labels stand where their prediction stands: for a causal model they are the tokens moved by one.
-    """
-    if not loss:
-        graph.output("logits", logits)
-        return
-    labels = graph.input("labels", length, integer=True)
-    with graph.scope("loss"):
-        flat_logits = graph.flatten(logits, length, vocabulary)
-        flat_labels = graph.flatten(labels, length, integer=True)
-        graph.output("loss", graph.op("SoftmaxCrossEntropyLoss", flat_logits, flat_labels, reduction="mean"))
-
-
-def regress(graph: GraphBuilder, prediction: ir.Value, loss: bool, width: int) -> None:
-    """End with `prediction` [batch, width], or with its mean squared distance to float labels of the same shape."""
-    if not loss:
-        graph.output("prediction", prediction)
-        return
-    labels = graph.input("labels", width)
-    with graph.scope("loss"):
-        distance = graph.op("Sub", prediction, labels)
-        graph.output("loss", graph.op("ReduceMean", graph.op("Mul", distance, distance), keepdims=0))
-
-
-def click_or_not(graph: GraphBuilder, logits: ir.Value, loss: bool) -> None:
-    """End with the probability of `logits` [batch, 1], or with the mean binary cross-entropy to labels 0.0 and 1.0.
-
-    Spelled as softplus(x) - x y, which stays finite where log(sigmoid(x)) does not.
-    """
-    if not loss:
-        graph.output("probability", graph.op("Sigmoid", logits))
-        return
-    labels = graph.input("labels", 1)
-    with graph.scope("loss"):
-        entropy = graph.op("Sub", graph.op("Softplus", logits), graph.op("Mul", logits, labels))
-        graph.output("loss", graph.op("ReduceMean", entropy, keepdims=0))

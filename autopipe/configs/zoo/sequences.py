@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 from autopipe.configs.zoo import Count, Settings, ZooModel, preset
 from autopipe.configs.zoo.builder import (
     GraphBuilder,
-    angles,
-    embedding,
     lecun,
-    linear,
     normal,
-    positions,
-    predict_tokens,
-    rms_norm,
     uniform,
 )
 from autopipe.configs.zoo.transformers import SPREAD, Layer, TransformerModel, causal_mask, tied_logits, transformer
@@ -68,7 +62,7 @@ class Mt5(TransformerModel):
     def build(self, graph: GraphBuilder) -> None:
         source = graph.input("source", self.source, integer=True)
         target = graph.input("target", self.target, integer=True)
-        norm = partial(rms_norm, epsilon=1e-6)
+        norm = partial(GraphBuilder.rms_norm, epsilon=1e-6)
         layer = Layer(
             self.hidden,
             self.heads,
@@ -79,7 +73,7 @@ class Mt5(TransformerModel):
             scaled=False,
             activation="Relu",
         )
-        memory, table = embedding(graph, "embedding", source, self.vocabulary, self.hidden, init=SPREAD)
+        memory, table = graph.embedding("embedding", source, self.vocabulary, self.hidden, init=SPREAD)
         bias = self._distance_bias(graph, "encoder.position_bias", self.source, causal=False)
         memory = transformer(graph, "encoder", self.layers, layer, memory, mask=bias)
         memory = norm(graph, "encoder.norm", memory, self.hidden)
@@ -93,8 +87,8 @@ class Mt5(TransformerModel):
             with graph.scope("head"):
                 logits = tied_logits(graph, data, table)
         else:
-            logits = linear(graph, "head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
-        predict_tokens(graph, logits, self.loss, self.target, self.vocabulary)
+            logits = graph.linear("head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
+        graph.predict_tokens(logits, self.loss, self.target, self.vocabulary)
 
     def _distance_bias(self, graph: GraphBuilder, name: str, length: int, *, causal: bool) -> ir.Value:
         """[1, heads, length, length]: a value by head and bucket of the distance (Raffel et al., 2020)."""
@@ -111,7 +105,7 @@ def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
     Half of the buckets hold one distance each, the other half grow logarithmically up to FARTHEST. A causal model
     looks back only; otherwise keys after the query have the second half of the table to themselves.
     """
-    order = positions(graph, length)
+    order = graph.positions(length)
     key, query = graph.op("Unsqueeze", order, graph.constant([0])), graph.op("Unsqueeze", order, graph.constant([1]))
     offset = graph.op("Sub", key, query)
     buckets = BUCKETS if causal else BUCKETS // 2
@@ -134,10 +128,8 @@ def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer(TransformerModel):
-    """The encoder-decoder translation model of Vaswani et al. (2017), as PaSE takes it.
-
-    source, target [batch, sequence] -> logits [batch, sequence, vocabulary]; norms follow the residual sums.
-    """
+    """The encoder-decoder translation model of Vaswani et al. (2017), as PaSE takes it. source, target [batch,
+    sequence] -> logits [batch, sequence, vocabulary]; norms follow the residual sums."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 64; the sizes of the original base model.
@@ -171,12 +163,12 @@ class Transformer(TransformerModel):
         mask = causal_mask(graph, self.sequence)
         data = self._embedded(graph, "target_embedding", target, waves)
         data = transformer(graph, "decoder", self.layers, layer, data, mask=mask, memory=memory)
-        logits = linear(graph, "projection", data, self.hidden, self.vocabulary, init=init, bias=False)
-        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
+        logits = graph.linear("projection", data, self.hidden, self.vocabulary, init=init, bias=False)
+        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
 
     def _embedded(self, graph: GraphBuilder, name: str, tokens: ir.Value, waves: ir.Value) -> ir.Value:
         init = normal(1.0 / math.sqrt(self.hidden))
-        data, _ = embedding(graph, name, tokens, self.vocabulary, self.hidden, init=init)
+        data, _ = graph.embedding(name, tokens, self.vocabulary, self.hidden, init=init)
         with graph.scope(name):
             scaled = graph.op("Mul", data, graph.constant(math.sqrt(self.hidden)))
             return graph.op("Add", scaled, waves)
@@ -184,16 +176,14 @@ class Transformer(TransformerModel):
     def _sinusoids(self, graph: GraphBuilder) -> ir.Value:
         """[sequence, hidden]: sines, then cosines, of position / 10000^(2 i / hidden)."""
         with graph.scope("positions"):
-            angle = angles(graph, self.sequence, self.hidden // 2, 10000)
+            angle = graph.angles(self.sequence, self.hidden // 2, 10000)
             return graph.op("Concat", graph.op("Sin", angle), graph.op("Cos", angle), axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RnnLm(ZooModel):
-    """A language model of stacked LSTM layers, as PaSE takes it.
-
-    tokens [batch, sequence] -> logits [batch, sequence, vocabulary].
-    """
+    """A language model of stacked LSTM layers, as PaSE takes it. tokens [batch, sequence] -> logits [batch, sequence,
+    vocabulary]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 64.
@@ -209,13 +199,11 @@ class RnnLm(ZooModel):
     """Tokens of a sample."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Embedding, LSTM layers over [sequence, batch, hidden], projection.
-
-        LSTMs have one direction and states that start at zero; ONNX orders their gates input, output, forget, cell.
-        """
+        """Embedding, LSTM layers over [sequence, batch, hidden], projection. LSTMs have one direction and states that
+        start at zero; ONNX orders their gates input, output, forget, cell."""
         width, init = self.hidden, uniform(1.0 / math.sqrt(self.hidden))
         tokens = graph.input("tokens", self.sequence, integer=True)
-        data, _ = embedding(graph, "embedding", tokens, self.vocabulary, width, init=init)
+        data, _ = graph.embedding("embedding", tokens, self.vocabulary, width, init=init)
         data = graph.op("Transpose", data, perm=[1, 0, 2])
         for index in range(self.layers):
             with graph.scope(f"layers.{index}"):
@@ -225,5 +213,5 @@ class RnnLm(ZooModel):
                 result = graph.op("LSTM", data, weight, recurrence, bias, hidden_size=width)
                 data = graph.op("Squeeze", result, graph.constant([1]))
         data = graph.op("Transpose", data, perm=[1, 0, 2])
-        logits = linear(graph, "projection", data, width, self.vocabulary, init=init)
-        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
+        logits = graph.linear("projection", data, width, self.vocabulary, init=init)
+        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)

@@ -12,16 +12,9 @@ from autopipe.configs.zoo import Count, Settings, ZooModel, preset
 from autopipe.configs.zoo.builder import (
     ZEROS,
     GraphBuilder,
-    Initializer,
-    angles,
-    embedding,
-    layer_norm,
-    linear,
     normal,
-    positions,
-    predict_tokens,
-    rms_norm,
 )
+from autopipe.ir.graph import Initializer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -52,7 +45,7 @@ class Layer:
     """Width inside the feed-forward layer; 0 where a model has none or its own."""
     key_value_heads: int = 0
     """Heads of keys and values, each shared by several query heads; 0 for as many as these."""
-    norm: Callable[[GraphBuilder, str, ir.Value, int], ir.Value] = layer_norm
+    norm: Callable[[GraphBuilder, str, ir.Value, int], ir.Value] = GraphBuilder.layer_norm
     norm_first: bool = True
     """True if the norm stands before attention and feed-forward, False if after the residual sums."""
     bias: bool = True
@@ -69,7 +62,6 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """Width of a head."""
         return self.hidden // self.heads
 
     @property
@@ -79,17 +71,15 @@ class Layer:
 
 
 def closing_spread(layers: int) -> Initializer:
-    """GPT-2's spread of what is added to the residual stream, twice a layer: its sum keeps its size.
-
-    Radford et al. 2019, section 2.3.
-    """
+    """GPT-2's spread of what is added to the residual stream, twice a layer: its sum keeps its size. Radford et al.
+    2019, section 2.3."""
     return normal(SPREAD.scale / math.sqrt(2 * layers))
 
 
 def causal_mask(graph: GraphBuilder, length: int) -> ir.Value:
     """[length, length]: 0 where the key stands at or before the query, FORBIDDEN after it."""
     with graph.scope("causal_mask"):
-        order = positions(graph, length)
+        order = graph.positions(length)
         query = graph.op("Unsqueeze", order, graph.constant([1]))
         key = graph.op("Unsqueeze", order, graph.constant([0]))
         future = graph.op("Less", query, key)
@@ -100,13 +90,12 @@ def add_positions(
     graph: GraphBuilder, data: ir.Value, length: int, width: int, order: ir.Value | None = None
 ) -> ir.Value:
     """`data` [batch, length, width] plus a learned vector for each position; `order` is 0 … length - 1."""
-    order = positions(graph, length) if order is None else order
-    places, _ = embedding(graph, "position_embedding", order, length, width, init=SPREAD)
+    order = graph.positions(length) if order is None else order
+    places, _ = graph.embedding("position_embedding", order, length, width, init=SPREAD)
     return graph.op("Add", data, places)
 
 
 def tied_logits(graph: GraphBuilder, data: ir.Value, table: ir.Value) -> ir.Value:
-    """The product with the embedding's `table`, transposed."""
     return graph.op("MatMul", data, graph.op("Transpose", table, perm=[1, 0]))
 
 
@@ -125,9 +114,7 @@ def attention(
     length: int = 0,
 ) -> ir.Value:
     """Attention of `data` [batch, length, hidden] to `memory` (itself by default): softmax(q kᵀ / √width + mask) v.
-
-    `length` is needed where key-value heads are fewer.
-    """
+    `length` is needed where key-value heads are fewer."""
     source = data if memory is None else memory
     groups = layer.key_value_heads or layer.heads
     with graph.scope(name):
@@ -144,12 +131,12 @@ def attention(
             scores = graph.op("Add", scores, mask)
         mixed = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), value)
         merged = graph.reshape(graph.op("Transpose", mixed, perm=[0, 2, 1, 3]), [0, 0, layer.hidden])
-        return linear(graph, "output", merged, layer.hidden, layer.hidden, init=layer.end, bias=layer.bias)
+        return graph.linear("output", merged, layer.hidden, layer.hidden, init=layer.end, bias=layer.bias)
 
 
 def _heads(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, heads: int) -> ir.Value:
     """[batch, length, hidden] -> [batch, heads, length, width]."""
-    rows = linear(graph, name, data, layer.hidden, heads * layer.width, init=layer.init, bias=layer.bias)
+    rows = graph.linear(name, data, layer.hidden, heads * layer.width, init=layer.init, bias=layer.bias)
     return graph.op("Transpose", graph.reshape(rows, [0, 0, heads, layer.width]), perm=[0, 2, 1, 3])
 
 
@@ -173,11 +160,11 @@ def feed_forward(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -
     bias = layer.inner_bias
     with graph.scope(name):
         if layer.activation == "SwiGLU":
-            gate = linear(graph, "gate", data, layer.hidden, layer.inner, init=layer.init, bias=bias)
+            gate = graph.linear("gate", data, layer.hidden, layer.inner, init=layer.init, bias=bias)
             gate = graph.op("Mul", gate, graph.op("Sigmoid", gate))
-        raised = linear(graph, "up", data, layer.hidden, layer.inner, init=layer.init, bias=bias)
+        raised = graph.linear("up", data, layer.hidden, layer.inner, init=layer.init, bias=bias)
         raised = graph.op("Mul", gate, raised) if layer.activation == "SwiGLU" else graph.op(layer.activation, raised)
-        return linear(graph, "down", raised, layer.inner, layer.hidden, init=layer.end, bias=bias)
+        return graph.linear("down", raised, layer.inner, layer.hidden, init=layer.end, bias=bias)
 
 
 def residual(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, sublayer: Sublayer) -> ir.Value:
@@ -238,10 +225,8 @@ _GPT = "layers hidden heads vocabulary sequence"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt(LanguageModel):
-    """GPT, whose head is its embedding, transposed (Brown et al., 2020).
-
-    tokens [batch, sequence] -> logits [batch, sequence, vocabulary].
-    """
+    """GPT, whose head is its embedding, transposed (Brown et al., 2020). tokens [batch, sequence] -> logits [batch,
+    sequence, vocabulary]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # GPT-2 (Radford et al., 2019).
@@ -269,25 +254,23 @@ class Gpt(LanguageModel):
 
     def build(self, graph: GraphBuilder) -> None:
         tokens = graph.input("tokens", self.sequence, integer=True)
-        data, table = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+        data, table = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
         with graph.scope("position_embedding"):
-            order = positions(graph, self.sequence)
+            order = graph.positions(self.sequence)
         data = add_positions(graph, data, self.sequence, self.hidden, order)
         mask = causal_mask(graph, self.sequence)
         layer = Layer(self.hidden, self.heads, 4 * self.hidden, closing=closing_spread(self.layers))
         data = transformer(graph, "layers", self.layers, layer, data, mask=mask)
-        data = layer_norm(graph, "norm", data, self.hidden)
+        data = graph.layer_norm("norm", data, self.hidden)
         with graph.scope("head"):
             logits = tied_logits(graph, data, table)
-        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
+        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bert(LanguageModel):
-    """BERT with its masked-language-model head (Devlin et al., 2019).
-
-    tokens, token_types, attention_mask [batch, sequence] -> logits [batch, sequence, vocabulary].
-    """
+    """BERT with its masked-language-model head (Devlin et al., 2019). tokens, token_types, attention_mask [batch,
+    sequence] -> logits [batch, sequence, vocabulary]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         "base": preset(_GPT, 12, 768, 12, 30522, 512),
@@ -302,12 +285,12 @@ class Bert(LanguageModel):
         tokens, token_types, present = (
             graph.input(name, self.sequence, integer=True) for name in ("tokens", "token_types", "attention_mask")
         )
-        norm = partial(layer_norm, epsilon=1e-12)
+        norm = partial(GraphBuilder.layer_norm, epsilon=1e-12)
         with graph.scope("embeddings"):
-            words, table = embedding(graph, "word", tokens, self.vocabulary, self.hidden, init=SPREAD)
-            order = positions(graph, self.sequence)
-            places, _ = embedding(graph, "position", order, self.sequence, self.hidden, init=SPREAD)
-            kinds, _ = embedding(graph, "token_type", token_types, 2, self.hidden, init=SPREAD)
+            words, table = graph.embedding("word", tokens, self.vocabulary, self.hidden, init=SPREAD)
+            order = graph.positions(self.sequence)
+            places, _ = graph.embedding("position", order, self.sequence, self.hidden, init=SPREAD)
+            kinds, _ = graph.embedding("token_type", token_types, 2, self.hidden, init=SPREAD)
             data = norm(graph, "norm", graph.op("Add", graph.op("Add", words, kinds), places), self.hidden)
         with graph.scope("padding_mask"):  # [batch, 1, 1, sequence]
             spread = graph.op("Cast", graph.op("Unsqueeze", present, graph.constant([1, 2])), to=1)
@@ -315,10 +298,10 @@ class Bert(LanguageModel):
         layer = Layer(self.hidden, self.heads, 4 * self.hidden, norm=norm, norm_first=False)
         data = transformer(graph, "layers", self.layers, layer, data, mask=mask)
         with graph.scope("head"):
-            data = graph.op("Gelu", linear(graph, "transform", data, self.hidden, self.hidden, init=SPREAD))
+            data = graph.op("Gelu", graph.linear("transform", data, self.hidden, self.hidden, init=SPREAD))
             logits = tied_logits(graph, norm(graph, "norm", data, self.hidden), table)
             logits = graph.op("Add", logits, graph.parameter("bias", self.vocabulary, init=ZEROS))
-        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
+        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
 
 
 def _moe_sizes(layers: int, hidden: int, experts: int) -> Settings:
@@ -361,14 +344,14 @@ class MixtureOfExperts(TransformerModel):
 
     def build(self, graph: GraphBuilder) -> None:
         tokens = graph.input("tokens", self.sequence, integer=True)
-        data, _ = embedding(graph, "token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+        data, _ = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
         data = add_positions(graph, data, self.sequence, self.hidden)
         mask = causal_mask(graph, self.sequence)
         layer = Layer(self.hidden, self.heads, 4 * self.hidden, closing=closing_spread(self.layers))
         data = transformer(graph, "layers", self.layers, layer, data, mask=mask, last=("experts", self._mixture))
-        data = layer_norm(graph, "norm", data, self.hidden)
-        logits = linear(graph, "head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
-        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
+        data = graph.layer_norm("norm", data, self.hidden)
+        logits = graph.linear("head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
+        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
 
     def _mixture(self, graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -> ir.Value:
         """Tokens to the places of their experts, through the experts, and back weighted by the gate."""
@@ -385,12 +368,10 @@ class MixtureOfExperts(TransformerModel):
             return graph.op("Einsum", combine, lowered, equation="bsec,bech->bsh")
 
     def _gate(self, graph: GraphBuilder, data: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Of each token's best experts the weights, which sum to one, and one-hot choices.
-
-        Both by choice first: [batch, choices * sequence] and [batch, choices * sequence, experts].
-        """
+        """Of each token's best experts the weights, which sum to one, and one-hot choices. Both by choice first:
+        [batch, choices * sequence] and [batch, choices * sequence, experts]."""
         with graph.scope("gate"):
-            scores = linear(graph, "projection", data, self.hidden, self.experts, init=SPREAD, bias=False)
+            scores = graph.linear("projection", data, self.hidden, self.experts, init=SPREAD, bias=False)
             shares = graph.op("Softmax", scores, axis=-1)
             best, which = graph.split_op("TopK", 2, shares, graph.constant([self.choices]), axis=-1)
             weights = graph.op("Div", best, graph.op("ReduceSum", best, graph.constant([-1]), keepdims=1))
@@ -430,10 +411,8 @@ _LLAMA = "layers hidden heads key_value_heads feed_forward vocabulary rotary_bas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama(TransformerModel):
-    """Llama: RMS norms, rotary positions, SwiGLU and grouped-query attention (Touvron et al., 2023).
-
-    tokens [batch, sequence] -> logits [batch, sequence, vocabulary]; the head is not tied to the embedding.
-    """
+    """Llama: RMS norms, rotary positions, SwiGLU and grouped-query attention (Touvron et al., 2023). tokens [batch,
+    sequence] -> logits [batch, sequence, vocabulary]; the head is not tied to the embedding."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # Llama 2 (Touvron et al., 2023b).
@@ -474,8 +453,8 @@ class Llama(TransformerModel):
 
     def build(self, graph: GraphBuilder) -> None:
         tokens = graph.input("tokens", self.sequence, integer=True)
-        data, _ = embedding(graph, "embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
-        norm = partial(rms_norm, epsilon=1e-5)
+        data, _ = graph.embedding("embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+        norm = partial(GraphBuilder.rms_norm, epsilon=1e-5)
         layer = Layer(
             self.hidden,
             self.heads,
@@ -490,12 +469,12 @@ class Llama(TransformerModel):
         attend = partial(attention, mask=mask, rotation=rotation, length=self.sequence)
         data = transformer(graph, "layers", self.layers, layer, data, attend=attend)
         data = norm(graph, "norm", data, self.hidden)
-        logits = linear(graph, "head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
-        predict_tokens(graph, logits, self.loss, self.sequence, self.vocabulary)
+        logits = graph.linear("head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
+        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
 
     def _rotation(self, graph: GraphBuilder) -> Rotation:
         """Of position times frequency base^(-2 i / head_size)."""
         with graph.scope("rotary"):
-            angle = angles(graph, self.sequence, self.head_size // 2, self.rotary_base)
+            angle = graph.angles(self.sequence, self.head_size // 2, self.rotary_base)
             angle = graph.op("Concat", angle, angle, axis=-1)
             return Rotation(graph.op("Cos", angle), graph.op("Sin", angle))

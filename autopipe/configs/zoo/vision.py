@@ -11,12 +11,7 @@ from autopipe.configs.zoo.builder import (
     ZEROS,
     Extent,
     GraphBuilder,
-    batch_norm,
-    classify,
-    convolution,
-    dense,
     kaiming,
-    max_pool,
 )
 from autopipe.ir.codec import AtLeast
 
@@ -36,12 +31,11 @@ def conv_norm(
     padding: Extent = 0,
     epsilon: float = 1e-5,
 ) -> ir.Value:
-    """Convolution without bias, then batch norm."""
     with graph.scope(name):
-        data = convolution(
-            graph, "conv", data, inputs, outputs, kernel=kernel, stride=stride, padding=padding, bias=False
+        data = graph.convolution(
+            "conv", data, inputs, outputs, kernel=kernel, stride=stride, padding=padding, bias=False
         )
-        return batch_norm(graph, "norm", data, outputs, epsilon)
+        return graph.batch_norm("norm", data, outputs, epsilon)
 
 
 Branch = tuple["ir.Value", int]
@@ -53,10 +47,8 @@ FULL_WIDTH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InceptionV3(ZooModel):
-    """Inception-v3 without its auxiliary head (Szegedy et al., 2016).
-
-    image [batch, 3, image, image] -> logits [batch, classes].
-    """
+    """Inception-v3 without its auxiliary head (Szegedy et al., 2016). image [batch, 3, image, image] -> logits [batch,
+    classes]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 128.
@@ -85,7 +77,7 @@ class InceptionV3(ZooModel):
         for index in range(2):
             data = network.module_e(f"mixed_e.{index}", data)
         data = graph.op("Flatten", graph.op("GlobalAveragePool", data), axis=1)
-        classify(graph, dense(graph, "classifier", data, network.channels, self.classes, relu=False), self.loss)
+        graph.classify(graph.dense("classifier", data, network.channels, self.classes, relu=False), self.loss)
 
 
 class _Network:
@@ -102,9 +94,9 @@ class _Network:
             data, channels = self._unit("0", image, 3, 32, stride=2)
             data, channels = self._unit("1", data, channels, 32)
             data, channels = self._unit("2", data, channels, 64, padding=1)
-            data, channels = self._unit("3", max_pool(self.graph, data, 3, 2), channels, 80, kernel=1)
+            data, channels = self._unit("3", self.graph.max_pool(data, 3, 2), channels, 80, kernel=1)
             data, self.channels = self._unit("4", data, channels, 192)
-            return max_pool(self.graph, data, 3, 2)
+            return self.graph.max_pool(data, 3, 2)
 
     def module(self, name: str, data: ir.Value, *branches: str) -> ir.Value:
         """The channels of several branches one after the other."""
@@ -132,7 +124,7 @@ class _Network:
         name, *units = text.split()
         channels = self.channels
         if name == "max":
-            return max_pool(self.graph, data, 3, 2), channels
+            return self.graph.max_pool(data, 3, 2), channels
         if name == "pool":
             data = self.graph.op(
                 "AveragePool", data, kernel_shape=[3, 3], strides=[1, 1], pads=[1, 1, 1, 1], count_include_pad=1
@@ -175,10 +167,8 @@ class _Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vgg19(ZooModel):
-    """VGG-19 with any number of classes (Simonyan and Zisserman, 2015).
-
-    image [batch, 3, image, image] -> logits [batch, classes].
-    """
+    """VGG-19 with any number of classes (Simonyan and Zisserman, 2015). image [batch, 3, image, image] -> logits
+    [batch, classes]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # Configuration E.
@@ -201,22 +191,20 @@ class Vgg19(ZooModel):
         for group, (depth, factor) in enumerate(((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))):
             for index in range(depth):
                 name = f"features.{group}.{index}"
-                data = convolution(graph, name, data, channels, factor * self.width, kernel=3, padding=1)
+                data = graph.convolution(name, data, channels, factor * self.width, kernel=3, padding=1)
                 data = graph.op("Relu", data)
                 channels = factor * self.width
-            data = max_pool(graph, data, 2, 2)
+            data = graph.max_pool(data, 2, 2)
         features = channels * (self.image // 32) ** 2
-        data = dense(graph, "classifier.0", graph.op("Flatten", data, axis=1), features, self.hidden)
-        data = dense(graph, "classifier.1", data, self.hidden, self.hidden)
-        classify(graph, dense(graph, "classifier.2", data, self.hidden, self.classes, relu=False), self.loss)
+        data = graph.dense("classifier.0", graph.op("Flatten", data, axis=1), features, self.hidden)
+        data = graph.dense("classifier.1", data, self.hidden, self.hidden)
+        graph.classify(graph.dense("classifier.2", data, self.hidden, self.classes, relu=False), self.loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlexNet(ZooModel):
-    """AlexNet as PaSE takes it: one tower, without response normalisation (Krizhevsky et al., 2012).
-
-    image [batch, 3, image, image] -> logits [batch, classes].
-    """
+    """AlexNet as PaSE takes it: one tower, without response normalisation (Krizhevsky et al., 2012). image [batch, 3,
+    image, image] -> logits [batch, classes]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # PaSE (IPDPS 2021), which uses batches of 128.
@@ -238,27 +226,25 @@ class AlexNet(ZooModel):
         rows = (self.width, 11, 4, 0), (wide, 5, 1, 2), (widest, 3, 1, 1), (widest, 3, 1, 1), (wide, 3, 1, 1)
         channels = 3
         for number, (outputs, kernel, stride, padding) in enumerate(rows, 1):
-            data = convolution(
-                graph, f"conv{number}", data, channels, outputs, kernel=kernel, stride=stride, padding=padding
+            data = graph.convolution(
+                f"conv{number}", data, channels, outputs, kernel=kernel, stride=stride, padding=padding
             )
             data, channels = graph.op("Relu", data), outputs
             if number < 3:
-                data = max_pool(graph, data, 3, 2)
-        data = graph.op("Flatten", max_pool(graph, data, 3, 2), axis=1)
+                data = graph.max_pool(data, 3, 2)
+        data = graph.op("Flatten", graph.max_pool(data, 3, 2), axis=1)
         extent = (self.image - 11) // 4 + 1
         for _ in range(3):
             extent = (extent - 3) // 2 + 1
-        data = dense(graph, "fc6", data, wide * extent * extent, self.hidden)
-        data = dense(graph, "fc7", data, self.hidden, self.hidden)
-        classify(graph, dense(graph, "fc8", data, self.hidden, self.classes, relu=False), self.loss)
+        data = graph.dense("fc6", data, wide * extent * extent, self.hidden)
+        data = graph.dense("fc7", data, self.hidden, self.hidden)
+        graph.classify(graph.dense("fc8", data, self.hidden, self.classes, relu=False), self.loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UNet(ZooModel):
-    """U-Net: a contracting and an expanding path (Ronneberger et al., 2015), with padded borders.
-
-    image [batch, channels, image, image] -> logits [batch, classes, image, image].
-    """
+    """U-Net: a contracting and an expanding path (Ronneberger et al., 2015), with padded borders. image [batch,
+    channels, image, image] -> logits [batch, classes, image, image]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # Figure 1 of the paper; 512 instead of its 572 because borders are padded.
@@ -289,7 +275,7 @@ class UNet(ZooModel):
             data = self._pair(graph, f"down.{level}", data, inputs, self.width << level)
             inputs = self.width << level
             skipped.append(data)
-            data = max_pool(graph, data, 2, 2)
+            data = graph.max_pool(data, 2, 2)
         data = self._pair(graph, "bottom", data, inputs, self.width << self.depth)
         for level in reversed(range(self.depth)):
             outputs = self.width << level
@@ -302,13 +288,13 @@ class UNet(ZooModel):
                 data = graph.op("ConvTranspose", data, weight, bias, kernel_shape=[2, 2], strides=[2, 2])
             data = graph.op("Concat", skipped[level], data, axis=1)
             data = self._pair(graph, f"up.{level}", data, 2 * outputs, outputs)
-        logits = convolution(graph, "head", data, self.width, self.classes, kernel=1)
-        classify(graph, logits, self.loss, self.image, self.image)
+        logits = graph.convolution("head", data, self.width, self.classes, kernel=1)
+        graph.classify(logits, self.loss, self.image, self.image)
 
     def _pair(self, graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int) -> ir.Value:
         with graph.scope(name):
             for index, channels in enumerate((inputs, outputs)):
-                data = convolution(graph, f"{index}", data, channels, outputs, kernel=3, padding=1)
+                data = graph.convolution(f"{index}", data, channels, outputs, kernel=3, padding=1)
                 data = graph.op("Relu", data)
         return data
 
@@ -323,10 +309,8 @@ def _sizes(width: int, factor: int, stages: tuple[int, ...] = (3, 4, 6, 3)) -> S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideResNet(ZooModel):
-    """Residual networks of wide bottlenecks (He et al., 2016; Zagoruyko and Komodakis, 2016).
-
-    image [batch, 3, image, image] -> logits [batch, classes].
-    """
+    """Residual networks of wide bottlenecks (He et al., 2016; Zagoruyko and Komodakis, 2016). image [batch, 3, image,
+    image] -> logits [batch, classes]."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         "resnet50": _sizes(64, 1),
@@ -354,8 +338,8 @@ class WideResNet(ZooModel):
     def build(self, graph: GraphBuilder) -> None:
         data = graph.input("image", 3, self.image, self.image)
         with graph.scope("stem"):
-            data = convolution(graph, "conv", data, 3, self.width, kernel=7, stride=2, padding=3, bias=False)
-            data = max_pool(graph, graph.op("Relu", batch_norm(graph, "norm", data, self.width)), 3, 2, 1)
+            data = graph.convolution("conv", data, 3, self.width, kernel=7, stride=2, padding=3, bias=False)
+            data = graph.max_pool(graph.op("Relu", graph.batch_norm("norm", data, self.width)), 3, 2, 1)
         channels = self.width
         for stage, depth in enumerate(self.stages):
             for index in range(depth):
@@ -364,7 +348,7 @@ class WideResNet(ZooModel):
                     data = self._bottleneck(graph, data, channels, self.width << stage, stride)
                 channels = EXPANSION * (self.width << stage)
         data = graph.op("Flatten", graph.op("GlobalAveragePool", data), axis=1)
-        classify(graph, dense(graph, "classifier", data, channels, self.classes, relu=False), self.loss)
+        graph.classify(graph.dense("classifier", data, channels, self.classes, relu=False), self.loss)
 
     def _bottleneck(self, graph: GraphBuilder, data: ir.Value, inputs: int, width: int, stride: int) -> ir.Value:
         inner, outputs = self.factor * width, EXPANSION * width

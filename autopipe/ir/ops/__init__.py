@@ -8,52 +8,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.ops.attention import ATTENTION, CONTRIB
-from autopipe.ir.ops.elementwise import (
-    ACTIVATION,
-    ELEMENTWISE,
-    GENERATION,
-    QUANTIZATION,
-    RANDOM,
-    REGIONS,
-    SAMPLING,
-    SPECTRAL,
-)
-from autopipe.ir.ops.movement import INDEXING, MOVEMENT, REGROUP, RESIZE
-from autopipe.ir.ops.normalization import LOSSES, NORMALIZATION, REDUCTION
+from autopipe.ir.ops import attention, elementwise, movement, normalization, products
 from autopipe.ir.ops.operator import NotationLine, Operator, Signature, signature_of
-from autopipe.ir.ops.products import CONVOLUTION, POOLING, PRODUCTS, RECURRENT
 from autopipe.ir.space import Space
 
 __all__ = ["OPERATORS", "NotationLine", "Operator", "Signature", "operator_of", "signature_of", "space_of"]
 
-
-OPERATORS: dict[str, Operator] = {
-    row.name: row
-    for row in (
-        *ACTIVATION,
-        *ELEMENTWISE,
-        *GENERATION,
-        *INDEXING,
-        *MOVEMENT,
-        *CONVOLUTION,
-        *POOLING,
-        *QUANTIZATION,
-        *NORMALIZATION,
-        *LOSSES,
-        *ATTENTION,
-        *RECURRENT,
-        *RESIZE,
-        *CONTRIB,
-        *REGIONS,
-        *PRODUCTS,
-        *REDUCTION,
-        *REGROUP,
-        *SAMPLING,
-        *SPECTRAL,
-        *RANDOM,
-    )
-}
+_FAMILIES = attention, elementwise, movement, normalization, products
+OPERATORS: dict[str, Operator] = {row.name: row for family in _FAMILIES for row in family.ROWS}
 
 
 def qualified_name(node: Node) -> str:
@@ -72,17 +34,20 @@ def space_of(graph: Graph, node: Node) -> Space:
 
 
 def use_keys(graph: Graph) -> tuple[Hashable, ...]:
-    """For each node what its use of its operator is made of: equal keys, equal spaces and operations.
-
-    Those are operator, attributes, the types of its tensors, and constants among them.
-    """
+    """For each node what its use of its operator is made of: equal keys, equal spaces and operations. Those are
+    operator, attributes, the types of its tensors, and constants among them."""
     constants = {each.value.name: (each.array.dtype.str, each.array.tobytes()) for each in graph.constants}
+
+    def types(names: tuple[str, ...]) -> Hashable:
+        found = (graph.type_of(name) if name else None for name in names)
+        return tuple([value and (value.dtype.name, value.shape) for value in found])
+
     return tuple(
         (
             qualified_name(node),
             node.attributes,
-            tuple([_type(graph, name) for name in node.inputs]),
-            tuple([_type(graph, name) for name in node.outputs]),
+            types(node.inputs),
+            types(node.outputs),
             tuple([constants.get(name) for name in node.inputs]),
         )
         for node in graph.nodes
@@ -103,10 +68,3 @@ class Spaces:
         if found is None:
             found = self._known[key] = space_of(self._graph, self._graph.nodes[node])
         return found
-
-
-def _type(graph: Graph, name: str) -> tuple[str, tuple[int, ...]] | None:
-    if not name:
-        return None
-    value = graph.type_of(name)
-    return value.dtype.name, value.shape

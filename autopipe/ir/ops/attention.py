@@ -6,60 +6,23 @@ Heads are (h r): h key-value heads, each shared by r query heads.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial
 
-from autopipe.ir.ops.elementwise import broadcast
-from autopipe.ir.ops.normalization import layer_norm, moment_statistics, norm_statistics
+from autopipe.ir.ops.elementwise import pointwise
+from autopipe.ir.ops.normalization import MOMENTS, NORM
 from autopipe.ir.ops.operator import (
     NotationLine,
     Operator,
     Signature,
+    Statistics,
     aligned,
     marked,
-    names,
+    notate,
     per_point,
     per_result,
-    spell,
+    per_row,
 )
 from autopipe.ir.ops.products import batched
 from autopipe.ir.space import Space
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Extents of one Attention."""
-
-    batch: int
-    groups: int
-    """Key-value heads."""
-    repeats: int
-    """Query heads a key-value head."""
-    queries: int
-    past: int
-    keys: int
-    """Keys of this call; attention reads `past + keys`."""
-    depth: int
-    values: int
-
-    @property
-    def total(self) -> int:
-        """Keys that attention reads."""
-        return self.past + self.keys
-
-
-def heads_of(signature: Signature) -> Heads:
-    """The extents of an Attention, whether its operands are [b, h, s, d] or [b, s, h * d]."""
-    query, key, value = (signature.operand(index).shape for index in range(3))
-    past = signature.operand(4).shape[2] if signature.present(4) else 0
-    if len(query) == 4:
-        batch, heads, queries, depth = query
-        groups, keys, values = key[1], key[2], value[3]
-    else:
-        heads, groups = signature.node.integer("q_num_heads"), signature.node.integer("kv_num_heads")
-        batch, queries, depth = query[0], query[1], query[2] // heads
-        keys, values = key[1], value[2] // groups
-    return Heads(batch, groups, heads // groups, queries, past, keys, depth, values)
 
 
 def is_positional(signature: Signature) -> bool:
@@ -70,50 +33,45 @@ def is_positional(signature: Signature) -> bool:
 
 
 def attention(signature: Signature) -> NotationLine:
-    """`b (h r) q d, b h k d, b h k v -> b (h r) q v` with d and k whole.
-
-    Where masks depend on places, a device with some of the queries knows which they are; all know all keys and values.
-    """
-    heads = heads_of(signature)
+    """`b (h r) q d, b h k d, b h k v -> b (h r) q v` with d and k whole. Where masks depend on places, a device with
+    some of the queries knows which they are; all know all keys and values."""
+    query, key, value = (signature.operand(index).shape for index in range(3))
     q = "q=" if is_positional(signature) or any(value is not None for value in signature.results[1:]) else "q"
-    if len(signature.operand(0).shape) == 4:
-        first = [["b", "(h r)", q, "d!"], ["b", "h", "k!", "d"], ["b", "h", "k", "v"]]
-        result = ["b", "(h r)", "q", "v"]
+    past = signature.operand(4).shape[2] if signature.present(4) else 0
+    if signature.rank == 4:
+        first, result = [f"b (h r) {q} d!", "b h k! d", "b h k v"], "b (h r) q v"
+        heads, groups, depth, values = query[1], key[1], query[3], value[3]
     else:
-        first = [["b", q, "(h r d!)"], ["b", "k!", "(h d)"], ["b", "k", "(h v)"]]
-        result = ["b", "q", "(h r v)"]
-    scores = (heads.batch, heads.groups * heads.repeats, heads.queries, heads.total)
-    cached = [["b", "h", "p!", "d"], ["b", "h", "p", "v"], ["b"]]
-    others: list[list[str] | None] = []
-    for index, value in enumerate(signature.operands[3:]):
-        if value is None:
-            others.append(None)
-        else:
-            others.append(aligned(value.shape, scores, ["b", "(h r)", "q", "t!"]) if index == 0 else cached[index - 1])
-    kept = [["b", "h", "t!", "d"], ["b", "h", "t", "v"], ["b", "(h r)", "q", "t"]]
-    results = [None if value is None else kept[index] for index, value in enumerate(signature.results[1:])]
-    line = spell([*first, *others], [result, *results])
-    return NotationLine(line.text, (("h", heads.groups), ("r", heads.repeats), ("d", heads.depth), ("v", heads.values)))
+        first, result = [f"b {q} (h r d!)", "b k! (h d)", "b k (h v)"], "b q (h r v)"
+        heads, groups = signature.node.integer("q_num_heads"), signature.node.integer("kv_num_heads")
+        depth, values = query[2] // heads, value[2] // groups
+    scores = (query[0], heads, query[-2], past + key[-2])
+    mask = aligned(signature.operand(3).shape if signature.present(3) else (), scores, ["b", "(h r)", "q", "t!"])
+    others = [mask, "b h p! d", "b h p v", "b"][: len(signature.operands) - 3]
+    results = [result, "b h t! d", "b h t v", "b (h r) q t"][: len(signature.results)]
+    extents = {"h": groups, "r": heads // groups, "d": depth, "v": values}
+    return notate(signature, [*first, *others], results, **extents)
 
 
 def _attention_flops(signature: Signature, space: Space) -> float:
-    """Two products: queries by keys, probabilities by values."""
-    heads = heads_of(signature)
-    scores = heads.batch * heads.groups * heads.repeats * heads.queries * heads.total
-    return 2.0 * scores * (heads.depth + heads.values)
+    """Two products: queries by all keys, those of earlier calls (p) too, and probabilities by values."""
+    axes = space.extents()
+    scores = axes["b"] * axes["h"] * axes["r"] * axes["q"] * (axes["k"] + axes.get("p", 0))
+    return 2.0 * scores * (axes["d"] + axes["v"])
+
+
+def _headed(signature: Signature, s: str, heads: int, *others: str) -> NotationLine:
+    """`b h s d`, or `b s (h d)`, with d whole; `heads` are those of the second spelling."""
+    shape = signature.operand(0).shape
+    if len(shape) == 4:
+        return notate(signature, [f"b h {s} d!", *others], ["b h s d"], h=shape[1], d=shape[3])
+    return notate(signature, [f"b {s} (h d!)", *others], ["b s (h d)"], h=heads, d=shape[2] // heads)
 
 
 def rotary_embedding(signature: Signature) -> NotationLine:
     """`b h s d, b s 1, b s 1, b s -> b h s d` with d whole; with positions the caches are tables that stay whole."""
-    shape = signature.operand(0).shape
-    cache = ["1", "1"] if signature.present(3) else ["b", "s", "1"]
-    positions = [["b", "s"]] if signature.present(3) else []
-    first = ["b", "h", "s", "d!"] if len(shape) == 4 else ["b", "s", "(h d!)"]
-    line = spell([first, cache, cache, *positions], [first])
-    heads = shape[1] if len(shape) == 4 else signature.node.integer("num_heads")
-    return NotationLine(
-        line.text, (("h", heads), ("d", math.prod(shape[2:]) // heads if len(shape) == 3 else shape[3]))
-    )
+    others = ("1 1", "1 1", "b s") if signature.present(3) else ("b s 1", "b s 1")
+    return _headed(signature, "s", signature.node.integer("num_heads"), *others)
 
 
 ATTENTION = (
@@ -124,76 +82,50 @@ ATTENTION = (
 
 def _fused_matmul(signature: Signature) -> NotationLine:
     """MatMul of factors that may be transposed."""
-    node = signature.node
-    swapped = [bool(node.integer("transA")), bool(node.integer("transB"))]
+    swapped = [bool(signature.node.integer(name)) for name in ("transA", "transB")]
     shapes = [signature.operand(index).shape for index in (0, 1)]
     plain = [
         (*shape[:-2], shape[-1], shape[-2]) if swap else shape for shape, swap in zip(shapes, swapped, strict=True)
     ]
-    *factors, result = (word.split() for word in batched(plain[0], plain[1], signature.result().shape))
+    *factors, result = (words.split() for words in batched(plain[0], plain[1], signature.result().shape))
     operands = [[*word[:-2], word[-1], word[-2]] if swap else word for word, swap in zip(factors, swapped, strict=True)]
-    return spell(operands, [result])
+    return notate(signature, operands, [result])
 
 
 def _skip_layer_norm(signature: Signature) -> NotationLine:
     """`*b x, *b x, x … -> *b x, *b 1, *b 1, *b x` with x=."""
-    words = marked(names(len(signature.operand(0).shape)), [len(signature.operand(0).shape) - 1], "=")
-    skip = words[len(words) - len(signature.operand(1).shape) :]
-    skip = [word if extent > 1 else "1" for word, extent in zip(skip, signature.operand(1).shape, strict=True)]
-    vectors = [None if value is None else [words[-1]] for value in signature.operands[2:]]
+    words = marked(signature.words, [signature.rank - 1], "=")
+    shape = signature.operand(1).shape
+    skip = [word if extent > 1 else "1" for word, extent in zip(words[-len(shape) :], shape, strict=True)]
+    vectors = [[words[-1]]] * (len(signature.operands) - 2)
     statistics = [*words[:-1], "1"]
-    shown = [words, statistics, statistics, words]
-    return spell(
-        [words, skip, *vectors],
-        [None if value is None else shown[index] for index, value in enumerate(signature.results)],
-    )
+    return notate(signature, [words, skip, *vectors], [words, statistics, statistics, words][: len(signature.results)])
 
 
 def _rotary_embedding(signature: Signature) -> NotationLine:
     """`b h s d, b s, 1 1, 1 1 -> b h s d`, or `b s (h d)`; where one position starts all, devices count on from it."""
-    shape = signature.operand(0).shape
-    table = signature.operand(2).shape
-    starts = math.prod(signature.operand(1).shape) == 1
-    s = "s&" if starts else "s"
-    first = ["b", "h", s, "d!"] if len(shape) == 4 else ["b", s, "(h d!)"]
-    positions = ["1"] * len(signature.operand(1).shape) if starts else ["b", "s"]
-    heads = shape[1] if len(shape) == 4 else signature.node.integer("num_heads") or shape[2] // (2 * table[1])
-    line = spell([first, positions, ["1", "1"], ["1", "1"]], [first])
-    return NotationLine(line.text, (("h", heads), ("d", shape[3] if len(shape) == 4 else shape[2] // heads)))
+    shape, positions = signature.operand(0).shape, signature.operand(1).shape
+    starts = math.prod(positions) == 1
+    heads = signature.node.integer("num_heads") or shape[2] // (2 * signature.operand(2).shape[1])
+    return _headed(signature, "s&" if starts else "s", heads, " ".join("1" for _ in positions) if starts else "b s")
+
+
+_DOMAIN = "com.microsoft."
+
+
+def _skipping(name: str, cost: float, statistics: Statistics) -> Operator:
+    flops = per_result(cost)
+    return Operator(_DOMAIN + name, _skip_layer_norm, "normalization", flops, 2.0, ("0",), statistics=statistics)
 
 
 CONTRIB = (
-    Operator("com.microsoft.Gelu", broadcast, "elementwise", per_result(8.0), 1.0, ("0",)),
-    Operator("com.microsoft.QuickGelu", broadcast, "elementwise", per_result(6.0), 1.0, ("0",)),
-    Operator("com.microsoft.FastGelu", broadcast, "elementwise", per_result(9.0), 1.0, ("0",)),
-    Operator("com.microsoft.BiasGelu", broadcast, "elementwise", per_result(9.0), 1.0, ("0",)),
-    Operator("com.microsoft.FusedMatMul", _fused_matmul, "matmul", per_point(2.0), 2.0, ("0", "1"), weights=(0, 1)),
-    Operator(
-        "com.microsoft.SkipLayerNormalization",
-        _skip_layer_norm,
-        "normalization",
-        per_result(9.0),
-        2.0,
-        ("0",),
-        statistics=partial(moment_statistics, through=(0, 1, 4)),
-    ),
-    Operator(
-        "com.microsoft.SkipSimplifiedLayerNormalization",
-        _skip_layer_norm,
-        "normalization",
-        per_result(6.0),
-        2.0,
-        ("0",),
-        statistics=partial(norm_statistics, through=(0, 1, 3)),
-    ),
-    Operator("com.microsoft.RotaryEmbedding", _rotary_embedding, "elementwise", per_result(3.0), 1.0, ("1", "2", "3")),
-    Operator(
-        "SimplifiedLayerNormalization",
-        layer_norm,
-        "normalization",
-        per_result(5.0),
-        2.0,
-        ("0",),
-        statistics=norm_statistics,
-    ),
+    *pointwise(f"{_DOMAIN}QuickGelu", 6.0),
+    *pointwise(f"{_DOMAIN}Gelu", 8.0),
+    *pointwise(f"{_DOMAIN}FastGelu {_DOMAIN}BiasGelu", 9.0),
+    Operator(f"{_DOMAIN}FusedMatMul", _fused_matmul, "matmul", per_point(2.0), 2.0, ("0", "1"), weights=(0, 1)),
+    _skipping("SkipLayerNormalization", 9.0, per_row(*MOMENTS, through=(0, 1, 4))),
+    _skipping("SkipSimplifiedLayerNormalization", 6.0, per_row(*NORM, through=(0, 1, 3))),
+    Operator(f"{_DOMAIN}RotaryEmbedding", _rotary_embedding, "elementwise", per_result(3.0), 1.0, ("1", "2", "3")),
 )
+
+ROWS = (*ATTENTION, *CONTRIB)

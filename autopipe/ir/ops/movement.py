@@ -16,13 +16,15 @@ from autopipe.ir.ops.operator import (
     Operator,
     Signature,
     aligned,
+    along,
     axes_of,
+    changed,
     marked,
     names,
+    notate,
     opaque,
     positive,
     replaced,
-    spell,
     unindexed,
 )
 from autopipe.ir.space import Space
@@ -30,32 +32,29 @@ from autopipe.ir.space import Space
 
 def permutation(signature: Signature) -> tuple[int, ...]:
     """Transpose's attribute `perm`; all dimensions reversed where it is not given."""
-    rank = len(signature.operand(0).shape)
-    return signature.node.integers("perm", tuple(range(rank - 1, -1, -1)))
+    return signature.node.integers("perm", tuple(range(signature.rank - 1, -1, -1)))
 
 
 def _transpose(signature: Signature) -> NotationLine:
-    words = names(len(signature.operand(0).shape))
-    return spell([words], [[words[axis] for axis in permutation(signature)]])
+    words = signature.words
+    return notate(signature, [words], [[words[axis] for axis in permutation(signature)]])
 
 
 def _expand(signature: Signature) -> NotationLine:
     result = signature.result().shape
     words = names(len(result))
-    return spell([aligned(signature.operand(0).shape, result, words), ["1"]], [words])
+    return notate(signature, [aligned(signature.operand(0).shape, result, words), "1"], [words])
 
 
-def joined_axis(signature: Signature) -> int:
-    """The axis of Concat and Split, counted from the front."""
-    return positive(signature.node.integer("axis"), len(signature.operand(0).shape))
+def _concat(signature: Signature) -> NotationLine:
+    """`a 1, a 1 -> a 1`: no split along the axis that is put together."""
+    words = replaced(signature.words, [signature.axis()])
+    return notate(signature, [words] * len(signature.operands), [words])
 
 
-def _pieces(signature: Signature) -> NotationLine:
-    """`a 1, a 1 -> a 1` of Concat, `a 1 -> a 1, a 1` of Split: no split along the axis that is put together."""
-    words = replaced(names(len(signature.operand(0).shape)), [joined_axis(signature)])
-    sizes = signature.node.op == "Split"
-    operands = [["1"] if sizes and index else words for index, _ in enumerate(signature.operands)]
-    return spell(operands, [None if value is None else words for value in signature.results])
+def _split(signature: Signature) -> NotationLine:
+    """`a 1 -> a 1, a 1`."""
+    return changed(signature, [signature.axis()])
 
 
 def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
@@ -84,82 +83,66 @@ def _integers(signature: Signature, index: int) -> tuple[int, ...]:
 
 def _slice(signature: Signature) -> NotationLine:
     shape = signature.operand(0).shape
-    cut = [axis for axis, taken in enumerate(slices(signature)) if taken != (0, shape[axis], 1)]
-    return _resized(signature, cut)
-
-
-def _resized(signature: Signature, axes: Sequence[int]) -> NotationLine:
-    """One dimension to one, those at `axes` not indexed because their extents change."""
-    words = replaced(names(len(signature.operand(0).shape)), axes)
-    rest = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
-    return spell([words, *rest], [words])
+    return changed(signature, [axis for axis, taken in enumerate(slices(signature)) if taken != (0, shape[axis], 1)])
 
 
 def padding(signature: Signature) -> tuple[tuple[int, int], ...]:
     """Elements that Pad adds before and after, for each dimension; negative ones are taken away."""
-    rank = len(signature.operand(0).shape)
-    array = signature.constant(1)
-    flat = signature.node.integers("pads") if array is None else tuple(int(each) for each in array.reshape(-1))
-    axes = axes_of(signature, 3) or tuple(range(rank))
-    pads = [(0, 0)] * rank
+    flat = signature.node.integers("pads") if signature.constant(1) is None else _integers(signature, 1)
+    axes = axes_of(signature, 3) or tuple(range(signature.rank))
+    pads = [(0, 0)] * signature.rank
     for position, axis in enumerate(axes):
         pads[axis] = (flat[position], flat[position + len(axes)])
     return tuple(pads)
 
 
 def _pad(signature: Signature) -> NotationLine:
-    return _resized(signature, [axis for axis, pads in enumerate(padding(signature)) if pads != (0, 0)])
+    return changed(signature, [axis for axis, pads in enumerate(padding(signature)) if pads != (0, 0)])
 
 
 def _tile(signature: Signature) -> NotationLine:
     shapes = zip(signature.operand(0).shape, signature.result().shape, strict=True)
-    return _resized(signature, [axis for axis, (before, after) in enumerate(shapes) if before != after])
+    return changed(signature, [axis for axis, (before, after) in enumerate(shapes) if before != after])
 
 
 def _depth_to_space(signature: Signature) -> NotationLine:
     block = signature.node.integer("blocksize")
     channels = "c r! s!" if signature.node.text("mode", "DCR") == "CRD" else "r! s! c"
-    return NotationLine(f"b ({channels}) h w -> b c (h r) (w s)", (("r", block), ("s", block)))
+    return notate(signature, [f"b ({channels}) h w"], ["b c (h r) (w s)"], r=block, s=block)
 
 
 def _space_to_depth(signature: Signature) -> NotationLine:
     block = signature.node.integer("blocksize")
     channels = "c r s" if signature.node.text("mode", "DCR") == "CRD" else "r s c"
-    return NotationLine(f"b c (h r!) (w s!) -> b ({channels}) h w", (("r", block), ("s", block)))
+    return notate(signature, ["b c (h r!) (w s!)"], [f"b ({channels}) h w"], r=block, s=block)
 
 
 def _reverse_sequence(signature: Signature) -> NotationLine:
-    words = names(len(signature.operand(0).shape))
+    words = signature.words
     time, batch = signature.node.integer("time_axis"), signature.node.integer("batch_axis", 1)
-    return spell([marked(words, [time], "!"), [words[batch]]], [words])
+    return notate(signature, [marked(words, [time], "!"), [words[batch]]], [words])
 
 
 def _trilu(signature: Signature) -> NotationLine:
     """`*b r& c& -> *b r c`: devices know where their rows and columns are."""
-    rank = len(signature.operand(0).shape)
-    words = names(rank)
-    rest = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
-    return spell([marked(words, [rank - 2, rank - 1], "&"), *rest], [words])
+    return along(signature, [signature.rank - 2, signature.rank - 1], "&")
 
 
 def _compress(signature: Signature) -> NotationLine:
-    if not signature.node.has("axis"):
-        return opaque(signature)
-    return _resized(signature, [joined_axis(signature)])
+    return changed(signature, [signature.axis()]) if signature.node.has("axis") else opaque(signature)
 
 
 def _col2im(signature: Signature) -> NotationLine:
-    points = math.prod(_integers(signature, 2))
-    spatial = " ".join(unindexed(signature.result().shape[2:]))
-    return NotationLine(f"b (c k!) 1, 1, 1 -> b c {spatial}", (("k", points),))
+    spatial = unindexed(signature.result().shape[2:])
+    return notate(signature, ["b (c k!) 1", "1", "1"], [["b", "c", *spatial]], k=math.prod(_integers(signature, 2)))
 
 
 MOVEMENT = (
     Operator("Identity", first_operand, "view"),
     Operator("Transpose", _transpose, "view"),
     Operator("Expand", _expand, "view", static=(1,)),
-    Operator("Concat", _pieces, "memory"),
-    Operator("Split", _pieces, "view", static=(1,)),
+    Operator("Concat", _concat, "memory"),
+    Operator("Split", _split, "view", static=(1,)),
     Operator("Slice", _slice, "view", static=(1, 2, 3, 4)),
     Operator("Pad", _pad, "memory", static=(1, 2, 3)),
     Operator("Tile", _tile, "memory", static=(1,)),
@@ -173,52 +156,34 @@ MOVEMENT = (
 )
 
 
-def indexed_axis(signature: Signature) -> int:
-    """The attribute `axis`, counted from the front of the first operand."""
-    return positive(signature.node.integer("axis"), len(signature.operand(0).shape))
-
-
 def _gather(signature: Signature) -> NotationLine:
-    """`a v& b, i -> a i b`: a device with some rows of the table gives those, and zeros for the others.
-
-    Rows that are known while compiling are spelled as such, and those that are no numbers do not add up: v is whole.
-    """
+    """`a v& b, i -> a i b`: a device with some rows of the table gives those, and zeros for the others. Rows that are
+    known while compiling are spelled as such, and those that are no numbers do not add up: v is whole."""
     mark = "&" if signature.constant(1) is None and signature.operand(0).dtype.is_floating else "!"
-    axis = indexed_axis(signature)
-    data = names(len(signature.operand(0).shape))
+    data, axis = signature.words, signature.axis()
     indices = names(len(signature.operand(1).shape), "i")
-    result = [*data[:axis], *indices, *data[axis + 1 :]]
-    return spell([marked(data, [axis], mark), indices], [result])
+    return notate(signature, [marked(data, [axis], mark), indices], [[*data[:axis], *indices, *data[axis + 1 :]]])
 
 
-def _along_axis(signature: Signature, scatter: bool) -> NotationLine:
-    """GatherElements and ScatterElements: dimensions of equal extent away from the axis go together.
-
-    A device with some rows of the table gives those, and zeros for the others.
-    """
-    axis = indexed_axis(signature)
-    data, indices = signature.operand(0).shape, signature.operand(1).shape
-    shared = [
-        extent == other and place != axis for place, (extent, other) in enumerate(zip(data, indices, strict=True))
-    ]
-    words = names(len(data))
-    table = [word if same else "1" for word, same in zip(words, shared, strict=True)]
-    if scatter:
-        return spell([table, table, table], [table])
-    if data[axis] > 1 and signature.operand(0).dtype.is_floating:
-        table[axis] = "v&"
-    picked = [
-        word if same or place == axis else "1" for place, (word, same) in enumerate(zip(words, shared, strict=True))
-    ]
-    return spell([table, picked], [picked])
+def _shared(signature: Signature) -> list[str]:
+    """Words of data and indices along an axis: dimensions of equal extent away from the axis go together."""
+    shapes = zip(signature.operand(0).shape, signature.operand(1).shape, strict=True)
+    apart = [place for place, (data, other) in enumerate(shapes) if data != other or place == signature.axis()]
+    return replaced(signature.words, apart)
 
 
 def _gather_elements(signature: Signature) -> NotationLine:
-    return _along_axis(signature, scatter=False)
+    """A device with some rows of the table gives those, and zeros for the others."""
+    axis, table = signature.axis(), _shared(signature)
+    picked = [*table[:axis], signature.words[axis], *table[axis + 1 :]]
+    if signature.operand(0).shape[axis] > 1 and signature.operand(0).dtype.is_floating:
+        table[axis] = "v&"
+    return notate(signature, [table, picked], [picked])
 
 
 def _scatter_elements(signature: Signature) -> NotationLine:
-    return _along_axis(signature, scatter=True)
+    table = _shared(signature)
+    return notate(signature, [table, table, table], [table])
 
 
 def _gather_nd(signature: Signature) -> NotationLine:
@@ -229,17 +194,15 @@ def _gather_nd(signature: Signature) -> NotationLine:
     shared = names(batch, "b")
     places = [*shared, *names(len(indices) - 1 - batch, "i")]
     rest = names(len(data) - depth, "t")
-    table = [*shared, *unindexed(data[batch:depth]), *rest]
-    return spell([table, [*places, "1"]], [[*places, *rest]])
+    return notate(signature, [[*shared, *unindexed(data[batch:depth]), *rest], [*places, "1"]], [[*places, *rest]])
 
 
 def _scatter_nd(signature: Signature) -> NotationLine:
     """`1 t, 1 1, 1 t -> 1 t`."""
     data, indices = signature.operand(0).shape, signature.operand(1).shape
-    depth = indices[-1]
-    rest = names(len(data) - depth, "t")
-    table = [*unindexed(data[:depth]), *rest]
-    return spell([table, unindexed(indices), [*unindexed(indices[:-1]), *rest]], [table])
+    rest = names(len(data) - indices[-1], "t")
+    table = [*unindexed(data[: indices[-1]]), *rest]
+    return notate(signature, [table, unindexed(indices), [*unindexed(indices[:-1]), *rest]], [table])
 
 
 def _one_hot(signature: Signature) -> NotationLine:
@@ -247,17 +210,13 @@ def _one_hot(signature: Signature) -> NotationLine:
     rank = len(signature.result().shape)
     axis = positive(signature.node.integer("axis", -1), rank)
     words = names(rank - 1, "i")
-    rest = [unindexed(signature.operand(index).shape) for index in (1, 2)]
-    return spell([words, *rest], [[*words[:axis], "v&", *words[axis:]]])
+    return notate(signature, [words], [[*words[:axis], "v&", *words[axis:]]])
 
 
 def _tensor_scatter(signature: Signature) -> NotationLine:
     """A cache `b … s! …` written at one place a sample."""
-    data = names(len(signature.operand(0).shape))
-    axis = positive(signature.node.integer("axis", -2), len(data))
-    cache = [word if place != axis else "1" for place, word in enumerate(data)]
-    indices = [["d0"]] if signature.present(2) else []
-    return spell([cache, cache, *indices], [cache])
+    cache = replaced(signature.words, [signature.axis(-2)])
+    return notate(signature, [cache, cache, *([["d0"]] if signature.present(2) else [])], [cache])
 
 
 INDEXING = (
@@ -274,12 +233,9 @@ INDEXING = (
 
 
 def regroup(signature: Signature) -> NotationLine:
-    """`(a b) c -> a b c`: the common refinement of both shapes, each of its factors an axis.
-
-    Where two shapes of equal product have none (4 3 -> 6 2), those dimensions are not indexed.
-    """
+    """`(a b) c -> a b c`: the common refinement of both shapes, each of its factors an axis. Where two shapes of equal
+    product have none (4 3 -> 6 2), those dimensions are not indexed."""
     source, target = signature.operand(0).shape, signature.result().shape
-    rest = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
     left, right = unindexed(source), unindexed(target)
     extents: list[tuple[str, int]] = []
     if signature.operand(0).elements:
@@ -289,8 +245,7 @@ def regroup(signature: Signature) -> NotationLine:
             extents += axes
             for words, shape, dimensions in ((left, source, sources), (right, target, targets)):
                 _assign(words, shape, dimensions, iter(axes))
-    line = spell([left, *rest], [right])
-    return NotationLine(line.text, tuple(extents))
+    return notate(signature, [left], [right], **dict(extents))
 
 
 def _segments(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -355,8 +310,7 @@ class ResizedAxis:
 def resized_axes(signature: Signature) -> tuple[ResizedAxis, ...]:
     """The axes that a Resize or Upsample changes. Raises ModelError where neither scales nor sizes are known."""
     source, result = signature.operand(0).shape, signature.result().shape
-    rank = len(source)
-    axes = [positive(axis, rank) for axis in signature.node.integers("axes")] or list(range(rank))
+    axes = [positive(axis, len(source)) for axis in signature.node.integers("axes")] or list(range(len(source)))
     scales = _scales(signature, axes)
     roi = _numbers(signature, 1) if len(signature.operands) > 2 else ()
     crops = signature.node.text("coordinate_transformation_mode") == "tf_crop_and_resize" and len(roi) == 2 * len(axes)
@@ -410,13 +364,10 @@ def resize(signature: Signature) -> NotationLine:
                 f"Resize has {name} {signature.node.text(name)!r}, not {', '.join(sorted(words))}",
                 where=repr(signature.node.name),
             )
-    changed = [each.axis for each in resized_axes(signature)]
-    axes = names(len(signature.operand(0).shape))
-    source, result = list(axes), list(axes)
-    for axis in changed:
+    source, result = signature.words, signature.words
+    for axis in (each.axis for each in resized_axes(signature)):
         source[axis], result[axis] = f"i{axis}!", f"o{axis}!"
-    others = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
-    return spell([source, *others], [result])
+    return notate(signature, [source], [result])
 
 
 def _flops(signature: Signature, space: Space) -> float:
@@ -429,3 +380,5 @@ RESIZE = (
     Operator("Resize", resize, "memory", _flops, 1.0, static=(1, 2, 3)),
     Operator("Upsample", resize, "memory", _flops, 1.0, static=(1,)),
 )
+
+ROWS = (*MOVEMENT, *INDEXING, *REGROUP, *RESIZE)

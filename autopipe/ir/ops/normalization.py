@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from autopipe.ir.ops.operator import (
@@ -12,23 +11,20 @@ from autopipe.ir.ops.operator import (
     Statistic,
     Statistics,
     aligned,
+    along,
     axes_of,
     joint_splits,
     marked,
-    names,
     no_flops,
     no_statistics,
+    notate,
     per_result,
+    per_row,
     points,
     positive,
     reduced,
     replaced,
-    rows,
-    separates_samples,
     single,
-    spell,
-    unindexed,
-    with_whole,
 )
 from autopipe.ir.space import Space
 
@@ -43,141 +39,100 @@ def trains(signature: Signature) -> bool:
     return any(value is not None for value in signature.results[1:])
 
 
+def _image(signature: Signature, mark: str) -> list[str]:
+    """Rows, columns and so on of the first operand, with a mark."""
+    return [f"i{axis}{mark}" for axis in range(signature.rank - 2)]
+
+
 def batch_norm(signature: Signature) -> NotationLine:
     """`n c *i, c, c, c, c -> n c *i, c, c`; with the batch's own statistics all devices' samples count."""
     mark = "=" if trains(signature) else ""
-    first = [f"n{mark}", "c", *(f"i{axis}{mark}" for axis in range(len(signature.operand(0).shape) - 2))]
-    results = [None if value is None else ["c"] for value in signature.results[1:]]
-    return spell([first, *[["c"]] * 4], [first, *results])
+    first = [f"n{mark}", "c", *_image(signature, mark)]
+    return notate(signature, [first, "c", "c", "c", "c"], [first, "c"])
 
 
 def normalized_axes(signature: Signature) -> range:
     """Axes over which LayerNormalization and its kin normalise: from `axis` to the last."""
-    rank = len(signature.operand(0).shape)
-    return range(positive(signature.node.integer("axis", -1), rank), rank)
+    return range(signature.axis(-1), signature.rank)
 
 
 def layer_norm(signature: Signature) -> NotationLine:
     """`*b *x=, *x, *x -> *b *x, *b 1, *b 1`."""
-    shape = signature.operand(0).shape
-    axes = normalized_axes(signature)
-    words = names(len(shape))
-    scales = [None if value is None else aligned(value.shape, shape, words) for value in signature.operands[1:]]
-    statistics = [*words[: axes.start], *["1"] * len(axes)]
-    results = [None if value is None else statistics for value in signature.results[1:]]
-    return spell([marked(words, axes, "="), *scales], [words, *results])
+    shape, words, axes = signature.operand(0).shape, signature.words, normalized_axes(signature)
+    scales = [aligned(value.shape if value else (), shape, words) for value in signature.operands[1:]]
+    return notate(signature, [marked(words, axes, "="), *scales], [words, replaced(words, axes)])
 
 
 def group_norm(signature: Signature) -> NotationLine:
     """`n (g c=) *i=, (g c), (g c) -> n (g c) *i`; before opset 21 scale and bias are one a group."""
-    groups = signature.node.integer("num_groups")
-    spatial = [f"i{axis}=" for axis in range(len(signature.operand(0).shape) - 2)]
-    channels = signature.operand(0).shape[1]
+    groups, channels = signature.node.integer("num_groups"), signature.operand(0).shape[1]
+    spatial = _image(signature, "=")
     scale = "(g c)" if signature.operand(1).shape == (channels,) else "g"
-    line = spell([["n", "(g c=)", *spatial], [scale], [scale]], [["n", "(g c)", *spatial]])
-    return NotationLine(line.text, (("g", groups), ("c", channels // groups)))
+    tensors = ["n", "(g c=)", *spatial], scale, scale
+    return notate(signature, tensors, [["n", "(g c)", *spatial]], g=groups, c=channels // groups)
 
 
 def instance_norm(signature: Signature) -> NotationLine:
     """`n c *i=, c, c -> n c *i`."""
-    first = ["n", "c", *(f"i{axis}=" for axis in range(len(signature.operand(0).shape) - 2))]
-    return spell([first, ["c"], ["c"]], [first])
+    first = ["n", "c", *_image(signature, "=")]
+    return notate(signature, [first, "c", "c"], [first])
 
 
 def variance_axes(signature: Signature) -> tuple[int, ...]:
     """Axes of MeanVarianceNormalization, counted from the front."""
-    rank = len(signature.operand(0).shape)
-    return tuple(positive(axis, rank) for axis in signature.node.integers("axes", (0, 2, 3)))
+    return tuple(positive(axis, signature.rank) for axis in signature.node.integers("axes", (0, 2, 3)))
 
 
 def softmax_axes(signature: Signature) -> range:
-    """Axes over which Softmax and LogSoftmax sum: one since opset 13, all from `axis` on before."""
-    rank = len(signature.operand(0).shape)
-    if signature.opset >= 13:
-        axis = positive(signature.node.integer("axis", -1), rank)
-        return range(axis, axis + 1)
-    return range(positive(signature.node.integer("axis", 1), rank), rank)
-
-
-def _marked_along(signature: Signature, axes: tuple[int, ...] | range, mark: str) -> NotationLine:
-    words = names(len(signature.operand(0).shape))
-    scales = [unindexed(value.shape) for value in signature.operands[1:] if value is not None]
-    return spell([marked(words, axes, mark), *scales], [words])
+    """Axes that Softmax, LogSoftmax and Hardmax take together: one since opset 13, all from `axis` on before."""
+    if signature.opset < 13:
+        return range(signature.axis(1), signature.rank)
+    return range(signature.axis(-1), signature.axis(-1) + 1)
 
 
 def _softmax(signature: Signature) -> NotationLine:
-    return _marked_along(signature, softmax_axes(signature), "&")
+    return along(signature, softmax_axes(signature), "&")
 
 
-def _softmax_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
-    """The largest and the sum of a row; in backward a sum."""
-    width = single(signature.operand(0).dtype)
-    return reduced(joint_splits(space, degrees), rows(space, degrees), (width, width), (width,))
-
-
-def _variance(signature: Signature) -> NotationLine:
-    return _marked_along(signature, variance_axes(signature), "=")
-
-
-def _response(signature: Signature) -> NotationLine:
-    return _marked_along(signature, (1,), "!")
-
-
-def _norm(signature: Signature) -> NotationLine:
-    rank = len(signature.operand(0).shape)
-    return _marked_along(signature, (positive(signature.node.integer("axis", -1), rank),), "=")
-
-
-def _over_batch(signature: Signature) -> bool:
-    return 0 in variance_axes(signature)
-
-
-def moment_statistics(
-    signature: Signature, space: Space, degrees: Mapping[str, int], through: tuple[int, ...] = (0,)
-) -> tuple[Statistic, ...]:
-    """Of each row the mean and the second moment in double precision; in backward two sums."""
-    backward = 2 * single(signature.operand(0).dtype)
-    return reduced(joint_splits(space, degrees), rows(space, degrees), (16,), (backward,), through)
-
-
-def norm_statistics(
-    signature: Signature, space: Space, degrees: Mapping[str, int], through: tuple[int, ...] = (0,)
-) -> tuple[Statistic, ...]:
-    """Of each row the sum of squares or sizes; in backward a sum."""
-    width = single(signature.operand(0).dtype)
-    return reduced(joint_splits(space, degrees), rows(space, degrees), (width,), (width,), through)
+MOMENTS = (), (2,), (16,)
+"""Of each row the mean and the second moment in double precision; in backward two sums."""
+NORM = (1,), (1,)
+"""Of each row the sum of squares or sizes; in backward a sum."""
+_MOMENTS, _NORM = per_row(*MOMENTS), per_row(*NORM)
+_SOFTMAX = per_row((1, 1), (1,))
+"""Of each row the largest and the sum; in backward a sum."""
+extreme_statistics = per_row((1,), (2,))
+"""Of each row the largest; in backward a sum, and how many have a share of it."""
 
 
 def _normalization(
     name: str,
     notation: Callable[[Signature], NotationLine],
-    flops: float,
-    mixes_samples: Callable[[Signature], bool] = separates_samples,
-    statistics: Statistics = moment_statistics,
+    cost: float,
+    statistics: Statistics = _MOMENTS,
+    mixes: Callable[[Signature], bool] = lambda signature: False,
 ) -> Operator:
-    return Operator(
-        name,
-        notation,
-        "normalization",
-        per_result(flops),
-        2.0,
-        ("0",),
-        mixes_samples=mixes_samples,
-        statistics=statistics,
-    )
+    flops = per_result(cost)
+    return Operator(name, notation, "normalization", flops, 2.0, ("0",), mixes_samples=mixes, statistics=statistics)
 
 
 NORMALIZATION = (
-    _normalization("BatchNormalization", batch_norm, 4.0, trains),
+    _normalization("BatchNormalization", batch_norm, 4.0, mixes=trains),
     _normalization("LayerNormalization", layer_norm, 8.0),
-    _normalization("RMSNormalization", layer_norm, 5.0, statistics=norm_statistics),
+    _normalization("RMSNormalization", layer_norm, 5.0, _NORM),
+    _normalization("SimplifiedLayerNormalization", layer_norm, 5.0, _NORM),
     _normalization("GroupNormalization", group_norm, 8.0),
     _normalization("InstanceNormalization", instance_norm, 8.0),
-    _normalization("MeanVarianceNormalization", _variance, 7.0, _over_batch),
-    _normalization("LpNormalization", _norm, 4.0, statistics=norm_statistics),
-    Operator("LRN", _response, "normalization", per_result(12.0), 2.0, ("0",)),
-    Operator("Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_softmax_statistics),
-    Operator("LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_softmax_statistics),
+    _normalization(
+        "MeanVarianceNormalization",
+        lambda signature: along(signature, variance_axes(signature), "="),
+        7.0,
+        mixes=lambda signature: 0 in variance_axes(signature),
+    ),
+    _normalization("LpNormalization", lambda signature: along(signature, [signature.axis(-1)], "="), 4.0, _NORM),
+    _normalization("LRN", lambda signature: along(signature, [1], "!"), 12.0, no_statistics),
+    Operator("Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_SOFTMAX),
+    Operator("LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_SOFTMAX),
 )
 
 
@@ -188,114 +143,62 @@ def reduced_axes(signature: Signature) -> tuple[int, ...]:
         return tuple(sorted(set(given)))
     if signature.node.integer("noop_with_empty_axes"):
         return ()
-    return tuple(range(len(signature.operand(0).shape)))
+    return tuple(range(signature.rank))
 
 
-def _reduce(mark: str) -> Callable[[Signature], NotationLine]:
+def _folded(signature: Signature, axes: tuple[int, ...], mark: str) -> NotationLine:
     """`a r+ -> a 1`, or `a r+ -> a` where dimensions are dropped; means and more of whole numbers stay whole."""
-
-    def line(signature: Signature) -> NotationLine:
-        own = "!" if mark in "=~" and not signature.operand(0).dtype.is_floating else mark
-        axes = reduced_axes(signature)
-        words = names(len(signature.operand(0).shape))
-        if signature.node.integer("keepdims", 1):
-            result = replaced(words, axes)
-        else:
-            result = [word for axis, word in enumerate(words) if axis not in axes]
-        rest = [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
-        return spell([marked(words, axes, own), *rest], [result])
-
-    return line
-
-
-def chosen_axis(signature: Signature, default: int = 0) -> int:
-    """The attribute `axis`, counted from the front."""
-    return positive(signature.node.integer("axis", default), len(signature.operand(0).shape))
-
-
-def _index_of_extreme(signature: Signature) -> NotationLine:
-    axis = chosen_axis(signature)
-    words = names(len(signature.operand(0).shape))
-    kept = replaced(words, [axis])
-    result = kept if signature.node.integer("keepdims", 1) else [*words[:axis], *words[axis + 1 :]]
-    return spell([marked(words, [axis], "=" if signature.operand(0).dtype.is_floating else "!")], [result])
+    own = "!" if mark in "=~" and not signature.operand(0).dtype.is_floating else mark
+    result = replaced(signature.words, axes)
+    if not signature.node.integer("keepdims", 1):
+        result = [word for axis, word in enumerate(result) if axis not in axes]
+    return notate(signature, [marked(signature.words, axes, own)], [result])
 
 
 def running_axis(signature: Signature) -> int:
     """The axis of CumSum and CumProd: a static operand."""
     array = signature.constant(1)
     assert array is not None, f"{signature.node.op} needs a known axis"
-    return positive(int(array.reshape(())), len(signature.operand(0).shape))
+    return positive(int(array.reshape(())), signature.rank)
 
 
 def _running(signature: Signature) -> NotationLine:
-    return with_whole(signature, [running_axis(signature)])
+    return along(signature, [running_axis(signature)], "!")
 
 
 def _top_k(signature: Signature) -> NotationLine:
-    axis = chosen_axis(signature, -1)
-    words = names(len(signature.operand(0).shape))
-    rest = [unindexed(value.shape) for value in signature.operands[1:] if value is not None]
-    result = replaced(words, [axis])
-    return spell(
-        [marked(words, [axis], "!"), *rest], [None if value is None else result for value in signature.results]
-    )
-
-
-def flattened_axes(signature: Signature) -> tuple[int, ...]:
-    """Axes that Softmax, LogSoftmax and Hardmax normalise over: before opset 13, all from `axis` on."""
-    rank = len(signature.operand(0).shape)
-    if signature.opset < 13:
-        return tuple(range(chosen_axis(signature, 1), rank))
-    return (chosen_axis(signature, -1),)
-
-
-def _hardmax(signature: Signature) -> NotationLine:
-    return with_whole(signature, flattened_axes(signature))
+    axis = [signature.axis(-1)]
+    return notate(signature, [marked(signature.words, axis, "!")], [replaced(signature.words, axis)])
 
 
 def _per_operand(coefficient: float) -> Callable[[Signature, Space], float]:
     return lambda signature, space: coefficient * signature.operand(0).elements
 
 
-def _told(forward: tuple[int, ...], backward: tuple[int, ...]) -> Statistics:
-    """So many numbers for each row in each exchange."""
-
-    def statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
-        width = single(signature.operand(0).dtype)
-        numbers = [tuple(width * count for count in counts) for counts in (forward, backward)]
-        return reduced(joint_splits(space, degrees), rows(space, degrees), *numbers)
-
-    return statistics
-
-
-extreme_statistics = _told((1,), (2,))
-"""Of each row the largest; in backward a sum, and how many have a share of it."""
-
-
-def _index_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
-    """The extreme of each row, then its place, a whole number of 64 bits."""
-    width = single(signature.operand(0).dtype)
-    return reduced(joint_splits(space, degrees), rows(space, degrees), (width, 8), ())
-
-
 def _row(
     name: str, mark: str, cost: float = 1.0, keeps: tuple[str, ...] = (), statistics: Statistics = no_statistics
 ) -> Operator:
     return Operator(
-        name, _reduce(mark), "reduction", _per_operand(cost), 1.0, keeps, static=(1,), statistics=statistics
+        name,
+        lambda signature: _folded(signature, reduced_axes(signature), mark),
+        "reduction",
+        _per_operand(cost),
+        keeps=keeps,
+        static=(1,),
+        statistics=statistics,
     )
 
 
 def _index(name: str) -> Operator:
+    """Devices exchange the extreme of each row, then its place, a whole number of 64 bits."""
     return Operator(
         name,
-        _index_of_extreme,
+        lambda signature: _folded(signature, (signature.axis(),), "="),
         "reduction",
         _per_operand(1.0),
         0.0,
         differentiable=False,
-        statistics=_index_statistics,
+        statistics=per_row((1,), (), (8,)),
     )
 
 
@@ -304,18 +207,25 @@ REDUCTION = (
     _row("ReduceMean", "~"),
     _row("ReduceL1", "+", 2.0, keeps=("0",)),
     _row("ReduceSumSquare", "+", 2.0, keeps=("0",)),
-    _row("ReduceL2", "=", 2.0, keeps=("0", ">0"), statistics=_told((1,), (1,))),
+    _row("ReduceL2", "=", 2.0, keeps=("0", ">0"), statistics=_NORM),
     _row("ReduceMax", "=", keeps=("0", ">0"), statistics=extreme_statistics),
     _row("ReduceMin", "=", keeps=("0", ">0"), statistics=extreme_statistics),
     _row("ReduceProd", "!", keeps=("0", ">0")),
-    _row("ReduceLogSum", "=", statistics=_told((1,), (1,))),
-    _row("ReduceLogSumExp", "=", 6.0, keeps=("0", ">0"), statistics=_told((1, 1), (1,))),
+    _row("ReduceLogSum", "=", statistics=_NORM),
+    _row("ReduceLogSumExp", "=", 6.0, keeps=("0", ">0"), statistics=_SOFTMAX),
     _index("ArgMax"),
     _index("ArgMin"),
     Operator("CumSum", _running, "reduction", _per_operand(1.0), 1.0, static=(1,)),
     Operator("CumProd", _running, "reduction", _per_operand(1.0), 2.0, keeps=("0", ">0"), static=(1,)),
     Operator("TopK", _top_k, "reduction", _per_operand(4.0), 1.0, keeps=(">1",), static=(1,)),
-    Operator("Hardmax", _hardmax, "reduction", no_flops, 0.0, differentiable=False),
+    Operator(
+        "Hardmax",
+        lambda signature: along(signature, softmax_axes(signature), "!"),
+        "reduction",
+        no_flops,
+        0.0,
+        differentiable=False,
+    ),
 )
 
 
@@ -335,23 +245,18 @@ def class_loss(signature: Signature) -> NotationLine:
     Devices with a part of the classes each give the loss of the labels in their part. Where labels have weights, or
     some are left out, devices with a part of the labels each add up the weights that the mean divides by.
     """
-    shape = signature.operand(0).shape
     mark = {"none": "", "sum": "+", "mean": "&" if weighs_labels(signature) else "~"}[reduction(signature)]
-    labels = [f"n{mark}", *(f"d{axis}{mark}" for axis in range(len(shape) - 2))]
+    labels = [f"n{mark}", *(f"d{axis}{mark}" for axis in range(signature.rank - 2))]
     scores = [labels[0], "c&", *labels[1:]]
     weights = [["1"]] if signature.present(2) else []
-    loss = labels if reduction(signature) == "none" else []
-    results = [loss, *(None if value is None else scores for value in signature.results[1:])]
-    return spell([scores, labels, *weights], results)
+    return notate(signature, [scores, labels, *weights], [labels if reduction(signature) == "none" else [], scores])
 
 
 def label_axes(signature: Signature) -> tuple[str, ...]:
-    """The axes of the labels."""
     return ("n", *(f"d{axis}" for axis in range(len(signature.operand(1).shape) - 1)))
 
 
 def _weight_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
-    """The weight of all labels."""
     axes = joint_splits(space, degrees, label_axes(signature))
     return reduced(axes, 1, (single(signature.operand(0).dtype),), ())
 
@@ -364,22 +269,13 @@ def _class_statistics(signature: Signature, space: Space, degrees: Mapping[str, 
     return (*classes, *_weight_statistics(signature, space, degrees))
 
 
-def _softmax_flops(signature: Signature, space: Space) -> float:
-    return 6.0 * math.prod(signature.operand(0).shape)
-
-
-def _label_flops(signature: Signature, space: Space) -> float:
-    return 2.0 * math.prod(signature.operand(1).shape)
-
-
 LOSSES = (
     Operator(
         "SoftmaxCrossEntropyLoss",
         class_loss,
         "normalization",
-        _softmax_flops,
-        1.0,
-        ("0",),
+        _per_operand(6.0),
+        keeps=("0",),
         mixes_samples=weighs_labels,
         statistics=_class_statistics,
     ),
@@ -387,10 +283,11 @@ LOSSES = (
         "NegativeLogLikelihoodLoss",
         class_loss,
         "reduction",
-        _label_flops,
-        1.0,
-        ("1",),
+        lambda signature, space: 2.0 * signature.operand(1).elements,
+        keeps=("1",),
         mixes_samples=weighs_labels,
         statistics=_weight_statistics,
     ),
 )
+
+ROWS = (*NORMALIZATION, *REDUCTION, *LOSSES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import numpy as np
 
@@ -36,23 +37,15 @@ class Statistic:
 
 def joint_splits(space: Space, degrees: Mapping[str, int], names: Iterable[str] | None = None) -> tuple[str, ...]:
     """The joint axes, of those called `names` or of all, that are split."""
-    chosen = None if names is None else set(names)
+    chosen = {axis.name for axis in space.axes} if names is None else set(names)
     return tuple(
-        axis.name
-        for axis in space.axes
-        if axis.kind.is_joint and degrees.get(axis.name, 1) > 1 and (chosen is None or axis.name in chosen)
+        axis.name for axis in space.axes if axis.kind.is_joint and degrees.get(axis.name, 1) > 1 and axis.name in chosen
     )
 
 
 def points(space: Space, degrees: Mapping[str, int], names: Iterable[str]) -> int:
     """How many points of the axes called `names` one device has."""
     return math.prod(space.axis(name).extent // degrees.get(name, 1) for name in names)
-
-
-def rows(space: Space, degrees: Mapping[str, int]) -> int:
-    """On one device, the elements of the first operand without its joint axes."""
-    names = {name for dimension in space.operands[0] or () for name in dimension}
-    return points(space, degrees, (name for name in names if not space.axis(name).kind.is_joint))
 
 
 def reduced(
@@ -90,6 +83,19 @@ class Signature:
     constants: tuple[np.ndarray | None, ...]
     opset: int
 
+    @property
+    def rank(self) -> int:
+        return len(self.operand(0).shape)
+
+    @property
+    def words(self) -> list[str]:
+        """An axis for each dimension of the first operand: d0 d1 …"""
+        return names(self.rank)
+
+    def axis(self, default: int = 0) -> int:
+        """The attribute `axis`, counted from the front of the first operand."""
+        return positive(self.node.integer("axis", default), self.rank)
+
     def operand(self, index: int) -> Value:
         value = self.operands[index]
         assert value is not None, f"{self.node.op} lacks operand {index}"
@@ -104,7 +110,6 @@ class Signature:
         return index < len(self.operands) and self.operands[index] is not None
 
     def constant(self, index: int) -> np.ndarray | None:
-        """The numbers of operand `index` where they are known while compiling."""
         return self.constants[index] if index < len(self.constants) else None
 
 
@@ -129,6 +134,30 @@ class NotationLine:
     """Value read outside of a tensor by windows."""
 
 
+Words = str | Sequence[str]
+"""How notation spells a tensor: a word for each dimension, or all of them one blank apart."""
+
+
+def notate(
+    signature: Signature,
+    operands: Sequence[Words],
+    results: Sequence[Words],
+    fill: float = 0.0,
+    **extents: int,
+) -> NotationLine:
+    """A line for the tensors that are there: further operands are settings, which no axis indexes; all further results
+    are as the last one."""
+
+    def spelled(value: Value | None, words: Words | None) -> str:
+        words = unindexed(value.shape if value else ()) if words is None else words
+        return "?" if value is None else words if isinstance(words, str) else " ".join(words)
+
+    left = [spelled(*each) for each in zip_longest(signature.operands, operands)]
+    last = [results[-1]] * (len(signature.results) - len(results))
+    right = [spelled(*each) for each in zip_longest(signature.results, [*results, *last][: len(signature.results)])]
+    return NotationLine(f"{', '.join(left)} -> {', '.join(right)}", tuple(extents.items()), fill)
+
+
 def no_flops(signature: Signature, space: Space) -> float:
     """For operators that only move data."""
     return 0.0
@@ -143,15 +172,24 @@ def no_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]
     return ()
 
 
-def separates_samples(signature: Signature) -> bool:
-    """For operators that never mix samples."""
-    return False
+def per_row(
+    forward: Sequence[int], backward: Sequence[int], fixed: Sequence[int] = (), through: tuple[int, ...] = (0,)
+) -> Statistics:
+    """For operators that reduce the rows of their first operand along its joint axes. Each exchange of `forward` has as
+    many numbers a row, each of `fixed` as many bytes, each of `backward` numbers."""
+
+    def statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+        width = single(signature.operand(0).dtype)
+        told, back = [width * count for count in forward], [width * count for count in backward]
+        axes = {name for dimension in space.operands[0] or () for name in dimension}
+        rows = points(space, degrees, (name for name in axes if not space.axis(name).kind.is_joint))
+        return reduced(joint_splits(space, degrees), rows, [*told, *fixed], back, through)
+
+    return statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Row of the operator table."""
-
     name: str
     """Operator type; of other domains with the domain in front: `com.microsoft.Gelu`."""
     notation: Callable[[Signature], NotationLine]
@@ -174,14 +212,12 @@ class Operator:
     """True if it draws numbers: anew in each evaluation, and others for each node."""
     differentiable: bool = True
     """True if gradients flow from the results to floating operands."""
-    mixes_samples: Callable[[Signature], bool] = separates_samples
+    mixes_samples: Callable[[Signature], bool] = lambda signature: False
     """True if one use's result of a sample depends on other samples of the batch in a way that a micro-batch changes
-    (BatchNormalization in training mode, a mean loss that ignores some labels); the frontend warns.
-    """
+    (BatchNormalization in training mode, a mean loss that ignores some labels); the frontend warns."""
     statistics: Statistics = no_statistics
     """Exchanges of the operator itself when it is split along joint axes, in their order: from the whole tensors'
-    signature, its space, and all degrees by axis.
-    """
+    signature, its space, and all degrees by axis."""
     types: frozenset[DType] = field(default_factory=lambda: frozenset(DType))
     """Element types the operator can take on all backends."""
     weights: tuple[int, ...] = ()
@@ -189,34 +225,26 @@ class Operator:
     backward leaves its gradient to the second half."""
 
     def space(self, signature: Signature) -> Space:
-        """The iteration space of one use.
-
-        Raises ModelError where the node's attributes make no sense for its operands, as a file may state any, and
-        NotationError, a ModelError, where the row does not fit the tensors.
-        """
+        """The iteration space of one use. Raises ModelError where the node's attributes make no sense for its operands,
+        as a file may state any, and NotationError, a ModelError, where the row does not fit the tensors."""
+        where = repr(signature.node.name)
         try:
             line = self.notation(signature)
         except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
             shapes = ", ".join("absent" if value is None else str(value.shape) for value in signature.operands)
-            raise ModelError(
-                f"{self.name} cannot take operands {shapes} with these attributes", where=repr(signature.node.name)
-            ) from error
+            message = f"{self.name} cannot take operands {shapes} with these attributes"
+            raise ModelError(message, where=where) from error
+        operands, results = (
+            tuple(None if value is None else value.shape for value in side)
+            for side in (signature.operands, signature.results)
+        )
         try:
-            return parse(
-                line.text,
-                tuple(None if value is None else value.shape for value in signature.operands),
-                tuple(None if value is None else value.shape for value in signature.results),
-                dict(line.extents),
-                line.fill,
-            )
+            return parse(line.text, operands, results, dict(line.extents), line.fill)
         except NotationError as error:
-            raise NotationError(
-                f"{self.name} does not fit its tensors: {error.message}", where=repr(signature.node.name)
-            ) from error
+            raise NotationError(f"{self.name} does not fit its tensors: {error.message}", where=where) from error
 
 
 def notated(text: str) -> Callable[[Signature], NotationLine]:
-    """The same line for every use."""
     return lambda signature: NotationLine(text)
 
 
@@ -230,33 +258,21 @@ def per_result(coefficient: float) -> Callable[[Signature, Space], float]:
     return lambda signature, space: coefficient * math.prod(signature.result().shape)
 
 
-def spell(operands: Iterable[Sequence[str] | None], results: Iterable[Sequence[str] | None]) -> NotationLine:
-    """A line from the words of each tensor's dimensions; None where a tensor is absent."""
-
-    def side(tensors: Iterable[Sequence[str] | None]) -> str:
-        return ", ".join("?" if words is None else " ".join(words) for words in tensors)
-
-    return NotationLine(f"{side(operands)} -> {side(results)}")
-
-
 def names(rank: int, prefix: str = "d") -> list[str]:
     """One axis a dimension: d0 d1 …"""
     return [f"{prefix}{axis}" for axis in range(rank)]
 
 
 def unindexed(shape: Sequence[int]) -> list[str]:
-    """Dimensions that no axis indexes."""
     return ["1"] * len(shape)
 
 
 def marked(words: Sequence[str], axes: Iterable[int], mark: str) -> list[str]:
-    """`words` with `mark` behind those at `axes`."""
     chosen = set(axes)
     return [word + mark if axis in chosen and word != "1" else word for axis, word in enumerate(words)]
 
 
 def replaced(words: Sequence[str], axes: Iterable[int], word: str = "1") -> list[str]:
-    """`words` with those at `axes` replaced."""
     chosen = set(axes)
     return [word if axis in chosen else each for axis, each in enumerate(words)]
 
@@ -269,18 +285,18 @@ def aligned(shape: Sequence[int], result: Sequence[int], words: Sequence[str]) -
 
 def opaque(signature: Signature) -> NotationLine:
     """No axis at all: an operator that cannot be split."""
-    return spell(
-        [None if value is None else unindexed(value.shape) for value in signature.operands],
-        [None if value is None else unindexed(value.shape) for value in signature.results],
-    )
+    return notate(signature, [], [unindexed(value.shape if value else ()) for value in signature.results])
 
 
-def with_whole(signature: Signature, axes: Iterable[int]) -> NotationLine:
-    """The first operand and all results have one shape and stay whole along `axes`; other operands are unindexed."""
-    words = names(len(signature.operand(0).shape))
-    operands: list[Sequence[str] | None] = [marked(words, axes, "!")]
-    operands += [None if value is None else unindexed(value.shape) for value in signature.operands[1:]]
-    return spell(operands, [None if value is None else words for value in signature.results])
+def along(signature: Signature, axes: Iterable[int], mark: str) -> NotationLine:
+    """The first operand and all results have one shape, with `mark` at `axes`; other operands are settings."""
+    return notate(signature, [marked(signature.words, axes, mark)], [signature.words])
+
+
+def changed(signature: Signature, axes: Iterable[int]) -> NotationLine:
+    """The first operand and all results have one shape but for `axes`, which are not indexed; others are settings."""
+    words = replaced(signature.words, axes)
+    return notate(signature, [words], [words])
 
 
 def positive(axis: int, rank: int) -> int:
@@ -289,11 +305,9 @@ def positive(axis: int, rank: int) -> int:
 
 
 def axes_of(signature: Signature, operand: int) -> tuple[int, ...] | None:
-    """Axes given as attribute `axes` or, in later opsets, as a static operand; counted from the front.
-
-    Those of operators that add dimensions count in the result. None where neither is given.
-    """
-    rank = max(len(signature.operand(0).shape), len(signature.result().shape))
+    """Axes given as attribute `axes` or, in later opsets, as a static operand; counted from the front. Those of
+    operators that add dimensions count in the result. None where neither is given."""
+    rank = max(signature.rank, len(signature.result().shape))
     array = signature.constant(operand)
     if array is not None:
         given = tuple(int(axis) for axis in array.reshape(-1))
@@ -322,7 +336,6 @@ class SpatialWindow:
 
     @property
     def is_padded(self) -> bool:
-        """True if there are pads."""
         return any(self.begin) or any(self.end)
 
     def inside(self, is_split: Callable[[str], bool]) -> SpatialWindow:

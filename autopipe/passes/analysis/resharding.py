@@ -19,6 +19,7 @@ from autopipe.ir.layout import (
     MeshAxes,
     MeshAxis,
     Relayout,
+    axes_of,
     lacking,
     merged,
     operand_layout,
@@ -235,13 +236,13 @@ class NodeLayouts:
 
 def node_layouts(graph: Graph, index: int, space: Space, splits: tuple[Split, ...], group: int) -> NodeLayouts:
     """The graph's node at `index`, of iteration space `space`, under its splits over `group` devices."""
-    node = graph.nodes[index]
+    node, axes = graph.nodes[index], axes_of(splits, group)
     operands = (
-        operand_layout(words or (), graph.type_of(name).shape, splits, group, space.windows_of(place)) if name else None
+        operand_layout(words or (), graph.type_of(name).shape, axes, space.windows_of(place)) if name else None
         for place, (name, words) in enumerate(zip(node.inputs, space.operands, strict=True))
     )
     results = (
-        result_layout(space, words or (), graph.type_of(name).shape, splits, group) if name else None
+        result_layout(space, words or (), graph.type_of(name).shape, axes) if name else None
         for name, words in zip(node.outputs, space.results, strict=True)
     )
     return NodeLayouts(index, node, tuple(operands), tuple(results))

@@ -21,8 +21,9 @@ from typing import Annotated, Any
 
 import autopipe
 from autopipe.ir.atomic_file import replacing
-from autopipe.ir.codec import Coded, Count, Flat, Index, JsonRecord, Record, decode, encode, read_record, record_text
+from autopipe.ir.codec import Coded, Count, Flat, Index, Record, decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InternalError, OutOfMemoryError
+from autopipe.ir.json_file import JsonRecord, read_record, record_text
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Alternative
 from autopipe.ir.schedule import Proof, Repetends, Schedule, Task

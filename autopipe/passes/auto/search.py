@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopipe.ir.codec import JsonRecord, decode, encode
+from autopipe.ir.codec import decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
+from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.plan import Alternative
 from autopipe.passes import pipeline
 from autopipe.passes.auto.candidates import (

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.layout import Layout, MeshAxis, is_one_block, mixed_dimensions, operand_under, result_under
+from autopipe.ir.layout import Layout, MeshAxis, is_one_block, mixed_dimensions, operand_layout, result_layout
 from autopipe.ir.placement import Split
 from autopipe.ir.space import Axis, AxisKind, Dimension, Space, Windowed
 
@@ -203,7 +203,7 @@ class LayoutTable:
         def parts() -> list[_Part]:
             present = {name for dimension in dimensions for name in dimension}
             reduced = [name for name, _ in kinds if name not in present]
-            shares = positions.layouts(reduced, lambda axes: result_under(space, (), (), axes))
+            shares = positions.layouts(reduced, lambda axes: result_layout(space, (), (), axes))
             return [*_parts(positions, dimensions, shape), shares]
 
         return self._layouts((id(configurations), dimensions, kinds), shape, positions, parts)
@@ -232,7 +232,7 @@ def _parts(
     for place, (dimension, extent) in enumerate(zip(dimensions, shape, strict=True)):
         own = tuple(replace(each, dimension=0) for each in windows if each.dimension == place)
         names = [*dimension, *(each.axis for each in own)]
-        found.append(positions.layouts(names, partial(operand_under, (dimension,), (extent,), windows=own)))
+        found.append(positions.layouts(names, partial(operand_layout, (dimension,), (extent,), windows=own)))
     return found
 
 

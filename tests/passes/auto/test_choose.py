@@ -9,8 +9,8 @@ import math
 
 import pytest
 
-from autopipe.ir.codec import JsonRecord
 from autopipe.ir.errors import InternalError
+from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.plan_file import plan_digest
 from autopipe.passes.auto import candidates as budget
 from autopipe.passes.auto.choose import choose, weigh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called, literal, number
 from autopipe.ir.graph import DType
-from autopipe.ir.ops.movement import ResizedAxis, indexed_axis, joined_axis, padding, permutation, resized_axes, slices
+from autopipe.ir.ops.movement import ResizedAxis, padding, permutation, resized_axes, slices
 from autopipe.ir.ops.operator import axes_of, positive
 
 
@@ -47,7 +47,7 @@ def _expand(call: Call) -> str:
 
 
 def _split(call: Call) -> str:
-    axis = joined_axis(call)
+    axis = call.axis()
     if len(call.results) == 1:
         return call.arg(0)
     total = call.operand(0).shape[axis]
@@ -167,7 +167,7 @@ def _col2im(call: Call) -> str:
 
 
 def _gather(call: Call) -> str:
-    axis, data = indexed_axis(call), call.operand(0)
+    axis, data = call.axis(), call.operand(0)
     before = [":"] * axis
     if group := call.group(f"d{axis}"):
         return f"operators.gather_part({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
@@ -200,7 +200,7 @@ def _counted_from_front(call: Call) -> bool:
 
 
 def _gather_elements(call: Call) -> str:
-    axis = indexed_axis(call)
+    axis = call.axis()
     if group := call.group("v"):
         return f"operators.gather_elements_part({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
     function = "torch.gather" if _counted_from_front(call) else "operators.gather_elements"
@@ -224,7 +224,7 @@ def _reduced(call: Call) -> str | None:
 
 
 def _scatter_elements(call: Call) -> str:
-    operands = call.arg(0), indexed_axis(call), call.arg(1), call.arg(2)
+    operands = call.arg(0), call.axis(), call.arg(1), call.arg(2)
     return called("operators.scatter_elements", *operands, _reduced(call))
 
 
@@ -303,9 +303,7 @@ MOVEMENT: dict[str, Emitter] = {
     "Identity": lambda call: call.arg(0),
     "Transpose": _transpose,
     "Expand": _expand,
-    "Concat": lambda call: (
-        call.arg(0) if len(call.codes) == 1 else f"torch.cat([{call.args()}], dim={joined_axis(call)})"
-    ),
+    "Concat": lambda call: call.arg(0) if len(call.codes) == 1 else f"torch.cat([{call.args()}], dim={call.axis()})",
     "Split": _split,
     "Slice": _slice,
     "Pad": _pad,
@@ -321,7 +319,7 @@ MOVEMENT: dict[str, Emitter] = {
     ),
     "Trilu": _trilu,
     "Compress": lambda call: called(
-        "operators.compress", call.args(2), joined_axis(call) if call.node.has("axis") else "None"
+        "operators.compress", call.args(2), call.axis() if call.node.has("axis") else "None"
     ),
     "Col2Im": _col2im,
     "Gather": _gather,

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from autopipe.backends.torch.emission.call import Call, Emitter, called, torch_dtype
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.normalization import (
-    chosen_axis,
-    flattened_axes,
     label_axes,
     normalized_axes,
     reduced_axes,
@@ -192,7 +190,7 @@ def _reduction(emit: Emitter, alone: Callable[[str], str] = lambda code: code) -
 
 def _index(function: str) -> Emitter:
     def emit(call: Call) -> str:
-        axis = chosen_axis(call)
+        axis = call.axis()
         keep = ", keepdim=True" if call.node.integer("keepdims", 1) else ""
         last = bool(call.node.integer("select_last_index"))
         if group := _dimensions(call, [axis]):
@@ -218,7 +216,7 @@ def _running(function: str) -> Emitter:
 
 
 def _top_k(call: Call) -> str:
-    axis = chosen_axis(call, -1)
+    axis = call.axis(-1)
     count = call.scalar(1) if call.present(1) else str(call.node.integer("k"))
     largest = bool(call.node.integer("largest", 1))
     return f"operators.top_k({call.arg(0)}, {count}, {axis}, largest={largest})"
@@ -281,7 +279,7 @@ NORMALIZATION: dict[str, Emitter] = {
     "CumSum": _running("cumsum"),
     "CumProd": _running("cumprod"),
     "TopK": _top_k,
-    "Hardmax": lambda call: f"operators.hardmax({call.arg(0)}, {flattened_axes(call)})",
+    "Hardmax": lambda call: f"operators.hardmax({call.arg(0)}, {tuple(softmax_axes(call))})",
     "SoftmaxCrossEntropyLoss": _cross_entropy,
     "NegativeLogLikelihoodLoss": lambda call: _loss(call, "nll", "F.nll_loss"),
 }

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, JsonRecord, Record, Sparse, decode
+from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, Record, Sparse, decode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Parameter
+from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import MeshAxis, members
 from autopipe.ir.program import Channel, InputRange, Output, Shard
 
