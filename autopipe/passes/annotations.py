@@ -328,25 +328,25 @@ def annotated(
         if stages[index] is None:  # That of the first stage that reads it; none where none does.
             readers = [stage for reader in origins.nodes[index].readers if (stage := stages[reader]) is not None]
             stages[index] = min(readers, default=None)
-    annotations, told = [], dict[int, set[str]]()
+    annotations, covered = [], dict[int, set[str]]()
     for origin, owner, stage in zip(origins.nodes, origins.owners(), stages, strict=True):
         shardings: list[Sharding] = []
         if owner is not None:
             named = [(name, own) for name, own in origin.values if own in layouts[owner]]
             devices = group_of[owner].devices
             shardings = [Sharding(name, *_blocks(layouts[owner][own].cuts, devices)) for name, own in named]
-            told.setdefault(owner, set()).update(own for _, own in named)
+            covered.setdefault(owner, set()).update(own for _, own in named)
         if stage is not None:
             annotations.append(Annotation(origin.position, stage, tuple(shardings)))
     written = {origin.writes for origin in origins.nodes}
 
-    def is_told(index: int) -> bool:
+    def is_covered(index: int) -> bool:
         node, space = graph.nodes[index], spaces[index]
         dimensions = zip((*node.inputs, *node.outputs), (*space.operands, *space.results), strict=True)
-        axes = {axis for name, own in dimensions if name in told[index] for each in own or () for axis in each}
+        axes = {axis for name, own in dimensions if name in covered[index] for each in own or () for axis in each}
         return {split.axis for split in group_of[index].splits_of(index)} <= axes
 
-    left_out = (each.name for at, each in enumerate(graph.nodes) if at not in written or not is_told(at))
+    left_out = (each.name for at, each in enumerate(graph.nodes) if at not in written or not is_covered(at))
     size = len(device_names)
     return Configuration(f"autopipe-{size}", size, device_names, tuple(annotations)), tuple(left_out)
 

@@ -333,29 +333,29 @@ def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterato
     Raises the reason against the best division where there is none.
     """
     model = read(request, runner)
-    by_model: list[AutopipeError] = []
-    by_strategy: list[AutopipeError] = []
+    reasons: dict[str, AutopipeError] = {}
+    """First reason against a division, by the model and by the strategy."""
     found, declined = False, None
     try:
         for batching in _divisions(request, strategy.division(model.graph), model):
-            refusals = by_strategy
+            by = "strategy"
             try:
                 if declined is not None:
                     # What it asks of the division alone is known before the model is read on so many samples.
                     strategy.requires(replace(declined, micro_batches=batching.micro_batches))
-                refusals, declined = by_model, None
+                by, declined = "model", None
                 model, problem = cost(request, batching, runner)
-                refusals, declined = by_strategy, problem
+                by, declined = "strategy", problem
                 strategy.requires(problem)
                 found, declined = True, None
             except REFUSALS as error:
-                refusals.append(error)
+                reasons.setdefault(by, error)
             else:
                 yield model, problem
     except ConfigurationError as error:
-        by_model.insert(0, error)  # That there is no division says more than why one was refused.
+        reasons["model"] = error  # That there is no division says more than why one was refused.
     if not found:
-        raise (by_strategy or by_model)[0]
+        raise reasons.get("strategy") or reasons["model"]
 
 
 def run_strategy(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem, Placement]:

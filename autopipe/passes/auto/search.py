@@ -155,14 +155,14 @@ class PlanSearch:
                 continue
             if self._left_out(candidate) is None:
                 key = in_common(candidate)
-                together.setdefault(key, {})[repr(candidate)] = self._told(partial(self._decide, candidate))
+                together.setdefault(key, {})[repr(candidate)] = self._answering(partial(self._decide, candidate))
                 slow |= {key} if candidate.strategy.name in LONG else set()
         # The first ones are asked for first, whatever the others take.
         keys = list(together)
         for key in (*keys[:_SOON], *sorted(keys[_SOON:], key=lambda key: key not in slow)):
             self.pool.expect(together[key])
 
-    def _told(self, work: Work) -> Work:
+    def _answering(self, work: Work) -> Work:
         """The same work, or its refusal, in another process."""
 
         def answer() -> Answer:
@@ -201,7 +201,9 @@ class PlanSearch:
                 continue
             for scheduler in filter(is_searched, self.schedulers()):
                 if not each.has_run(scheduler) and scheduler_left_out(scheduler, placed) is None:
-                    self.pool.expect({_order_key(each, scheduler): self._told(partial(self._order, placed, scheduler))})
+                    self.pool.expect(
+                        {_order_key(each, scheduler): self._answering(partial(self._order, placed, scheduler))}
+                    )
         for each in ranked:
             for scheduler in self.schedulers():
                 if self.is_over() or each.placed is None or self._cannot_win(each):

@@ -272,17 +272,15 @@ class _Placing:
 
     def __init__(self, graph: BlockGraph, budget: Budget) -> None:
         self.graph, self.budget = graph, budget
-        self.blocks = graph.blocks
         sets = [set(block.devices) for block in graph.blocks]
-        count = range(len(sets))
         self.neighbours = [
-            [other for other in count if other != index and sets[other] & sets[index]] for index in count
+            [other for other, its in enumerate(sets) if other != index and its & own] for index, own in enumerate(sets)
         ]
-        self.behind: list[list[tuple[int, int]]] = [[] for _ in count]
+        self.behind: list[list[tuple[int, int]]] = [[] for _ in sets]
         for index, waits in enumerate(graph.waits):
             for other, wait in waits:
                 self.behind[other].append((index, wait))
-        most, end = max(len(each) for each in sets), 0
+        most, end = max(map(len, sets)), 0
         self.reserved: dict[int, int] = {}
         for index in graph.order:
             if 1 < most == len(sets[index]):
@@ -291,51 +289,34 @@ class _Placing:
 
     def place(self, period: int, order: Sequence[int], reserve: bool, touch: bool) -> PeriodicStarts | None:
         """Each block as near as there is a gap to those that it waits for, or else to those that wait for it."""
-        starts: dict[int, int] = {}
+        blocks, starts = self.graph.blocks, dict[int, int]()
         phases = dict(self.reserved) if reserve else {}
         for index in order:
-            if self.budget.left < 0:
+            time = blocks[index].time
+            if self.budget.left < 0 or time > period:
                 return None
             waits, behind = self.graph.waits[index], self.behind[index]
             first = max((starts[other] + wait for other, wait in waits if other in starts), default=None)
             last = min((starts[other] - wait for other, wait in behind if other in starts), default=None)
             onward = first is not None or last is None
-            near = first or 0 if onward else last or 0
-            sign = 1 if onward else -1
-            starting = (near + sign * far for far in self._distances(phases, index, near, period, onward, touch))
-            start = next((each for each in starting if self._free(phases, index, each, period)), None)
-            if start is None or (onward and last is not None and start > last):
+            near, sign = (first or 0, 1) if onward else (last or 0, -1)
+            taken = [(phases[other], blocks[other].time) for other in self.neighbours[index] if other in phases]
+            if index in phases:
+                edges = {phases[index]}
+            else:  # Right there, or just before or behind a neighbour.
+                edges = {edge for phase, its in taken for edge in (phase + its, phase - time)}
+                edges |= set() if touch and taken else {near}
+            for far in sorted({sign * (edge - near) % period for edge in edges}):
+                start = near + sign * far
+                if all(time <= (phase - start) % period <= period - its for phase, its in taken):
+                    break
+            else:
+                return None
+            if onward and last is not None and start > last:
                 return None
             starts[index], phases[index] = start, start % period
         periods = min(starts.values()) // period
         return PeriodicStarts(period, tuple(starts[index] - periods * period for index in range(len(starts))))
-
-    def _distances(
-        self, phases: dict[int, int], index: int, near: int, period: int, onward: bool, touch: bool
-    ) -> list[int]:
-        """How far from `near` the block may stand: right there, and where it is before or behind a neighbour."""
-
-        def distance(phase: int) -> int:
-            return (phase - near) % period if onward else (near - phase) % period
-
-        if index in phases:
-            return [distance(phases[index])]
-        time = self.blocks[index].time
-        taken = [(phases[other], self.blocks[other].time) for other in self.neighbours[index] if other in phases]
-        found = {distance(edge) for phase, other in taken for edge in (phase + other, phase - time)}
-        return sorted(found if touch and taken else found | {0})
-
-    def _free(self, phases: dict[int, int], index: int, start: int, period: int) -> bool:
-        """True if the block overlaps none of its neighbours in any period."""
-        time = self.blocks[index].time
-        if time > period:
-            return False
-        for other in self.neighbours[index]:
-            if other in phases:
-                gap = (phases[other] - start) % period
-                if gap < time or period - gap < self.blocks[other].time:
-                    return False
-        return True
 
 
 _Wait = tuple[int, int, int, int]

@@ -230,7 +230,7 @@ def _list_schedule(known: BlockSchedule, few: bool, early: int) -> BlockSchedule
     return BlockSchedule(graph, starts, seen.period, bound, seen.makespan == bound)
 
 
-_TRIED = 8  # Numbers of units in flight that are tried.
+_TRIALS = 8  # Numbers of units in flight that are tried.
 _TRIAL_UNITS = 6  # Units of a trial, as a multiple of those in flight.
 
 
@@ -242,7 +242,7 @@ def shortest_greedy(graph: BlockGraph, units: int) -> Starts | None:
     """
     least = math.ceil(max(tails(graph)) / max(graph.loads))
     best: tuple[int, int] | None = None
-    for in_flight in range(least, 2 * least + 2, max(1, math.ceil((least + 2) / _TRIED))):
+    for in_flight in range(least, 2 * least + 2, max(1, math.ceil((least + 2) / _TRIALS))):
         trial = min(units, _TRIAL_UNITS * in_flight)
         starts = greedy(graph, trial, in_flight)
         if starts is None:
