@@ -20,7 +20,7 @@ from autopipe import __version__
 from autopipe.cli.main import main
 from autopipe.passes.registry import scheduler_names, strategy_names
 from tests.cli.command_line import CommandLine
-from tests.distributed.zoo import SIZES
+from tests.distributed.support.zoo import SIZES
 
 Golden = Callable[[str, str], None]
 

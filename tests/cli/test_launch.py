@@ -15,7 +15,7 @@ from autopipe.backends.torch.rendezvous import Endpoint, endpoint_of
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.main import main
 from autopipe.ir.errors import ConfigurationError
-from tests.distributed.launching import write_chain
+from tests.distributed.support.launching import write_chain
 
 
 @pytest.fixture(scope="module")

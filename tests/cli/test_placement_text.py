@@ -15,7 +15,7 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import sample_axes
 from tests.configs.texts import parse_configuration
-from tests.distributed.drawing import graphs, placements
+from tests.distributed.support.drawing import graphs, placements
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
 NAMES = st.one_of(st.sampled_from(["", "same", "*", "/layers.0/up", "/layers.1/up", "a: b", "12", "~"]), st.text())

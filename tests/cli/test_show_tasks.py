@@ -16,8 +16,8 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.timeline import StagePrediction
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.lower.task_graph import TaskSource
-from tests.distributed.builder import mlp
-from tests.distributed.running import schedule_of
+from tests.distributed.support.builder import mlp
+from tests.distributed.support.running import schedule_of
 
 KIB = 2**10
 COST = StagePrediction(1.0, static_bytes=100 * KIB, kept_bytes=10 * KIB, transient_bytes=KIB)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import Pools
-from tests.distributed.zoo import SmallModels
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.zoo import SmallModels
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import Pools
+from tests.distributed.support.pool import Pools
 
 pytestmark = pytest.mark.distributed
 

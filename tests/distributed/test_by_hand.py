@@ -14,9 +14,9 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Collective
-from tests.distributed.builder import Builder, evaluate, mlp
-from tests.distributed.pool import Pools
-from tests.distributed.running import (
+from tests.distributed.support.builder import Builder, evaluate, mlp
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import (
     assert_equal_steps,
     batch_of,
     drawn_parameters,

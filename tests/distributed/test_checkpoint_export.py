@@ -15,8 +15,8 @@ from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.verification import read_losses
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
-from tests.distributed.pool import Pools
-from tests.distributed.zoo import SIZES
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.zoo import SIZES
 from tests.exports.export import Export, onnx_file
 from tests.exports.journey import dimensions
 

@@ -17,11 +17,11 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.strategy import Pase
-from tests.distributed.pool import Pools
-from tests.distributed.running import Step, schedule_of, write
-from tests.distributed.strategies import random_placement
-from tests.distributed.trained import DRAWN, Trained, problem_of
-from tests.distributed.zoo import small_graph
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import Step, schedule_of, write
+from tests.distributed.support.strategies import random_placement
+from tests.distributed.support.trained import DRAWN, Trained, problem_of
+from tests.distributed.support.zoo import small_graph
 
 pytestmark = pytest.mark.distributed
 

@@ -27,13 +27,13 @@ from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.placement.tessel_shapes import TesselShapes
 from autopipe.passes.registry import Strategy
-from tests.distributed.dropping import graph_with_dropout
-from tests.distributed.halves import halved
-from tests.distributed.pool import Pools
-from tests.distributed.portions import random_order
-from tests.distributed.running import one_device, run_step, schedule_of, stage_graph, write
-from tests.distributed.strategies import random_placement
-from tests.distributed.trained import DRAWN, Trained, check, problem_of, trained
+from tests.distributed.support.dropping import graph_with_dropout
+from tests.distributed.support.halves import halved
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.portions import random_order
+from tests.distributed.support.running import one_device, run_step, schedule_of, stage_graph, write
+from tests.distributed.support.strategies import random_placement
+from tests.distributed.support.trained import DRAWN, Trained, check, problem_of, trained
 
 pytestmark = pytest.mark.distributed
 

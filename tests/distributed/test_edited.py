@@ -10,8 +10,8 @@ from autopipe.cli.plan_folder import placement_text
 from autopipe.cli.request import chosen_strategy
 from autopipe.ir.placement import Placement, Stage
 from tests.configs.texts import parse_configuration
-from tests.distributed.builder import mlp
-from tests.distributed.pool import Pools
+from tests.distributed.support.builder import mlp
+from tests.distributed.support.pool import Pools
 from tests.distributed.test_by_hand import check
 from tests.passes.cost.graphs import cluster, problem
 

@@ -13,8 +13,8 @@ from autopipe.backends.torch.runtime.parameters import read_block
 from autopipe.backends.torch.verification import difference
 from autopipe.cli.main import main
 from autopipe.ir.layout import whole
-from tests.distributed.pool import Pools
-from tests.distributed.running import run_step
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import run_step
 from tests.exports.export import Export, onnx_file, traced
 from tests.exports.journey import dimensions
 

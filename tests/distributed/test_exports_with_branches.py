@@ -10,10 +10,10 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
-from tests.distributed.branching import BATCH, SCHEDULERS, check_step, cluster_of, side_by_side, training
-from tests.distributed.pool import Pools
+from tests.distributed.support.branching import BATCH, SCHEDULERS, check_step, cluster_of, side_by_side, training
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.trained import Trained, trained
 from tests.distributed.test_strategies_of_exports import batch_for
-from tests.distributed.trained import Trained, trained
 from tests.exports.branches import MODELS, exported
 
 SAMPLES = 4

@@ -11,7 +11,7 @@ import pytest
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
-from tests.distributed.branching import (
+from tests.distributed.support.branching import (
     BATCH,
     check_step,
     cluster_of,
@@ -20,9 +20,9 @@ from tests.distributed.branching import (
     training,
     with_own_sizes,
 )
-from tests.distributed.pool import Pools
-from tests.distributed.trained import Trained
-from tests.distributed.zoo import SmallModels, small_graph
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.trained import Trained
+from tests.distributed.support.zoo import SmallModels, small_graph
 
 MODELS = ("two-branch", "mmt", "dlrm", "candle-uno")
 SIZES = (1, 2, 4)

@@ -15,10 +15,10 @@ from autopipe.ir.layout import are_blocks
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.passes.lower.traffic import communication_bytes
-from tests.distributed.builder import Builder, evaluate
-from tests.distributed.drawing import Case, cases, image_graphs
-from tests.distributed.pool import Pools
-from tests.distributed.running import (
+from tests.distributed.support.builder import Builder, evaluate
+from tests.distributed.support.drawing import Case, cases, image_graphs
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import (
     assert_equal_steps,
     batch_of,
     drawn_parameters,
@@ -28,8 +28,8 @@ from tests.distributed.running import (
     schedule_of,
     write,
 )
-from tests.distributed.trained import check
-from tests.distributed.zoo import SAMPLES, SmallModels
+from tests.distributed.support.trained import check
+from tests.distributed.support.zoo import SAMPLES, SmallModels
 
 pytestmark = pytest.mark.distributed
 FOUR = (0, 1, 2, 3)

@@ -10,10 +10,10 @@ import pytest
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.schedule import StageGraph
-from tests.distributed.builder import Builder
-from tests.distributed.halves import halved
-from tests.distributed.pool import Pools
-from tests.distributed.running import (
+from tests.distributed.support.builder import Builder
+from tests.distributed.support.halves import halved
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import (
     assert_equal_steps,
     batch_of,
     expected_step,

@@ -16,8 +16,8 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import Schedule, Task
 from autopipe.passes.cost.stage_work import stage_work
 from autopipe.passes.cost.stages import stage_costs, weight_shares
-from tests.distributed.builder import Builder
-from tests.distributed.running import batch_of, drawn_parameters, write
+from tests.distributed.support.builder import Builder
+from tests.distributed.support.running import batch_of, drawn_parameters, write
 from tests.passes.cost.graphs import cluster, problem
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from autopipe.ir.placement import Placement, Split, Stage
-from tests.distributed.builder import Builder, mlp
-from tests.distributed.pool import Pools
-from tests.distributed.running import (
+from tests.distributed.support.builder import Builder, mlp
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import (
     assert_equal_steps,
     batch_of,
     expected_step,

@@ -14,9 +14,9 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.passes.lower.traffic import communication_bytes
-from tests.distributed.builder import Builder, evaluate
-from tests.distributed.pool import Pools
-from tests.distributed.running import (
+from tests.distributed.support.builder import Builder, evaluate
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import (
     assert_equal_steps,
     batch_of,
     drawn_parameters,
@@ -27,7 +27,7 @@ from tests.distributed.running import (
     schedule_of,
     write,
 )
-from tests.distributed.strategies import random_stage
+from tests.distributed.support.strategies import random_stage
 
 pytestmark = pytest.mark.distributed
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from autopipe.ir.problem import Optimizer
-from tests.distributed.launching import (
+from tests.distributed.support.launching import (
     BATCH,
     MICRO_BATCHES,
     finish,

@@ -14,8 +14,8 @@ import pytest
 
 from autopipe.backends.torch.checkpoint import checkpoint_path, committed_steps, read_checkpoint, verify_file
 from autopipe.ir.problem import Optimizer
-from tests.distributed.launching import Ended, finish, start, write_chain
-from tests.distributed.pool import Pools
+from tests.distributed.support.launching import Ended, finish, start, write_chain
+from tests.distributed.support.pool import Pools
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,16 @@ import pytest
 
 from autopipe.backends.torch.checkpoint import committed_steps
 from autopipe.ir.problem import Optimizer
-from tests.distributed.launching import finish, launch, rank_pids, runs, spell_data, start, wait_for, write_chain
+from tests.distributed.support.launching import (
+    finish,
+    launch,
+    rank_pids,
+    runs,
+    spell_data,
+    start,
+    wait_for,
+    write_chain,
+)
 
 pytestmark = pytest.mark.distributed
 

@@ -9,7 +9,7 @@ import pytest
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_prediction
 from autopipe.configs.zoo import build, configure
-from tests.distributed.allocations import peak_of_rank
+from tests.distributed.support.allocations import peak_of_rank
 
 pytestmark = pytest.mark.distributed
 

@@ -12,9 +12,9 @@ from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.registry import Strategy
-from tests.distributed.branching import BATCH, check_step, training
-from tests.distributed.pool import Pools
-from tests.distributed.zoo import SmallModels
+from tests.distributed.support.branching import BATCH, check_step, training
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.zoo import SmallModels
 from tests.passes.cost.mixed import kind, mixed_cluster
 
 

@@ -16,9 +16,9 @@ from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.registry import scheduler_class, scheduler_names
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
-from tests.distributed.builder import Builder
-from tests.distributed.pool import Pools
-from tests.distributed.running import assert_equal_steps, batch_of, expected_step, run_step, write
+from tests.distributed.support.builder import Builder
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import assert_equal_steps, batch_of, expected_step, run_step, write
 from tests.passes.cost.graphs import cluster
 
 pytestmark = pytest.mark.distributed

@@ -19,8 +19,8 @@ import pytest
 from autopipe.backends.torch.child import python_command
 from autopipe.backends.torch.launcher import rank_environment
 from benchmarks.worker_pool import WorkerPool
-from tests.distributed.attacking import attack, attack_store, doors
-from tests.distributed.launching import (
+from tests.distributed.support.attacking import attack, attack_store, doors
+from tests.distributed.support.launching import (
     PATIENCE_S,
     ROOT,
     Ended,
@@ -114,7 +114,13 @@ def test_two_machines_listen_on_the_chosen_interface_alone_and_unpickle_nothing(
                 stores |= doors([node.pid])
                 beside = "10.77.1.1" if each == "a" else "10.77.2.2"
                 other |= {(beside, port) for _, port in found}
-            command = [*inside["c"], sys.executable, "-m", "tests.distributed.attacking", str(tmp_path / "owned")]
+            command = [
+                *inside["c"],
+                sys.executable,
+                "-m",
+                "tests.distributed.support.attacking",
+                str(tmp_path / "owned"),
+            ]
             tried = [*other, *chosen]
             done = subprocess.run(
                 [*command, json.dumps(tried), json.dumps(list(stores))],

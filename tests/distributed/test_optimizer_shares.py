@@ -14,9 +14,9 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.lower.traffic import communication_bytes
-from tests.distributed.builder import Builder
-from tests.distributed.pool import Pools
-from tests.distributed.running import (
+from tests.distributed.support.builder import Builder
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import (
     Step,
     assert_equal_steps,
     batch_of,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import Pools, RankFailure
+from tests.distributed.support.pool import Pools, RankFailure
 
 pytestmark = pytest.mark.distributed
 

@@ -14,11 +14,11 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph
 from autopipe.passes.frontend import read_model
 from autopipe.passes.lower.traffic import communication_bytes
-from tests.distributed.pool import Pools
-from tests.distributed.running import one_device, report_lines, schedule_of, write
-from tests.distributed.strategies import random_placement
-from tests.distributed.trained import DRAWN, MICRO_BATCHES, TOLERANCE
-from tests.distributed.zoo import SAMPLES, SIZES
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import one_device, report_lines, schedule_of, write
+from tests.distributed.support.strategies import random_placement
+from tests.distributed.support.trained import DRAWN, MICRO_BATCHES, TOLERANCE
+from tests.distributed.support.zoo import SAMPLES, SIZES
 
 FAST = ("gpt", "mt5", "unet")
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopipe.passes.lower.traffic import communication_bytes
-from tests.distributed.builder import evaluate
-from tests.distributed.drawing import ROWS, Case, cases
-from tests.distributed.drawing_sizes import unequal_cases
-from tests.distributed.pool import Pools
-from tests.distributed.running import (
+from tests.distributed.support.builder import evaluate
+from tests.distributed.support.drawing import ROWS, Case, cases
+from tests.distributed.support.drawing_sizes import unequal_cases
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import (
     assert_equal_steps,
     batch_of,
     drawn_parameters,

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from tests.distributed.drawing_sizes import unequal_placement, unequal_schedule
-from tests.distributed.pool import Pools
-from tests.distributed.trained import MICRO_BATCHES, check
-from tests.distributed.zoo import SmallModels
+from tests.distributed.support.drawing_sizes import unequal_placement, unequal_schedule
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.trained import MICRO_BATCHES, check
+from tests.distributed.support.zoo import SmallModels
 
 pytestmark = pytest.mark.distributed
 

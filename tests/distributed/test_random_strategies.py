@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import Pools
-from tests.distributed.random_checks import check_random, micro_batches_of
-from tests.distributed.zoo import SIZES, SmallModels
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.random_checks import check_random, micro_batches_of
+from tests.distributed.support.zoo import SIZES, SmallModels
 
 SMALLEST = [name for name in SIZES if name != "inceptionv3"]
 SWEPT = ((4, 50), (8, 50), (6, 5), (3, 5))

@@ -8,8 +8,8 @@ import pytest
 
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
-from tests.distributed.builder import Builder
-from tests.distributed.pool import Pools
+from tests.distributed.support.builder import Builder
+from tests.distributed.support.pool import Pools
 from tests.distributed.test_by_hand import batch_splits, check
 
 pytestmark = pytest.mark.distributed

@@ -15,9 +15,9 @@ from autopipe.backends.torch.runtime.parameters import load_parameters
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.schedule import Schedule
-from tests.distributed.running import one_device, schedule_of, write
-from tests.distributed.strategies import random_placement
-from tests.distributed.zoo import SAMPLES, SIZES, small_graph
+from tests.distributed.support.running import one_device, schedule_of, write
+from tests.distributed.support.strategies import random_placement
+from tests.distributed.support.zoo import SAMPLES, SIZES, small_graph
 
 SEED = 11
 PLACEMENTS = 10

@@ -11,10 +11,10 @@ from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Stage
 from autopipe.passes.placement.expert import Expert
-from tests.distributed.pool import Pools
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.trained import Trained, check, problem_of
+from tests.distributed.support.zoo import SmallModels
 from tests.distributed.test_verify import SETTINGS, here, verified
-from tests.distributed.trained import Trained, check, problem_of
-from tests.distributed.zoo import SmallModels
 
 __all__ = ["here"]
 

@@ -12,11 +12,11 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe, split_further
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
-from tests.distributed.pool import Pools
-from tests.distributed.portions import forwards_first
-from tests.distributed.running import stage_graph
-from tests.distributed.trained import MICRO_BATCHES, check, problem_of
-from tests.distributed.zoo import SmallModels
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.portions import forwards_first
+from tests.distributed.support.running import stage_graph
+from tests.distributed.support.trained import MICRO_BATCHES, check, problem_of
+from tests.distributed.support.zoo import SmallModels
 
 pytestmark = pytest.mark.distributed
 

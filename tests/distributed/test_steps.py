@@ -14,10 +14,17 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Schedule
-from tests.distributed.builder import Builder, evaluate
-from tests.distributed.halves import halved
-from tests.distributed.pool import Pools
-from tests.distributed.running import batch_of, drawn_parameters, forwards_first, micro_batches_of, schedule_of, write
+from tests.distributed.support.builder import Builder, evaluate
+from tests.distributed.support.halves import halved
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import (
+    batch_of,
+    drawn_parameters,
+    forwards_first,
+    micro_batches_of,
+    schedule_of,
+    write,
+)
 
 pytestmark = pytest.mark.distributed
 

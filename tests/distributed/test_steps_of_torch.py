@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.cli.main import main
-from tests.distributed.pool import Pools
+from tests.distributed.support.pool import Pools
 from tests.exports import traced as exported_models
 from tests.exports.traced import UNOPTIMIZED, Traced, file_of, module_of
 from tests.exports.trained_parameters import NOT_EXPORTED, holds, paired, same, trained_here

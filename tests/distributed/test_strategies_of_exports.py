@@ -11,10 +11,10 @@ import pytest
 from autopipe.ir.graph import Graph
 from autopipe.passes.analysis.micro_batches import input_ranges
 from autopipe.passes.frontend import CrossEntropy, read_model
-from tests.distributed.pool import Pools
-from tests.distributed.random_checks import check_random, micro_batches_of
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.random_checks import check_random, micro_batches_of
+from tests.distributed.support.trained import Trained, check, problem_of, trained
 from tests.distributed.test_strategies_of_the_zoo import CHOOSING
-from tests.distributed.trained import Trained, check, problem_of, trained
 from tests.exports.architectures import SEQUENCE
 from tests.exports.export import Export, all_exports, onnx_file
 from tests.exports.journey import symbols

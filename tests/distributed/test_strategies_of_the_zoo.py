@@ -12,9 +12,9 @@ from autopipe.passes.placement.grid import Grid
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.registry import Strategy
-from tests.distributed.pool import Pools
-from tests.distributed.trained import Trained, check, problem_of
-from tests.distributed.zoo import SAMPLES, SIZES, SmallModels
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.trained import Trained, check, problem_of
+from tests.distributed.support.zoo import SAMPLES, SIZES, SmallModels
 
 CHOOSING: dict[str, Strategy] = {
     "expert": Expert(),

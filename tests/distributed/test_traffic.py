@@ -13,13 +13,13 @@ from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.program import KINDS
 from autopipe.passes.lower.traffic import communication_bytes
-from tests.distributed.launching import finish, start
-from tests.distributed.pool import Pools
-from tests.distributed.running import report_lines, schedule_of, write
-from tests.distributed.strategies import random_placement
+from tests.distributed.support.launching import finish, start
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import report_lines, schedule_of, write
+from tests.distributed.support.strategies import random_placement
+from tests.distributed.support.trained import MICRO_BATCHES
+from tests.distributed.support.zoo import SAMPLES, small_graph
 from tests.distributed.test_verify import SETTINGS
-from tests.distributed.trained import MICRO_BATCHES
-from tests.distributed.zoo import SAMPLES, small_graph
 
 
 @pytest.mark.distributed

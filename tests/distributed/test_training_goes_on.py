@@ -10,11 +10,11 @@ import pytest
 
 from autopipe.backends.torch.verification import read_losses
 from autopipe.ir.problem import Optimizer
-from tests.distributed.pool import Pools
-from tests.distributed.running import one_device, schedule_of, write
-from tests.distributed.strategies import random_placement
-from tests.distributed.trained import DRAWN, MICRO_BATCHES
-from tests.distributed.zoo import SAMPLES, small_graph
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import one_device, schedule_of, write
+from tests.distributed.support.strategies import random_placement
+from tests.distributed.support.trained import DRAWN, MICRO_BATCHES
+from tests.distributed.support.zoo import SAMPLES, small_graph
 
 pytestmark = pytest.mark.distributed
 

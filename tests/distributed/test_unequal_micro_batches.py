@@ -12,10 +12,10 @@ from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.passes.lower.traffic import communication_bytes
-from tests.distributed.builder import Builder, evaluate, mlp
-from tests.distributed.pool import Pools
-from tests.distributed.portions import forwards_first, random_order
-from tests.distributed.running import (
+from tests.distributed.support.builder import Builder, evaluate, mlp
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.portions import forwards_first, random_order
+from tests.distributed.support.running import (
     assert_equal_steps,
     batch_of,
     drawn_parameters,
@@ -26,9 +26,9 @@ from tests.distributed.running import (
     stage_graph,
     write,
 )
-from tests.distributed.trained import MICRO_BATCHES
-from tests.distributed.trained import check as check_model
-from tests.distributed.zoo import SmallModels
+from tests.distributed.support.trained import MICRO_BATCHES
+from tests.distributed.support.trained import check as check_model
+from tests.distributed.support.zoo import SmallModels
 
 pytestmark = pytest.mark.distributed
 

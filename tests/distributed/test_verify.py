@@ -16,11 +16,11 @@ from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.cli import verify as verification
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
-from tests.distributed.dropping import save_with_dropout
-from tests.distributed.launching import finish, start
-from tests.distributed.pool import Pools
-from tests.distributed.running import report_lines
-from tests.distributed.zoo import SIZES
+from tests.distributed.support.dropping import save_with_dropout
+from tests.distributed.support.launching import finish, start
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import report_lines
+from tests.distributed.support.zoo import SIZES
 
 pytestmark = pytest.mark.distributed
 

@@ -9,7 +9,7 @@ import pytest
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, DType, FileSlice, Fill, Graph, Node, Parameter, Value
-from tests.distributed.builder import Builder
+from tests.distributed.support.builder import Builder
 
 
 def example() -> Graph:

@@ -20,7 +20,7 @@ from autopipe.ir.placement import (
     recomputed_nodes,
     stage_edges,
 )
-from tests.distributed.builder import Builder, mlp
+from tests.distributed.support.builder import Builder, mlp
 
 
 def masked() -> Graph:

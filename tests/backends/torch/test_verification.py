@@ -15,8 +15,8 @@ from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.verification import Difference, Precision, difference, gradient_differences, read_outputs
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.placement import Placement, Split, Stage
-from tests.distributed.builder import mlp
-from tests.distributed.running import schedule_of, write
+from tests.distributed.support.builder import mlp
+from tests.distributed.support.running import schedule_of, write
 
 NUMBERS = arrays.arrays(np.float64, 5, elements=st.floats(-1e6, 1e6))
 SPECIAL = [math.nan, math.inf, -math.inf]

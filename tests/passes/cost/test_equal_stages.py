@@ -18,7 +18,7 @@ from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stage_work import ExchangeSeconds
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.placement.grid import Degrees, place
-from tests.distributed.zoo import small_graph
+from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopipe.passes.analysis.gradients import kept_values
 from autopipe.passes.analysis.operators import uses_of
-from tests.distributed.builder import Builder
+from tests.distributed.support.builder import Builder
 
 
 def test_of_an_image_read_through_windows_the_rows_that_they_read() -> None:

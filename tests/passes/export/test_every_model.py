@@ -11,7 +11,7 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph, Parameter
 from autopipe.passes.export import Numbers, write_trained
 from autopipe.passes.frontend import Model, read_model
-from tests.distributed.zoo import SIZES
+from tests.distributed.support.zoo import SIZES
 from tests.exports.architectures import SEQUENCE
 from tests.exports.export import all_exports, onnx_file
 from tests.exports.journey import symbols

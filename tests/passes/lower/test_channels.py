@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import MessageBlock, Program, Verb
 from autopipe.passes.lower.lower import lower
-from tests.distributed.builder import mlp
-from tests.distributed.drawing import Case, cases
-from tests.distributed.drawing_sizes import unequal_cases
-from tests.distributed.running import schedule_of
+from tests.distributed.support.builder import mlp
+from tests.distributed.support.drawing import Case, cases
+from tests.distributed.support.drawing_sizes import unequal_cases
+from tests.distributed.support.running import schedule_of
 from tests.passes.lower.machine import unrolled
 
 

@@ -16,9 +16,9 @@ from autopipe.passes.cost.communication import reduction_cost, relayout_seconds
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stage_work import exchange_seconds, stage_work
 from autopipe.passes.lower.lower import lower
-from tests.distributed.builder import Builder
-from tests.distributed.drawing import graphs, placements
-from tests.distributed.running import schedule_of
+from tests.distributed.support.builder import Builder
+from tests.distributed.support.drawing import graphs, placements
+from tests.distributed.support.running import schedule_of
 from tests.passes.cost.graphs import cluster
 
 TWO = (0, 1)

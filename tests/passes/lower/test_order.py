@@ -12,9 +12,9 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Instruction, Loop, Verb
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.passes.lower.lower import lower, sections
-from tests.distributed.builder import Builder, mlp
-from tests.distributed.drawing import Case, cases
-from tests.distributed.drawing_sizes import unequal_cases
+from tests.distributed.support.builder import Builder, mlp
+from tests.distributed.support.drawing import Case, cases
+from tests.distributed.support.drawing_sizes import unequal_cases
 from tests.passes.lower.machine import TASKS, Machine, expanded, unrolled
 
 

@@ -14,10 +14,10 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Instruction, Loop, Program, Verb
 from autopipe.passes.lower.deadlock_check import prove
 from autopipe.passes.lower.lower import lower, sections
-from tests.distributed.builder import mlp
-from tests.distributed.drawing import Case, cases
-from tests.distributed.portions import forwards_first
-from tests.distributed.running import schedule_of, stage_graph
+from tests.distributed.support.builder import mlp
+from tests.distributed.support.drawing import Case, cases
+from tests.distributed.support.portions import forwards_first
+from tests.distributed.support.running import schedule_of, stage_graph
 from tests.passes.lower.machine import Machine, unrolled
 
 Change = Callable[[list[Instruction]], list[Instruction]]

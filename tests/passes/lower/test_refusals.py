@@ -12,8 +12,8 @@ from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.space import Space
 from autopipe.passes.analysis.micro_batches import check_portions
 from autopipe.passes.lower.lower import lower
-from tests.distributed.builder import Builder, mlp
-from tests.distributed.running import one_device
+from tests.distributed.support.builder import Builder, mlp
+from tests.distributed.support.running import one_device
 
 
 def two_devices(graph: Graph, *splits: tuple[int, tuple[Split, ...]]) -> tuple[Placement, Schedule]:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from autopipe.ir.graph import DType, Graph
 from autopipe.passes.analysis.recompute import best_cuts, cutter
-from tests.distributed.builder import Builder, mlp
-from tests.distributed.drawing import graphs
+from tests.distributed.support.builder import Builder, mlp
+from tests.distributed.support.drawing import graphs
 
 ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=9)
 

@@ -19,7 +19,7 @@ from autopipe.passes.lower.lower import lower, sections
 from autopipe.passes.lower.task_graph import TaskSource
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.schedule.simulate import simulate
-from tests.distributed.drawing import Case, cases
+from tests.distributed.support.drawing import Case, cases
 from tests.passes.lower.machine import unrolled
 
 COMPUTES = ("forward", "backward", "input_gradient", "weight_gradient")

@@ -15,8 +15,8 @@ from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, r
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.lower.lower import lower
-from tests.distributed.builder import Builder, mlp
-from tests.distributed.running import one_device
+from tests.distributed.support.builder import Builder, mlp
+from tests.distributed.support.running import one_device
 
 PROVENANCE = Provenance("model.onnx", "", "", Optimizer(), "fp32", 0, 0.1, 0.2)
 

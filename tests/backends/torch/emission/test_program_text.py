@@ -16,10 +16,10 @@ from autopipe.ir.ops import signature_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Program
 from autopipe.passes.lower.lower import lower
-from tests.distributed.builder import mlp
-from tests.distributed.halves import halved
-from tests.distributed.portions import forwards_first
-from tests.distributed.running import schedule_of, stage_graph, write
+from tests.distributed.support.builder import mlp
+from tests.distributed.support.halves import halved
+from tests.distributed.support.portions import forwards_first
+from tests.distributed.support.running import schedule_of, stage_graph, write
 
 Golden = Callable[[str, str], None]
 

@@ -17,8 +17,8 @@ import torch
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import LaunchError
-from tests.distributed.alone import dry_run
-from tests.distributed.launching import ROOT, write_chain
+from tests.distributed.support.alone import dry_run
+from tests.distributed.support.launching import ROOT, write_chain
 
 SIZES = {"layers": "2", "hidden": "32", "heads": "4", "sequence": "16", "vocabulary": "64", "loss": "true"}
 PIPELINE = ("--strategy", "grid", "--set", "strategy.pipeline=2")

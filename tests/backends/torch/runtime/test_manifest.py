@@ -10,8 +10,8 @@ import pytest
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement, Split, Stage
-from tests.distributed.builder import mlp
-from tests.distributed.running import schedule_of, write
+from tests.distributed.support.builder import mlp
+from tests.distributed.support.running import schedule_of, write
 
 
 @pytest.fixture

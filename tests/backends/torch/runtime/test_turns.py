@@ -11,8 +11,8 @@ from autopipe.backends.torch.runtime.blocking import ChannelEnd, Event, Message,
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Task
 from autopipe.passes.lower.lower import lower
-from tests.distributed.drawing import Case, cases
-from tests.distributed.drawing_sizes import unequal_cases
+from tests.distributed.support.drawing import Case, cases
+from tests.distributed.support.drawing_sizes import unequal_cases
 
 
 def ends_of(program: Program) -> list[ChannelEnd]:

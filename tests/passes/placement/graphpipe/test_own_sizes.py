@@ -21,7 +21,7 @@ from autopipe.passes.placement.graphpipe.strategy import with_own_sizes
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
-from tests.distributed.zoo import small_graph
+from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import device
 
 SIZES = (1, 2, 4, 8)

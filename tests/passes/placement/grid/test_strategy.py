@@ -19,7 +19,7 @@ from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, GridTrial,
 from autopipe.passes.schedule.limits import quick_step_seconds, step_s
 from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
 from autopipe.passes.schedule.published.zero_bubble import ZeroBubbleV
-from tests.distributed.zoo import small_graph
+from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
 

@@ -27,7 +27,7 @@ from autopipe.passes.placement.tepdist.search import Bounds, meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.limits import step_s
 from autopipe.passes.schedule.tessel.scheduler import Tessel
-from tests.distributed.zoo import small_graph
+from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
 GRAPH = perceptron([12, 24, 12, 24, 12])

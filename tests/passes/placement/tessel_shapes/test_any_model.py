@@ -10,8 +10,8 @@ from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.placement.tessel_shapes import TesselShapes
-from tests.distributed.drawing import BATCH, graphs
-from tests.distributed.running import schedule_of
+from tests.distributed.support.drawing import BATCH, graphs
+from tests.distributed.support.running import schedule_of
 from tests.passes.cost.graphs import cluster
 
 

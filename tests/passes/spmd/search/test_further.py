@@ -22,7 +22,7 @@ from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.sharding.regions import check_constraints_met
-from tests.distributed.zoo import small_graph
+from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import cluster
 
 PARTS = {

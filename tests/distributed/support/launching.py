@@ -17,14 +17,14 @@ from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.lower.lower import lower
-from tests.distributed.builder import mlp
-from tests.distributed.running import schedule_of
+from tests.distributed.support.builder import mlp
+from tests.distributed.support.running import schedule_of
 
 PATIENCE_S = 240
 """How long a launch may take before a test gives up on it, however busy the machine."""
 MICRO_BATCHES = 3
 BATCH = 4
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def write_chain(

@@ -18,8 +18,8 @@ from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.schedule import Schedule
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.lower.traffic import communication_bytes
-from tests.distributed.pool import Pools
-from tests.distributed.running import Step, largest_difference, one_device, run_step, schedule_of, write
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.running import Step, largest_difference, one_device, run_step, schedule_of, write
 from tests.passes.cost.graphs import device
 
 Batch = Mapping[str, np.ndarray]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from tests.distributed.pool import Pools
-from tests.distributed.strategies import random_placement, random_schedule
-from tests.distributed.trained import Checked, Trained, check
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.strategies import random_placement, random_schedule
+from tests.distributed.support.trained import Checked, Trained, check
 
 
 def micro_batches_of(seed: int) -> int:

@@ -25,8 +25,8 @@ from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, micro_batch_
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
-from tests.distributed.builder import evaluate
-from tests.distributed.pool import Pools
+from tests.distributed.support.builder import evaluate
+from tests.distributed.support.pool import Pools
 
 SEED = 5
 PLAIN = Optimizer()

@@ -18,8 +18,8 @@ from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
-from tests.distributed.builder import Builder
-from tests.distributed.running import stage_graph
+from tests.distributed.support.builder import Builder
+from tests.distributed.support.running import stage_graph
 
 BATCH = 4
 WIDTH = 4

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from autopipe.configs.zoo import MODELS, Settings, build, configure
 from autopipe.ir.graph import Graph
 from autopipe.passes.frontend import read_model
-from tests.distributed.pool import Pools
-from tests.distributed.trained import MICRO_BATCHES, Trained, trained
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.trained import MICRO_BATCHES, Trained, trained
 
 SIZES: Mapping[str, Settings] = {
     "alexnet": {"hidden": "24", "classes": "12"},

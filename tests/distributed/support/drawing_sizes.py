@@ -11,11 +11,11 @@ from autopipe.ir.batch import rebatched
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage, crossing_values
 from autopipe.ir.schedule import Schedule
-from tests.distributed.drawing import Case, graphs
-from tests.distributed.halves import halved
-from tests.distributed.portions import random_order
-from tests.distributed.running import stage_graph
-from tests.distributed.strategies import random_stage
+from tests.distributed.support.drawing import Case, graphs
+from tests.distributed.support.halves import halved
+from tests.distributed.support.portions import random_order
+from tests.distributed.support.running import stage_graph
+from tests.distributed.support.strategies import random_stage
 
 
 def unequal_placement(random: Random, graph: Graph, devices: int, sizes: tuple[int, ...]) -> Placement:

@@ -16,8 +16,8 @@ from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
 from autopipe.passes.schedule.tessel.scheduler import Tessel
-from tests.distributed.pool import Pools
-from tests.distributed.trained import Trained, check
+from tests.distributed.support.pool import Pools
+from tests.distributed.support.trained import Trained, check
 from tests.passes.cost.graphs import device
 
 SCHEDULERS: dict[str, Scheduler] = {

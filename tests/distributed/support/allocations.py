@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autopipe.backends.torch.runtime.gradients import buckets_of_rank
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from tests.distributed.alone import dry_run
+from tests.distributed.support.alone import dry_run
 
 STEPS = 2
 """In the second one there is all that the optimizer keeps."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopipe.ir.graph import Attribute, Constant, DType, Graph, Initializer, Node, Parameter, Value
-from tests.distributed.layers import LAYERS
+from tests.distributed.support.layers import LAYERS
 
 OPSET = 21
 

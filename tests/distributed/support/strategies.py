@@ -12,8 +12,8 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.analysis.operators import uses_of
-from tests.distributed.halves import halved
-from tests.distributed.running import schedule_of
+from tests.distributed.support.halves import halved
+from tests.distributed.support.running import schedule_of
 
 MOST = 0.9
 """The share of nodes that are split if they can be, where most are."""
