@@ -22,7 +22,6 @@ from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, w
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.drawing.svg import PointSeries, scatter_svg
 from autopipe.cli.output import Bar, Output, Verbosity, bytes_text, seconds_text, write_texts
 from autopipe.cli.profile_programs import exchanges_of, parsed_sizes
 from autopipe.cli.profile_session import Profiling, processor
@@ -40,6 +39,7 @@ from autopipe.passes.auto.search import CandidateTrial, ScheduleOutcome
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.pipeline import Placed, Request, Runner
+from benchmarks.scatter import scatter_svg
 from benchmarks.table import Row
 from benchmarks.worker_pool import WorkerPool
 
@@ -515,10 +515,8 @@ def write_page(target: Path, command: str, comparisons: Sequence[Comparison]) ->
         picture=picture.name,
         tables="\n\n".join(map(_table, comparisons)),
     )
-    clouds = [
-        PointSeries(each.name, tuple((one.predicted_s, step) for one, step in each.measured)) for each in comparisons
-    ]
-    drawn = scatter_svg("seconds of a step", ("predicted", "measured"), clouds)
+    points = {each.name: [(one.predicted_s, step) for one, step in each.measured] for each in comparisons}
+    drawn = scatter_svg("seconds of a step", ("predicted", "measured"), points)
     write_texts({target: text, picture: drawn})
 
 

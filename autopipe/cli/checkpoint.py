@@ -6,31 +6,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import click
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from autopipe.backends.torch.checkpoint import (
     MANIFEST,
     Checkpoint,
     Reader,
-    StoredParameter,
     StoredTensor,
+    check_checkpoint,
     checkpoint_path,
     committed_steps,
     numpy_type,
     read_checkpoint,
 )
-from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output, bytes_text, facts_table, plain_table
-from autopipe.ir.errors import ConfigurationError
+from autopipe.cli.options import PATH, standard_options
+from autopipe.cli.output import Output, bytes_text, check_writable, facts_table, plain_table
+from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import whole
-from autopipe.passes.export import Numbers
-from autopipe.passes.frontend.load import load
+
+_FOLDER = click.argument("folder", metavar="DIR", type=PATH)
+_STEP = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of these steps [the newest].")
+_MOST = 60
+"""Parameters listed before the rest is only counted."""
+_DIGITS = 12
+"""Characters of a digest that tell plans apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,22 @@ class FoundCheckpoint:
         """Of its files, but for the manifest."""
         return sum(file.size for file in self.checkpoint.files)
 
+    def __str__(self) -> str:
+        held = self.checkpoint
+        ranks = "1 rank" if held.world_size == 1 else f"{held.world_size} ranks"
+        return f"step {held.step}: {held.samples:,} samples, {ranks}, {bytes_text(self.bytes)}"
+
+    def form(self) -> dict[str, object]:
+        """The checkpoint without its parameters, for programs to read."""
+        return {
+            "path": self.path,
+            "step": self.checkpoint.step,
+            "samples": self.checkpoint.samples,
+            "world_size": self.checkpoint.world_size,
+            "files": len(self.checkpoint.files),
+            "bytes": self.bytes,
+        }
+
 
 def found_paths(folder: Path, step: int | None) -> list[Path]:
     """The folders of the committed checkpoints in `folder`, oldest first; that of `step` alone where it is given.
@@ -57,22 +76,12 @@ def found_paths(folder: Path, step: int | None) -> list[Path]:
         raise ConfigurationError("there is no such folder", where=str(folder))
     steps = committed_steps(folder)
     if not steps:
-        raise ConfigurationError(
-            "there is no committed checkpoint", hint="autopipe launch --checkpoint DIR saves them", where=str(folder)
-        )
+        hint = "autopipe launch --checkpoint DIR saves them"
+        raise ConfigurationError("there is no committed checkpoint", hint=hint, where=str(folder))
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps))
         raise ConfigurationError(f"there is no checkpoint of step {step}", hint=f"there are {known}", where=str(folder))
     return [checkpoint_path(folder, each) for each in (steps if step is None else [step])]
-
-
-def newest(folder: Path, step: int | None) -> FoundCheckpoint:
-    """The newest checkpoint in `folder`, or that of `step`."""
-    path = found_paths(folder, step)[-1]
-    return FoundCheckpoint(path, read_checkpoint(path))
-
-
-_STEP = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of these steps [the newest].")
 
 
 @click.group()
@@ -89,7 +98,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@_FOLDER
 @_STEP
 @standard_options
 def inspect(output: Output, folder: Path, step: int | None) -> None:
@@ -99,17 +108,15 @@ def inspect(output: Output, folder: Path, step: int | None) -> None:
     Example:
       autopipe checkpoint inspect ckpt --step 20
     """
-    from autopipe.backends.torch.checkpoint import read_checkpoint
-
     paths = found_paths(folder, None)
     chosen = found_paths(folder, step)[-1]
     found = [FoundCheckpoint(path, read_checkpoint(path)) for path in paths]
-    shown = next(each for each in found if each.path == chosen)
-    output.result(as_json(found, shown), *screen(found, shown))
+    one = next(each for each in found if each.path == chosen)
+    output.result(as_json(found, one), *screen(found, one.checkpoint))
 
 
 @checkpoint.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@_FOLDER
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of these steps alone [all].")
 @standard_options
 def verify(output: Output, folder: Path, step: int | None) -> None:
@@ -121,10 +128,7 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
     Example:
       autopipe checkpoint verify ckpt
     """
-    from autopipe.backends.torch.checkpoint import check_checkpoint, read_checkpoint
-    from autopipe.ir.errors import LaunchError
-
-    whole: list[FoundCheckpoint] = []
+    intact: list[FoundCheckpoint] = []
     damage: list[LaunchError] = []
     for path in found_paths(folder, step):
         try:
@@ -135,18 +139,18 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
             damage.append(error)
             output.line(f"{path.name}: damaged")
             continue
-        whole.append(found)
-        output.line(f"{step_line(found)}: whole")
+        intact.append(found)
+        output.line(f"{found}: whole")
     if damage:
         raise damage[0]
-    output.result({"folder": folder, "whole": True, "checkpoints": [step_json(each) for each in whole]})
+    output.result({"folder": folder, "whole": True, "checkpoints": [each.form() for each in intact]})
 
 
 @checkpoint.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("-o", "--output", "target", type=click.Path(path_type=Path), required=True, help="ONNX file to write.")
+@_FOLDER
+@click.option("-o", "--output", "target", type=PATH, required=True, help="ONNX file to write.")
 @_STEP
-@click.option("--model", type=click.Path(path_type=Path), metavar="FILE", help="The model [where it was trained].")
+@click.option("--model", type=PATH, metavar="FILE", help="The model [where it was trained].")
 @standard_options
 def export(output: Output, folder: Path, target: Path, step: int | None, model: Path | None) -> None:
     """Write the model that was trained, as it was given, with the weights of a checkpoint in DIR.
@@ -158,23 +162,28 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
     Example:
       autopipe checkpoint export ckpt -o trained.onnx
     """
-    from autopipe.backends.torch.checkpoint import check_checkpoint
-    from autopipe.cli.output import bytes_text, check_writable
-    from autopipe.passes.export import write_trained
+    from autopipe.passes.export import Numbers, write_trained
 
-    found = newest(folder, step)
+    chosen = found_paths(folder, step)[-1]
+    held = read_checkpoint(chosen)
     check_writable(target)
-    path = model_of(found, model)
-    with output.progress("reading", total=found.bytes) as bar:
-        check_checkpoint(found.path, found.checkpoint, bar.advance)
-    numbers = numbers_of(found)
+    path = _model_of(held, model)
+    with output.progress("reading", total=sum(file.size for file in held.files)) as bar:
+        check_checkpoint(chosen, held, bar.advance)
+    reader = Reader(chosen, held)
+    numbers = {
+        each.name: Numbers(
+            Value(each.name, DType(each.value.dtype), each.value.shape), partial(reader.read, each.value)
+        )
+        for each in held.parameters
+    }
     with output.progress("writing", total=sum(each.value.bytes for each in numbers.values())) as bar:
         written = write_trained(path, target, numbers, bar.advance)
     data = {
         "path": target,
         "files": written.files,
         "model": path,
-        "step": found.checkpoint.step,
+        "step": held.step,
         "parameters": len(numbers),
         "replaced": written.replaced,
         "added": written.added,
@@ -183,21 +192,22 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
     beside = f" and {written.files[1].name}" if len(written.files) > 1 else ""
     output.result(
         data,
-        f"{target}{beside}: {len(numbers)} parameters after {found.checkpoint.step} steps,"
-        f" {bytes_text(written.bytes)} of weights",
+        f"{target}{beside}: {len(numbers)} parameters after {held.step} steps, {bytes_text(written.bytes)} of weights",
     )
 
 
-def model_of(found: FoundCheckpoint, model: Path | None) -> Path:
+def _model_of(held: Checkpoint, model: Path | None) -> Path:
     """The ONNX file that was trained: `model`, or the one that the checkpoint names.
 
     Raises ConfigurationError where it is not there, or is another model.
     """
-    path = Path(found.checkpoint.model) if model is None else model
+    from autopipe.passes.frontend.load import load
+
+    path = Path(held.model) if model is None else model
     if not path.is_file():
         hint = "give it with --model FILE" if model is None else ""
         raise ConfigurationError("the model that was trained is not there", hint=hint, where=str(path))
-    if load(path).digest != found.checkpoint.model_digest:
+    if load(path).digest != held.model_digest:
         raise ConfigurationError(
             "this is not the model that the checkpoint was trained from",
             hint="give the very file that was planned with --model FILE; only its weights may differ",
@@ -206,117 +216,63 @@ def model_of(found: FoundCheckpoint, model: Path | None) -> Path:
     return path
 
 
-def numbers_of(found: FoundCheckpoint) -> dict[str, Numbers]:
-    """Each parameter's trained numbers, by name."""
-    reader = Reader(found.path, found.checkpoint)
+def as_json(found: Sequence[FoundCheckpoint], one: FoundCheckpoint) -> dict[str, object]:
+    held = one.checkpoint
     return {
-        each.name: Numbers(
-            Value(each.name, DType(each.value.dtype), each.value.shape),
-            partial(reader.read, each.value),
-        )
-        for each in found.checkpoint.parameters
-    }
-
-
-SHOWN: Final = 60
-"""Parameters listed before the rest is only counted."""
-DIGITS: Final = 12
-"""Characters of a digest that tell plans apart."""
-
-
-def step_json(found: FoundCheckpoint) -> dict[str, object]:
-    """A checkpoint without its parameters."""
-    checkpoint = found.checkpoint
-    return {
-        "path": found.path,
-        "step": checkpoint.step,
-        "samples": checkpoint.samples,
-        "world_size": checkpoint.world_size,
-        "files": len(checkpoint.files),
-        "bytes": found.bytes,
-    }
-
-
-def step_line(found: FoundCheckpoint) -> str:
-    """The same in a line."""
-    checkpoint = found.checkpoint
-    ranks = "1 rank" if checkpoint.world_size == 1 else f"{checkpoint.world_size} ranks"
-    return f"step {checkpoint.step}: {checkpoint.samples:,} samples, {ranks}, {bytes_text(found.bytes)}"
-
-
-def as_json(all_found: Sequence[FoundCheckpoint], shown: FoundCheckpoint) -> dict[str, object]:
-    """All checkpoints of a folder, and everything of the one that is shown."""
-    checkpoint = shown.checkpoint
-    return {
-        "checkpoints": [step_json(each) for each in all_found],
-        **step_json(shown),
-        "model": {"path": checkpoint.model, "sha256": checkpoint.model_digest},
-        "plan": checkpoint.plan,
-        "seed": checkpoint.seed,
-        "optimizer": checkpoint.optimizer,
-        "parameters": [_parameter_json(each, checkpoint) for each in checkpoint.parameters],
-    }
-
-
-def _parameter_json(parameter: StoredParameter, checkpoint: Checkpoint) -> dict[str, object]:
-    return {
-        "name": parameter.name,
-        "dtype": parameter.value.dtype,
-        "shape": parameter.value.shape,
-        "trainable": parameter.trainable,
-        "bytes": _bytes(parameter.value),
-        "state": {name: {"dtype": each.dtype, "bytes": _bytes(each)} for name, each in parameter.state},
-        "shards": [
-            {"starts": block.box.starts, "stops": block.box.stops, "file": checkpoint.files[block.file].name}
-            for block in parameter.value.blocks
+        "checkpoints": [each.form() for each in found],
+        **one.form(),
+        "model": {"path": held.model, "sha256": held.model_digest},
+        "plan": held.plan,
+        "seed": held.seed,
+        "optimizer": held.optimizer,
+        "parameters": [
+            {
+                "name": each.name,
+                "dtype": each.value.dtype,
+                "shape": each.value.shape,
+                "trainable": each.trainable,
+                "bytes": _bytes(each.value),
+                "state": {name: {"dtype": state.dtype, "bytes": _bytes(state)} for name, state in each.state},
+                "shards": [
+                    {"starts": block.box.starts, "stops": block.box.stops, "file": held.files[block.file].name}
+                    for block in each.value.blocks
+                ],
+            }
+            for each in held.parameters
         ],
     }
 
 
-def screen(all_found: Sequence[FoundCheckpoint], shown: FoundCheckpoint) -> Iterator[RenderableType]:
-    """The checkpoints, a line each, and the one that is shown."""
-    for each in all_found:
-        yield Text(step_line(each))
-    checkpoint = shown.checkpoint
+def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[RenderableType]:
+    yield from (Text(str(each)) for each in found)
+    values = sum(_bytes(each.value) for each in held.parameters)
+    state = sum(_bytes(tensor) for each in held.parameters for _, tensor in each.state)
+    elements = sum(whole(each.value.shape).elements for each in held.parameters)
+    total = f"{elements:,} in {len(held.parameters):,} tensors, {bytes_text(values)}"
     about = facts_table()
     for name, text in (
-        ("of step", str(checkpoint.step)),
-        ("model", checkpoint.model),
-        ("plan", checkpoint.plan[:DIGITS]),
-        ("seed", str(checkpoint.seed)),
-        ("optimizer", " ".join(f"{key}={value}" for key, value in checkpoint.optimizer.items())),
-        ("parameters", _total(checkpoint)),
+        ("of step", str(held.step)),
+        ("model", held.model),
+        ("plan", held.plan[:_DIGITS]),
+        ("seed", str(held.seed)),
+        ("optimizer", " ".join(f"{key}={value}" for key, value in held.optimizer.items())),
+        ("parameters", total + (f"; the optimizer's state, {bytes_text(state)}" if state else "")),
     ):
         about.add_row(name, Text(text))
-    yield Text("")
-    yield about
-    yield Text("")
-    yield _parameters(checkpoint)
-    left = len(checkpoint.parameters) - SHOWN
-    if left > 0:
-        yield Text(f"and {left} more; --json lists all")
-
-
-def _parameters(checkpoint: Checkpoint) -> Table:
     table = plain_table("parameter", "type and shape", "shards", "optimizer's state")
-    for each in checkpoint.parameters[:SHOWN]:
-        state = sum(_bytes(tensor) for _, tensor in each.state)
+    for each in held.parameters[:_MOST]:
         kept = ", ".join(name for name, _ in each.state)
+        size = bytes_text(sum(_bytes(tensor) for _, tensor in each.state))
         table.add_row(
             Text(each.name),
             f"{each.value.dtype}{list(each.value.shape)}",
             str(len(each.value.blocks)),
-            f"{kept} ({bytes_text(state)})" if kept else "" if each.trainable else "not trained",
+            f"{kept} ({size})" if kept else "" if each.trainable else "not trained",
         )
-    return table
-
-
-def _total(checkpoint: Checkpoint) -> str:
-    values = sum(_bytes(each.value) for each in checkpoint.parameters)
-    state = sum(_bytes(tensor) for each in checkpoint.parameters for _, tensor in each.state)
-    elements = sum(whole(each.value.shape).elements for each in checkpoint.parameters)
-    text = f"{elements:,} in {len(checkpoint.parameters):,} tensors, {bytes_text(values)}"
-    return text + (f"; the optimizer's state, {bytes_text(state)}" if state else "")
+    yield from (Text(""), about, Text(""), table)
+    left = len(held.parameters) - _MOST
+    if left > 0:
+        yield Text(f"and {left} more; --json lists all")
 
 
 def _bytes(tensor: StoredTensor) -> int:

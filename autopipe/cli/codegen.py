@@ -10,8 +10,9 @@ import click
 
 from autopipe import __version__
 from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
-from autopipe.cli.options import standard_options
+from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output
+from autopipe.cli.plan_folder import open_plan
 from autopipe.cli.verify import FORWARD, REFERENCE
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Program, RankCode, StageCode
@@ -22,8 +23,8 @@ from autopipe.passes.pipeline import PlanResult
 
 
 @click.command()
-@click.argument("plan", type=click.Path(path_type=Path))
-@click.option("-o", "--output", "folder", type=click.Path(path_type=Path), help="Where to write [PLAN/program].")
+@click.argument("plan", type=PATH)
+@click.option("-o", "--output", "folder", type=PATH, help="Where to write [PLAN/program].")
 @click.option("--ranks", metavar="R,R,...", help="Write these ranks alone, for looking at and for dry runs.")
 @standard_options
 def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None) -> None:
@@ -34,9 +35,11 @@ def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None) 
       autopipe codegen gpt.plan
       autopipe codegen llama.plan --ranks 0,17,4095
     """
-    from autopipe.cli.plan_folder import open_plan
-
-    target, only = folder or plan / "program", _numbers(ranks)
+    target = folder or plan / "program"
+    try:
+        only = tuple(dict.fromkeys(map(int, ranks.split(",")))) if ranks is not None else ()
+    except ValueError:
+        raise click.BadParameter(f"{ranks!r} is no list of numbers like 0,17", param_hint="--ranks") from None
     with output.progress("generating", total=2) as bar:
         planned = open_plan(plan)
         bar.advance(note="plan read")
@@ -48,14 +51,6 @@ def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None) 
         f"{some} rank programs of {len(program.stages)} stages in {target}",
         f"next: autopipe launch {target}" + (f" --dry-run --device meta --rank {only[0]}" if only else ""),
     )
-
-
-def _numbers(text: str | None) -> tuple[int, ...]:
-    """The ranks that are asked for, each once; () where all are."""
-    try:
-        return tuple(dict.fromkeys(map(int, text.split(",")))) if text is not None else ()
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers like 0,17", param_hint="--ranks") from None
 
 
 _ROW_TASKS = 24
@@ -70,23 +65,41 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
     """
     problem, plan = planned.problem, planned.plan
     loss = problem.loss if problem.train else None
-    _check_ranks(ranks, plan.schedule.devices)
+    devices = plan.schedule.devices
+    for rank in ranks:
+        if not 0 <= rank < devices:
+            raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
     program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard, proven=not ranks)
     if ranks:
         kept = (rank if rank.rank in ranks else replace(rank, shards=()) for rank in program.ranks)
         program = replace(program, ranks=tuple(kept))
-    files = [ProgramFiles("", program, _stage_titles(planned, program), _rank_titles(planned, program, ranks))]
-    for name, own in ((REFERENCE, problem.loss), (FORWARD, None)):
-        if not ranks and (own is not None or name == FORWARD):
-            files.append(_one_device(planned, name, own))
-    write_program(files, _provenance(planned), folder)
+    files = [
+        ProgramFiles(
+            "",
+            program,
+            tuple(_stage_title(program, stage) for stage in program.stages),
+            tuple(
+                _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None
+                for rank in program.ranks
+            ),
+        )
+    ]
+    if not ranks:
+        if problem.loss is not None:
+            files.append(_one_device(planned, REFERENCE, problem.loss))
+        files.append(_one_device(planned, FORWARD, None))
+    provenance = Provenance(
+        model=str(Path(plan.model).absolute()),
+        model_digest=planned.model.digest,
+        plan_digest=planned.digest,
+        optimizer=problem.optimizer,
+        precision=problem.precision,
+        seed=problem.seed,
+        predicted_step_s=plan.summary.step_time_s,
+        predicted_bubble=plan.summary.bubble_rate,
+    )
+    write_program(files, provenance, folder)
     return program
-
-
-def _check_ranks(ranks: Sequence[int], devices: int) -> None:
-    for rank in ranks:
-        if not 0 <= rank < devices:
-            raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
 
 
 def _one_device(planned: PlanResult, name: str, loss: str | None) -> ProgramFiles:
@@ -100,63 +113,27 @@ def _one_device(planned: PlanResult, name: str, loss: str | None) -> ProgramFile
     return ProgramFiles(name, program, (title,), (title,))
 
 
-def _provenance(planned: PlanResult) -> Provenance:
-    plan, problem = planned.plan, planned.problem
-    return Provenance(
-        model=str(Path(plan.model).absolute()),
-        model_digest=planned.model.digest,
-        plan_digest=planned.digest,
-        optimizer=problem.optimizer,
-        precision=problem.precision,
-        seed=problem.seed,
-        predicted_step_s=plan.summary.step_time_s,
-        predicted_bubble=plan.summary.bubble_rate,
-    )
-
-
-def _stage_titles(planned: PlanResult, program: Program) -> tuple[str, ...]:
-    return tuple(_stage_title(program, stage) for stage in program.stages)
-
-
 def _stage_title(program: Program, stage: StageCode) -> str:
     devices = ("devices " if len(stage.devices) > 1 else "device ") + ", ".join(map(str, stage.devices))
-    size = f", {_portions(program, stage)}" if stage.turns > 1 else ""
+    size = f", {_own_size(program, stage)}" if stage.turns > 1 else ""
     return f"Stage {stage.stage} of {len(program.stages)}, on {devices}{size}."
 
 
-def _named(program: Program, stage: StageCode) -> str:
-    """A stage's number, with the size of its micro-batches where it is its own."""
-    return f"{stage.stage} ({_portions(program, stage)})" if stage.turns > 1 else str(stage.stage)
-
-
-def _portions(program: Program, stage: StageCode) -> str:
+def _own_size(program: Program, stage: StageCode) -> str:
     return f"{program.micro_batches * stage.turns} micro-batches of {program.micro_batch_size // stage.turns}"
-
-
-def _rank_titles(planned: PlanResult, program: Program, ranks: Sequence[int]) -> tuple[str | None, ...]:
-    return tuple(
-        _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None for rank in program.ranks
-    )
-
-
-def _shares(program: Program, rank: RankCode) -> str:
-    """With whom the rank shares out the update of its parameters."""
-    groups = sorted({block.ranks for block in held_together(program.parameters, rank.shards)})
-    if not groups:
-        return "It updates all of its parameters: no other rank has any of them."
-    names = " and over ".join(", ".join(map(str, group)) for group in groups)
-    return f"Gradients and the optimizer's state are shared out over ranks {names} (ZeRO-1)."
 
 
 def _rank_title(planned: PlanResult, program: Program, rank: RankCode) -> str:
     """Docstring of a rank's file: the figures to check the rank against the timeline."""
     summary = planned.plan.summary
-    stages = ", ".join(_named(program, program.stages[each.stage]) for each in rank.stages) or "none"
+    own = [program.stages[each.stage] for each in rank.stages]
+    stages = [f"{each.stage} ({_own_size(program, each)})" if each.turns > 1 else str(each.stage) for each in own]
     memory = summary.peak_memory_bytes[rank.rank] / 2**20
     row = [str(task) for task in planned.plan.schedule.tasks[rank.rank]]
-    shown = row if len(row) <= 2 * _ROW_TASKS else [*row[:_ROW_TASKS], "...", *row[-_ROW_TASKS:]]
+    if len(row) > 2 * _ROW_TASKS:
+        row = [*row[:_ROW_TASKS], "...", *row[-_ROW_TASKS:]]
     lines = [
-        f"Rank {rank.rank} of {program.world_size}: stages {stages}; {summary.schedule}, "
+        f"Rank {rank.rank} of {program.world_size}: stages {', '.join(stages) or 'none'}; {summary.schedule}, "
         f"{program.micro_batches} micro-batches of {program.micro_batch_size} "
         f"(plan {planned.digest[:12]}, autopipe {__version__}).",
         "",
@@ -166,6 +143,15 @@ def _rank_title(planned: PlanResult, program: Program, rank: RankCode) -> str:
     ]
     if program.shard:
         lines += [_shares(program, rank), ""]
-    lines += ["    " + " ".join(shown[start : start + 16]) for start in range(0, len(shown), 16)]
+    lines += ["    " + " ".join(row[start : start + 16]) for start in range(0, len(row), 16)]
     lines += ["", "    autopipe launch .    or    torchrun --nproc-per-node N run.py"]
     return "\n".join(lines) + "\n"
+
+
+def _shares(program: Program, rank: RankCode) -> str:
+    """With whom the rank shares out the update of its parameters."""
+    groups = sorted({block.ranks for block in held_together(program.parameters, rank.shards)})
+    if not groups:
+        return "It updates all of its parameters: no other rank has any of them."
+    names = " and over ".join(", ".join(map(str, group)) for group in groups)
+    return f"Gradients and the optimizer's state are shared out over ranks {names} (ZeRO-1)."

@@ -12,31 +12,29 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.cli.drawing.picture import MOST_DEVICES, one_of_each, plan_picture
+from autopipe.cli.drawing.picture import MOST_DEVICES, Picture, one_of_each, plan_picture
 from autopipe.cli.drawing.report import Report
 from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
-from autopipe.cli.options import standard_options
+from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output, bytes_text, devices_text, plain_table, seconds_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_prediction
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement, Split
-from autopipe.ir.plan import Breakdown, Plan
+from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.plan import Breakdown, Plan, Summary
 from autopipe.ir.plan_file import plan_digest
 from autopipe.ir.timeline import Timeline
-from autopipe.passes.analysis.operators import SampleAxes, sample_axes
+from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.pipeline import read_for
 from autopipe.passes.placement.given import NodeEntry, NodeNames, degrees_of, entries_of, layer_globs, role_globs
 
-_FILE = click.Path(path_type=Path)
-
 
 @click.command()
-@click.argument("plans", metavar="DIR...", nargs=-1, required=True, type=_FILE)
-@click.option("--html", metavar="FILE", type=_FILE, help="Write it as one page: timelines and memory on one axis.")
+@click.argument("plans", metavar="DIR...", nargs=-1, required=True, type=PATH)
+@click.option("--html", metavar="FILE", type=PATH, help="Write it as one page: timelines and memory on one axis.")
 @standard_options
 def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
     """Show the plans in DIRs side by side: figures, what a step's time goes to, timelines and memory on one scale.
@@ -54,11 +52,17 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
 
     if html is not None:
         check_writable(html)
-    found = [ComparisonPlan.open(folder) for folder in plans]
-    _warn_of_unlike(output, found)
-    contrasts = PlanDiff.with_first(found)
+    found = [ComparisonPlan(folder, *open_prediction(folder)) for folder in plans]
+    for what, values in (
+        ("models", {each.plan.model for each in found}),
+        ("batches", {each.plan.batch_size for each in found}),
+        ("modes", {each.plan.mode for each in found}),
+    ):
+        if len(values) > 1:
+            output.warn(f"the plans are for different {what}: {', '.join(sorted(map(str, values)))}")
+    diffs = plan_diffs(found)
     if html is not None:
-        write_texts({html: report_page(compare_report(found, contrasts))})
+        write_texts({html: report_page(compare_report(found, diffs))})
     data = [
         {
             "plan": each.folder,
@@ -67,23 +71,13 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
             "batch_size": each.plan.batch_size,
             "summary": encode(each.plan.summary),
             "breakdown": each.plan.breakdown,
-            "speedup": speedup(found[0].plan, each.plan),
-            "differences": contrast.form(),
+            "speedup": speedup(found[0].plan.summary, each.plan.summary),
+            "differences": diff.form(),
         }
-        for each, contrast in zip(found, contrasts, strict=True)
+        for each, diff in zip(found, diffs, strict=True)
     ]
-    shown = compare_screen(found, contrasts, output.width, output.coloured) if html is None else (f"page in {html}",)
-    output.result({"plans": data, "html": html}, *shown)
-
-
-def _warn_of_unlike(output: Output, found: list[ComparisonPlan]) -> None:
-    for what, values in (
-        ("models", {each.plan.model for each in found}),
-        ("batches", {each.plan.batch_size for each in found}),
-        ("modes", {each.plan.mode for each in found}),
-    ):
-        if len(values) > 1:
-            output.warn(f"the plans are for different {what}: {', '.join(sorted(map(str, values)))}")
+    screen = compare_screen(found, diffs, output.width, output.coloured) if html is None else (f"page in {html}",)
+    output.result({"plans": data, "html": html}, *screen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +88,12 @@ class ComparisonPlan:
     plan: Plan
     timeline: Timeline
 
-    @staticmethod
-    def open(folder: Path) -> ComparisonPlan:
-        """The plan in `folder`; its model is not read. Raises as `open_prediction` does."""
-        return ComparisonPlan(folder, *open_prediction(folder))
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    @property
+    def named_picture(self) -> tuple[str, Picture]:
+        return str(self.folder), one_of_each(plan_picture(self.plan, self.timeline))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,85 +105,79 @@ class ComparisonRow:
     best: frozenset[int] = frozenset()
 
 
-def speedup(first: Plan, plan: Plan) -> float | None:
+def speedup(first: Summary, other: Summary) -> float | None:
     """How many samples a plan takes while the first takes one."""
-    return plan.summary.samples_per_s / first.summary.samples_per_s if first.summary.samples_per_s else None
+    return other.samples_per_s / first.samples_per_s if first.samples_per_s else None
 
 
 def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
     """Decisions and predictions of the plans, a row each; per device too where numbers of devices differ."""
     summaries = [plan.summary for plan in plans]
-    yield ComparisonRow("strategy", tuple(each.strategy for each in summaries))
-    yield ComparisonRow("schedule", tuple(each.schedule for each in summaries))
-    yield ComparisonRow("devices", tuple(str(each.devices) for each in summaries))
-    yield ComparisonRow("stages", tuple(str(each.stages) for each in summaries))
-    yield ComparisonRow("depth", tuple(str(each.depth) for each in summaries))
-    yield ComparisonRow(
-        "micro-batches", tuple(f"{each.micro_batches} of {each.micro_batch_size}" for each in summaries)
-    )
-    times = [each.step_time_s for each in summaries]
+
+    def row(name: str, text: Callable[[Summary], str], cost: Callable[[Summary], float] | None = None) -> ComparisonRow:
+        """The best are those of the least `cost`, and all that read the same."""
+        texts = tuple(map(text, summaries))
+        if cost is None or len(set(texts)) == 1:
+            return ComparisonRow(name, texts)
+        least = text(min(summaries, key=cost))
+        return ComparisonRow(name, texts, frozenset(place for place, each in enumerate(texts) if each == least))
+
+    def speedup_text(summary: Summary) -> str:
+        ratio = speedup(summaries[0], summary)
+        return "-" if ratio is None else f"{ratio:.3f}"
+
+    def traffic_text(summary: Summary) -> str:
+        moved = summary.communication_bytes
+        return "unknown" if moved is None else bytes_text(sum(size for _, size in moved))
+
+    yield row("strategy", lambda each: each.strategy)
+    yield row("schedule", lambda each: each.schedule)
+    yield row("devices", lambda each: str(each.devices))
+    yield row("stages", lambda each: str(each.stages))
+    yield row("depth", lambda each: str(each.depth))
+    yield row("micro-batches", lambda each: f"{each.micro_batches} of {each.micro_batch_size}")
     equal = len({plan.batch_size for plan in plans}) == 1
-    yield _row("step", times, seconds_text, times if equal else None)
-    ratios = [speedup(plans[0], plan) for plan in plans]
-    yield ComparisonRow("speed-up", tuple("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios))
-    rates = [each.samples_per_s for each in summaries]
-    yield _row("samples/s", rates, "{:,.1f}".format, [-rate for rate in rates])
+    yield row("step", lambda each: seconds_text(each.step_time_s), (lambda each: each.step_time_s) if equal else None)
+    yield row("speed-up", speedup_text)
+    yield row("samples/s", lambda each: f"{each.samples_per_s:,.1f}", lambda each: -each.samples_per_s)
     if len({each.devices for each in summaries}) > 1:
-        shares = [each.samples_per_s / each.devices for each in summaries]
-        yield _row("samples/s a device", shares, "{:,.1f}".format, [-share for share in shares])
-    bubbles = [each.bubble_rate for each in summaries]
-    yield _row("bubble", bubbles, "{:.1%}".format, bubbles)
-    peaks = [float(max(each.peak_memory_bytes)) for each in summaries]
-    yield _row("peak memory", peaks, bytes_text, peaks)
-    yield ComparisonRow("exchanged", tuple(_exchanged(plan) for plan in plans))
-    yield ComparisonRow("at best", tuple(seconds_text(each.lower_bound_s) for each in summaries))
-    searches = [sum(seconds for _, seconds in each.search_time_s) for each in summaries]
-    yield ComparisonRow("search", tuple(map(seconds_text, searches)))
-
-
-def breakdown_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
-    """Seconds of a step by what they go to, on average over the devices; nothing where no plan says."""
-    parts = [None if plan.breakdown is None else dict(parts_of(plan.breakdown)) for plan in plans]
-    if not any(parts):
-        return
-    for name in PARTS:
-        values = [None if each is None else each[name] for each in parts]
-        if any(value is not None and abs(value) >= _LEAST_S for value in values):
-            yield ComparisonRow(name, tuple(map(_part_text, values)))
+        yield row(
+            "samples/s a device",
+            lambda each: f"{each.samples_per_s / each.devices:,.1f}",
+            lambda each: -each.samples_per_s / each.devices,
+        )
+    yield row("bubble", lambda each: f"{each.bubble_rate:.1%}", lambda each: each.bubble_rate)
+    yield row(
+        "peak memory", lambda each: bytes_text(max(each.peak_memory_bytes)), lambda each: max(each.peak_memory_bytes)
+    )
+    yield row("exchanged", traffic_text)
+    yield row("at best", lambda each: seconds_text(each.lower_bound_s))
+    yield row("search", lambda each: seconds_text(sum(seconds for _, seconds in each.search_time_s)))
 
 
 _LEAST_S = 5e-10
 """Less than this is what rounding leaves."""
 
 PARTS = tuple(field.name.removesuffix("_s") for field in dataclasses.fields(Breakdown))
-"""Parts of a step's seconds, the ideal first."""
+"""Parts of a step's seconds, the ideal first; their sum is the step."""
 
 
-def parts_of(breakdown: Breakdown) -> tuple[tuple[str, float], ...]:
-    """Seconds by name, in the order of `PARTS`; their sum is the step."""
-    return tuple((name, getattr(breakdown, f"{name}_s")) for name in PARTS)
+def breakdown_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
+    """Seconds of a step by what they go to, on average over the devices; nothing where no plan says."""
+
+    def text(seconds: float | None) -> str:
+        if seconds is None:
+            return "-"
+        return seconds_text(seconds) if abs(seconds) >= _LEAST_S else "0"
+
+    for name in PARTS:
+        values = [None if each.breakdown is None else _seconds(each.breakdown, name) for each in plans]
+        if any(abs(value or 0.0) >= _LEAST_S for value in values):
+            yield ComparisonRow(name, tuple(map(text, values)))
 
 
-def _part_text(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return seconds_text(seconds) if abs(seconds) >= _LEAST_S else "0"
-
-
-def _row(
-    name: str, values: Sequence[float], text: Callable[[float], str], order: Sequence[float] | None
-) -> ComparisonRow:
-    """A row whose best is the least by `order`, and all that read the same."""
-    texts = tuple(map(text, values))
-    if order is None or len(set(texts)) == 1:
-        return ComparisonRow(name, texts)
-    least = texts[min(range(len(order)), key=order.__getitem__)]
-    return ComparisonRow(name, texts, frozenset(place for place, each in enumerate(texts) if each == least))
-
-
-def _exchanged(plan: Plan) -> str:
-    moved = plan.summary.communication_bytes
-    return "unknown" if moved is None else bytes_text(sum(size for _, size in moved))
+def _seconds(breakdown: Breakdown, part: str) -> float:
+    return float(getattr(breakdown, f"{part}_s"))
 
 
 _MOST_LINES = 6
@@ -207,31 +197,13 @@ class Change:
 
     def __str__(self) -> str:
         named = [f"{each[0]} to {each[1]}" if isinstance(each, tuple) else str(each) for each in self.entries]
-        shown = ", ".join(named[:_MOST_ENTRIES]) + (", ..." if len(named) > _MOST_ENTRIES else "")
-        return f"{self.before} → {self.after}: {_nodes_text(len(self.nodes))} ({shown})"
+        told = ", ".join(named[:_MOST_ENTRIES]) + (", ..." if len(named) > _MOST_ENTRIES else "")
+        return f"{self.before} → {self.after}: {_nodes_text([self])} ({told})"
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One kind of decision that two plans make differently, with the changes of most nodes first."""
-
-    what: str
-    """`devices`, `splits` or `recompute`."""
-    changes: tuple[Change, ...]
-
-    @property
-    def count(self) -> int:
-        return sum(len(change.nodes) for change in self.changes)
-
-    @property
-    def lines(self) -> Iterator[str]:
-        """Lines for the terminal: the largest changes, and how many more there are."""
-        yield f"{self.what} of {_nodes_text(self.count)}"
-        yield from (f"  {change}" for change in self.changes[:_MOST_LINES])
-        rest = self.changes[_MOST_LINES:]
-        if rest:
-            ways = f"{len(rest)} other ways" if len(rest) > 1 else "another way"
-            yield f"  {_nodes_text(sum(len(change.nodes) for change in rest))} in {ways}"
+def _nodes_text(changes: Sequence[Change]) -> str:
+    count = sum(len(change.nodes) for change in changes)
+    return f"{count} node" if count == 1 else f"{count} nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,42 +216,49 @@ class PlanDiff:
     """True if their nodes can be compared: both models are there, and have the same nodes."""
     orders: bool
     """True if tasks are in another order, though stages are equal."""
-    differences: tuple[Difference, ...] = ()
-
-    @staticmethod
-    def with_first(plans: Sequence[ComparisonPlan]) -> tuple[PlanDiff, ...]:
-        """How each plan differs from the first; their models are read, each once, where there is more than one."""
-        graphs: dict[tuple[str, str], Graph | None] = {}
-        for each in plans if len(plans) > 1 else ():
-            key = each.plan.model, each.plan.graph_digest
-            if key not in graphs:
-                graphs[key] = _graph_of(each.folder, each.plan)
-        first = plans[0].plan
-        return tuple(
-            _plan_diff(first, each.plan, *(graphs.get((plan.model, plan.graph_digest)) for plan in (first, each.plan)))
-            for each in plans
-        )
+    changes: tuple[tuple[str, tuple[Change, ...]], ...] = ()
+    """For each kind of decision that differs (`devices`, `splits`, `recompute`) its changes, the largest first."""
 
     @property
     def lines(self) -> Iterator[str]:
+        """For the terminal: of each kind the largest changes, and how many more there are."""
         if self.same:
             yield "the same decisions"
         elif not self.known:
             yield "nodes cannot be compared: a model is not at its place, has changed, or is another"
-        elif not self.differences:
+        elif not self.changes:
             yield "the same placement" + (", tasks in another order" if self.orders else "")
-        for difference in self.differences:
-            yield from difference.lines
+        for what, changes in self.changes:
+            yield f"{what} of {_nodes_text(changes)}"
+            yield from (f"  {change}" for change in changes[:_MOST_LINES])
+            rest = changes[_MOST_LINES:]
+            if rest:
+                ways = f"{len(rest)} other ways" if len(rest) > 1 else "another way"
+                yield f"  {_nodes_text(rest)} in {ways}"
 
     def form(self) -> dict[str, object]:
         kinds = {
-            each.what: [
-                {"before": change.before, "after": change.after, "nodes": len(change.nodes), "named": change.entries}
-                for change in each.changes
+            what: [
+                {"before": each.before, "after": each.after, "nodes": len(each.nodes), "named": each.entries}
+                for each in changes
             ]
-            for each in self.differences
+            for what, changes in self.changes
         }
         return {"same": self.same, "known": self.known, **kinds}
+
+
+def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
+    """How each plan differs from the first; their models are read, each once, where there is more than one."""
+    graphs: dict[tuple[str, str], Graph | None] = {}
+    for each in plans if len(plans) > 1 else ():
+        key = each.plan.model, each.plan.graph_digest
+        if key not in graphs:
+            graphs[key] = _graph_of(each)
+    first = plans[0].plan
+    before = graphs.get((first.model, first.graph_digest))
+    return [
+        _plan_diff(first, each.plan, before, graphs.get((each.plan.model, each.plan.graph_digest))) for each in plans
+    ]
 
 
 def _plan_diff(first: Plan, plan: Plan, before: Graph | None, after: Graph | None) -> PlanDiff:
@@ -288,105 +267,84 @@ def _plan_diff(first: Plan, plan: Plan, before: Graph | None, after: Graph | Non
         return PlanDiff(True, True, False)
     if before is None or after is None or NodeNames(before).names != NodeNames(after).names:
         return PlanDiff(False, False, orders)
-    return PlanDiff(False, True, orders, tuple(differences(before, first.placement, plan.placement)))
+    return PlanDiff(False, True, orders, tuple(_changes(before, first.placement, plan.placement)))
 
 
-def _graph_of(folder: Path, plan: Plan) -> Graph | None:
-    """The graph of the plan in `folder`; None where its model is gone or has changed."""
+def _graph_of(found: ComparisonPlan) -> Graph | None:
+    """The graph of the plan; None where its model is gone or has changed."""
     try:
-        configuration = replace(load_configuration(folder / CONFIGURATION_FILE), costs="roofline")
-        request = request_of(configuration, Path(plan.model))
-        graph = read_for(request, plan.summary.micro_batch_size).graph
+        configuration = replace(load_configuration(found.folder / CONFIGURATION_FILE), costs="roofline")
+        request = request_of(configuration, Path(found.plan.model))
+        graph = read_for(request, found.plan.summary.micro_batch_size).graph
     except (AutopipeError, OSError):
         return None
-    return graph if graph.digest() == plan.graph_digest else None
+    return graph if graph.digest() == found.plan.graph_digest else None
 
 
-def differences(graph: Graph, before: Placement, after: Placement) -> Iterator[Difference]:
-    """Differences of two placements by node of `graph`: where it runs, how it is split, and whether it is computed
-    again.
+def _changes(graph: Graph, before: Placement, after: Placement) -> Iterator[tuple[str, tuple[Change, ...]]]:
+    """Changes of each kind by node of `graph`: where it runs, how it is split, and whether it is computed again.
+
+    Of several pipelines the decisions of each are told.
     """
-    names = NodeNames(graph)
-    samples = sample_axes(graph)
-    one, other = _NodeDecisions(samples, before), _NodeDecisions(samples, after)
-    yield from _grouped("devices", names, one.devices, other.devices, layer_globs)
-    yield from _grouped("splits", names, one.splits, other.splits, role_globs)
-    yield from _grouped("recompute", names, one.recompute, other.recompute, layer_globs)
-
-
-class _NodeDecisions:
-    """Decisions of a placement for each node, as texts; of several pipelines, of each of them."""
-
-    def __init__(self, samples: SampleAxes, placement: Placement) -> None:
-        self._samples = samples
-        self._stages = [
+    names, samples = NodeNames(graph), sample_axes(graph)
+    everywhere = range(len(graph.nodes))
+    placements = [
+        [
             {node: stage for stage in placement.stages if stage.pipeline == pipeline for node in stage.nodes}
             for pipeline in range(placement.pipelines)
         ]
+        for placement in (before, after)
+    ]
 
-    def devices(self, node: int) -> str:
-        return " and ".join(devices_text(stages[node].devices) for stages in self._stages)
+    def devices(stage: Stage, _: int) -> str:
+        return devices_text(stage.devices)
 
-    def splits(self, node: int) -> str:
-        return " and ".join(self._split_text(node, stages[node].splits_of(node)) for stages in self._stages)
+    def splits(stage: Stage, node: int) -> str:
+        degrees = degrees_of(samples, node, stage.splits_of(node))
+        return " ".join(f"{axis}:{degree}" for axis, degree in degrees) or "none"
 
-    def recompute(self, node: int) -> str:
-        return " and ".join("yes" if stages[node].recompute else "no" for stages in self._stages)
+    def recompute(stage: Stage, _: int) -> str:
+        return "yes" if stage.recompute else "no"
 
-    def _split_text(self, node: int, splits: tuple[Split, ...]) -> str:
-        return " ".join(f"{axis}:{degree}" for axis, degree in degrees_of(self._samples, node, splits)) or "none"
-
-
-def _grouped(
-    what: str,
-    names: NodeNames,
-    one: Callable[[int], str],
-    other: Callable[[int], str],
-    globs: Callable[[NodeNames, list[int]], Iterator[str]],
-) -> Iterator[Difference]:
-    everywhere = range(len(names.names))
-    found: dict[tuple[str, str], list[int]] = {}
-    for node in everywhere:
-        if one(node) != other(node):
-            found.setdefault((one(node), other(node)), []).append(node)
-    if found:
+    for decision, globs in ((devices, layer_globs), (splits, role_globs), (recompute, layer_globs)):
+        found: dict[tuple[str, str], list[int]] = {}
+        for node in everywhere:
+            one, other = (" and ".join(decision(stages[node], node) for stages in each) for each in placements)
+            if one != other:
+                found.setdefault((one, other), []).append(node)
         largest = sorted(found.items(), key=lambda each: (-len(each[1]), each[1]))
-        yield Difference(
-            what,
-            tuple(
-                Change(*pair, tuple(nodes), entries_of(names, nodes, everywhere, set(nodes), globs(names, nodes)))
-                for pair, nodes in largest
-            ),
-        )
-
-
-def _nodes_text(count: int) -> str:
-    return f"{count} node" if count == 1 else f"{count} nodes"
+        if largest:
+            yield (
+                decision.__name__,
+                tuple(
+                    Change(*pair, tuple(nodes), entries_of(names, nodes, everywhere, set(nodes), globs(names, nodes)))
+                    for pair, nodes in largest
+                ),
+            )
 
 
 def compare_screen(
-    plans: Sequence[ComparisonPlan], contrasts: Sequence[PlanDiff], width: int, colour: bool
+    plans: Sequence[ComparisonPlan], diffs: Sequence[PlanDiff], width: int, colour: bool
 ) -> Iterator[RenderableType]:
-    """Figures, what a step's time goes to, what is decided differently, timelines and memory."""
-    folders = [each.folder for each in plans]
-    yield _table("", folders, figure_rows([each.plan for each in plans]))
-    parts = list(breakdown_rows([each.plan for each in plans]))
+    bare = [each.plan for each in plans]
+    yield _table("", plans, figure_rows(bare))
+    parts = list(breakdown_rows(bare))
     if parts:
         yield ""
-        yield _table("step, by what it goes to", folders, parts)
-    for each, contrast in zip(plans[1:], contrasts[1:], strict=True):
+        yield _table("step, by what it goes to", plans, parts)
+    for each, diff in zip(plans[1:], diffs[1:], strict=True):
         yield ""
-        yield f"{each.folder} against {plans[0].folder}:"
-        yield from (f"  {line}" for line in contrast.lines)
-    steps = [(str(each.folder), one_of_each(plan_picture(each.plan, each.timeline))) for each in plans]
+        yield f"{each} against {plans[0]}:"
+        yield from (f"  {line}" for line in diff.lines)
+    steps = [each.named_picture for each in plans]
     yield ""
     yield from draw_timelines(steps, width, colour)
     yield ""
     yield from draw_memories(steps, width, colour)
 
 
-def _table(head: str, folders: Sequence[Path], rows: Iterable[ComparisonRow]) -> Table:
-    table = plain_table(head, *map(str, folders))
+def _table(head: str, plans: Sequence[ComparisonPlan], rows: Iterable[ComparisonRow]) -> Table:
+    table = plain_table(head, *map(str, plans))
     for row in rows:
         cells = (Text(text, "bold green" if place in row.best else "") for place, text in enumerate(row.texts))
         table.add_row(row.name, *cells)
@@ -397,37 +355,31 @@ _HUES = (213, 4, 30, 138, 174, 96, 330, 53, 246, 290, 15, 195)
 """Hues of the parts of a step, in their order."""
 
 
-def compare_report(plans: Sequence[ComparisonPlan], contrasts: Sequence[PlanDiff]) -> Report:
+def compare_report(plans: Sequence[ComparisonPlan], diffs: Sequence[PlanDiff]) -> Report:
     """Steps and memory on one axis of time, figures, what a step's time goes to, and what is decided otherwise."""
-    names = [str(each.folder) for each in plans]
     bare = [each.plan for each in plans]
-    sections = [("Figures", _compare_report_table(names, figure_rows(bare)))]
+    sections = [("Figures", _markup_rows(plans, figure_rows(bare)))]
     parts = list(breakdown_rows(bare))
     if parts:
-        sections.append(
-            (
-                "What a step's time goes to, on average over the devices",
-                _bars(plans) + _compare_report_table(names, parts),
-            )
-        )
+        markup = _bars(plans) + _markup_rows(plans, parts)
+        sections.append(("What a step's time goes to, on average over the devices", markup))
     if len(plans) > 1:
-        sections.append((f"Decided otherwise than in {names[0]}", "".join(_contrasts(plans, contrasts))))
+        pairs = zip(plans[1:], ("\n".join(diff.lines) for diff in diffs[1:]), strict=True)
+        markup = "".join(f"<h3>{escape(str(each))}</h3><pre>{escape(lines)}</pre>" for each, lines in pairs)
+        sections.append((f"Decided otherwise than in {plans[0]}", markup))
     subtitle = ", ".join(dict.fromkeys(plan.model for plan in bare))
     if any(plan.summary.devices > MOST_DEVICES for plan in bare):
         subtitle += "; of devices with the same tasks one is drawn"
     return Report(
         title=f"{len(plans)} plans compared",
         subtitle=subtitle,
-        figures=tuple((name, seconds_text(plan.summary.step_time_s)) for name, plan in zip(names, bare, strict=True)),
-        pictures=tuple(
-            (name, one_of_each(plan_picture(each.plan, each.timeline))) for name, each in zip(names, plans, strict=True)
-        ),
+        figures=tuple((str(each), seconds_text(each.plan.summary.step_time_s)) for each in plans),
+        pictures=tuple(each.named_picture for each in plans),
         sections=tuple(sections),
     )
 
 
-def _compare_report_table(names: Sequence[str], rows: Iterable[ComparisonRow]) -> str:
-    """A row a figure, the best marked."""
+def _markup_rows(plans: Sequence[ComparisonPlan], rows: Iterable[ComparisonRow]) -> str:
     marked = []
     for row in rows:
         cells = (
@@ -435,35 +387,28 @@ def _compare_report_table(names: Sequence[str], rows: Iterable[ComparisonRow]) -
             for place, text in enumerate(row.texts)
         )
         marked.append(f"<tr><td>{escape(row.name)}</td>{''.join(cells)}</tr>")
-    return f'<div class="compared">{markup_table(("", *names), marked)}</div>'
+    return f'<div class="compared">{markup_table(("", *map(str, plans)), marked)}</div>'
 
 
 def _bars(plans: Sequence[ComparisonPlan]) -> str:
     """Each step as a bar of its parts, all on one scale, and what the colours are."""
     longest = max(each.plan.summary.step_time_s for each in plans)
-    lines, shown = [], set()
+    colours = {name: f"hsl({_HUES[index % len(_HUES)]} 60% 55%)" for index, name in enumerate(PARTS)}
+    lines, drawn = [], set()
     for each in plans:
         if each.plan.breakdown is None:
             continue
         pieces = []
-        for name, seconds in parts_of(each.plan.breakdown):
+        for name, colour in colours.items():
+            seconds = _seconds(each.plan.breakdown, name)
             if seconds > 0 and longest:
-                shown.add(name)
-                title = escape(f"{name}: {seconds_text(seconds)}")
-                width = 100 * seconds / longest
-                pieces.append(f'<i title="{title}" style="width:{width:.3f}%;background:{_colour(name)}"></i>')
-        lines.append(f"<div>{escape(str(each.folder))}</div><div>{''.join(pieces)}</div>")
+                drawn.add(name)
+                title, width = escape(f"{name}: {seconds_text(seconds)}"), 100 * seconds / longest
+                pieces.append(f'<i title="{title}" style="width:{width:.3f}%;background:{colour}"></i>')
+        lines.append(f"<div>{escape(str(each))}</div><div>{''.join(pieces)}</div>")
     legend = "".join(
-        f'<span><i style="background:{_colour(name)}"></i>{escape(name)}</span>' for name in PARTS if name in shown
+        f'<span><i style="background:{colour}"></i>{escape(name)}</span>'
+        for name, colour in colours.items()
+        if name in drawn
     )
     return f'<div class="parts">{"".join(lines)}</div><p class="legend">{legend}</p>'
-
-
-def _contrasts(plans: Sequence[ComparisonPlan], contrasts: Sequence[PlanDiff]) -> Iterator[str]:
-    for each, contrast in zip(plans[1:], contrasts[1:], strict=True):
-        lines = "\n".join(contrast.lines)
-        yield f"<h3>{escape(str(each.folder))}</h3><pre>{escape(lines)}</pre>"
-
-
-def _colour(part: str) -> str:
-    return f"hsl({_HUES[PARTS.index(part) % len(_HUES)]} 60% 55%)"

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import click
 
-from autopipe.cli.configuration_flags import configuration_options
-from autopipe.cli.options import standard_options
+from autopipe.cli.options import PATH, configuration_options, standard_options
 from autopipe.cli.output import Output, plain_table
 from autopipe.cli.request import chosen_scheduler, chosen_strategy
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration, resolve_cluster
 from autopipe.configs.yaml_source import format_bytes
-from autopipe.ir.cluster import Cluster, Device, Link
+from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import encode
 
 
@@ -44,7 +43,7 @@ def show(output: Output, configuration: Configuration) -> None:
 
 
 @config.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=PATH)
 @standard_options
 def check(output: Output, file: Path) -> None:
     """Check FILE, a configuration or the description of a cluster; what is wrong is said with its line.
@@ -82,19 +81,12 @@ def clusters(output: Output) -> None:
         for size, levels in [(group.size, group.levels) for group in cluster.groups] or [(cluster.size, ())]:
             device = cluster.devices[first]
             kind = f"{size} x {device.name}" if cluster.groups else device.name
-            links = " / ".join(_gigabytes(each.link) for each in (*levels, *cluster.levels))
-            table.add_row(label, kind, *_figures(device), links)
+            rates = [each.link.bandwidth_bytes_per_s for each in (*levels, *cluster.levels)]
+            links = " / ".join(f"{rate / 1e9:g}" for rate in rates)
+            fp32, memory = f"{device.peak('fp32') / 1e12:g}", format_bytes(device.memory_bytes)
+            table.add_row(label, kind, memory, fp32, f"{device.bandwidth_bytes_per_s / 1e9:g}", links)
             label, first = "", first + size
     output.result({"clusters": entries}, table)
-
-
-def _figures(device: Device) -> tuple[str, str, str]:
-    fp32 = f"{device.peak('fp32') / 1e12:g}"
-    return format_bytes(device.memory_bytes), fp32, f"{device.bandwidth_bytes_per_s / 1e9:g}"
-
-
-def _gigabytes(link: Link) -> str:
-    return f"{link.bandwidth_bytes_per_s / 1e9:g}"
 
 
 def _checked(configuration: Configuration) -> Cluster:

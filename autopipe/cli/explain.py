@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
@@ -16,22 +16,15 @@ import click
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopipe.cli.options import standard_options
+from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output, bytes_text, group_text, plain_table, printable, seconds_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
-from autopipe.cli.plan_text import (
-    distance_lines,
-    over_text,
-    prediction_line,
-    schedule_line,
-    strategy_text,
-    weighed_screen,
-)
+from autopipe.cli.plan_text import over_text, prediction_line, schedule_line, strategy_text, weighing_lines
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.ir.plan import Alternative, Choice, Plan
+from autopipe.ir.plan import Alternative, Choice
 from autopipe.passes.explain import (
     DeviceReport,
     Edge,
@@ -51,11 +44,14 @@ from autopipe.passes.explain import (
 )
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.placement.given import Given, NodeNames
-from autopipe.passes.schedule.breakdown import StageParts, stage_parts
+from autopipe.passes.schedule.breakdown import stage_parts
+
+Explanation = tuple[dict[str, object], Sequence[RenderableType]]
+"""For programs to read, and for a person."""
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=PATH)
 @click.option("--node", metavar="NAME", help="Why this node is where and split as it is: its name, or its number.")
 @click.option("--stage", metavar="K", type=click.IntRange(min=0), help="Why this stage is as it is.")
 @click.option("--device", metavar="D", type=click.IntRange(min=0), help="What this device does, and whom it waits for.")
@@ -73,22 +69,24 @@ def explain(output: Output, folder: Path, node: str | None, stage: int | None, d
       autopipe explain gpt.onnx.plan --stage 1
       autopipe explain gpt.onnx.plan --device 3
     """
-
     if sum(each is not None for each in (node, stage, device)) > 1:
         raise click.UsageError("--node, --stage and --device are one at a time")
-    planned = opened(folder)
+    planned = open_plan(folder)
+    if planned.plan.summary.costs is not None and planned.request.costs is None:
+        raise ConfigurationError(
+            "the plan was made with measured costs, and their file is gone",
+            hint=f"put it where costs says in {folder / CONFIGURATION_FILE}, or plan again",
+            where=str(folder),
+        )
     if node is not None:
-        shown = explained_node(planned, node)
-        output.result({"plan": folder, **shown.data()}, *shown.screen())
+        data, screen = explained_node(planned, node)
     elif stage is not None:
-        part = explained_stage(planned, stage)
-        output.result({"plan": folder, **part.data()}, *part.screen())
+        data, screen = explained_stage(planned, stage)
     elif device is not None:
-        one = explained_device(planned, device)
-        output.result({"plan": folder, **one.data()}, *one.screen())
+        data, screen = explained_device(planned, device)
     else:
-        whole = explained_plan(planned, folder, output)
-        output.result(whole.data(), *whole.screen())
+        data, screen = explained_plan(planned, folder, output)
+    output.result({"plan": folder, **data}, *screen)
 
 
 _MOST_WAITS = 8
@@ -96,52 +94,40 @@ _LEAST_S = 1e-12
 """Less is rounding of floats."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceExplanation:
-    plan: Plan
-    kind: str
-    """The product that it is."""
-    report: DeviceReport
+def explained_device(planned: PlanResult, device: int) -> Explanation:
+    """Report of a device in a step. Raises ConfigurationError where there is none of that number."""
+    plan = planned.plan
+    _check(device, planned.problem.cluster.size, "device")
+    report = device_report(plan.placement, plan.prediction, planned.timeline, device)
+    kind, limit = planned.problem.cluster.devices[device].name, plan.memory_limits[device]
+    step_s, busy_s = plan.summary.step_time_s, report.busy_s
+    data = {"device": report, "kind": kind, "busy_s": busy_s, "step_time_s": step_s, "memory_limit_bytes": limit}
+    stages = f"stage{'s' if len(report.stages) > 1 else ''} {', '.join(map(str, report.stages))}"
+    table = plain_table("does", "tasks", "seconds", "of the step", right=1)
+    for name, count, seconds in _device_rows(report):
+        if seconds > _LEAST_S:
+            table.add_row(name, count, seconds_text(seconds), f"{seconds / step_s:.1%}" if step_s else "-")
+    return data, (
+        f"device {device}, {kind}: {stages if report.stages else 'no stage'}",
+        f"memory: at most {bytes_text(report.peak_bytes)} of {bytes_text(limit)},"
+        f" {bytes_text(report.static_bytes)} of it all through the step",
+        f"busy {busy_s / step_s if step_s else 0.0:.1%} of the step of {seconds_text(step_s)}:",
+        table,
+    )
 
-    def screen(self) -> Iterator[RenderableType]:
-        report, step_s = self.report, self.plan.summary.step_time_s
-        stages = f"stage{'s' if len(report.stages) > 1 else ''} {', '.join(map(str, report.stages))}"
-        yield f"device {report.device}, {self.kind}: {stages if report.stages else 'no stage'}"
-        limit = self.plan.memory_limits[report.device]
-        yield (
-            f"memory: at most {bytes_text(report.peak_bytes)} of {bytes_text(limit)},"
-            f" {bytes_text(report.static_bytes)} of it all through the step"
-        )
-        yield f"busy {report.busy_s / step_s if step_s else 0.0:.1%} of the step of {seconds_text(step_s)}:"
-        table = plain_table("does", "tasks", "seconds", "of the step", right=1)
-        for name, count, seconds in self._rows():
-            if seconds > _LEAST_S:
-                table.add_row(name, count, seconds_text(seconds), f"{seconds / step_s:.1%}" if step_s else "-")
-        yield table
 
-    def data(self) -> dict[str, object]:
-        return {
-            "device": self.report,
-            "kind": self.kind,
-            "busy_s": self.report.busy_s,
-            "step_time_s": self.plan.summary.step_time_s,
-            "memory_limit_bytes": self.plan.memory_limits[self.report.device],
-        }
-
-    def _rows(self) -> Iterator[tuple[str, str, float]]:
-        """(what, how often, seconds), all of which add up to the step."""
-        report = self.report
-        words = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-        for task, count, seconds in report.tasks:
-            yield f"{words[task[-1]]} of stage {task[:-1]}", str(count), seconds
-        yield "sums gradients", "", report.gradients_s
-        yield "updates parameters", "", report.update_s
-        for device, seconds in report.waits[:_MOST_WAITS]:
-            yield f"waits for device {device}", "", seconds
-        if report.waits[_MOST_WAITS:]:
-            yield "waits for other devices", "", sum(seconds for _, seconds in report.waits[_MOST_WAITS:])
-        yield "waits for messages on their way", "", report.messages_s
-        yield "waits at the end", "", report.end_s
+def _device_rows(report: DeviceReport) -> Iterator[tuple[str, str, float]]:
+    """(what, how often, seconds), all of which add up to the step."""
+    words = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+    for task, count, seconds in report.tasks:
+        yield f"{words[task[-1]]} of stage {task[:-1]}", str(count), seconds
+    yield "sums gradients", "", report.gradients_s
+    yield "updates parameters", "", report.update_s
+    for device, seconds in report.waits[:_MOST_WAITS]:
+        yield f"waits for device {device}", "", seconds
+    yield "waits for other devices", "", sum(seconds for _, seconds in report.waits[_MOST_WAITS:])
+    yield "waits for messages on their way", "", report.messages_s
+    yield "waits at the end", "", report.end_s
 
 
 def price_table(prices: Sequence[EditPrice], chosen_s: float) -> Table:
@@ -172,77 +158,228 @@ def price_forms(prices: Sequence[EditPrice], chosen_s: float) -> list[dict[str, 
 _MOST_EDGES = 12
 
 
-@dataclass(frozen=True, slots=True)
-class NodeExplanation:
-    plan: Plan
-    report: NodeReport
-    prices: Sequence[EditPrice]
+def explained_node(planned: PlanResult, name: str) -> Explanation:
+    """Why a node is where it is. Raises ConfigurationError for a name that no node has, or several."""
+    problem, plan, summary = planned.problem, planned.plan, planned.plan.summary
+    node = _node_called(planned, name)
+    splits = cheapest(planned, split_changes(problem, plan.placement, node), wanted=3)
+    moves = cheapest(planned, move_changes(problem, plan.placement, node), wanted=2)
+    prices = sorted((*splits, *moves), key=lambda each: each.rank)
+    report = node_report(problem, plan.placement, node)
+    data = {
+        "node": report,
+        "split": {split.axis: split.degree for split in report.splits},
+        "step_time_s": summary.step_time_s,
+        "others": price_forms(prices, summary.step_time_s),
+    }
+    split = ", ".join(map(str, report.splits)) or ("not split" if len(report.devices) > 1 else "whole")
+    each = "" if report.share == 1 else f": each computes {Fraction(report.share).limit_denominator(1 << 20)} of it"
+    predicted = plan.prediction.stages[report.stage]
+    taken, whole = report.forward_s + report.backward_s, predicted.forward_s + predicted.backward_s
+    share = f", {taken / whole:.1%} of the stage" if whole else ""
+    screen: list[RenderableType] = [
+        f"node {node} {report.name!r}, {report.op}: stage {report.stage}, devices {group_text(report.devices)},"
+        f" {split}{each}",
+        f"takes {seconds_text(report.forward_s)} forward and {seconds_text(report.backward_s)} backward for a"
+        f" micro-batch{share}",
+    ]
+    if report.recomputed:
+        screen.append("each stage that reads its values computes it for itself: that costs less than sending them")
+    screen.append(_edge_table(report))
+    if prices:
+        now = f"the step takes {seconds_text(summary.step_time_s)} now; {summary.schedule} orders the others, too"
+        screen += [price_table(prices, summary.step_time_s), now]
+    else:
+        screen.append("nothing else can be done with it in this plan")
+    return data, screen
 
-    def screen(self) -> Iterator[RenderableType]:
-        report, summary = self.report, self.plan.summary
-        split = ", ".join(map(str, report.splits)) or ("not split" if len(report.devices) > 1 else "whole")
-        each = "" if report.share == 1 else f": each computes {Fraction(report.share).limit_denominator(1 << 20)} of it"
-        yield (
-            f"node {report.node} {report.name!r}, {report.op}: stage {report.stage}, devices"
-            f" {group_text(report.devices)}, {split}{each}"
-        )
-        taken, whole = report.forward_s + report.backward_s, self._stage_s()
-        share = f", {taken / whole:.1%} of the stage" if whole else ""
-        yield (
-            f"takes {seconds_text(report.forward_s)} forward and {seconds_text(report.backward_s)} backward for a"
-            f" micro-batch{share}"
-        )
-        if report.recomputed:
-            yield "each stage that reads its values computes it for itself: that costs less than sending them"
-        yield self._edges()
-        if self.prices:
-            yield price_table(self.prices, summary.step_time_s)
-            yield f"the step takes {seconds_text(summary.step_time_s)} now; {summary.schedule} orders the others, too"
+
+def _node_called(planned: PlanResult, name: str) -> int:
+    names = NodeNames(planned.problem.graph)
+    entry = int(name) if name.isdecimal() and not names.has(name) else name
+    try:
+        meant = names.meant(entry)
+    except ConfigurationError as error:
+        raise ConfigurationError(error.message, hint=error.hint, where="--node") from error
+    if len(meant) > 1:
+        numbers = ", ".join(map(str, meant[:8])) + (", ..." if len(meant) > 8 else "")
+        raise ConfigurationError(f"{name!r} is {len(meant)} nodes", f"give one's number: {numbers}", "--node")
+    return meant[0]
+
+
+def _edge_table(report: NodeReport) -> Table:
+    table = plain_table("value", "bytes", "other end", "what moves")
+    table.columns[1].justify = "right"
+    for edge in report.edges[:_MOST_EDGES]:
+        value = f"{'reads' if edge.reads else 'gives'} {printable(edge.value)}"
+        table.add_row(value, bytes_text(edge.bytes), *_other_end(edge, report.stage))
+    if len(report.edges) > _MOST_EDGES:
+        table.add_row(f"... and {len(report.edges) - _MOST_EDGES} more")
+    return table
+
+
+def _other_end(edge: Edge, stage: int) -> tuple[str, str]:
+    """The node at the other end of an edge from `stage`, and what moves along it."""
+    node, moved = printable(edge.node), []
+    if edge.exchanges:
+        moved.append(f"{' and '.join(edge.exchanges).replace('_', '-')}, {seconds_text(edge.exchange_s)}")
+    if edge.stage is None:
+        node = node or "the model's own"
+    elif edge.stage != stage:
+        node += f" (stage {edge.stage})"
+        moved.append("a message between the stages")
+    return node, "; ".join(moved) or "nothing"
+
+
+def explained_stage(planned: PlanResult, number: int) -> Explanation:
+    """Why a stage is as it is. Raises ConfigurationError where there is none of that number."""
+    problem, plan = planned.problem, planned.plan
+    _check(number, len(plan.placement.stages), "stage")
+    stage, predicted = plan.placement.stages[number], plan.prediction.stages[number]
+    parts, step_s = stage_parts(problem, plan.placement, plan.prediction)[number], plan.summary.step_time_s
+    busy_s = device_report(plan.placement, plan.prediction, planned.timeline, stage.devices[0]).busy_s
+    prices = cheapest(planned, stage_changes(problem, plan.placement, number), wanted=4)
+    data = {
+        "stage": number,
+        "devices": stage.devices,
+        "nodes": stage.nodes,
+        "micro_batch_size": stage.micro_batch_size,
+        "recompute": stage.recompute,
+        "predicted": predicted,
+        "parts": parts,
+        "busy_s": busy_s,
+        "step_time_s": step_s,
+        "others": price_forms(prices, step_s),
+    }
+    first, last = (problem.graph.nodes[stage.nodes[end]].name for end in (0, -1))
+    inside = {
+        "collectives": parts.forward.exchange_s + parts.backward.exchange_s,
+        "running forward again": parts.backward.recomputation_s,
+        "what several devices compute": parts.forward.repetition_s + parts.backward.repetition_s,
+    }
+    told = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in inside.items() if seconds)
+    return data, (
+        f"stage {number} of {len(plan.placement.stages)}: devices {group_text(stage.devices)}, {len(stage.nodes)} nodes"
+        f" from {first!r} to {last!r}, micro-batches of {stage.micro_batch_size}",
+        f"takes {seconds_text(predicted.forward_s)} forward and {seconds_text(predicted.backward_s)} backward for a"
+        f" micro-batch; {bytes_text(predicted.parameter_bytes)} of parameters",
+        *([f"of that: {told}"] if told else []),
+        *_message_lines(planned, number),
+        f"its devices are busy {busy_s / step_s if step_s else 0.0:.1%} of the step of {seconds_text(step_s)}",
+        price_table(prices, step_s),
+    )
+
+
+def _message_lines(planned: PlanResult, stage: int) -> Iterator[str]:
+    """For each neighbour the bytes of all messages and the seconds of the longest."""
+    found: dict[tuple[int, int], tuple[int, float]] = {}
+    for each in planned.plan.prediction.messages:
+        ends = each.source_stage, each.target_stage
+        if stage in ends:
+            size, seconds = found.get(ends, (0, 0.0))
+            found[ends] = size + each.forward_bytes, max(seconds, each.forward_s)
+    for (source, target), (size, seconds) in sorted(found.items()):
+        other = f"from stage {source}" if target == stage else f"to stage {target}"
+        way = f"{seconds_text(seconds)} each way for a micro-batch" if seconds else "on the same devices"
+        yield f"values {other}: {bytes_text(size)}, {way}"
+
+
+def _check(number: int, count: int, what: str) -> None:
+    if number >= count:
+        there = f"0 to {count - 1}" if count > 1 else "0 alone"
+        raise ConfigurationError(f"the plan has no {what} {number}", hint=f"{what}s: {there}", where=f"--{what}")
+
+
+def explained_plan(planned: PlanResult, folder: Path, output: Output) -> Explanation:
+    """Why the plan was chosen; every what-if is granted once, which may take a while."""
+    plan, summary = planned.plan, planned.plan.summary
+    helps = _what_would_help(planned, folder, output)
+    told: list[dict[str, object]] = [
+        {**encode(each), "command": alternative_command(folder, planned, each)} for each in plan.alternatives
+    ]
+    following = next_best(plan.alternatives)
+    data: dict[str, object] = {
+        "summary": encode(summary),
+        "breakdown": plan.breakdown,
+        "alternatives": told,
+        "next_best": None if following is None else told[plan.alternatives.index(following)],
+        "helps": helps,
+    }
+    screen: list[RenderableType] = [
+        f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, {summary.devices} devices",
+        prediction_line(summary),
+        schedule_line(plan),
+        *weighing_lines(plan),
+    ]
+    if following is None:
+        screen.append("no other plan was weighed" + ("" if plan.alternatives else ": the strategy was named"))
+    else:
+        assert following.step_time_s is not None
+        over = over_text(following.step_time_s, summary.step_time_s)
+        what = f"{strategy_text(following)} with {following.choice.schedule}"
+        screen.append(f"next best: {what}, {seconds_text(following.step_time_s)} ({over}):")
+        screen.append(f"  {alternative_command(folder, planned, following)}")
+    screen.append(_help_table(helps, summary.samples_per_s))
+    screen.append(f"more: autopipe explain {folder} --node NAME, --stage K or --device D")
+    return data, screen
+
+
+def next_best(alternatives: Sequence[Alternative]) -> Alternative | None:
+    """The alternative with the shortest step after the chosen one, which is the first of the shortest."""
+    stepped = sorted((each for each in alternatives if each.same_as is None), key=lambda each: each.rank)
+    return stepped[1] if len(stepped) > 1 and stepped[1].step_time_s is not None else None
+
+
+def _what_would_help(planned: PlanResult, folder: Path, output: Output) -> list[WhatIfResult]:
+    again = is_quick(planned) and not isinstance(planned.request.strategy, Given)
+    changes = list(what_ifs(planned))
+    helps = []
+    with output.progress("what would help", total=len(changes) + 1) as bar:
+        for change in changes:
+            bar.advance(0, note=change.what)
+            helps.append(granted(planned, change, again))
+            bar.advance()
+        bar.advance(0, note="twice the devices")
+        helps.append(_twice_the_devices(planned, folder, again))
+    return helps
+
+
+def _twice_the_devices(planned: PlanResult, folder: Path, again: bool) -> WhatIfResult:
+    what = "twice the devices"
+    configuration = load_configuration(folder / CONFIGURATION_FILE)
+    doubled = 2 * planned.problem.cluster.size
+    nodes = configuration.cluster.nodes
+    cluster = replace(configuration.cluster, nodes=None if nodes is None else 2 * nodes)
+    try:
+        request = request_of(replace(configuration, gpus=doubled, cluster=cluster), planned.request.model)
+    except AutopipeError as error:
+        return WhatIfResult(what, again, refused=" ".join(error.message.split()))
+    return granted(planned, WhatIf(what, request), again)
+
+
+def _help_table(helps: Sequence[WhatIfResult], now: float) -> Table:
+    """Changes that would help, the most helpful first; `now` are the plan's samples a second."""
+    again = any(each.planned_again for each in helps)
+    how = "planned again, by the same strategy and schedule" if again else "the same placement, ordered anew"
+    table = plain_table(f"what would help ({how})", "samples/s", "faster", right=1, no_wrap=True)
+    for each in sorted(helps, key=lambda one: -(one.samples_per_s or 0.0)):
+        if each.samples_per_s is None:
+            table.add_row(f"{each.what}: {each.refused}")
         else:
-            yield "nothing else can be done with it in this plan"
-
-    def data(self) -> dict[str, object]:
-        step_s = self.plan.summary.step_time_s
-        splits = {split.axis: split.degree for split in self.report.splits}
-        return {"node": self.report, "split": splits, "step_time_s": step_s, "others": price_forms(self.prices, step_s)}
-
-    def _stage_s(self) -> float:
-        predicted = self.plan.prediction.stages[self.report.stage]
-        return predicted.forward_s + predicted.backward_s
-
-    def _edges(self) -> Table:
-        table = plain_table("value", "bytes", "other end", "what moves")
-        table.columns[1].justify = "right"
-        for edge in self.report.edges[:_MOST_EDGES]:
-            value = f"{'reads' if edge.reads else 'gives'} {printable(edge.value)}"
-            table.add_row(value, bytes_text(edge.bytes), self._other(edge), self._moved(edge))
-        if len(self.report.edges) > _MOST_EDGES:
-            table.add_row(f"... and {len(self.report.edges) - _MOST_EDGES} more")
-        return table
-
-    def _other(self, edge: Edge) -> str:
-        if edge.stage is None:
-            return printable(edge.node) or "the model's own"
-        node = printable(edge.node)
-        return node if edge.stage == self.report.stage else f"{node} (stage {edge.stage})"
-
-    def _moved(self, edge: Edge) -> str:
-        moved = [f"{' and '.join(edge.exchanges).replace('_', '-')}, {seconds_text(edge.exchange_s)}"]
-        found = moved if edge.exchanges else []
-        if edge.stage not in (None, self.report.stage):
-            found.append("a message between the stages")
-        return "; ".join(found) or "nothing"
+            table.add_row(each.what, f"{each.samples_per_s:,.1f}", f"{each.samples_per_s / now - 1:+.1%}")
+    return table
 
 
 def alternative_command(folder: Path, planned: PlanResult, alternative: Alternative) -> str:
     """The command that plans what an alternative chose, all else as in the plan of `folder`."""
     choice = alternative.choice
     target = ".".join((str(folder), choice.strategy, *([choice.schedule] if choice.schedule else [])))
-    words = ["autopipe", "plan", _short(planned.plan.model), "--config", str(folder / CONFIGURATION_FILE)]
-    return shlex.join([*words, *_choice_words(planned, choice), "-o", target])
+    model = min(planned.plan.model, os.path.relpath(planned.plan.model), key=len)
+    words = ["autopipe", "plan", model, "--config", str(folder / CONFIGURATION_FILE)]
+    return shlex.join([*words, *_choice_flags(planned, choice), "-o", target])
 
 
-def _choice_words(planned: PlanResult, choice: Choice) -> Iterator[str]:
+def _choice_flags(planned: PlanResult, choice: Choice) -> Iterator[str]:
     """The flags that set what the effective configuration of the plan has otherwise."""
     problem = planned.problem
     yield from ("--strategy", choice.strategy)
@@ -268,225 +405,3 @@ def _options(planned: PlanResult, choice: Choice) -> Iterator[tuple[str, str]]:
             if field.name not in wanted and getattr(strategy, field.name) != field.default:
                 yield field.name, json.dumps(field.default)
     yield from wanted.items()
-
-
-def _short(path: str) -> str:
-    """The path, from here where that is shorter."""
-    return min(path, os.path.relpath(path), key=len)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanExplanation:
-    folder: Path
-    planned: PlanResult
-    helps: Sequence[WhatIfResult]
-
-    def screen(self) -> Iterator[RenderableType]:
-        plan, summary = self.planned.plan, self.planned.plan.summary
-        yield f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, {summary.devices} devices"
-        yield prediction_line(summary)
-        yield schedule_line(plan)
-        if plan.breakdown is not None:
-            yield from distance_lines(plan.breakdown, summary.devices, len(set(plan.device_names)))
-        yield from weighed_screen(plan.alternatives, summary.step_time_s)
-        following = next_best(plan.alternatives)
-        if following is None:
-            yield "no other plan was weighed" + ("" if plan.alternatives else ": the strategy was named")
-        else:
-            assert following.step_time_s is not None
-            over = over_text(following.step_time_s, summary.step_time_s)
-            what = f"{strategy_text(following)} with {following.choice.schedule}"
-            yield f"next best: {what}, {seconds_text(following.step_time_s)} ({over}):"
-            yield f"  {alternative_command(self.folder, self.planned, following)}"
-        yield from self._helps()
-        yield f"more: autopipe explain {self.folder} --node NAME, --stage K or --device D"
-
-    def data(self) -> dict[str, object]:
-        plan = self.planned.plan
-        following = next_best(plan.alternatives)
-        forms = [encode(each) for each in plan.alternatives]
-        commands = [alternative_command(self.folder, self.planned, each) for each in plan.alternatives]
-        told = [{**form, "command": command} for form, command in zip(forms, commands, strict=True)]
-        return {
-            "plan": self.folder,
-            "summary": encode(plan.summary),
-            "breakdown": plan.breakdown,
-            "alternatives": told,
-            "next_best": None if following is None else told[plan.alternatives.index(following)],
-            "helps": self.helps,
-        }
-
-    def _helps(self) -> Iterator[RenderableType]:
-        """Changes that would help, the most helpful first."""
-        now = self.planned.plan.summary.samples_per_s
-        again = any(each.planned_again for each in self.helps)
-        how = "planned again, by the same strategy and schedule" if again else "the same placement, ordered anew"
-        table = plain_table(f"what would help ({how})", "samples/s", "faster", right=1, no_wrap=True)
-        for each in sorted(self.helps, key=lambda one: -(one.samples_per_s or 0.0)):
-            if each.samples_per_s is None:
-                table.add_row(f"{each.what}: {each.refused}")
-            else:
-                table.add_row(each.what, f"{each.samples_per_s:,.1f}", f"{each.samples_per_s / now - 1:+.1%}")
-        yield table
-
-
-def next_best(alternatives: Sequence[Alternative]) -> Alternative | None:
-    """The alternative with the shortest step after the chosen one, which is the first of the shortest."""
-    stepped = sorted((each for each in alternatives if each.same_as is None), key=lambda each: each.rank)
-    return stepped[1] if len(stepped) > 1 and stepped[1].step_time_s is not None else None
-
-
-@dataclass(frozen=True, slots=True)
-class StageExplanation:
-    planned: PlanResult
-    stage: int
-    parts: StageParts
-    busy_s: float
-    """Seconds of a step in which its devices do something."""
-    prices: Sequence[EditPrice]
-
-    def screen(self) -> Iterator[RenderableType]:
-        plan = self.planned.plan
-        stage, predicted = plan.placement.stages[self.stage], plan.prediction.stages[self.stage]
-        nodes = self.planned.problem.graph.nodes
-        yield (
-            f"stage {self.stage} of {len(plan.placement.stages)}: devices {group_text(stage.devices)},"
-            f" {len(stage.nodes)} nodes from {nodes[stage.nodes[0]].name!r} to {nodes[stage.nodes[-1]].name!r},"
-            f" micro-batches of {stage.micro_batch_size}"
-        )
-        yield (
-            f"takes {seconds_text(predicted.forward_s)} forward and {seconds_text(predicted.backward_s)} backward for a"
-            f" micro-batch; {bytes_text(predicted.parameter_bytes)} of parameters"
-        )
-        told = self._told()
-        if told:
-            yield f"of that: {', '.join(told)}"
-        for source, target, size, seconds in self._messages():
-            other = f"from stage {source}" if target == self.stage else f"to stage {target}"
-            way = f"{seconds_text(seconds)} each way for a micro-batch" if seconds else "on the same devices"
-            yield f"values {other}: {bytes_text(size)}, {way}"
-        share = self.busy_s / plan.summary.step_time_s if plan.summary.step_time_s else 0.0
-        yield f"its devices are busy {share:.1%} of the step of {seconds_text(plan.summary.step_time_s)}"
-        yield price_table(self.prices, plan.summary.step_time_s)
-
-    def data(self) -> dict[str, object]:
-        plan = self.planned.plan
-        stage, step_s = plan.placement.stages[self.stage], plan.summary.step_time_s
-        return {
-            "stage": self.stage,
-            "devices": stage.devices,
-            "nodes": stage.nodes,
-            "micro_batch_size": stage.micro_batch_size,
-            "recompute": stage.recompute,
-            "predicted": plan.prediction.stages[self.stage],
-            "parts": self.parts,
-            "busy_s": self.busy_s,
-            "step_time_s": step_s,
-            "others": price_forms(self.prices, step_s),
-        }
-
-    def _told(self) -> list[str]:
-        parts = {
-            "collectives": self.parts.forward.exchange_s + self.parts.backward.exchange_s,
-            "running forward again": self.parts.backward.recomputation_s,
-            "what several devices compute": self.parts.forward.repetition_s + self.parts.backward.repetition_s,
-        }
-        return [f"{name} {seconds_text(seconds)}" for name, seconds in parts.items() if seconds]
-
-    def _messages(self) -> list[tuple[int, int, int, float]]:
-        """(source, target, bytes, the longest message's seconds) for each neighbour."""
-        found: dict[tuple[int, int], tuple[int, float]] = {}
-        for each in self.planned.plan.prediction.messages:
-            if self.stage in (each.source_stage, each.target_stage):
-                size, seconds = found.get((each.source_stage, each.target_stage), (0, 0.0))
-                both = size + each.forward_bytes, max(seconds, each.forward_s)
-                found[each.source_stage, each.target_stage] = both
-        return [(*ends, *figures) for ends, figures in sorted(found.items())]
-
-
-def opened(folder: Path) -> PlanResult:
-    """The plan in `folder`. Raises as `open_plan` does, and where the costs that it was made with are gone."""
-    planned = open_plan(folder)
-    if planned.plan.summary.costs is not None and planned.request.costs is None:
-        raise ConfigurationError(
-            "the plan was made with measured costs, and their file is gone",
-            hint=f"put it where costs says in {folder / CONFIGURATION_FILE}, or plan again",
-            where=str(folder),
-        )
-    return planned
-
-
-def explained_plan(planned: PlanResult, folder: Path, output: Output) -> PlanExplanation:
-    """Why the plan was chosen; every wish is granted once, which may take a while."""
-    again = is_quick(planned) and not isinstance(planned.request.strategy, Given)
-    asked = list(what_ifs(planned))
-    helps = []
-    with output.progress("what would help", total=len(asked) + 1) as bar:
-        for wish in asked:
-            bar.advance(0, note=wish.what)
-            helps.append(granted(planned, wish, again))
-            bar.advance()
-        bar.advance(0, note="twice the devices")
-        helps.append(_twice_the_devices(planned, folder, again))
-    return PlanExplanation(folder, planned, helps)
-
-
-def _twice_the_devices(planned: PlanResult, folder: Path, again: bool) -> WhatIfResult:
-    what = "twice the devices"
-    configuration = load_configuration(folder / CONFIGURATION_FILE)
-    doubled = 2 * planned.problem.cluster.size
-    nodes = configuration.cluster.nodes
-    cluster = replace(configuration.cluster, nodes=None if nodes is None else 2 * nodes)
-    try:
-        request = request_of(replace(configuration, gpus=doubled, cluster=cluster), planned.request.model)
-    except AutopipeError as error:
-        return WhatIfResult(what, again, refused=" ".join(error.message.split()))
-    return granted(planned, WhatIf(what, request), again)
-
-
-def explained_node(planned: PlanResult, name: str) -> NodeExplanation:
-    """Why a node is where it is. Raises ConfigurationError for a name that no node has, or several."""
-    problem, placement = planned.problem, planned.plan.placement
-    node = _node_called(planned, name)
-    splits = cheapest(planned, split_changes(problem, placement, node), wanted=3)
-    moves = cheapest(planned, move_changes(problem, placement, node), wanted=2)
-    prices = sorted((*splits, *moves), key=lambda each: each.rank)
-    return NodeExplanation(planned.plan, node_report(problem, placement, node), prices)
-
-
-def _node_called(planned: PlanResult, name: str) -> int:
-    names = NodeNames(planned.problem.graph)
-    entry = int(name) if name.isdecimal() and not names.has(name) else name
-    try:
-        meant = names.meant(entry)
-    except ConfigurationError as error:
-        raise ConfigurationError(error.message, hint=error.hint, where="--node") from error
-    if len(meant) > 1:
-        numbers = ", ".join(map(str, meant[:8])) + (", ..." if len(meant) > 8 else "")
-        raise ConfigurationError(f"{name!r} is {len(meant)} nodes", f"give one's number: {numbers}", "--node")
-    return meant[0]
-
-
-def explained_stage(planned: PlanResult, stage: int) -> StageExplanation:
-    """Why a stage is as it is. Raises ConfigurationError where there is none of that number."""
-    problem, plan = planned.problem, planned.plan
-    _check(stage, len(plan.placement.stages), "stage")
-    parts = stage_parts(problem, plan.placement, plan.prediction)[stage]
-    device = plan.placement.stages[stage].devices[0]
-    busy_s = device_report(plan.placement, plan.prediction, planned.timeline, device).busy_s
-    prices = cheapest(planned, stage_changes(problem, plan.placement, stage), wanted=4)
-    return StageExplanation(planned, stage, parts, busy_s, prices)
-
-
-def explained_device(planned: PlanResult, device: int) -> DeviceExplanation:
-    """Report of a device. Raises ConfigurationError where there is none of that number."""
-    plan = planned.plan
-    _check(device, planned.problem.cluster.size, "device")
-    report = device_report(plan.placement, plan.prediction, planned.timeline, device)
-    return DeviceExplanation(plan, planned.problem.cluster.devices[device].name, report)
-
-
-def _check(number: int, count: int, what: str) -> None:
-    if number >= count:
-        there = f"0 to {count - 1}" if count > 1 else "0 alone"
-        raise ConfigurationError(f"the plan has no {what} {number}", hint=f"{what}s: {there}", where=f"--{what}")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 from rich.text import Text
 
-from autopipe.cli.options import standard_options
+from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output, Verbosity, facts_table
-from autopipe.cli.plan_text import tensors_form, trained_lines
+from autopipe.cli.plan_text import trained_lines
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import FileSlice, Fill, Graph, Storage
 
@@ -23,28 +23,12 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.cleanup import Branch
 
 
-def initial_values(graph: Graph) -> dict[str, int]:
-    """Number of parameters by how they begin, most first: `stored` in the model's files, or how they are drawn."""
-    return dict(Counter(_described(each.storage) for each in graph.parameters).most_common())
-
-
-def _described(storage: Storage) -> str:
-    match storage:
-        case FileSlice():
-            return "stored"
-        case Fill():
-            return f"all {storage.value:g}"
-    if storage.scheme in ("normal", "uniform"):
-        return f"{storage.scheme} {'±' if storage.scheme == 'uniform' else ''}{storage.scale:.3g}"
-    return storage.scheme
-
-
-SHOWN = 8
+_MOST = 8
 """Inputs, outputs, operators and branches listed before the rest is only counted."""
 
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @click.option("--dim", "dims", multiple=True, metavar="NAME=EXTENT", help="Bind a symbolic dimension; may be repeated.")
 @standard_options
 def inspect(output: Output, model: Path, dims: tuple[str, ...]) -> None:
@@ -63,8 +47,10 @@ def inspect(output: Output, model: Path, dims: tuple[str, ...]) -> None:
         output.warn(warning)
     work = annotate(read.graph) if not read.unsupported else ()
     branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
-    every = output.verbosity is Verbosity.DETAILED
-    output.result(_data(read, work, branches), *_screen(read, work, branches, every))
+    table = facts_table()
+    for name, text in _rows(read, work, branches, output.verbosity is Verbosity.DETAILED):
+        table.add_row(name, Text(text))  # Names from the model are no markup.
+    output.result(_data(read, work, branches), table)
 
 
 def _extents(words: tuple[str, ...]) -> dict[str, int]:
@@ -79,8 +65,7 @@ def _extents(words: tuple[str, ...]) -> dict[str, int]:
 
 def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) -> dict[str, object]:
     graph = model.graph
-    trained = [each.value for each in graph.parameters if each.trainable]
-    kept = [each.value for each in graph.parameters if not each.trainable]
+    trained, kept = _parameters(graph)
     return {
         "model": model.path,
         "digest": model.digest,
@@ -98,10 +83,20 @@ def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) ->
         "initial_values": initial_values(graph),
         "buffer_tensors": len(kept),
         "buffer_bytes": sum(value.bytes for value in kept),
-        "tensors": tensors_form(model.tensors),
+        "tensors": [
+            {
+                "name": each.value.name,
+                "shape": each.value.shape,
+                "elements": each.value.elements,
+                "trained": each.trained,
+                "why": each.why,
+                "doubtful": each.doubtful,
+            }
+            for each in model.tensors
+        ],
         "nodes_before": model.nodes_before,
         "nodes": len(graph.nodes),
-        "operators": dict(Counter(_operator(node.domain, node.op) for node in graph.nodes).most_common()),
+        "operators": operators(graph),
         "forward_flops": sum(each.forward_flops for each in work) if work else None,
         "backward_flops": sum(each.backward_flops for each in work) if work else None,
         "activation_bytes": sum(each.kept_bytes for each in work) if work else None,
@@ -118,84 +113,81 @@ def _typed(value: Value) -> dict[str, object]:
     return {"name": value.name, "type": value.dtype, "shape": value.shape}
 
 
-def _operator(domain: str, name: str) -> str:
-    return f"{domain}.{name}" if domain else name
+def _parameters(graph: Graph) -> tuple[list[Value], list[Value]]:
+    trained = [each.value for each in graph.parameters if each.trainable]
+    return trained, [each.value for each in graph.parameters if not each.trainable]
 
 
-def _screen(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], every: bool) -> tuple[Table, ...]:
-    graph = model.graph
-    table = facts_table()
+def operators(graph: Graph) -> dict[str, int]:
+    """Number of nodes by operator, most first."""
+    names = (f"{node.domain}.{node.op}" if node.domain else node.op for node in graph.nodes)
+    return dict(Counter(names).most_common())
+
+
+def initial_values(graph: Graph) -> dict[str, int]:
+    """Number of parameters by how they begin, most first: `stored` in the model's files, or how they are drawn."""
+
+    def told(storage: Storage) -> str:
+        match storage:
+            case FileSlice():
+                return "stored"
+            case Fill():
+                return f"all {storage.value:g}"
+        if storage.scheme in ("normal", "uniform"):
+            return f"{storage.scheme} {'±' if storage.scheme == 'uniform' else ''}{storage.scale:.3g}"
+        return storage.scheme
+
+    return dict(Counter(told(each.storage) for each in graph.parameters).most_common())
+
+
+def _rows(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], every: bool) -> Iterator[tuple[str, str]]:
+    """Names, and what is said of them; no name where the one above still holds."""
+    graph, axes = model.graph, dict(model.graph.batch_axes)
     samples = f", {model.batch} sample{'s' if model.batch != 1 else ''} an evaluation" if model.batch else ""
-    row = _Rows(table)
-    row.add("model", f"{model.path} (opset {graph.opset}{samples})")
-    row.add("mode", f"train, loss {model.loss!r}" if model.loss else model.mode.value)
-    row.many("inputs", [_value_text(value, dict(graph.batch_axes)) for value in graph.inputs])
-    row.many("outputs", [_value_text(graph.type_of(name), {}) for name in graph.outputs])
-    row.add("parameters", _parameters(model))
-    for word, text in trained_lines(model.tensors, every):
-        row.add(word, text)
-    row.add("initial values", _initial(graph))
-    row.add("nodes", f"{len(graph.nodes):,} of {model.nodes_before:,} after cleaning")
-    counts = Counter(_operator(node.domain, node.op) for node in graph.nodes).most_common()
-    row.add("operators", ", ".join(f"{name} {count}" for name, count in counts))
+    yield "model", f"{model.path} (opset {graph.opset}{samples})"
+    yield "mode", f"train, loss {model.loss!r}" if model.loss else model.mode.value
+    yield from _several("inputs", [_value_text(value, axes.get(value.name)) for value in graph.inputs])
+    yield from _several("outputs", [_value_text(graph.type_of(name)) for name in graph.outputs])
+    trained, kept = _parameters(graph)
+    elements, size = sum(value.elements for value in trained), sum(value.bytes for value in trained)
+    rest = f"; {len(kept):,} tensors not trained, {_bytes(sum(each.bytes for each in kept))}" if kept else ""
+    yield "parameters", f"{elements:,} in {len(trained):,} tensors, {_bytes(size)}{rest}"
+    yield from trained_lines(model.tensors, every)
+    begins = [f"{count:,} {how}" for how, count in initial_values(graph).items()]
+    rest = f", and {len(begins) - _MOST} more ways" if len(begins) > _MOST else ""
+    yield "initial values", (", ".join(begins[:_MOST]) or "none") + rest
+    yield "nodes", f"{len(graph.nodes):,} of {model.nodes_before:,} after cleaning"
+    yield "operators", ", ".join(f"{name} {count}" for name, count in operators(graph).items())
     if work:
         forward, backward = (sum(each.forward_flops for each in work), sum(each.backward_flops for each in work))
-        row.add("operations", f"{_scaled(forward)}FLOP forward, {_scaled(backward)}FLOP backward")
-        row.add("memory", f"{_bytes(sum(each.kept_bytes for each in work))} kept for backward")
-        row.many("branches", [_branch(each, forward) for each in branches] or ["none: one chain of work"])
-    if model.unsupported:
-        row.many(
-            "not supported",
-            [
-                f"{each.operator} ({each.count}), first at {each.node!r}"
-                + (f"; {each.nearest} is supported" if each.nearest else "")
-                for each in model.unsupported
-            ],
-        )
-    else:
-        row.add("supported", "every operator")
-    return (table,)
+        yield "operations", f"{_scaled(forward)}FLOP forward, {_scaled(backward)}FLOP backward"
+        yield "memory", f"{_bytes(sum(each.kept_bytes for each in work))} kept for backward"
+        told = [
+            f"{each.flops / forward:.0%} of the operations in {each.nodes:,} nodes from {each.first!r}"
+            for each in branches
+        ]
+        yield from _several("branches", told or ["none: one chain of work"])
+    told = [
+        f"{each.operator} ({each.count}), first at {each.node!r}"
+        + (f"; {each.nearest} is supported" if each.nearest else "")
+        for each in model.unsupported
+    ]
+    yield from _several("not supported", told)
+    if not told:
+        yield "supported", "every operator"
 
 
-class _Rows:
-    """Fills a table whose first column names what the second says. Names from the model are shown as text."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def add(self, name: str, text: str) -> None:
-        """One line."""
-        self._table.add_row(name, Text(text))
-
-    def many(self, name: str, lines: list[str]) -> None:
-        """Several lines under one name, the last of which only counts where they are too many."""
-        shown = lines if len(lines) <= SHOWN else [*lines[: SHOWN - 1], f"and {len(lines) - SHOWN + 1} more"]
-        for number, line in enumerate(shown):
-            self.add(name if not number else "", line)
+def _several(name: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Several lines under one name, the last of which only counts where they are too many."""
+    if len(lines) > _MOST:
+        lines = [*lines[: _MOST - 1], f"and {len(lines) - _MOST + 1} more"]
+    for number, line in enumerate(lines):
+        yield "" if number else name, line
 
 
-def _value_text(value: Value, batch_axes: dict[str, int]) -> str:
-    axis = batch_axes.get(value.name)
+def _value_text(value: Value, axis: int | None = None) -> str:
     samples = "" if axis is None else f", samples on axis {axis}"
     return f"{value.name!r} {value.dtype.value}{list(value.shape)}{samples}"
-
-
-def _parameters(model: Model) -> str:
-    trained = [each.value for each in model.graph.parameters if each.trainable]
-    kept = [each.value for each in model.graph.parameters if not each.trainable]
-    size = sum(value.bytes for value in trained)
-    text = f"{sum(value.elements for value in trained):,} in {len(trained):,} tensors, {_bytes(size)}"
-    return text + (f"; {len(kept):,} tensors not trained, {_bytes(sum(each.bytes for each in kept))}" if kept else "")
-
-
-def _initial(graph: Graph) -> str:
-    found = list(initial_values(graph).items())
-    text = ", ".join(f"{count:,} {how}" for how, count in found[:SHOWN]) or "none"
-    return text + (f", and {len(found) - SHOWN} more ways" if len(found) > SHOWN else "")
-
-
-def _branch(branch: Branch, total: float) -> str:
-    return f"{branch.flops / total:.0%} of the operations in {branch.nodes:,} nodes from {branch.first!r}"
 
 
 def _scaled(number: float) -> str:

@@ -25,18 +25,20 @@ from autopipe.backends.torch.launcher import (
 )
 from autopipe.backends.torch.runtime.data import check_data
 from autopipe.backends.torch.runtime.heartbeat import Timeouts
-from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.cli.options import standard_options
-from autopipe.cli.output import Output
-from autopipe.ir.atomic_file import replacing
+from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
+from autopipe.cli.options import PATH, standard_options
+from autopipe.cli.output import Output, write_texts
 from autopipe.ir.errors import ConfigurationError
 
 _KEY_BYTES = 32
 _SECONDS = click.FloatRange(min=0, min_open=True)
+DATA = click.option("--data", help="FILE.npz or module:function; random data without it.")
+_RANDOM = "Seed of random data, of Dropout, and of weights that the model does not store."
+SEED = click.option("--seed", type=click.IntRange(min=0), help=_RANDOM)
 
 
 @click.command()
-@click.argument("program", type=click.Path(path_type=Path))
+@click.argument("program", type=PATH)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cuda", "cpu", "meta"]),
@@ -44,54 +46,42 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
     help="Where to run; meta, with --dry-run, is on no device: shapes and types alone, without memory for numbers.",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Steps in all [1; in inference over a file all of it].")
-@click.option("--data", help="FILE.npz or module:function; random data without it.")
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    help="Seed of random data, of Dropout, and of weights that the model does not store.",
-)
+@DATA
+@SEED
 @click.option("--nnodes", default="1", show_default=True, metavar="N|MIN:MAX", help="Number of machines.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each machine [an equal share].")
 @click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where several machines meet, alike on all.")
 @click.option("--rdzv-id", default="", help="Name of the run, alike on all machines [from the plan].")
 @click.option("--rdzv-key", metavar="FILE", help="Key of the run, 32 bytes or more, on all machines and for none else.")
 @click.option("--max-restarts", type=click.IntRange(min=0), help="Times to start again [3 with --checkpoint, else 0].")
-@click.option("--checkpoint", type=click.Path(path_type=Path), metavar="DIR", help="Where to save the training state.")
+@click.option("--checkpoint", type=PATH, metavar="DIR", help="Where to save the training state.")
 @click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Steps between two [only the last].")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --checkpoint DIR.")
 @click.option("--start-timeout", type=_SECONDS, default=1800, show_default=True, help="Seconds to join and load.")
 @click.option("--step-timeout", type=_SECONDS, default=600, show_default=True, help="Seconds for a task of a step.")
 @click.option("--checkpoint-timeout", type=_SECONDS, default=7200, show_default=True, help="Seconds to write or read.")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Chrome trace of this node's ranks.")
-@click.option("--outputs", type=click.Path(path_type=Path), metavar="FILE.npz", help="Outputs of inference.")
+@click.option("--trace", type=PATH, metavar="FILE", help="Chrome trace of this node's ranks.")
+@click.option("--outputs", type=PATH, metavar="FILE.npz", help="Outputs of inference.")
 @click.option("--blocking", is_flag=True, help="Overlap no message with a task, to see what that is worth.")
 @click.option("--dry-run", is_flag=True, help="Run one step of one rank without the others, and say what it does.")
 @click.option("--rank", type=click.IntRange(min=0), help="Which rank --dry-run runs [0].")
 @standard_options
 def launch(
     output: Output,
+    /,
     program: Path,
-    device: str,
-    steps: int | None,
-    data: str | None,
-    seed: int | None,
     nnodes: str,
     nproc_per_node: int | None,
     rdzv_endpoint: str,
     rdzv_id: str,
     rdzv_key: str | None,
     max_restarts: int | None,
-    checkpoint: Path | None,
-    checkpoint_every: int | None,
-    resume: bool,
     start_timeout: float,
     step_timeout: float,
     checkpoint_timeout: float,
-    trace: Path | None,
-    outputs: Path | None,
-    blocking: bool,
     dry_run: bool,
     rank: int | None,
+    **flags: Any,
 ) -> None:
     """Run the ranks of PROGRAM, a folder that codegen wrote.
 
@@ -105,27 +95,21 @@ def launch(
     # Rendezvous on a free port logs warnings from C++ that say nothing to a user; torch reads this when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from autopipe.backends.torch.launcher import LaunchConfig
-    from autopipe.backends.torch.runtime.heartbeat import Timeouts
-    from autopipe.backends.torch.runtime.manifest import read_manifest
-
-    manifest = read_manifest(program.absolute())
-    restarts = max_restarts if max_restarts is not None else 3 if checkpoint is not None else 0
-    gang = LaunchConfig(
+    run = Launch(read_manifest(program.absolute()), **flags)
+    config = LaunchConfig(
         nodes=_nodes(nnodes),
         ranks_per_node=nproc_per_node,
         rendezvous_endpoint=rdzv_endpoint,
         rendezvous_id=rdzv_id,
         rendezvous_key=b"" if rdzv_key is None else _key(Path(rdzv_key)),
-        max_restarts=restarts,
+        max_restarts=max_restarts if max_restarts is not None else 3 if run.checkpoint is not None else 0,
         timeouts=Timeouts(start_timeout, step_timeout, checkpoint_timeout),
         live=not output.as_json,
         debug=bool(click.get_current_context().params["debug"]),
     )
-    run = Launch(manifest, device, steps, data, seed, checkpoint, checkpoint_every, resume, trace, outputs, blocking)
-    if dry_run and blocking:
+    if dry_run and run.blocking:
         raise click.UsageError("--dry-run exchanges nothing: leave out --blocking")
-    if device == "meta" and not dry_run:
+    if run.device == "meta" and not dry_run:
         raise click.UsageError("--device meta computes nothing: it goes with --dry-run")
     if dry_run:
         report = run.rehearse(rank or 0)
@@ -133,8 +117,7 @@ def launch(
         return
     if rank is not None:
         raise click.UsageError("--rank goes with --dry-run")
-    reports = run.start(gang, output.note)
-    output.result({"program": program, "steps": reports})
+    output.result({"program": program, "steps": run.start(config, output.note)})
 
 
 def _key(path: Path) -> bytes:
@@ -164,6 +147,11 @@ def _nodes(text: str) -> tuple[int, int]:
     return found
 
 
+def rank_arguments(flags: Mapping[str, object]) -> list[str]:
+    """Words for a rank's command line: the flags that have a value."""
+    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One launch of a program: the flags of the command that its ranks see."""
@@ -181,18 +169,24 @@ class Launch:
     outputs: Path | None
     blocking: bool
 
-    def start(self, gang: LaunchConfig, note: Callable[[str], None]) -> list[dict[str, object]]:
-        """Run the ranks and return their step reports. Raises as `launch_program`."""
+    def start(self, config: LaunchConfig, note: Callable[[str], None]) -> list[dict[str, object]]:
+        """Run the ranks and return their step reports. Raises as `launch_program`, and ConfigurationError for data that
+        does not fit."""
         self._check()
-        steps = self._checked_steps(note)
-        note(placement_note(self.device, local_ranks(self.manifest, gang)[1]))
+        # Data are looked at as far as the steps read them.
+        read = self.steps or (1 if self.manifest.train else None)
+        source = check_data(self.manifest, self.data, None if self.resume else read)
+        steps = read or (1 if source is None else source.steps)
+        if source is not None and (said := source.says(steps)):
+            note(said)
+        note(placement_note(self.device, local_ranks(self.manifest, config)[1]))
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             scratch = Path(name)
             try:
-                launch_program(self.manifest, self._arguments(scratch, steps, gang.timeouts), gang, note)
+                launch_program(self.manifest, self._arguments(scratch, steps, config.timeouts), config, note)
             finally:
                 if self.trace is not None:
-                    _write_json(self.trace, chrome_trace(scratch / "spans"))
+                    write_texts({self.trace: json.dumps(chrome_trace(scratch / "spans"))})
             return read_reports(scratch / "report.jsonl")
 
     def rehearse(self, rank: int) -> dict[str, object]:
@@ -205,10 +199,14 @@ class Launch:
         check_data(self.manifest, self.data, 1)
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             report = Path(name) / "report.json"
-            arguments = ["--dry-run", "--device", self.device, "--steps", "1", "--report", str(report)]
-            arguments += ["--data", self.data] if self.data is not None else []
-            arguments += ["--seed", str(self.seed)] if self.seed is not None else []
-            run_alone(self.manifest.folder, arguments, rank, world_size)
+            flags = {
+                "--device": self.device,
+                "--steps": 1,
+                "--report": report,
+                "--data": self.data,
+                "--seed": self.seed,
+            }
+            run_alone(self.manifest.folder, ["--dry-run", *rank_arguments(flags)], rank, world_size)
             found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
             return found
 
@@ -232,44 +230,31 @@ class Launch:
         if self.checkpoint is not None and not self.resume:
             check_unused(self.checkpoint)
         if self.outputs is not None and train:
-            raise ConfigurationError(
-                "a program for training collects no outputs", hint="plan with --mode infer, or leave out --outputs"
-            )
-
+            hint = "plan with --mode infer, or leave out --outputs"
+            raise ConfigurationError("a program for training collects no outputs", hint=hint)
         for path in (self.trace, self.outputs):
             if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-                raise ConfigurationError(
-                    f"{path} cannot be written", hint="name a file in a folder that is there and writable"
-                )
-
-    def _checked_steps(self, note: Callable[[str], None]) -> int:
-        """How many steps to run, the data looked at as far as they read it. Raises ConfigurationError for data that
-        does not fit."""
-        read = self.steps or (1 if self.manifest.train else None)
-        source = check_data(self.manifest, self.data, None if self.resume else read)
-        steps = read or (1 if source is None else source.steps)
-        if source is not None and (said := source.says(steps)):
-            note(said)
-        return steps
+                hint = "name a file in a folder that is there and writable"
+                raise ConfigurationError(f"{path} cannot be written", hint=hint)
 
     def _arguments(self, scratch: Path, steps: int, timeouts: Timeouts) -> list[str]:
-        found = ["--device", self.device, "--steps", str(steps), "--report", str(scratch / "report.jsonl")]
-        if self.checkpoint is not None:
-            found += ["--checkpoint", str(self.checkpoint.absolute()), "--resume"]
-        found += ["--blocking"] if self.blocking else []
-        values = {
+        flags = {
+            "--device": self.device,
+            "--steps": steps,
+            "--report": scratch / "report.jsonl",
+            "--checkpoint": None if self.checkpoint is None else self.checkpoint.absolute(),
             "--data": self.data,
             "--seed": self.seed,
             "--checkpoint-every": self.checkpoint_every,
-            "--trace": scratch / "spans" if self.trace is not None else None,
-            "--outputs": self.outputs.absolute() if self.outputs is not None else None,
+            "--trace": None if self.trace is None else scratch / "spans",
+            "--outputs": None if self.outputs is None else self.outputs.absolute(),
             "--start-timeout": timeouts.start_s,
             "--step-timeout": timeouts.step_s,
             "--checkpoint-timeout": timeouts.checkpoint_s,
         }
-        for flag, value in values.items():
-            found += [flag, str(value)] if value is not None else []
-        return found
+        # Where a rank is started again, it goes on from the newest checkpoint.
+        switches = {"--resume": self.checkpoint is not None, "--blocking": self.blocking}
+        return [*rank_arguments(flags), *(flag for flag, wanted in switches.items() if wanted)]
 
 
 def placement_note(device: str, ranks: int) -> str:
@@ -291,7 +276,6 @@ def placement_note(device: str, ranks: int) -> str:
 
 
 def rehearsal_table(report: Mapping[str, Any]) -> Table:
-    """Table of a rank's dry run."""
     table = Table("one step of", f"rank {report['rank']} of {report['world_size']}")
     table.add_row("stages", ", ".join(map(str, report["stages"])))
     table.add_row("tasks", " ".join(report["tasks"]))
@@ -304,13 +288,3 @@ def rehearsal_table(report: Mapping[str, Any]) -> Table:
     table.add_row("parameters", f"{report['parameters']:,} ({report['parameter_bytes'] / 2**20:.1f} MiB)")
     table.add_row("peak memory", f"{report['peak_memory_bytes'] / 2**20:.0f} MiB")
     return table
-
-
-def _write_json(path: Path, form: object) -> None:
-    """Write a JSON file, whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(json.dumps(form).encode())
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from error

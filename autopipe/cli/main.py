@@ -18,59 +18,30 @@ import click
 from autopipe import __version__
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 
-COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "inspect": ("autopipe.cli.inspect:inspect", "Say what a model is, and what of it is not supported."),
-    "plan": ("autopipe.cli.plan:plan", "Decide which device computes what, and when."),
-    "codegen": ("autopipe.cli.codegen:codegen", "Write one PyTorch program a device for a plan."),
-    "launch": ("autopipe.cli.launch:launch", "Run a program's ranks on the devices at hand."),
-    "verify": ("autopipe.cli.verify:verify", "Check that the ranks compute what one device computes."),
-    "show": (
-        "autopipe.cli.show:show",
-        "Show a plan's or a schedule's timeline and memory, in the terminal or as a page.",
-    ),
-    "explain": (
-        "autopipe.cli.explain:explain",
-        "Say why a plan is as it is, and what other choices would have cost.",
-    ),
-    "compare": ("autopipe.cli.compare:compare", "Show plans side by side."),
-    "schedule": ("autopipe.cli.schedule:schedule", "Search the best schedule of blocks given by hand."),
-    "profile": ("autopipe.cli.profile:profile", "Measure what a model's operators take on the machine at hand."),
-    "checkpoint": (
-        "autopipe.cli.checkpoint:checkpoint",
-        "Look at checkpoints, check them, write trained weights as ONNX.",
-    ),
-    "zoo": ("autopipe.cli.zoo:zoo", "Build models of the papers as ONNX files."),
-    "bench": ("autopipe.cli.bench:bench", "Say where the papers' tables and figures are computed again."),
-    "config": ("autopipe.cli.config:config", "Show and check configurations, list cluster presets."),
+COMMANDS: Final = {
+    "inspect": "Say what a model is, and what of it is not supported.",
+    "plan": "Decide which device computes what, and when.",
+    "codegen": "Write one PyTorch program a device for a plan.",
+    "launch": "Run a program's ranks on the devices at hand.",
+    "verify": "Check that the ranks compute what one device computes.",
+    "show": "Show a plan's or a schedule's timeline and memory, in the terminal or as a page.",
+    "explain": "Say why a plan is as it is, and what other choices would have cost.",
+    "compare": "Show plans side by side.",
+    "schedule": "Search the best schedule of blocks given by hand.",
+    "profile": "Measure what a model's operators take on the machine at hand.",
+    "checkpoint": "Look at checkpoints, check them, write trained weights as ONNX.",
+    "zoo": "Build models of the papers as ONNX files.",
+    "bench": "Say where the papers' tables and figures are computed again.",
+    "config": "Show and check configurations, list cluster presets.",
 }
-"""A command's name -> (`module:attribute` of its click command, what the list of commands says of it).
+"""Entries of the list of commands, in the order a user meets them; command NAME stands in `autopipe.cli.NAME`."""
 
-One line a command, in the order a user meets them.
-"""
-
-
-def whole_writes(stream: TextIO) -> TextIO:
-    """The stream, such that each write is written whole.
-
-    Unbuffered, as PYTHONUNBUFFERED asks for in most containers, Python drops what a pipe did not take at once when a
-    signal comes meanwhile: a long result would end in the middle, and the command in success. The stream itself has to
-    be kept by somebody: what is made here closes it when it ends.
-    """
-    raw = getattr(stream, "buffer", None)
-    if isinstance(raw, io.RawIOBase):
-        return io.TextIOWrapper(
-            io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True
-        )
-    return stream
-
-
-INTERNAL_ERROR: Final = 70
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 YOUNG_OBJECTS: Final = 100_000
 """New objects between two looks for cycles. Graphs and tables are many small values without any: the default of 700
 costs a search an eighth of its time."""
-MOST_SHOWN: Final = 4000
+_MOST_LETTERS: Final = 4000
 """Characters of an error's line."""
 RUN_EXTRA: Final = frozenset({"torch"})
 """Modules that come with the extra `run`; everything else autopipe imports is always installed."""
@@ -80,16 +51,13 @@ class CommandTable(click.Group):
     """A group that lists its commands from `COMMANDS` and imports one only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command `cmd_name`; None where there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[cmd_name][0].split(":")
-        command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command), f"{module}:{attribute} is no click command"
+        command = getattr(importlib.import_module(f"autopipe.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command), f"{cmd_name} is no click command"
         return command
 
     def resolve_command(
@@ -103,10 +71,8 @@ class CommandTable(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands from the table alone."""
-        if COMMANDS:
-            with formatter.section("Commands"):
-                formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})
@@ -179,23 +145,36 @@ def _described(error: Exception) -> AutopipeError:
             return AutopipeError(f"internal error: {type(error).__name__}: {error}", hint="rerun with --debug")
 
 
-def _one_line(text: str) -> str:
-    """Shorten `text` for the terminal to its beginning and end, where a file has names or lists of megabytes."""
+def _report(error: AutopipeError, as_json: bool) -> None:
+    """Print the error's lines on stderr and, for `as_json`, its object on stdout.
+
+    Where a file has names or lists of megabytes, a line's beginning and end are printed.
+    """
     from autopipe.cli.output import printable
 
-    half = MOST_SHOWN // 2
-    return printable(text if len(text) <= MOST_SHOWN else f"{text[:half]} ... {text[-half:]}")
-
-
-def _report(error: AutopipeError, as_json: bool) -> None:
-    """Print the error's lines on stderr and, for `as_json`, its object on stdout."""
+    half = _MOST_LETTERS // 2
     place = f"{error.where}: " if error.where else ""
-    click.echo(f"error: {_one_line(place + ' '.join(error.message.split()))}", err=True)
-    if error.hint:
-        click.echo(f"hint: {_one_line(error.hint)}", err=True)
+    for kind, text in (("error", place + " ".join(error.message.split())), ("hint", error.hint)):
+        if text:
+            line = text if len(text) <= _MOST_LETTERS else f"{text[:half]} ... {text[-half:]}"
+            click.echo(f"{kind}: {printable(line)}", err=True)
     if as_json:
         parts = {"message": error.message, "hint": error.hint, "where": error.where, "exit_code": error.exit_code}
         click.echo(json.dumps({"error": {"kind": type(error).__name__, **parts}}))
+
+
+def whole_writes(stream: TextIO) -> TextIO:
+    """The stream, such that each write is written whole.
+
+    Unbuffered, as PYTHONUNBUFFERED asks for in most containers, Python drops what a pipe did not take at once when a
+    signal comes meanwhile: a long result would end in the middle, and the command in success. The stream itself has to
+    be kept by somebody: what is made here closes it when it ends.
+    """
+    raw = getattr(stream, "buffer", None)
+    if isinstance(raw, io.RawIOBase):
+        writer = io.BufferedWriter(raw)
+        return io.TextIOWrapper(writer, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+    return stream
 
 
 if __name__ == "__main__":

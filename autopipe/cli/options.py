@@ -1,43 +1,26 @@
-"""The options every command takes, and how a command gets its `Output`.
+"""Options that several commands take: those of every command, with its `Output`, and those of a configuration.
 
-A command module looks like this (`autopipe/cli/shapes.py`, listed in `autopipe.cli.main`):
-
-    @click.command()
-    @click.argument("model", type=click.Path(path_type=Path))
-    @standard_options
-    def shapes(output: Output, model: Path) -> None:
-        \"\"\"Print the shape of every value of MODEL.
-
-        \\b
-        Example:
-          autopipe shapes gpt.onnx
-        \"\"\"
-        from autopipe.passes.frontend.load import load   # heavy modules only here
-
-        with output.progress("reading", total=2) as bar:
-            graph = load(model)
-            bar.advance()
-            ...
-            bar.advance(note="fused 12 patterns")
-        if missing:
-            output.warn("3 weights are absent", hint="they are initialised at random")
-        output.result({"values": len(values)}, table)    # the object for --json, then what a person reads
-
-Raise the children of `AutopipeError` for what goes wrong; `autopipe.cli.main` alone catches.
+A command is a function under `@click.command()`, its own options and `@standard_options`; heavy imports stand inside.
+It ends with `output.result`: the object for --json, then what a person reads. It raises children of `AutopipeError`,
+which `autopipe.cli.main` alone catches.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import click
 
 from autopipe.cli.output import Output, Verbosity
+from autopipe.ir.errors import ConfigurationError
 
+PATH: Final = click.Path(path_type=Path)
 P = ParamSpec("P")
 R = TypeVar("R")
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
@@ -63,3 +46,61 @@ def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P
     ):
         option(with_output)
     return with_output
+
+
+_METAVARS = {
+    "--mode": "train|infer",
+    "--batch-size": "B",
+    "--micro-batches": "M",
+    "--micro-batch-size": "B",
+    "--cluster": "PRESET|FILE",
+    "--gpus": "N",
+    "--costs": "roofline|FILE",
+    "--strategy": "NAME",
+    "--schedule": "NAME",
+    "--stages": "N",
+    "--memory-limit": "14GiB",
+    "--time-limit": "SECONDS",
+}
+
+
+def configuration_options(command: Command) -> Command:
+    """Give `command` the flags of a configuration, and the effective `Configuration` as the argument `configuration`.
+
+    Where it takes the folder of a plan as `base`, that plan's own files are what flags override. Stands above
+    `standard_options`, under click's own decorators.
+    """
+    from autopipe.configs.configuration import OPTION_FLAGS, Configuration, flags, load_configuration
+    from autopipe.configs.schema import field_docs
+
+    docs = field_docs(Configuration)
+    texts = {flag: docs[key].replace("`", "") for flag, key in flags().items()}
+    texts |= {flag: text for flag, (_, text) in OPTION_FLAGS.items()}
+    # The names that click passes the flags' words by; no option of a command itself has such a name.
+    names = {flag: "configuration_" + flag.strip("-").replace("-", "_") for flag in texts}
+
+    @functools.wraps(command)
+    def with_configuration(*args: Any, **kwargs: Any) -> Any:
+        file, dims, assignments = (kwargs.pop(name) for name in ("config", "dim", "assignment"))
+        given = {flag: word for flag, name in names.items() if (word := kwargs.pop(name)) is not None}
+        over = None
+        if kwargs.get("base") is not None:
+            from autopipe.cli.plan_folder import check_editable  # heavy, and for few commands
+
+            if file is not None:
+                hint = "leave out --config"
+                raise ConfigurationError("--from DIR plans with DIR/config.yaml", hint=hint, where="--config")
+            file, over = check_editable(kwargs["base"])
+        configuration = load_configuration(file, given, dims, assignments, over)
+        return command(*args, configuration=configuration, **kwargs)
+
+    for option in reversed(
+        (
+            click.option("--config", metavar="FILE", help="A YAML file; the other flags override it."),
+            *(click.option(flag, names[flag], metavar=_METAVARS[flag], help=text) for flag, text in texts.items()),
+            click.option("--dim", multiple=True, metavar="NAME=EXTENT", help="Bind a symbolic dimension (repeatable)."),
+            click.option("--set", "assignment", multiple=True, metavar="KEY=VALUE", help="Set any key (repeatable)."),
+        )
+    ):
+        option(with_configuration)
+    return with_configuration  # type: ignore[return-value]

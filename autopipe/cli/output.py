@@ -12,20 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as EstimateColumn
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import node_ranges
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _PIPED_WIDTH = 160
 """Characters a line where stdout is no terminal."""
@@ -83,7 +80,6 @@ class Bar:
         self._say(note)
 
     def _say(self, note: str) -> None:
-        """Show `note`, or keep the last one where it is empty."""
         if note:
             self._progress.update(self._task, note=note)
 
@@ -162,8 +158,8 @@ class Output:
 
     def _print(self, console: Console, part: RenderableType) -> None:
         """Print `part`; text keeps its own line breaks however narrow the terminal is."""
-        text = isinstance(part, (str, Text))
-        console.print(printable_lines(part) if isinstance(part, str) else _Printable(part), soft_wrap=text)
+        plain = printable_lines(part) if isinstance(part, str) else _Printable(part)
+        console.print(plain, soft_wrap=isinstance(part, (str, Text)))
 
 
 def _plain(value: object) -> object:
@@ -193,8 +189,6 @@ def _plain(value: object) -> object:
 
 def plain_table(*heads: str, right: int | None = None, no_wrap: bool = False) -> Table:
     """A table without lines; its columns from number `right` on stand to the right, on one line with `no_wrap`."""
-    from rich.table import Table
-
     table = Table(*heads, box=None, pad_edge=False)
     for column in table.columns[right:] if right is not None else ():
         column.justify, column.no_wrap = "right", no_wrap
@@ -203,32 +197,35 @@ def plain_table(*heads: str, right: int | None = None, no_wrap: bool = False) ->
 
 def facts_table() -> Table:
     """A table of two columns without heads: a name, and what is said of it."""
-    from rich.table import Table
-
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     return table
 
 
+_BYTES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _LONGEST_GROUP = 32
 """Characters of a group of devices within a sentence."""
 
 
 def bytes_text(size: float) -> str:
     """A size with three digits or so: `3.10 GiB`."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= scale:
-            return f"{size / scale:.{_decimals(size / scale)}f} {unit}"
-    return f"{size:.0f} B"
+    return _in_units(size, _BYTES) or f"{size:.0f} B"
 
 
 def seconds_text(seconds: float) -> str:
     """A time with three digits: `41.2 ms`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(seconds) >= scale:
-            return f"{seconds / scale:.{_decimals(seconds / scale)}f} {unit}"
-    return f"{seconds / 1e-9:.0f} ns"
+    return _in_units(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
+
+
+def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str | None:
+    """The value in the largest unit that it reaches; None where it reaches none."""
+    for unit, scale in units:
+        if abs(value) >= scale:
+            figure = value / scale
+            return f"{figure:.{2 if figure < 10 else 1 if figure < 100 else 0}f} {unit}"
+    return None
 
 
 def kinds_text(names: Sequence[str], devices: Iterable[int]) -> str:
@@ -256,11 +253,6 @@ def group_text(devices: Sequence[int]) -> str:
     if len(text) <= _LONGEST_GROUP:
         return text
     return f"{devices[0]},{devices[1]},...,{devices[-1]} ({len(devices)} of them)"
-
-
-def _decimals(value: float) -> int:
-    """Decimals that make three digits."""
-    return 2 if value < 10 else 1 if value < 100 else 0
 
 
 def write_texts(texts: Mapping[Path, str]) -> None:

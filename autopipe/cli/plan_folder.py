@@ -28,8 +28,6 @@ _HEAD = """\
 #   autopipe plan --from DIR
 # Nodes are names, globs or [first, last]; `samples` is the axis that counts samples, whatever an operator calls it.
 """
-_FLOWING = ("devices", "split")
-"""Keys whose values stand on one line."""
 
 
 def placement_text(graph: Graph, placement: Placement) -> str:
@@ -43,16 +41,14 @@ def placement_text(graph: Graph, placement: Placement) -> str:
 
 def _stage(form: dict[str, Any], pipelines: int) -> dict[str, Any]:
     """A stage with `nodes` where a person looks for them: behind what is said of all of them."""
-    first = ("devices", "micro_batch_size", "recompute", *(("pipeline",) if pipelines > 1 else ()))
-    return {key: _flow(key, form[key]) for key in (*first, "nodes")} | {
-        "splits": [{key: _flow(key, each[key]) for key in ("split", "nodes")} for each in form["splits"]]
-    }
+    pipeline = {"pipeline": form["pipeline"]} if pipelines > 1 else {}
+    splits = [{"split": _Pairs(each["split"]), "nodes": _nodes(each["nodes"])} for each in form["splits"]]
+    facts = {key: form[key] for key in ("micro_batch_size", "recompute")}
+    return {"devices": _Line(form["devices"]), **facts, **pipeline, "nodes": _nodes(form["nodes"]), "splits": splits}
 
 
-def _flow(key: str, value: Any) -> Any:
-    if key in _FLOWING:
-        return _Pairs(value) if isinstance(value, dict) else _Line(value)
-    return [_Line(entry) if isinstance(entry, list) else entry for entry in value] if key == "nodes" else value
+def _nodes(entries: list[Any]) -> list[Any]:
+    return [_Line(entry) if isinstance(entry, list) else entry for entry in entries]
 
 
 class _Line(list[Any]):
@@ -64,10 +60,9 @@ class _Pairs(dict[str, Any]):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes block style but for `_Line` and `_Pairs`."""
+    """Writes block style but for `_Line` and `_Pairs`; what stands twice is written twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Nothing is referred to: what stands twice is written twice."""
         return True
 
 
@@ -100,10 +95,7 @@ def open_plan(folder: Path) -> PlanResult:
 
 
 def open_prediction(folder: Path) -> tuple[Plan, Timeline]:
-    """The plan in `folder` and the step that its predictions make; the model's file is not read.
-
-    Raises ConfigurationError for a folder that holds no plan, or a file of it that cannot be taken.
-    """
+    """The plan in `folder` and the step that its predictions make. Raises as `open_plan`, but reads no model."""
     check_plan_folder(folder)
     plan = read_plan(folder)
     return plan, simulate(plan.schedule, tuple(stage.devices for stage in plan.placement.stages), plan.prediction)
@@ -151,12 +143,14 @@ def write_plan_folder(folder: Path, planned: PlanResult, configuration: Configur
     """
     check_target(folder)
     target = folder.absolute()
+    texts = {
+        CONFIGURATION_FILE: dump_configuration(effective(configuration, planned)),
+        PLACEMENT_FILE: placement_text(planned.problem.graph, planned.plan.placement),
+    }
     try:
         with replacing_folder(target) as made:
-            text = dump_configuration(effective(configuration, planned))
-            (made / CONFIGURATION_FILE).write_text(text, encoding="utf-8")
-            stages = placement_text(planned.problem.graph, planned.plan.placement)
-            (made / PLACEMENT_FILE).write_text(stages, encoding="utf-8")
+            for name, text in texts.items():
+                (made / name).write_text(text, encoding="utf-8")
             write_plan(made, planned.plan, planned.timeline, home=target)
     except OSError as error:
         raise ConfigurationError(f"cannot write the plan: {error.strerror}", where=str(folder)) from error

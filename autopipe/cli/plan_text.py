@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -13,11 +13,13 @@ from rich.text import Text
 
 from autopipe.cli.output import bytes_text, counted_text, devices_text, kinds_text, plain_table, seconds_text
 from autopipe.ir.codec import encode
-from autopipe.ir.placement import SplitProof
-from autopipe.ir.plan import Alternative, Breakdown, CostCoverage, Plan, Summary, best_of_each
+from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.plan_file import plan_digest
-from autopipe.passes.frontend.model import Tensor
-from autopipe.passes.pipeline import PlanResult, Request
+from autopipe.ir.schedule import Phase
+
+if TYPE_CHECKING:
+    from autopipe.passes.frontend.model import Tensor
+    from autopipe.passes.pipeline import PlanResult, Request
 
 _LEAST = 5e-4
 """Share of a step that is worth a word."""
@@ -25,31 +27,27 @@ _EXCHANGES = ("messages", "collectives", "gradients")
 
 
 def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterator[str]:
-    """The ideal of the devices, by kind, and the parts of the step on top of it, the largest first."""
+    """The ideal of the devices, by kind, and the parts of the step on top of it, the largest first.
+
+    Communication is one part, told by its own.
+    """
     ideal_s, step_s = breakdown.ideal_s, breakdown.step_s
     times = f"the step takes {step_s / ideal_s:.2f} times that" if ideal_s else "the step takes that and more"
-    shared = f"one device's work at the roofline / {devices}" if devices > 1 else "the device's work at the roofline"
+    work = f"one device's work at the roofline / {devices}" if devices > 1 else "the device's work at the roofline"
     if kinds > 1:
-        shared = f"the work at the roofline of {devices} devices, each as fast as it is"
-    yield f"ideal {seconds_text(ideal_s)} ({shared}), {times}"
-    parts = [part for name, seconds, note in _grouped(breakdown) if (part := _part(name, seconds, step_s, note))]
-    if parts:
-        yield f"of the step: ideal {ideal_s / step_s:.1%}, {', '.join(parts)}"
+        work = f"the work at the roofline of {devices} devices, each as fast as it is"
+    yield f"ideal {seconds_text(ideal_s)} ({work}), {times}"
 
+    def told(parts: Iterable[tuple[str, float, str]]) -> str:
+        large = (each for each in parts if step_s and abs(each[1]) >= _LEAST * step_s)
+        return ", ".join(f"{name} {seconds / step_s:.1%}{note}" for name, seconds, note in large)
 
-def _grouped(breakdown: Breakdown) -> list[tuple[str, float, str]]:
-    """The losses, the largest first, with communication as one that is told by its parts."""
-    losses = [(name, seconds) for name, seconds in breakdown.losses if name not in _EXCHANGES]
-    inside = [_part(name, seconds, breakdown.step_s) for name, seconds in breakdown.losses if name in _EXCHANGES]
-    exchanges = ("communication", breakdown.communication_s, ", ".join(filter(None, inside)))
-    return sorted([*((*each, "") for each in losses), exchanges], key=lambda each: -each[1])
-
-
-def _part(name: str, seconds: float, step_s: float, note: str = "") -> str:
-    """A part of the step; nothing where it is too small."""
-    if abs(seconds) < _LEAST * step_s or not step_s:
-        return ""
-    return f"{name} {seconds / step_s:.1%}" + (f" ({note})" if note else "")
+    losses = [(*each, "") for each in breakdown.losses]
+    inside = told(each for each in losses if each[0] in _EXCHANGES)
+    outside = [each for each in losses if each[0] not in _EXCHANGES]
+    outside.append(("communication", breakdown.communication_s, f" ({inside})" if inside else ""))
+    if parts := told(sorted(outside, key=lambda each: -each[1])):
+        yield f"of the step: ideal {ideal_s / step_s:.1%}, {parts}"
 
 
 def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iterator[RenderableType]:
@@ -62,68 +60,57 @@ def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iter
     best = best_of_each(alternatives)
     steps = sum(each.step_time_s is not None for each in alternatives)
     yield f"weighed: {len(alternatives)} plans, {steps} of them with a step; of each strategy the best:"
-    yield _table([each for each in best if _has_row(each)], chosen_s)
-    refused = [each for each in best if not _has_row(each)]
-    if refused:
-        yield _refusals(refused)
+    table = plain_table(
+        "strategy", "schedule", "micro-\nbatches", "step", "longer", "at best", "memory", right=2, no_wrap=True
+    )
+    reasons: dict[str, list[str]] = {}
+    for each in best:
+        if each.step_time_s is not None or each.is_bounded:
+            table.add_row(*_weighed_row(each, chosen_s))
+        else:
+            reasons.setdefault(each.refused or "", []).append(each.choice.strategy)
+    yield table
+    if reasons:
+        refusals = plain_table("no plan", "")
+        for reason, names in reasons.items():
+            refusals.add_row(", ".join(names), reason)
+        yield refusals
 
 
-def _has_row(alternative: Alternative) -> bool:
-    """True if there is a figure to show: a step, or a bound below it."""
-    return alternative.step_time_s is not None or alternative.is_bounded
+def _weighed_row(alternative: Alternative, chosen_s: float) -> tuple[str, ...]:
+    """The figures of a plan that has a step, or a bound below it."""
+    step_s, bound_s, memory = alternative.step_time_s, alternative.lower_bound_s, alternative.peak_memory_bytes
+    least_s = step_s if step_s is not None else bound_s
+    assert least_s is not None, "a row has a step or a bound"
+    at_least = "" if step_s is not None else "≥ "
+    schedule = alternative.choice.schedule or "any"
+    return (
+        strategy_text(alternative),
+        schedule if alternative.same_as is None else f"{schedule}, as {alternative.same_as}",
+        str(alternative.micro_batches),
+        f"{at_least}{seconds_text(least_s)}",
+        f"{at_least}{over_text(least_s, chosen_s)}",
+        "-" if bound_s is None else seconds_text(bound_s),
+        "-" if memory is None else bytes_text(memory),
+    )
 
 
 def strategy_text(alternative: Alternative) -> str:
     """A strategy with the options that it was given."""
     choice = alternative.choice
     options = " ".join(name if value == "true" else f"{name}={value}" for name, value in choice.options)
-    decided = [options, *(["recompute"] if choice.recompute != "none" else []), *(["zero-1"] if choice.shard else [])]
-    told = ", ".join(each for each in decided if each)
+    decided = [options, "recompute" if choice.recompute != "none" else "", "zero-1" if choice.shard else ""]
+    told = ", ".join(filter(None, decided))
     return f"{choice.strategy} ({told})" if told else choice.strategy
 
 
 def over_text(step_s: float, chosen_s: float) -> str:
     """How much longer a step is than the chosen one."""
-    if step_s == chosen_s:
-        return "same"
-    return f"{step_s / chosen_s - 1:+.1%}" if chosen_s else "-"
+    return "same" if step_s == chosen_s else _change(chosen_s, step_s)
 
 
-def _table(rows: Sequence[Alternative], chosen_s: float) -> Table:
-    table = plain_table(
-        "strategy", "schedule", "micro-\nbatches", "step", "longer", "at best", "memory", right=2, no_wrap=True
-    )
-    for each in rows:
-        step_s, bound_s, memory = each.step_time_s, each.lower_bound_s, each.peak_memory_bytes
-        least_s = step_s if step_s is not None else bound_s
-        assert least_s is not None, "a row has a step or a bound"
-        at_least = "" if step_s is not None else "≥ "
-        table.add_row(
-            strategy_text(each),
-            _schedule_text(each),
-            str(each.micro_batches),
-            f"{at_least}{seconds_text(least_s)}",
-            f"{at_least}{over_text(least_s, chosen_s)}",
-            "-" if bound_s is None else seconds_text(bound_s),
-            "-" if memory is None else bytes_text(memory),
-        )
-    return table
-
-
-def _schedule_text(alternative: Alternative) -> str:
-    schedule = alternative.choice.schedule or "any"
-    return schedule if alternative.same_as is None else f"{schedule}, as {alternative.same_as}"
-
-
-def _refusals(rows: Sequence[Alternative]) -> Table:
-    """Strategies without a plan, those with the same reason together."""
-    reasons: dict[str, list[str]] = {}
-    for each in rows:
-        reasons.setdefault(each.refused or "", []).append(each.choice.strategy)
-    table = plain_table("no plan", "")
-    for reason, names in reasons.items():
-        table.add_row(", ".join(names), reason)
-    return table
+def _change(before: float, now: float) -> str:
+    return f"{now / before - 1:+.1%}" if before else "-"
 
 
 REASONS = 4
@@ -135,7 +122,7 @@ def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str,
     for word, chosen in (("trained", True), ("not trained", False)):
         found = [each for each in tensors if each.trained is chosen]
         if found or chosen:
-            yield word, _summary(found)
+            yield word, _reasons(found)
     doubtful = [each for each in tensors if each.doubtful]
     if doubtful:
         names = ", ".join(repr(each.value.name) for each in doubtful[:REASONS])
@@ -147,22 +134,7 @@ def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str,
         yield word, f"{each.value.name!r} {shape}, {each.value.elements:,}: {each.why}"
 
 
-def tensors_form(tensors: Sequence[Tensor]) -> list[dict[str, object]]:
-    """The same for programs to read."""
-    return [
-        {
-            "name": each.value.name,
-            "shape": each.value.shape,
-            "elements": each.value.elements,
-            "trained": each.trained,
-            "why": each.why,
-            "doubtful": each.doubtful,
-        }
-        for each in tensors
-    ]
-
-
-def _summary(tensors: Sequence[Tensor]) -> str:
+def _reasons(tensors: Sequence[Tensor]) -> str:
     if not tensors:
         return "nothing"
     reasons: Counter[str] = Counter()
@@ -180,63 +152,35 @@ _SAME = 5e-4
 """Relative changes below this are none to a reader."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanDelta:
-    """A plan, and the one that `folder` held before."""
-
-    folder: Path
-    before: Plan
-    now: Plan
-
-    @property
-    def same(self) -> bool:
-        """True if the decisions and their predictions are equal."""
-        return plan_digest(self.before) == plan_digest(self.now)
-
-    @property
-    def slowdown(self) -> float:
-        """How many samples the former plan takes while this one takes one: above 1 where this one is worse."""
-        before, now = self.before.summary.samples_per_s, self.now.summary.samples_per_s
-        return before / now if now else 1.0
-
-    def lines(self) -> Iterator[RenderableType]:
-        """The figures before and after, and whether that is worse."""
-        if self.same:
-            yield f"the same plan as {self.folder} held"
-            return
-        before, now = self.before.summary, self.now.summary
-        table = plain_table("", "before", "now", "change", right=1)
-        times, rates = (before.step_time_s, now.step_time_s), (before.samples_per_s, now.samples_per_s)
-        peaks, bubbles = (before.peak_memory_bytes, now.peak_memory_bytes), (before.bubble_rate, now.bubble_rate)
-        table.add_row("step", *map(seconds_text, times), _change(*times))
-        table.add_row("samples/s", *(f"{rate:,.1f}" for rate in rates), _change(*rates))
-        table.add_row("bubble", *(f"{rate:.1%}" for rate in bubbles), f"{100 * (bubbles[1] - bubbles[0]):+.1f} points")
-        table.add_row("peak memory", *map(bytes_text, map(max, peaks)), _change(*map(max, peaks)))
-        yield table
-        yield f"{self._verdict()} what {self.folder} held"
-
-    def form(self) -> dict[str, object]:
-        before = encode(self.before.summary)
-        return {"plan": self.folder, "same": self.same, "worse": self.slowdown > 1, "before": before}
-
-    def _verdict(self) -> str:
-        ratio = self.slowdown
-        if abs(ratio - 1) < _SAME:
-            return "neither better nor worse than"
-        if self.before.batch_size != self.now.batch_size:
-            how = f"{1 - 1 / ratio:.1%} fewer" if ratio > 1 else f"{1 / ratio - 1:.1%} more"
-            return f"{'worse' if ratio > 1 else 'better'}: {how} samples a second than"
-        if ratio > 1:
-            return f"worse: a step takes {ratio - 1:.1%} longer than"
-        return f"better: a step takes {1 - ratio:.1%} less than"
-
-
-def _change(before: float, now: float) -> str:
-    return f"{now / before - 1:+.1%}" if before else "-"
+def plan_delta(folder: Path, before: Plan, now: Plan) -> tuple[dict[str, object], list[RenderableType]]:
+    """A plan against the one that `folder` held: for programs, and the figures and the verdict for a person."""
+    same, was, is_now = plan_digest(before) == plan_digest(now), before.summary, now.summary
+    # Samples that the plan before takes while this one takes one: above 1 where this one is worse.
+    ratio = was.samples_per_s / is_now.samples_per_s if is_now.samples_per_s else 1.0
+    form = {"plan": folder, "same": same, "worse": ratio > 1, "before": encode(was)}
+    if same:
+        return form, [f"the same plan as {folder} held"]
+    table = plain_table("", "before", "now", "change", right=1)
+    times, rates = (was.step_time_s, is_now.step_time_s), (was.samples_per_s, is_now.samples_per_s)
+    bubbles, peaks = (was.bubble_rate, is_now.bubble_rate), [max(each.peak_memory_bytes) for each in (was, is_now)]
+    table.add_row("step", *map(seconds_text, times), _change(*times))
+    table.add_row("samples/s", *(f"{rate:,.1f}" for rate in rates), _change(*rates))
+    table.add_row("bubble", *(f"{rate:.1%}" for rate in bubbles), f"{100 * (bubbles[1] - bubbles[0]):+.1f} points")
+    table.add_row("peak memory", *map(bytes_text, peaks), _change(*peaks))
+    if abs(ratio - 1) < _SAME:
+        verdict = "neither better nor worse than"
+    elif before.batch_size != now.batch_size:
+        how = f"worse: {1 - 1 / ratio:.1%} fewer" if ratio > 1 else f"better: {1 / ratio - 1:.1%} more"
+        verdict = f"{how} samples a second than"
+    elif ratio > 1:
+        verdict = f"worse: a step takes {ratio - 1:.1%} longer than"
+    else:
+        verdict = f"better: a step takes {1 - ratio:.1%} less than"
+    return form, [table, f"{verdict} what {folder} held"]
 
 
 _MOST_ROWS = 16
-"""Stages shown; of more, the first and the last ones."""
+"""Stages in a table; of more, the first and the last ones."""
 _FEW_ROWS = 6
 """The same where there is more to be read on the screen."""
 
@@ -246,11 +190,12 @@ def plan_screen(planned: PlanResult, request: Request, folder: Path, every: bool
     plan, problem = planned.plan, planned.problem
     summary = plan.summary
     why = "" if request.mode else (" (the model has a loss)" if problem.train else " (the model has no loss)")
-    chosen = "" if request.micro_batches or request.micro_batch_size else " (chosen)"
+    kinds = f": {counted_text(plan.device_names)}" if plan.device_names else ""
     yield (
         f"{request.model}: {summary.strategy} with {summary.schedule}, {plan.mode}{why}, on {summary.devices} devices"
-        f" of {problem.cluster.name}{_taken(plan)}"
+        f" of {problem.cluster.name}{kinds}"
     )
+    chosen = "" if request.micro_batches or request.micro_batch_size else " (chosen)"
     yield (
         f"batch {plan.batch_size}{'' if request.batch_size else ' (chosen)'} = {summary.micro_batches} micro-batches"
         f"{chosen} of {summary.micro_batch_size}"
@@ -259,36 +204,34 @@ def plan_screen(planned: PlanResult, request: Request, folder: Path, every: bool
         # Names from the model are no markup.
         yield from (Text(f"{word}: {text}") for word, text in trained_lines(planned.model.tensors, every))
     yield stage_table(plan, _FEW_ROWS if plan.alternatives else _MOST_ROWS)
-    yield f"{prediction_line(summary)}{_room(plan)}"
+    yield f"{prediction_line(summary)}{_memory_limits(plan)}"
     yield traffic_line(summary)
-    if summary.splits is not None:
-        yield splits_line(summary.splits)
-    if summary.costs is not None:
-        yield costs_line(summary.costs)
+    yield from _proof_lines(summary)
     yield schedule_line(plan)
     yield from (f"note: {note}" for note in plan.placement.notes)
-    if plan.breakdown is not None:
-        yield from distance_lines(plan.breakdown, summary.devices, len(set(plan.device_names)))
-    yield from weighed_screen(plan.alternatives, summary.step_time_s)
+    yield from weighing_lines(plan)
     yield f"plan in {folder}"
     yield f"next: autopipe explain {folder}    autopipe show {folder}    autopipe codegen {folder}"
 
 
-def _taken(plan: Plan) -> str:
-    """Which devices of a mixed cluster are planned for."""
-    return f": {counted_text(plan.device_names)}" if plan.device_names else ""
+def weighing_lines(plan: Plan) -> Iterator[RenderableType]:
+    """How far the plan is from the ideal, and what else was weighed."""
+    if plan.breakdown is not None:
+        yield from distance_lines(plan.breakdown, plan.summary.devices, len(set(plan.device_names)))
+    yield from weighed_screen(plan.alternatives, plan.summary.step_time_s)
 
 
-def _room(plan: Plan) -> str:
+def _memory_limits(plan: Plan) -> str:
     """The memory that devices have; where there are several kinds, with the peak on those of each."""
-    kinds = dict.fromkeys(plan.device_names)
-    if len(kinds) < 2:
+    if len(set(plan.device_names)) < 2:
         return f" of {bytes_text(plan.memory_limits[0])}"
-    peaks, limits = plan.summary.peak_memory_bytes, plan.memory_limits
-    own = {kind: [each for each, name in enumerate(plan.device_names) if name == kind] for kind in kinds}
+    kinds: dict[str, list[int]] = {}
+    for device, name in enumerate(plan.device_names):
+        kinds.setdefault(name, []).append(device)
     parts = (
-        f"{bytes_text(max(peaks[each] for each in devices))} of {bytes_text(limits[devices[0]])} on {kind}"
-        for kind, devices in own.items()
+        f"{bytes_text(max(plan.summary.peak_memory_bytes[each] for each in devices))} of"
+        f" {bytes_text(plan.memory_limits[devices[0]])} on {kind}"
+        for kind, devices in kinds.items()
     )
     return f" ({', '.join(parts)})"
 
@@ -308,19 +251,15 @@ def traffic_line(summary: Summary) -> str:
     return f"exchanged in a step: {', '.join(parts) or 'nothing'}"
 
 
-def splits_line(proof: SplitProof) -> str:
-    counted = seconds_text(proof.cost) if proof.unit == "s" else f"{proof.cost:.6g} {proof.unit}"
-    if proof.optimal:
-        return f"splits: {counted} a step as the search counts, proven the least"
-    return f"splits: {counted} a step as the search counts, at most {proof.gap:.1%} above the least"
-
-
-def costs_line(costs: CostCoverage) -> str:
-    """How far measured costs went."""
-    line = f"costs: {costs.measured} of {costs.measured + costs.judged} nodes as measured"
-    if not costs.judged:
-        return line
-    return f"{line}, {costs.judged} by the roofline times what the measured ones took over it"
+def _proof_lines(summary: Summary) -> Iterator[str]:
+    """Proof of the splits, and how far measured costs went."""
+    if (proof := summary.splits) is not None:
+        counted = seconds_text(proof.cost) if proof.unit == "s" else f"{proof.cost:.6g} {proof.unit}"
+        how = "proven the least" if proof.optimal else f"at most {proof.gap:.1%} above the least"
+        yield f"splits: {counted} a step as the search counts, {how}"
+    if (costs := summary.costs) is not None:
+        rest = f", {costs.judged} by the roofline times what the measured ones took over it" if costs.judged else ""
+        yield f"costs: {costs.measured} of {costs.measured + costs.judged} nodes as measured{rest}"
 
 
 def schedule_line(plan: Plan) -> str:
@@ -337,33 +276,50 @@ def schedule_line(plan: Plan) -> str:
     return f"schedule: {whose}{what} proven the shortest for this placement{rounded}"
 
 
-def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
-    """A row a stage: its devices, nodes and what each of its devices takes; its samples where stages differ in them.
+def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
+    """The figures of the stages, a column each: those that fit a terminal, or with `full` all that are predicted.
 
-    Where devices are of several kinds each stage's is told.
-
-    Of more than `most` stages the first and the last are shown.
+    Kinds of devices, pipelines and micro-batches have a column where stages differ in them, the halves of a backward
+    where the schedule has them.
     """
-    own_sizes = plan.has_own_sizes
-    samples = ("micro-batch",) if own_sizes else ()
-    kinds = ("kind",) if len(set(plan.device_names)) > 1 else ()
-    columns = ("stage", "devices", *kinds, *samples, "nodes", "parameters", "forward", "backward", "memory")
-    table = plain_table(*columns, right=2 + len(kinds))
-    count = len(plan.placement.stages)
-    for index, (stage, predicted) in enumerate(zip(plan.placement.stages, plan.prediction.stages, strict=True)):
-        if count > most and most // 2 <= index < count - most // 2:
-            if index == most // 2:
-                table.add_row("...")
-            continue
-        table.add_row(
-            str(index),
-            devices_text(stage.devices),
-            *((kinds_text(plan.device_names, stage.devices),) if kinds else ()),
-            *((str(stage.micro_batch_size),) if own_sizes else ()),
-            str(len(stage.nodes)),
-            bytes_text(predicted.parameter_bytes),
-            seconds_text(predicted.forward_s),
-            seconds_text(predicted.backward_s) if plan.mode == "train" else "-",
-            bytes_text(max(plan.summary.peak_memory_bytes[device] for device in stage.devices)),
-        )
+    stages, predicted = plan.placement.stages, plan.prediction.stages
+    columns = {
+        "stage": [str(index) for index in range(len(stages))],
+        "devices": [devices_text(each.devices) for each in stages],
+    }
+    if len(set(plan.device_names)) > 1:
+        columns["kind"] = [kinds_text(plan.device_names, each.devices) for each in stages]
+    if full and plan.placement.pipelines > 1:
+        columns["pipeline"] = [str(each.pipeline) for each in stages]
+    if plan.has_own_sizes:
+        columns["micro-batch"] = [str(each.micro_batch_size) for each in stages]
+    columns["nodes"] = [str(len(each.nodes)) for each in stages]
+    columns["parameters"] = [bytes_text(each.parameter_bytes) for each in predicted]
+    columns["forward"] = [seconds_text(each.forward_s) for each in predicted]
+    columns["backward"] = [seconds_text(each.backward_s) if full or plan.mode == "train" else "-" for each in predicted]
+    if not full:
+        peaks = plan.summary.peak_memory_bytes
+        columns["memory"] = [bytes_text(max(peaks[device] for device in each.devices)) for each in stages]
+        return columns
+    if any(task.phase is Phase.INPUT_GRADIENT for order in plan.schedule.tasks for task in order):
+        for name, phase in (("input gradient", Phase.INPUT_GRADIENT), ("weight gradient", Phase.WEIGHT_GRADIENT)):
+            columns[name] = [seconds_text(each.seconds(phase)) for each in predicted]
+    columns["gradient sum"] = [seconds_text(each.gradient_s) for each in predicted]
+    columns["update"] = [seconds_text(each.update_s) for each in predicted]
+    columns["kept a micro-batch"] = [bytes_text(each.kept_bytes) for each in predicted]
+    columns["static memory"] = [bytes_text(each.static_bytes) for each in predicted]
+    columns["recompute"] = ["yes" if each.recompute else "no" for each in stages]
+    return columns
+
+
+def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
+    """A row a stage; of more than `most` the first and the last."""
+    columns = stage_columns(plan, full=False)
+    table = plain_table(*columns, right=3 if "kind" in columns else 2)
+    rows = list(zip(*columns.values(), strict=True))
+    if len(rows) > most:
+        half = most // 2
+        rows[half:-half] = [("...",)]
+    for row in rows:
+        table.add_row(*row)
     return table

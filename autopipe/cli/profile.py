@@ -9,16 +9,15 @@ import click
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopipe.cli.configuration_flags import configuration_options
-from autopipe.cli.options import standard_options
+from autopipe.cli.options import PATH, configuration_options, standard_options
 from autopipe.cli.output import Output, bytes_text, plain_table, seconds_text
 from autopipe.configs.configuration import Configuration
-from autopipe.ir.measured_costs import Costs, DeviceCosts, OperationCost
+from autopipe.ir.measured_costs import Costs, OperationCost
 
 
 @click.command()
-@click.argument("files", metavar="MODEL", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", "target", type=click.Path(path_type=Path), help="File to write; default MODEL.costs.")
+@click.argument("files", metavar="MODEL", nargs=-1, required=True, type=PATH)
+@click.option("-o", "--output", "target", type=PATH, help="File to write; default MODEL.costs.")
 @click.option("--merge", is_flag=True, help="Join the cost files given in place of MODEL; later ones override.")
 @click.option("--name", help="What to call the device; its product and threads without it.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="What to measure.")
@@ -27,11 +26,7 @@ from autopipe.ir.measured_costs import Costs, DeviceCosts, OperationCost
     "--micro-batch-sizes", metavar="B,…", help="Samples in a micro-batch; 1, 2 and 4 where the model takes them."
 )
 @click.option("--degrees", metavar="D,…", default="2", show_default=True, help="Ways to split operators; none: ''.")
-@click.option(
-    "--ranks",
-    type=click.IntRange(2, 64),
-    help="Also measure messages and collectives between ranks.",
-)
+@click.option("--ranks", type=click.IntRange(2, 64), help="Also measure messages and collectives between ranks.")
 @click.option(
     "--source",
     type=click.Choice(["torch", "onnxruntime"]),
@@ -70,7 +65,7 @@ def profile(
     """
     from autopipe.cli.output import check_writable, write_texts
     from autopipe.cli.profile_programs import parsed_sizes
-    from autopipe.ir.measured_costs import Costs, costs_text, merged, read_costs
+    from autopipe.ir.measured_costs import costs_text, merged, read_costs
 
     refused: tuple[str, ...] = ()
     if merge:
@@ -122,7 +117,16 @@ def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator
         yield f"  {len(device.operations)} operations measured"
         if device.operations:
             yield _slowest(device.operations)
-        yield from (f"  {line}" for line in _lines(device))
+        if (tasks := device.tasks) is not None:
+            yield (
+                f"  besides its operators a forward takes {seconds_text(tasks.forward_s)}, a backward"
+                f" {seconds_text(tasks.backward_s)}; an operator whose gradients wait"
+                f" {seconds_text(tasks.waiting_s)} more"
+            )
+        for each in device.exchanges:
+            rate = f", then {bytes_text(round(1 / each.fit.per_byte_s))}/s" if each.fit.per_byte_s else ""
+            what = f"{each.kind.replace('_', '-')} of {each.ranks} ranks"
+            yield f"  {what}: {seconds_text(each.fit.fixed_s)}{rate}"
     if refused:
         yield f"{len(refused)} operators could not be measured; plans judge them by the roofline: {refused[0]}"
     yield f"costs in {target}"
@@ -131,8 +135,12 @@ def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator
 
 def _slowest(operations: Sequence[OperationCost]) -> Table:
     """The operations that take longest, backward included."""
+
+    def total(cost: OperationCost) -> float:
+        return cost.forward.seconds + (cost.backward.seconds if cost.backward else 0.0)
+
     table = plain_table("operator", "operands", "forward", "backward", "spread", right=2)
-    for each in sorted(operations, key=_total, reverse=True)[:_ROWS]:
+    for each in sorted(operations, key=total, reverse=True)[:_ROWS]:
         operands = " ".join(text for text in each.operation.operands if text)
         backward = "-" if each.backward is None else seconds_text(each.backward.seconds)
         spread = max(each.forward.spread, each.backward.spread if each.backward else 0.0)
@@ -140,20 +148,3 @@ def _slowest(operations: Sequence[OperationCost]) -> Table:
     if len(operations) > _ROWS:
         table.add_row(f"... {len(operations) - _ROWS} more")
     return table
-
-
-def _total(cost: OperationCost) -> float:
-    return cost.forward.seconds + (cost.backward.seconds if cost.backward else 0.0)
-
-
-def _lines(device: DeviceCosts) -> Iterator[str]:
-    """A line for what tasks take, and one for each kind of exchange."""
-    if device.tasks is not None:
-        tasks = device.tasks
-        yield (
-            f"besides its operators a forward takes {seconds_text(tasks.forward_s)}, a backward"
-            f" {seconds_text(tasks.backward_s)}; an operator whose gradients wait {seconds_text(tasks.waiting_s)} more"
-        )
-    for each in device.exchanges:
-        rate = f", then {bytes_text(round(1 / each.fit.per_byte_s))}/s" if each.fit.per_byte_s else ""
-        yield f"{each.kind.replace('_', '-')} of {each.ranks} ranks: {seconds_text(each.fit.fixed_s)}{rate}"

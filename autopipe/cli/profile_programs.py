@@ -16,7 +16,6 @@ from pathlib import Path
 
 from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.profiler.communication import (
-    PostOverhead,
     StagePairs,
     measure_exchanges,
     measure_period,
@@ -95,8 +94,7 @@ def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequ
     seen: set[Operation] = set()
     for degree in (1, *degrees):
         for size, model in models:
-            samples = samples_of(model, precision, degree)
-            new = [sample for sample in samples if sample.operation not in seen]
+            new = [sample for sample in samples_of(model, precision, degree) if sample.operation not in seen]
             seen |= {sample.operation for sample in new}
             note = f"micro-batch {size}" + (f", split {degree} ways" if degree > 1 else "")
             yield from (Group(note, size, lap) for lap in _laps(new))
@@ -106,14 +104,13 @@ def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample
     """Samples to measure, of every node in order; equal ones are put together once."""
     operations = Operations.of(model.graph, precision)
     known: dict[Hashable, tuple[Sample, ...]] = {}
-    work, absorbed = annotate(operations.graph, operations.precision), operations.absorbed
-    for index in range(len(work)):
-        key = operations.key(index)
-        if index in absorbed:
+    for index, work in enumerate(annotate(operations.graph, operations.precision)):
+        if index in operations.absorbed:
             continue
+        key = operations.key(index)
         if key not in known:
             cuts = operations.cuts(index, (degree,)) if degree > 1 else ((),)
-            known[key] = tuple(operations.sample(index, work[index], splits) for splits in cuts)
+            known[key] = tuple(operations.sample(index, work, splits) for splits in cuts)
         yield from known[key]
 
 
@@ -232,7 +229,7 @@ def _write(
     ends[-1] += 1
     nodes.append(Node("loss", "ReduceMean", (before,), ("loss",), (("keepdims", 0),)))
     graph = Graph(
-        name="medley",
+        name="synthetic",
         opset=20,
         inputs=(Value("x", DType.FLOAT32, _SHAPE),),
         parameters=tuple(
@@ -251,8 +248,7 @@ def _write(
         for begin, end, device in zip((0, *ends), ends, devices, strict=False)
     )
     program = lower(graph, Placement(tuple(stages)), schedule, "loss")
-    titles = ("A medley.",) * len(layers), ("A medley.",) * schedule.devices
-    files = ProgramFiles("", program, *titles)
+    files = ProgramFiles("", program, ("Layers.",) * len(layers), ("Layers.",) * schedule.devices)
     write_program([files], Provenance(str(folder), "", "", Optimizer(), "fp32", 0, 0.0, 0.0), folder)
 
 
@@ -308,15 +304,10 @@ def write_pipeline(model: Model, precision: str, costs: DeviceCosts, folder: Pat
     except AutopipeError:
         return None
     sizes = [model.graph.type_of(name).bytes for name, _, _ in crossing_values(model.graph, placement)]
-    return Pipeline(folder, _period(problem, placement, schedule), len(sizes), sum(sizes))
-
-
-def _period(problem: Problem, placement: Placement, schedule: Schedule) -> float:
-    """Predicted seconds from a forward of the second stage to its next."""
     devices = tuple(stage.devices for stage in placement.stages)
     timeline = simulate(schedule, devices, predict(problem, placement))
     starts = [span.start for span in timeline.spans if span.task.stage == 1 and span.task.phase is Phase.FORWARD]
-    return period_of(starts)
+    return Pipeline(folder, period_of(starts), len(sizes), sum(sizes))
 
 
 def _problem(model: Model, precision: str, costs: DeviceCosts) -> Problem:
@@ -352,13 +343,15 @@ def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost,
         for folder, count, messages in ((together, 1, 1), (apart, 2, 1), (laden, 2, _MESSAGES)):
             write_pair(folder, count, messages)
         ends = measure_post_overhead(StagePairs(together, apart, laden, _MESSAGES), device)
-    return tuple(part for each in found for part in (_posts(each, ends) if each.kind == "post" else (each,)))
-
-
-def _posts(post: ExchangeCost, ends: PostOverhead) -> tuple[ExchangeCost, ExchangeCost]:
-    """Costs of posting a first message and each further one: from a pipeline, and by bytes from messages alone."""
-    first, following = (_through(post.fit, seconds, MESSAGE_BYTES) for seconds in (ends.first, ends.following))
-    return replace(post, fit=first), ExchangeCost("follow", post.ranks, following, ())
+    costs: list[ExchangeCost] = []
+    for each in found:
+        if each.kind == "post":
+            # Of a first message and each further one: from a pipeline, and by bytes from messages alone.
+            first, following = (_through(each.fit, seconds, MESSAGE_BYTES) for seconds in (ends.first, ends.following))
+            costs += (replace(each, fit=first), ExchangeCost("follow", each.ranks, following, ()))
+        else:
+            costs.append(each)
+    return tuple(costs)
 
 
 def in_pipeline(exchanges: tuple[ExchangeCost, ...], pipeline: Pipeline, device: str) -> tuple[ExchangeCost, ...]:
@@ -426,46 +419,27 @@ def measure_whole(
     samples = tuple(samples_of(model, precision))
     known = {each.operation: each for each in costs}
     own = [known[sample.operation] for sample in samples if sample.operation in known]
-    program = whole_program(model, precision, folder) if len(own) == len(samples) else None
-    if program is None:
+    if len(own) < len(samples) or not is_small(model, precision):
         return None
-    try:
-        forward, backward, around_forward, around_backward = numbers_of("whole", program, device, seconds)
-    except AutopipeError:
-        return None
-    if tasks is not None:
-        backward -= _adding_seconds(model.graph, tasks)
-    first, last = min(starts.forward_s, _MOST * forward), min(starts.backward_s, _MOST * max(0.0, backward))
-    backwards = [each.backward for each in own if each.backward is not None]
-    return ModelCorrection(
-        _ratio(forward - first, [each.forward for each in own]),
-        _ratio(backward - last, backwards),
-        around_forward + first,
-        around_backward + last,
-    )
-
-
-def whole_program(model: Model, precision: str, folder: Path) -> Path | None:
-    """Write a one-device program to `folder`; None where that cannot be, or the model is too large.
-
-    It runs some forwards and backwards, one after the other: by itself one would find the caches as the update left
-    them.
-    """
-    if not is_small(model, precision):
-        return None
+    # Some forwards and backwards, one after the other: by itself one would find the caches as the update left them.
     loss = model.loss if model.mode is Mode.TRAIN else None
     try:
         program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)
         write_timed(model, precision, program, folder)
+        forward, backward, around_forward, around_backward = numbers_of("whole", folder, device, seconds)
     except AutopipeError:
         return None
-    return folder
-
-
-def _adding_seconds(graph: Graph, tasks: TaskCosts) -> float:
-    """Average seconds of a backward, over a step, for adding its gradients to earlier ones."""
-    sizes = [each.value.bytes for each in graph.parameters if each.trainable]
-    return (1 - 1 / _MICRO_BATCHES) * tasks.accumulate.seconds(len(sizes), sum(sizes))
+    if tasks is not None:
+        # All backwards of a step but the first add their gradients to earlier ones.
+        sizes = [each.value.bytes for each in model.graph.parameters if each.trainable]
+        backward -= (1 - 1 / _MICRO_BATCHES) * tasks.accumulate.seconds(len(sizes), sum(sizes))
+    first, last = min(starts.forward_s, _MOST * forward), min(starts.backward_s, _MOST * max(0.0, backward))
+    return ModelCorrection(
+        _ratio(forward - first, [each.forward for each in own]),
+        _ratio(backward - last, [each.backward for each in own if each.backward is not None]),
+        around_forward + first,
+        around_backward + last,
+    )
 
 
 def _ratio(whole: float, parts: Sequence[Timing]) -> float:

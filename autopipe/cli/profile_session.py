@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.cli.output import Bar
 from autopipe.cli.profile_programs import (
     LONGER,
-    Group,
     ModelCorrection,
     exchanges_of,
     groups_of,
@@ -36,15 +35,12 @@ from autopipe.cli.profile_programs import (
     write_rows,
 )
 from autopipe.ir.errors import ConfigurationError, LaunchError
-from autopipe.ir.measured_costs import DeviceCosts, ExchangeCost, OperationCost, TaskCosts
+from autopipe.ir.measured_costs import DeviceCosts, ExchangeCost, OperationCost
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import Request
 
-_WHOLE = 0.15
-_TASKS = 0.1
-_STARTS = 0.15
-_EXCHANGES = 0.3
+_WHOLE, _TASKS, _STARTS, _EXCHANGES = 0.15, 0.1, 0.15, 0.3
 """Parts of the time."""
 
 
@@ -77,25 +73,48 @@ class Profiling:
         torch.set_num_threads(self.threads)
         models = models_of(self.request, self.sizes)
         train = models[0][1].mode is Mode.TRAIN and self.source == "torch"
-        groups = tuple(groups_of(models, self.request.precision, self.degrees))
         started = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
-            measured, refused = self._operations(groups, device, train, Path(scratch), bar)
+        with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as name:
+            scratch = Path(name)
+            measured, refused = self._operations(models, device, train, scratch, bar)
             tasks, starts = None, TaskStartOverhead()
             if train:
                 bar.reach(time.perf_counter() - started, note="tasks")
-                starts = measure_starts(Stopwatch(device), *write_rows(Path(scratch)), LONGER, _STARTS * self.seconds)
-                tasks = self._tasks(device, Path(scratch))
+                starts = measure_starts(Stopwatch(device), *write_rows(scratch), LONGER, _STARTS * self.seconds)
+                waiting = write_overhead_stage(scratch / "tasks")
+                tasks = measure_tasks(Stopwatch(device), scratch / "tasks", waiting, _TASKS * self.seconds)
+            # How operators go in the model, by the size of its micro-batches, where that can be told.
             wholes: dict[int, ModelCorrection] = {}
             if self.source == "torch":
                 bar.reach(time.perf_counter() - started, note="the whole model")
-                wholes = self._wholes(models, [cost for _, cost in measured], tasks, starts, device, Path(scratch))
-        sizes = tuple(size for size, _ in models)
+                known, each_s = [cost for _, cost in measured], _WHOLE * self.seconds / len(models)
+                for size, model in models:
+                    folder = scratch / f"whole-{size}"
+                    whole = measure_whole(
+                        model, self.request.precision, known, tasks, starts, device.type, folder, each_s
+                    )
+                    if whole is not None:
+                        wholes[size] = whole
+        if tasks is not None:
+            # On the smallest micro-batches task costs matter most; without the model those of the synthetic stage do.
+            tasks = wholes[min(wholes)].tasks(tasks) if wholes else starts.added_to(tasks)
         costs = DeviceCosts(
-            device=self.name or self._product(device),
-            measured=(self._how(device, sizes, train), *(_told(size, whole) for size, whole in wholes.items())),
+            device=self.name
+            or (
+                torch.cuda.get_device_name(device)
+                if device.type == "cuda"
+                else f"{processor()}, {self._threads_text()}"
+            ),
+            measured=(
+                self._how(device, [size for size, _ in models], train),
+                *(
+                    f"micro-batches of {size}: in the model operators take {whole.forward:.2f} (forward) and"
+                    f" {whole.backward:.2f} (backward) of what they take one by one; that is what is given"
+                    for size, whole in wholes.items()
+                ),
+            ),
             operations=tuple(wholes.get(size, ModelCorrection()).of(cost) for size, cost in measured),
-            tasks=None if tasks is None else _of_model(tasks, starts, wholes),
+            tasks=tasks,
             exchanges=(),
         )
         if self.ranks is not None:
@@ -114,42 +133,24 @@ class Profiling:
         return torch.device(wanted)
 
     def _operations(
-        self, groups: Sequence[Group], device: torch.device, train: bool, folder: Path, bar: Bar
+        self, models: Sequence[tuple[int, Model]], device: torch.device, train: bool, folder: Path, bar: Bar
     ) -> tuple[list[tuple[int, OperationCost]], list[str]]:
         """All groups, one after the other, an equal part of the time each; by the size of micro-batches."""
+        groups = tuple(groups_of(models, self.request.precision, self.degrees))
         rest = 1.0 - _WHOLE - (_TASKS + _STARTS if train else 0.0) - (_EXCHANGES if self.ranks is not None else 0.0)
-        each = rest * self.seconds / max(1, len(groups))
+        each_s = rest * self.seconds / max(1, len(groups))
         found: list[tuple[int, OperationCost]] = []
         refused: list[str] = []
         started = time.perf_counter()
         for group in groups:
             bar.reach(time.perf_counter() - started, note=group.note)
             if self.source == "onnxruntime":
-                costs, reasons = onnxruntime_profiler.measure_operations(group.lap, folder, self.threads, each)
+                costs, reasons = onnxruntime_profiler.measure_operations(group.lap, folder, self.threads, each_s)
             else:
-                costs, reasons = measure_operations(group.lap, Stopwatch(device), folder, train, each)
+                costs, reasons = measure_operations(group.lap, Stopwatch(device), folder, train, each_s)
             found += ((group.size, cost) for cost in costs)
             refused += reasons
         return found, refused
-
-    def _wholes(
-        self,
-        models: Sequence[tuple[int, Model]],
-        costs: Sequence[OperationCost],
-        tasks: TaskCosts | None,
-        starts: TaskStartOverhead,
-        device: torch.device,
-        scratch: Path,
-    ) -> dict[int, ModelCorrection]:
-        """How operators go in the model, by the size of its micro-batches, where that can be told."""
-        each = _WHOLE * self.seconds / len(models)
-        found: dict[int, ModelCorrection] = {}
-        for size, model in models:
-            folder = scratch / f"whole-{size}"
-            whole = measure_whole(model, self.request.precision, costs, tasks, starts, device.type, folder, each)
-            if whole is not None:
-                found[size] = whole
-        return found
 
     def _exchanges(
         self, ranks: int, models: Sequence[tuple[int, Model]], device: torch.device, costs: DeviceCosts
@@ -159,7 +160,7 @@ class Profiling:
         exchanges = exchanges_of(ranks, device.type, _EXCHANGES * self.seconds)
         if self.source != "torch":
             return exchanges
-        model = _middling(models)
+        _, model = models[len(models) // 2]
         with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
             known = replace(costs, exchanges=exchanges)
             pipeline = write_pipeline(model, self.request.precision, known, Path(scratch) / "pipeline")
@@ -168,32 +169,21 @@ class Profiling:
                     exchanges = in_pipeline(exchanges, pipeline, device.type)
         return exchanges
 
-    def _tasks(self, device: torch.device, scratch: Path) -> TaskCosts:
-        folder = scratch / "medley"
-        waiting = write_overhead_stage(folder)
-        return measure_tasks(Stopwatch(device), folder, waiting, _TASKS * self.seconds)
+    def _threads_text(self) -> str:
+        return f"{self.threads} thread{'s' if self.threads > 1 else ''}"
 
-    def _product(self, device: torch.device) -> str:
-        if device.type == "cuda":
-            return str(torch.cuda.get_device_name(device))
-        return f"{processor()}, {self.threads} thread{'s' if self.threads > 1 else ''}"
-
-    def _how(self, device: torch.device, sizes: tuple[int, ...], train: bool) -> str:
-        """One line for the file."""
-        if self.source == "torch":
-            what = f"torch {torch.__version__}"
-        else:
-            what = f"onnxruntime {onnxruntime_profiler.version()}"
+    def _how(self, device: torch.device, sizes: Sequence[int], train: bool) -> str:
+        """How it was measured, in a line for the file."""
+        torch_used = self.source == "torch"
         parts = [
-            what,
-            device.type if device.type == "cuda" else f"cpu, {self.threads} thread{'s' if self.threads > 1 else ''}",
+            f"torch {torch.__version__}" if torch_used else f"onnxruntime {onnxruntime_profiler.version()}",
+            device.type if device.type == "cuda" else f"cpu, {self._threads_text()}",
             self.request.precision,
             "train" if train else "infer",
             f"{self.request.model.name} on micro-batches of {', '.join(map(str, sizes))}",
+            *([f"{self.ranks} ranks"] if self.ranks is not None else []),
             datetime.datetime.now(datetime.UTC).date().isoformat(),
         ]
-        if self.ranks is not None:
-            parts.insert(-1, f"{self.ranks} ranks")
         return ", ".join(parts)
 
 
@@ -206,27 +196,6 @@ def check_ranks(ranks: int, threads: int) -> None:
             hint=f"--ranks {max(2, processors)}",
             where="--ranks",
         )
-
-
-def _middling(models: Sequence[tuple[int, Model]]) -> Model:
-    """The model on micro-batches of middling size."""
-    _, model = models[len(models) // 2]
-    return model
-
-
-def _of_model(tasks: TaskCosts, starts: TaskStartOverhead, wholes: Mapping[int, ModelCorrection]) -> TaskCosts:
-    """Task costs of the model on its smallest micro-batches, where they matter most; those of the synthetic stage where
-    the model was not run as a whole.
-    """
-    return wholes[min(wholes)].tasks(tasks) if wholes else starts.added_to(tasks)
-
-
-def _told(size: int, whole: ModelCorrection) -> str:
-    """One line for the file."""
-    return (
-        f"micro-batches of {size}: in the model operators take {whole.forward:.2f} (forward) and {whole.backward:.2f}"
-        " (backward) of what they take one by one; that is what is given"
-    )
 
 
 def processor() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pprint
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autopipe.cli.output import Bar, Output, seconds_text
 from autopipe.ir.errors import ConfigurationError, InternalError
@@ -20,44 +20,40 @@ def dumped(value: object) -> str:
     """A graph node by node, a placement stage by stage, a schedule as its grid; anything else field by field."""
     match value:
         case Model():
-            return _graph(value.graph)
+            return "\n".join(_graph_lines(value.graph))
         case Problem():
-            return _work(value)
+            return "\n".join(_work_lines(value))
         case Placement():
-            return _placement(value)
+            return "\n".join(_placement_lines(value))
         case Schedule():
             return value.grid()
         case _:
             return pprint.pformat(value, width=120, compact=True)
 
 
-def _graph(graph: Graph) -> str:
-    lines = [f"graph {graph.name!r}, opset {graph.opset}"]
-    lines += [f"input {value.name!r} {value.dtype.value} {list(value.shape)}" for value in graph.inputs]
+def _graph_lines(graph: Graph) -> Iterator[str]:
+    yield f"graph {graph.name!r}, opset {graph.opset}"
+    yield from (f"input {value.name!r} {value.dtype.value} {list(value.shape)}" for value in graph.inputs)
     for index, node in enumerate(graph.nodes):
         shapes = ", ".join(str(list(graph.type_of(name).shape)) for name in node.outputs if name)
-        lines.append(f"{index:5} {node.op} {node.name!r} ({', '.join(map(repr, node.inputs))}) -> {shapes}")
-    lines.append(f"outputs {', '.join(map(repr, graph.outputs))}")
-    return "\n".join(lines)
+        yield f"{index:5} {node.op} {node.name!r} ({', '.join(map(repr, node.inputs))}) -> {shapes}"
+    yield f"outputs {', '.join(map(repr, graph.outputs))}"
 
 
-def _work(problem: Problem) -> str:
-    lines = ["  node  class          forward GFLOP  backward GFLOP  forward MB  kept MB"]
+def _work_lines(problem: Problem) -> Iterator[str]:
+    yield "  node  class          forward GFLOP  backward GFLOP  forward MB  kept MB"
     for index, work in enumerate(problem.work):
-        lines.append(
+        yield (
             f"{index:6}  {work.kind:13}  {work.forward_flops / 1e9:13.4f}  {work.backward_flops / 1e9:14.4f}"
             f"  {work.forward_bytes / 1e6:10.3f}  {work.kept_bytes / 1e6:7.3f}"
         )
-    return "\n".join(lines)
 
 
-def _placement(placement: Placement) -> str:
-    lines = []
+def _placement_lines(placement: Placement) -> Iterator[str]:
     for index, stage in enumerate(placement.stages):
         ranges = " ".join(f"{first}-{last - 1}" for first, last in node_ranges(stage.nodes))
-        lines.append(f"stage {index}: devices {list(stage.devices)}, nodes {ranges}")
-        lines += [f"  node {node}: {' '.join(map(str, splits))}" for node, splits in stage.splits]
-    return "\n".join(lines)
+        yield f"stage {index}: devices {list(stage.devices)}, nodes {ranges}"
+        yield from (f"  node {node}: {' '.join(map(str, splits))}" for node, splits in stage.splits)
 
 
 def names_of(request: Request) -> tuple[str, ...]:
@@ -78,16 +74,14 @@ class Watcher(Observer):
                 )
         self._output, self._bar, self._dump_after = output, bar, frozenset(dump_after)
         self._debug = debug
-        """True if a mistake of ours in something tried ends the command."""
+        """True if a mistake of ours in a candidate ends the command."""
         self._furthest = 0
         self._best = ""
 
     def started(self, name: str) -> None:
-        """Show the pass beside the bar."""
         self._bar.advance(0, note=f"{name}{self._best}")
 
     def finished(self, name: str, value: object, seconds: float) -> None:
-        """Move the bar, and print the value where it was asked for."""
         self._furthest = max(self._furthest, self._names.index(name) + 1)
         self._bar.reach(self._furthest)
         self._output.detail(f"{name}: {seconds:.2f} s")
@@ -95,7 +89,6 @@ class Watcher(Observer):
             self._output.line(f"--- after {name}\n{dumped(value)}")
 
     def improved(self, step_s: float, bound_s: float) -> None:
-        """Show the shortest step so far, and what none of what was tried can be below."""
         self._best = f", {seconds_text(step_s)} a step, at least {seconds_text(bound_s)}"
         self._output.detail(f"best so far: {seconds_text(step_s)} a step (bound {seconds_text(bound_s)})")
 

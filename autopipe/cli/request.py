@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autopipe.configs.configuration import Choice, Configuration, Loss, build, resolve_cluster
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.measured_costs import Costs, read_costs
+from autopipe.ir.measured_costs import read_costs
 from autopipe.ir.problem import Mode
-from autopipe.passes.cost.measured import measured_cluster
-from autopipe.passes.frontend import CrossEntropy
-from autopipe.passes.pipeline import PlanResult, Request
-from autopipe.passes.placement.given import Given
 from autopipe.passes.registry import Scheduler, Strategy, scheduler_class, strategy_class, strategy_names
+
+if TYPE_CHECKING:
+    from autopipe.passes.pipeline import PlanResult, Request
 
 AUTO = "auto"
 """Name that leaves the strategy, or the schedule, to the search over all of them."""
@@ -58,20 +57,20 @@ def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
 
     Stages of a given placement are not part of it: they stand in a file of their own.
     """
-    if chosen is None:
-        return Choice(AUTO)
-    if isinstance(chosen, Given):
-        return Choice(Given.name)
+    from autopipe.passes.placement.given import Given
+
+    if chosen is None or isinstance(chosen, Given):
+        return Choice(AUTO if chosen is None else Given.name)
     place = Place("the plan")
+
+    def entry(value: Any) -> Entry:
+        """An option's value as a YAML file would hold it."""
+        if isinstance(value, tuple):
+            return Entry(tuple(map(entry, value)), place)
+        return Entry(str(value) if isinstance(value, Path) else value, place)
+
     fields = dataclasses.fields(cast(Any, chosen))
-    return Choice(chosen.name, tuple((field.name, _entry(getattr(chosen, field.name), place)) for field in fields))
-
-
-def _entry(value: Any, place: Place) -> Entry:
-    """An option's value as a YAML file would hold it."""
-    if isinstance(value, tuple):
-        return Entry(tuple(_entry(each, place) for each in value), place)
-    return Entry(str(value) if isinstance(value, Path) else value, place)
+    return Choice(chosen.name, tuple((field.name, entry(getattr(chosen, field.name))) for field in fields))
 
 
 def _check_no_options(choice: Choice, path: str) -> None:
@@ -87,9 +86,9 @@ def _check_no_options(choice: Choice, path: str) -> None:
 def _check_stages(choice: Choice, schema: type[Any]) -> None:
     """Raise ConfigurationError where the flag --stages stands and the strategy does not let one say how many."""
     place = next((entry.place for name, entry in choice.options if name == "stages"), None)
-    if place is None or not str(place).startswith("--stages") or "stages" in _options(schema):
+    if place is None or not str(place).startswith("--stages") or _takes_stages(schema):
         return
-    takes = [name for name in strategy_names() if "stages" in _options(strategy_class(name))]
+    takes = [name for name in strategy_names() if _takes_stages(strategy_class(name))]
     raise ConfigurationError(
         f"strategy {choice.name} chooses its stages itself",
         hint=f"strategies that make as many as they are told: {', '.join(takes)}",
@@ -97,8 +96,8 @@ def _check_stages(choice: Choice, schema: type[Any]) -> None:
     )
 
 
-def _options(schema: type[Any]) -> set[str]:
-    return {field.name for field in dataclasses.fields(schema)}
+def _takes_stages(schema: type[Any]) -> bool:
+    return any(field.name == "stages" for field in dataclasses.fields(schema))
 
 
 def _class_of(choice: Choice, find: Callable[[str], type[Any]]) -> type[Any]:
@@ -111,8 +110,15 @@ def _class_of(choice: Choice, find: Callable[[str], type[Any]]) -> type[Any]:
 
 def request_of(configuration: Configuration, model: Path) -> Request:
     """The request for a plan of `model`. Raises ConfigurationError or InfeasibleError for what cannot be asked for."""
-    costs = _costs(configuration)
+    from autopipe.passes.cost.measured import measured_cluster
+    from autopipe.passes.frontend import CrossEntropy
+    from autopipe.passes.pipeline import Request
+
+    if configuration.costs == "pase-paper":
+        raise ConfigurationError(f"plans are not made with {configuration.costs!r} costs", where="costs")
+    costs = None if configuration.costs == "roofline" else read_costs(Path(configuration.costs))
     cluster = resolve_cluster(configuration)
+    loss = configuration.loss
     return Request(
         model=model,
         cluster=cluster if costs is None else measured_cluster(cluster, costs),
@@ -123,7 +129,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         frozen=configuration.model.frozen,
         trainable=configuration.model.trainable,
         mode=None if configuration.mode is None else Mode(configuration.mode),
-        loss=_loss(configuration),
+        loss=CrossEntropy(loss.cross_entropy.logits, loss.cross_entropy.labels) if isinstance(loss, Loss) else loss,
         batch_size=configuration.batch_size,
         micro_batches=None if configuration.micro_batches == "auto" else configuration.micro_batches,
         micro_batch_size=configuration.micro_batch_size,
@@ -137,22 +143,6 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         seed=configuration.seed,
         costs=costs,
     )
-
-
-def _costs(configuration: Configuration) -> Costs | None:
-    """Measured costs, where plans are not made with the roofline alone."""
-    if configuration.costs == "roofline":
-        return None
-    if configuration.costs == "pase-paper":
-        raise ConfigurationError(f"plans are not made with {configuration.costs!r} costs", where="costs")
-    return read_costs(Path(configuration.costs))
-
-
-def _loss(configuration: Configuration) -> str | CrossEntropy | None:
-    if isinstance(configuration.loss, Loss):
-        choice = configuration.loss.cross_entropy
-        return CrossEntropy(choice.logits, choice.labels)
-    return configuration.loss
 
 
 def effective(configuration: Configuration, planned: PlanResult) -> Configuration:

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autopipe.cli.options import standard_options
+from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from autopipe.ir.block_schedule import BlockGraph, BlockSchedule
+    from autopipe.ir.block_schedule import BlockGraph
 
 _MOST_BLOCKS = 2_000_000
 """Blocks of all units together that a schedule may list."""
 
 
 @click.command()
-@click.argument("placement", required=False, type=click.Path(path_type=Path))
+@click.argument("placement", required=False, type=PATH)
 @click.option("--shape", metavar="v|x|m|nn|k", help="One of the published placements in place of a file.")
 @click.option("--devices", type=click.IntRange(2, 4096), help="Devices of the shape; 4 where not given.")
 @click.option("--mode", type=click.Choice(["train", "infer"]), help="Whether the shape trains; train where not given.")
@@ -30,9 +30,7 @@ _MOST_BLOCKS = 2_000_000
 @click.option("--schedule", "name", metavar="NAME", default="tessel", help="tessel searches; or a published schedule.")
 @click.option("--time-limit", metavar="SECONDS", type=float, default=10.0, help="Most seconds that the search takes.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Where the search begins.")
-@click.option(
-    "-o", "--output", "target", metavar="FILE", type=click.Path(path_type=Path), help="schedule.json to write."
-)
+@click.option("-o", "--output", "target", metavar="FILE", type=PATH, help="schedule.json to write.")
 @standard_options
 def schedule(
     output: Output,
@@ -56,8 +54,11 @@ def schedule(
       autopipe schedule --shape v --schedule 1f1b
     """
     from autopipe.cli.output import check_writable, write_texts
-    from autopipe.cli.show import block_screen, block_title
-    from autopipe.ir.block_schedule import block_schedule_form
+    from autopipe.cli.show import block_screen, blocks_title
+    from autopipe.ir.block_schedule import block_schedule_form, check_blocks
+    from autopipe.passes.schedule.published.blocks import schedule_blocks
+    from autopipe.passes.schedule.tessel.model import SearchOptions, require_room
+    from autopipe.passes.schedule.tessel.search import search
 
     if not (math.isfinite(time_limit) and time_limit > 0):
         raise ConfigurationError(f"--time-limit is {time_limit:g}", hint="give a number of seconds above 0")
@@ -67,21 +68,29 @@ def schedule(
         raise ConfigurationError(f"--units is {units}", hint=f"of {len(graph.blocks)} blocks at most {most} are taken")
     if target is not None:
         check_writable(target)
-    found = _scheduled(output, graph, units, name, time_limit, seed)
+    require_room(graph, units)
+    if name == "tessel":
+        with output.progress("searching", total=time_limit) as bar:
+
+            def tell(best: int | None, bound: int, seconds: float) -> None:
+                bar.reach(seconds, "" if best is None else f"best {best}, at least {bound}")
+
+            found = search(graph, units, SearchOptions(time_limit, seed, progress=tell))
+    else:
+        found = schedule_blocks(name, graph, units)
+    check_blocks(found)
     form = block_schedule_form(found)
     if target is not None:
         write_texts({target: json.dumps(form) + "\n"})
     source = str(placement) if placement is not None else f"shape {shape}"
-    screen = block_screen(found, f"{block_title(found, source)}, {name}", output.width, output.coloured)
-    output.result(
-        {"schedule": name, "file": target, **form}, *screen, *([f"schedule in {target}"] if target is not None else [])
-    )
+    screen = block_screen(found, f"{blocks_title(found, source)}, {name}", output)
+    written = [f"schedule in {target}"] if target is not None else []
+    output.result({"schedule": name, "file": target, **form}, *screen, *written)
 
 
 def _graph(
     placement: Path | None, shape: str | None, devices: int | None, mode: str | None, memory: int | None
 ) -> BlockGraph:
-    """The blocks that were asked for."""
     from autopipe.configs.placement_file import read_placement
     from autopipe.passes.schedule.published import blocks
 
@@ -95,24 +104,3 @@ def _graph(
         return read_placement(placement)
     assert shape is not None, "either a file or a shape is given"
     return blocks.shape(shape, devices or 4, train=mode != "infer", memory=memory)
-
-
-def _scheduled(output: Output, graph: BlockGraph, units: int, name: str, time_limit: float, seed: int) -> BlockSchedule:
-    """The schedule, which has been checked."""
-    from autopipe.ir.block_schedule import check_blocks
-    from autopipe.passes.schedule.published.blocks import schedule_blocks
-    from autopipe.passes.schedule.tessel.model import SearchOptions, require_room
-    from autopipe.passes.schedule.tessel.search import search
-
-    require_room(graph, units)
-    if name == "tessel":
-        with output.progress("searching", total=time_limit) as bar:
-
-            def show(best: int | None, bound: int, seconds: float) -> None:
-                bar.reach(seconds, "" if best is None else f"best {best}, at least {bound}")
-
-            found = search(graph, units, SearchOptions(time_limit, seed, progress=show))
-    else:
-        found = schedule_blocks(name, graph, units)
-    check_blocks(found)
-    return found

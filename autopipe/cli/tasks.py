@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopipe.cli.output import bytes_text, devices_text, plain_table
+from autopipe.cli.output import Output, bytes_text, devices_text, plain_table
 from autopipe.cli.plan_folder import open_plan
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Program
-from autopipe.ir.task_graph import LoopedTasks, MessageEnd, TaskGraph, TaskNode
+from autopipe.ir.task_graph import LoopedTasks, TaskGraph, TaskNode
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.lower.task_graph import TaskSource
+
+
+def show_tasks(output: Output, folder: Path, rank: int | None) -> None:
+    """A table of the ranks and the tasks of rank 0, or those of `rank`, of the plan in `folder`, lowered again.
+
+    Raises ConfigurationError for a folder without a plan, or a rank that it does not have; ModelError for its model.
+    """
+    planned = open_plan(folder)
+    plan, problem = planned.plan, planned.problem
+    devices = plan.schedule.devices
+    if rank is not None and rank >= devices:
+        raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
+    loss = problem.loss if problem.train else None
+    program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard)
+    source = TaskSource.of(program, problem.graph, plan.placement, plan.prediction.stages)
+    if output.as_json:
+        ranks = range(program.world_size) if rank is None else (rank,)
+        output.result({"plan": folder, "ranks": [task_graph_form(source.graph(each)) for each in ranks]})
+        return
+    screen = list(task_screen(source.graph(rank or 0), _buffers(program, rank or 0)))
+    if rank is None and program.world_size > 1:
+        table = rank_table([source.graph(each) for each in selected_ranks(program.world_size)], program.world_size)
+        screen = [table, "", *screen]
+    output.result({}, *screen)
 
 
 def task_graph_form(graph: TaskGraph) -> dict[str, object]:
@@ -35,7 +58,8 @@ def task_graph_form(graph: TaskGraph) -> dict[str, object]:
 
 
 def _task_form(place: int, node: TaskNode, held: int) -> dict[str, object]:
-    found: dict[str, object] = {
+    optional = {"messages": node.messages, "group": node.group, "inside": node.inside, "what": node.what}
+    return {
         "id": place,
         "kind": node.kind,
         "name": node.name,
@@ -44,20 +68,12 @@ def _task_form(place: int, node: TaskNode, held: int) -> dict[str, object]:
         "bytes": node.bytes,
         "after": node.after,
         "memory_bytes": held,
+        **{key: value for key, value in optional.items() if value not in ((), "", None)},
     }
-    if node.messages:
-        found["messages"] = node.messages
-    if node.group:
-        found["group"] = node.group
-    if node.inside is not None:
-        found["inside"] = node.inside
-    if node.what:
-        found["what"] = node.what
-    return found
 
 
 _MOST_ROWS = 48
-"""Tasks shown of what stands in a row, or in one loop."""
+"""Tasks listed of what stands in a row, or in one loop."""
 _MOST_NAMES = 3
 _MOST_RANKS = 16
 _Row = tuple[str, ...]
@@ -72,18 +88,17 @@ def selected_ranks(count: int) -> tuple[int, ...]:
 
 
 def rank_table(graphs: Sequence[TaskGraph], count: int) -> Table:
-    """A row a rank, of `count`."""
     table = plain_table("rank", "stages", "tasks", "sends", "receives", "exchanges", "sums", "memory", right=2)
     for position, graph in enumerate(graphs):
         if len(graphs) < count and position == len(graphs) // 2:
             table.add_row("...")
         stages = sorted({node.stage for node in graph.nodes if node.stage is not None})
-        sizes = [
-            sum(node.bytes for node in graph.nodes if node.kind in kinds)
-            for kinds in (("send",), ("receive",), ("collective",), ("reduce", "gather"))
-        ]
         computed = sum(
             node.kind in ("forward", "backward", "input_gradient", "weight_gradient") for node in graph.nodes
+        )
+        sizes = (
+            sum(node.bytes for node in graph.nodes if node.kind in kinds)
+            for kinds in (("send",), ("receive",), ("collective",), ("reduce", "gather"))
         )
         texts = (bytes_text(size) if size else "-" for size in sizes)
         table.add_row(str(graph.rank), devices_text(stages) or "-", str(computed), *texts, bytes_text(graph.peak_bytes))
@@ -95,25 +110,28 @@ def task_screen(graph: TaskGraph, buffers: str) -> Iterator[RenderableType]:
     held, peak = bytes_text(graph.static_bytes), bytes_text(graph.peak_bytes)
     yield f"rank {graph.rank}: {len(graph.nodes):,} tasks a step; {held} all through it, at most {peak}{buffers}"
     yield ""
+    freed: dict[int, list[str]] = {}
+    for node in graph.nodes:
+        if node.kind == "free":
+            freed.setdefault(node.after[0], []).append(node.what)
     rows: list[_Row] = [_HEADS]
-    frees = _frees(graph)
-    for title, several in groupby(graph.stretches, key=lambda each: (each.section, each.count > 1 and each.start)):
+    for (section, _), several in groupby(
+        graph.stretches, key=lambda each: (each.section, each.count > 1 and each.start)
+    ):
         stretches = tuple(several)
-        found = [row for each in stretches for row in _rows(graph, each, frees)]
+        found = [row for each in stretches for row in _rows(graph, each, freed)]
+        if len(found) > _MOST_ROWS:
+            half = _MOST_ROWS // 2
+            more = f"{len(found) - 2 * half:,} more, which --json has"
+            found = [*found[:half], ("  ...", more, "", "", "", ""), *found[-half:]]
         if found:
-            rows += [(_title(title[0], stretches[0]),), *_bounded(found)]
-    yield from _aligned(rows)
-
-
-def _aligned(rows: Sequence[_Row]) -> Iterator[str]:
-    """Rows as lines; one of a single cell is a line of its own."""
-    full = [row for row in rows if len(row) > 1]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+            rows += [(_title(section, stretches[0]),), *found]
+    # A row of a single cell is a line of its own.
+    widths = [max(map(len, column)) for column in zip(*(row for row in rows if len(row) > 1), strict=True)]
     for row in rows:
         cells = zip(row, widths, _HEADS, strict=False)
-        yield "  ".join(
-            f"{cell:>{width}}" if head in _RIGHT else f"{cell:<{width}}" for cell, width, head in cells
-        ).rstrip()
+        line = (f"{cell:>{width}}" if head in _RIGHT else f"{cell:<{width}}" for cell, width, head in cells)
+        yield "  ".join(line).rstrip()
 
 
 def _title(section: str, stretch: LoopedTasks) -> str:
@@ -124,37 +142,28 @@ def _title(section: str, stretch: LoopedTasks) -> str:
     return f"{section}, {stretch.count} times{further}; the first time:"
 
 
-def _bounded(rows: list[_Row]) -> Iterator[_Row]:
-    """The rows, the middle ones left out where they are many."""
-    if len(rows) <= _MOST_ROWS:
-        yield from rows
-        return
-    half = _MOST_ROWS // 2
-    yield from rows[:half]
-    yield ("  ...", f"{len(rows) - 2 * half:,} more, which --json has", "", "", "", "")
-    yield from rows[-half:]
+def _rows(graph: TaskGraph, stretch: LoopedTasks, freed: Mapping[int, Sequence[str]]) -> Iterator[_Row]:
+    """A row a task, behind the collectives inside it.
 
-
-def _rows(graph: TaskGraph, stretch: LoopedTasks, frees: dict[int, list[TaskNode]]) -> Iterator[_Row]:
+    Memory is that in use during or, but for computations, after the task; in a loop the first and the last time.
+    """
     inside: list[TaskNode] = []
     for place in range(stretch.start, stretch.end):
         node = graph.nodes[place]
-        if node.kind == "free":
-            continue
         if node.kind == "collective":
             inside.append(node)
-            continue
-        yield from _collectives(inside)
-        inside = []
-        moved = "" if not node.bytes else bytes_text(node.bytes)
-        freed = _names([each.what for each in frees.get(place, ())])
-        memory = _memory(graph, stretch, place)
-        yield (f"  {node.name}", _does(node), moved, memory, _after(graph, node), freed)
+        elif node.kind != "free":
+            yield from _collectives(inside)
+            inside = []
+            moved = bytes_text(node.bytes) if node.bytes else ""
+            times = dict.fromkeys((graph.held[place], graph.held[stretch.last + place - stretch.start]))
+            memory = " … ".join(map(bytes_text, times))
+            yield (f"  {node.name}", _does(node), moved, memory, _after(graph, node), _names(freed.get(place, ())))
     yield from _collectives(inside)
 
 
 def _collectives(nodes: list[TaskNode]) -> Iterator[_Row]:
-    """The collectives of one task, alike ones in one row."""
+    """The collectives of one task, those of one kind and group in one row."""
     found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for node in nodes:
         found.setdefault((node.what.partition(" ")[0], node.group), []).append(node.bytes)
@@ -166,10 +175,12 @@ def _collectives(nodes: list[TaskNode]) -> Iterator[_Row]:
 
 def _does(node: TaskNode) -> str:
     match node.kind:
-        case "send":
-            return f"send to {_peers(node.messages)}"
-        case "receive":
-            return f"receive from {_peers(node.messages)}"
+        case "send" | "receive":
+            ranks = sorted({each.peer for each in node.messages})
+            channels = sorted({each.channel for each in node.messages})
+            peers = f"rank{'s' if len(ranks) > 1 else ''} {devices_text(ranks)}"
+            way = "send to" if node.kind == "send" else "receive from"
+            return f"{way} {peers}, channel{'s' if len(channels) > 1 else ''} {devices_text(channels)}"
         case "accumulate":
             return "add up gradients"
         case "reduce":
@@ -180,14 +191,6 @@ def _does(node: TaskNode) -> str:
         case "gather":
             return f"all-gather of parameters over ranks {devices_text(node.group)}"
     return node.kind.replace("_", " ")
-
-
-def _peers(messages: tuple[MessageEnd, ...]) -> str:
-    """The other ranks of messages, with their channels."""
-    ranks = sorted({each.peer for each in messages})
-    channels = sorted({each.channel for each in messages})
-    words = ("rank" if len(ranks) == 1 else "ranks", "channel" if len(channels) == 1 else "channels")
-    return f"{words[0]} {devices_text(ranks)}, {words[1]} {devices_text(channels)}"
 
 
 def _after(graph: TaskGraph, node: TaskNode) -> str:
@@ -203,62 +206,6 @@ def _names(names: Sequence[str]) -> str:
     return f"{', '.join(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} more"
 
 
-def _memory(graph: TaskGraph, stretch: LoopedTasks, place: int) -> str:
-    """Memory in use during or, but for computations, after a task; the first and the last time of a loop."""
-    first, last = graph.held[place], graph.held[stretch.last + place - stretch.start]
-    return bytes_text(first) if first == last else f"{bytes_text(first)} … {bytes_text(last)}"
-
-
-def _frees(graph: TaskGraph) -> dict[int, list[TaskNode]]:
-    """Nodes freed after each task."""
-    found: dict[int, list[TaskNode]] = {}
-    for node in graph.nodes:
-        if node.kind == "free":
-            found.setdefault(node.after[0], []).append(node)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class TaskView:
-    """The task graphs of one rank, or of all."""
-
-    folder: Path
-    source: TaskSource
-    rank: int | None
-
-    @staticmethod
-    def open(folder: Path, rank: int | None) -> TaskView:
-        """Tasks of the plan in `folder`, lowered again from its model.
-
-        Raises ConfigurationError for a folder without a plan, or a rank that it does not have; ModelError for its
-        model.
-        """
-        planned = open_plan(folder)
-        plan, problem = planned.plan, planned.problem
-        devices = plan.schedule.devices
-        if rank is not None and rank >= devices:
-            raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
-        loss = problem.loss if problem.train else None
-        program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard)
-        return TaskView(folder, TaskSource.of(program, problem.graph, plan.placement, plan.prediction.stages), rank)
-
-    def screen(self) -> Iterator[RenderableType]:
-        """A table of the ranks and the tasks of rank 0, or those of the rank that was asked for."""
-        program = self.source.program
-        if self.rank is None and program.world_size > 1:
-            yield rank_table(
-                [self.source.graph(rank) for rank in selected_ranks(program.world_size)], program.world_size
-            )
-            yield ""
-        rank = self.rank or 0
-        yield from task_screen(self.source.graph(rank), _buffers(program, rank))
-
-    def data(self) -> dict[str, object]:
-        """The graphs, whole."""
-        ranks = range(self.source.program.world_size) if self.rank is None else (self.rank,)
-        return {"plan": self.folder, "ranks": [task_graph_form(self.source.graph(rank)) for rank in ranks]}
-
-
 def _buffers(program: Program, rank: int) -> str:
     """Receive buffers of a rank, in words."""
     sizes = {
@@ -269,11 +216,10 @@ def _buffers(program: Program, rank: int) -> str:
         for value in program.stages[wired.stage].outputs
         if value.name == piece.tensor
     }
-    rings = [(each.buffers, sizes[each.number]) for each in program.channels if each.target_rank == rank]
-    rings += [(each.gradient_buffers, sizes[each.number]) for each in program.channels if each.source_rank == rank]
-    rings = [(count, size) for count, size in rings if count]
-    if not rings:
+    found = [(each.buffers, sizes[each.number]) for each in program.channels if each.target_rank == rank]
+    found += [(each.gradient_buffers, sizes[each.number]) for each in program.channels if each.source_rank == rank]
+    buffers = sum(count for count, _ in found)
+    if not buffers:
         return ""
-    total = sum(count * size for count, size in rings)
-    buffers = sum(count for count, _ in rings)
+    total = sum(count * size for count, size in found)
     return f"; {buffers} buffers of {bytes_text(total)} in all for messages that come"

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopipe.backends.onnxruntime import ReferenceModel, precision_of
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
-from autopipe.backends.torch.runtime.data import open_source
+from autopipe.backends.torch.runtime.data import check_data, open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.verification import (
     Difference,
@@ -23,21 +23,19 @@ from autopipe.backends.torch.verification import (
     read_losses,
     read_outputs,
 )
-from autopipe.cli.options import standard_options
+from autopipe.cli.launch import DATA, SEED, rank_arguments
+from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output
+from autopipe.ir.errors import VerificationError
 from autopipe.ir.graph import DType, Initializer
 from autopipe.ir.layout import whole
 
 
 @click.command()
-@click.argument("program", type=click.Path(path_type=Path))
+@click.argument("program", type=PATH)
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
-@click.option("--data", help="FILE.npz or module:function; random data without it.")
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    help="Seed of random data, of Dropout, and of weights that the model does not store.",
-)
+@DATA
+@SEED
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
@@ -56,29 +54,22 @@ def verify(
     Example:
       autopipe verify gpt.plan/program --device cpu
     """
-    from autopipe.backends.torch.runtime.data import check_data
-    from autopipe.backends.torch.runtime.manifest import read_manifest
-    from autopipe.ir.errors import VerificationError
-
     manifest = read_manifest(program.absolute())
     check_data(manifest, data, 1)
-    arguments = ["--device", device]
-    arguments += ["--data", data] if data else []
-    arguments += ["--seed", str(seed)] if seed is not None else []
     precision = precision_of_program(manifest)
     with tempfile.TemporaryDirectory() as scratch, output.progress("verifying", total=4) as bar:
-        run = Verification(manifest, arguments, data, seed, Path(scratch), precision, tolerance)
+        run = Verification(manifest, device, data, seed, Path(scratch), precision, tolerance)
         checks = list(run.run(bar.advance))
     failed = [check for check in checks if not check.worst.relative <= check.limit]
     limit = precision.limit if tolerance is None else tolerance
     parts = f" = {precision}" if tolerance is None else ""
-    verdict = f"{'not equal' if failed else 'equal'}: the limit is {limit:.2g}{parts}"
     result = {
         "tolerance": limit,
         "precision": {"dtype": precision.dtype, "depth": precision.depth},
         "checks": [check.as_json() for check in checks],
+        "equal": not failed,
     }
-    output.result(result | {"equal": not failed}, *_lines(checks), *_measured(checks), verdict)
+    output.result(result, *_lines(checks), f"{'not equal' if failed else 'equal'}: the limit is {limit:.2g}{parts}")
     if failed:
         check = failed[0]
         raise VerificationError(
@@ -87,20 +78,11 @@ def verify(
         )
 
 
-def _measured(checks: Sequence[Check]) -> Iterator[str]:
-    """Limits measured where the base limit did not suffice."""
-    for check in checks:
-        if check.response:
-            yield (
-                f"{check.compared}: the limit of {check.worst.tensor!r} is {check.limit:.2g}, since one unit "
-                f"in the last place of every input and weight changes it by {check.response:.1e}"
-            )
-        if check.note:
-            yield f"{check.compared}: {check.note}"
-
-
 def _lines(checks: Sequence[Check]) -> Iterator[str]:
-    """A line a check below the headings. The worst tensor's name, which may be long, stands last and is never cut."""
+    """A line a check below the headings, then the limits that were measured as the base limit did not suffice.
+
+    The worst tensor's name, which may be long, stands last and is never cut.
+    """
     rows = [("compared", "with", "tensors", "difference", "worst")]
     rows += [
         (check.compared, check.reference, str(check.count), f"{check.worst.relative:.2e}", check.worst.tensor)
@@ -109,6 +91,14 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     for compared, reference, count, relative, worst in rows:
         yield f"{compared:{first}}  {reference:{second}}  {count:>7}  {relative:>10}  {worst}"
+    for check in checks:
+        if check.response:
+            yield (
+                f"{check.compared}: the limit of {check.worst.tensor!r} is {check.limit:.2g}, since one unit "
+                f"in the last place of every input and weight changes it by {check.response:.1e}"
+            )
+        if check.note:
+            yield f"{check.compared}: {check.note}"
 
 
 REFERENCE = "reference"
@@ -133,7 +123,6 @@ class Check:
     note: str = ""
 
     def as_json(self) -> dict[str, object]:
-        """The check as a JSON object."""
         return {
             "compared": self.compared,
             "reference": self.reference,
@@ -160,7 +149,7 @@ class Verification:
     """All checks of one program, each run leaving its record in `scratch`."""
 
     manifest: Manifest
-    arguments: list[str]
+    device: str
     data: str | None
     seed: int | None
     scratch: Path
@@ -171,41 +160,51 @@ class Verification:
     def run(self, advance: Callable[[], None]) -> Iterator[Check]:
         """The checks, as they are done."""
         folder = self.manifest.folder
-        self._record("ranks")
         launch_program(self.manifest, self._run_arguments("ranks"), LaunchConfig())
         advance()
         if self.manifest.train:
             run_alone(folder / REFERENCE, self._run_arguments("one"))
             advance()
-            yield from self._training_checks()
+            ranks, one = self._losses("ranks"), self._losses("one")
+            worst = [difference("loss", ranks, one)]
+            yield self._check("loss of the ranks", "one device", worst, self._training_responses)
+            pairs = gradient_differences(self.manifest, self.scratch / "ranks", self.scratch / "one")
+            yield self._check("gradients of the ranks", "one device", pairs, self._training_responses)
         forward = read_manifest(folder / FORWARD)
         run_alone(folder / FORWARD, self._run_arguments("forward"))
         advance()
-        ours = read_outputs(self.scratch / "forward" / "outputs.npz")
+        ours = self._outputs("forward")
         if not self.manifest.train:
-            ranks = _in_rounds(read_outputs(self.scratch / "ranks" / "outputs.npz"), self.manifest)
-            pairs = (difference(name, ranks[name], ours[name]) for name in ours)
+            found = _in_rounds(self._outputs("ranks"), self.manifest)
+            pairs = (difference(name, found[name], ours[name]) for name in ours)
             yield self._check("outputs of the ranks", "one device", pairs, self._forward_responses)
-        yield self._reference_check(forward, _averaged(ours, forward))
+        # Outputs that carry no samples are averaged over the micro-batches.
+        axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
+        averaged = {name: array if axes[name] is not None else np.mean(array, axis=0) for name, array in ours.items()}
+        yield self._reference_check(forward, averaged)
         advance()
 
-    def _record(self, name: str) -> Path:
+    def _run_arguments(self, name: str) -> list[str]:
+        """Flags of a run of one step that leaves its record under this name."""
         folder = self.scratch / name
         folder.mkdir(exist_ok=True)
-        return folder
+        return rank_arguments(
+            {
+                "--device": self.device,
+                "--data": self.data or None,
+                "--seed": self.seed,
+                "--steps": 1,
+                "--record": folder,
+                "--report": folder / "report.jsonl",
+                "--outputs": folder / "outputs.npz",
+            }
+        )
 
-    def _run_arguments(self, name: str) -> list[str]:
-        folder = self._record(name)
-        record = ["--record", str(folder), "--report", str(folder / "report.jsonl")]
-        return [*self.arguments, "--steps", "1", *record, "--outputs", str(folder / "outputs.npz")]
+    def _losses(self, name: str) -> np.ndarray:
+        return np.array(read_losses(self.scratch / name / "report.jsonl"))
 
-    def _training_checks(self) -> Iterator[Check]:
-        losses = [read_losses(self.scratch / name / "report.jsonl") for name in ("ranks", "one")]
-        ranks, one = (np.array(each) for each in losses)
-        worst = [difference("loss", ranks, one)]
-        yield self._check("loss of the ranks", "one device", worst, self._training_responses)
-        pairs = gradient_differences(self.manifest, self.scratch / "ranks", self.scratch / "one")
-        yield self._check("gradients of the ranks", "one device", pairs, self._training_responses)
+    def _outputs(self, name: str) -> dict[str, np.ndarray]:
+        return read_outputs(self.scratch / name / "outputs.npz")
 
     def _check(
         self,
@@ -234,26 +233,24 @@ class Verification:
             return self.tolerance
         return self.precision.limit_of(found, response if math.isfinite(response) else 0.0)
 
-    def _moved(self, folder: Path, name: str) -> Path:
-        """Results of one device for inputs and weights that are each one unit in the last place off."""
-        record = self.scratch / name
-        if not record.exists():
+    def _run_moved(self, folder: Path, name: str) -> None:
+        """One device's run for inputs and weights that are each one unit in the last place off, once."""
+        if not (self.scratch / name).exists():
             run_alone(folder, [*self._run_arguments(name), "--perturb", repr(self.precision.step)])
-        return record
 
     def _training_responses(self) -> dict[str, float]:
         """How much one step of every input and weight changes the loss and each gradient."""
         folder = self.manifest.folder / REFERENCE
-        here, there = self.scratch / "one", self._moved(folder, "one moved")
-        moved, own = (np.array(read_losses(each / "report.jsonl")) for each in (there, here))
-        pairs = (difference("loss", moved, own), *gradient_differences(read_manifest(folder), there, here))
-        return {each.tensor: each.relative for each in pairs}
+        self._run_moved(folder, "one moved")
+        loss = difference("loss", self._losses("one moved"), self._losses("one"))
+        gradients = gradient_differences(read_manifest(folder), self.scratch / "one moved", self.scratch / "one")
+        return {each.tensor: each.relative for each in (loss, *gradients)}
 
     def _forward_responses(self) -> dict[str, float]:
         """How much one step of every input and weight changes each output."""
-        there = read_outputs(self._moved(self.manifest.folder / FORWARD, "forward moved") / "outputs.npz")
-        here = read_outputs(self.scratch / "forward" / "outputs.npz")
-        return {name: difference(name, there[name], here[name]).relative for name in here}
+        self._run_moved(self.manifest.folder / FORWARD, "forward moved")
+        moved, own = self._outputs("forward moved"), self._outputs("forward")
+        return {name: difference(name, moved[name], own[name]).relative for name in own}
 
     def _reference_check(self, forward: Manifest, ours: dict[str, np.ndarray]) -> Check:
         """The model's outputs over the step's whole batch against ONNX Runtime's, both without Dropout."""
@@ -264,19 +261,21 @@ class Verification:
             return Check("outputs of one device", "ONNX Runtime", 0, Difference(reason, 0.0), self.precision.limit)
         expected = self._reference_outputs(forward, model, seed)
 
-        def note() -> str:
-            """True if the reference is one: where its own optimizations change it by more, it says little."""
-            model.optimize()
-            others = self._reference_outputs(forward, model, seed)
-            found = [difference(name, others[name], expected[name]) for name in ours if name in expected]
-            worst = max(found, key=lambda each: each.relative, default=Difference("none", 0.0))
-            if worst.relative <= self.precision.limit:
-                return ""
-            return f"ONNX Runtime with its optimizations is {worst.relative:.1e} away from itself without them"
+        def differences(outputs: Mapping[str, np.ndarray]) -> Iterator[Difference]:
+            return (difference(name, outputs[name], expected[name]) for name in ours if name in expected)
 
-        pairs = (difference(name, ours[name], expected[name]) for name in ours if name in expected)
+        def note() -> str:
+            """Says so where the reference's own optimizations change it by more: it is hardly one then."""
+            model.optimize()
+            found = differences(self._reference_outputs(forward, model, seed))
+            worst = max((each.relative for each in found), default=0.0)
+            if worst <= self.precision.limit:
+                return ""
+            return f"ONNX Runtime with its optimizations is {worst:.1e} away from itself without them"
+
         without = " without Dropout" if model.dropouts else ""
-        return self._check(f"outputs of one device{without}", "ONNX Runtime", pairs, self._forward_responses, note)
+        compared = f"outputs of one device{without}"
+        return self._check(compared, "ONNX Runtime", differences(ours), self._forward_responses, note)
 
     def _reference_outputs(self, forward: Manifest, model: ReferenceModel, seed: int) -> dict[str, np.ndarray]:
         """The model's outputs over the step's whole batch, as ONNX Runtime gives them."""
@@ -314,12 +313,6 @@ def _in_rounds(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, 
         name: array if ratios[name] == 1 else np.mean(array.reshape(-1, ratios[name], *array.shape[1:]), axis=1)
         for name, array in outputs.items()
     }
-
-
-def _averaged(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
-    """The same outputs with those that carry no samples averaged over the micro-batches."""
-    axes = {entry.value.name: entry.batch_axis for entry in manifest.outputs}
-    return {name: array if axes[name] is not None else np.mean(array, axis=0) for name, array in outputs.items()}
 
 
 def _drawn_weights(manifest: Manifest, seed: int) -> dict[str, np.ndarray]:

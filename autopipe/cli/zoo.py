@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from autopipe.cli.options import standard_options
+from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output, plain_table
 from autopipe.configs import zoo as models
 from autopipe.configs.schema import field_docs
@@ -53,7 +53,7 @@ def list_models(output: Output) -> None:
 
 @zoo.command()
 @click.argument("name")
-@click.option("-o", "--output", "path", type=click.Path(path_type=Path), help="File to write; default NAME.onnx.")
+@click.option("-o", "--output", "path", type=PATH, help="File to write; default NAME.onnx.")
 @click.option("--set", "words", multiple=True, metavar="KEY=VALUE", help="A size or setting; may be repeated.")
 @standard_options
 def build(output: Output, name: str, path: Path | None, words: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 
-MODULES = {"auto_table", "command_line", "side_by_side", "tessel_baselines"}
+MODULES = {"auto_table", "command_line", "scatter", "side_by_side", "tessel_baselines"}
 """What the scripts import."""
 PAPERS = {
     "__init__",
@@ -115,6 +115,7 @@ def test_every_script_has_a_smallest_run() -> None:
     assert {path.name for path in (ROOT / "scripts").iterdir()} == {
         "environment.sh",
         "draw_architecture.py",
+        "reference_pages.py",
         *(f"{name}.py" for name in TABLES),
     }
 

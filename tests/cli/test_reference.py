@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from autopipe.cli.main import COMMANDS
-from autopipe.cli.reference import commands_page, models_page, options_page, pages
 from autopipe.configs.configuration import OPTION_FLAGS, flags
 from autopipe.configs.zoo import MODELS
+from scripts.reference_pages import commands_page, models_page, options_page, pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", sorted(pages()))
 def test_the_page_in_the_documentation_is_up_to_date(name: str) -> None:
-    assert (DOCS / name).read_text(encoding="utf-8") == pages()[name], "run: python -m autopipe.cli.reference docs"
+    assert (DOCS / name).read_text(encoding="utf-8") == pages()[name], "run: python scripts/reference_pages.py docs"
 
 
 def test_no_page_is_left_over() -> None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from autopipe.backends.torch.runtime import manifest
 from autopipe.backends.torch.verification import Difference, Precision
 from autopipe.cli import verify as verification
 from autopipe.cli.main import main
@@ -33,7 +32,7 @@ def gradients_apart_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
             )
 
         monkeypatch.setattr(Verification, "run", run)
-        monkeypatch.setattr(manifest, "read_manifest", lambda folder: SimpleNamespace())
+        monkeypatch.setattr(verification, "read_manifest", lambda folder: SimpleNamespace())
         monkeypatch.setattr(verification, "precision_of_program", lambda manifest: Precision("float32", 54))
 
     return prepare

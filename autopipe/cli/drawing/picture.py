@@ -1,11 +1,10 @@
-"""A picture: bars on devices over time and the memory below them, its steady state, its axis of time, its colours."""
+"""A picture: a step or a schedule of blocks as bars on devices over time, with its memory, steady state and colours."""
 
 from __future__ import annotations
 
 import colorsys
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -14,88 +13,6 @@ from autopipe.ir.block_schedule import Block, BlockSchedule
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase, Repetend, Schedule, micro_batch_ratios
 from autopipe.ir.timeline import Span, Timeline, Transfer
-
-_TOLERANCE = 1e-2
-"""Share of a period by which repetitions may differ and still count as alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class SteadyState:
-    """Times from `start` to `end` in which every device repeats, `count` times."""
-
-    start: float
-    end: float
-    count: int
-    period: float | None = None
-    """Length of one repetition; None where repetitions take different times."""
-
-
-def spans_by_device(timeline: Timeline) -> list[list[Span]]:
-    """Each device's spans in order of time."""
-    found: list[list[Span]] = [[] for _ in timeline.memory]
-    for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
-        found[span.device].append(span)
-    return found
-
-
-def steady_state(schedule: Schedule, timeline: Timeline, turns: Sequence[int] = ()) -> SteadyState | None:
-    """Where the devices' repetends overlap in time; None where they do not. `turns` are those of the stages.
-
-    Best is a stretch in which all devices move on at one pace. A step too short for that still has the stretch in which
-    each device is in its repetend: the same tasks again and again, though they come at different intervals.
-    """
-    repeating = []
-    for repetend, spans in zip(schedule.repetends or (), spans_by_device(timeline), strict=False):
-        if spans:
-            repeating.append((repetend, spans))
-    if not repeating or any(repetend.count < 2 for repetend, _ in repeating):
-        return None
-    return _one_pace([_regular(*each, turns) for each in repeating]) or _overlap(repeating)
-
-
-@dataclass(frozen=True, slots=True)
-class _Regular:
-    """The longest stretch of one device in which each repetition comes `period` after the one before."""
-
-    start: float
-    end: float
-    period: float
-    stride: float
-    """In micro-batches of the step, of which a stage may take several turns for one."""
-
-
-def _regular(repetend: Repetend, spans: list[Span], turns: Sequence[int]) -> _Regular:
-    body = spans[repetend.start : repetend.start + repetend.length * repetend.count]
-    starts = np.array([span.start for span in body]).reshape(repetend.count, repetend.length)
-    steps = np.diff(starts, axis=0)
-    best, first = (0, 0), 0
-    for row in range(len(steps)):
-        around = steps[first : row + 1]
-        if np.ptp(around) > _TOLERANCE * max(float(around.max()), 0.0):
-            first = row
-        if row + 1 - first > best[1] - best[0]:
-            best = (first, row + 1)
-    period = float(steps[best[0] : best[1]].mean())
-    start = float(starts[best[0], 0])
-    stride = repetend.stride / (turns[body[0].task.stage] if turns else 1)
-    return _Regular(start, start + period * (best[1] - best[0] + 1), period, stride)
-
-
-def _one_pace(found: list[_Regular]) -> SteadyState | None:
-    paces = [each.period / each.stride for each in found]
-    if max(paces) <= 0 or max(paces) - min(paces) > _TOLERANCE * max(paces):
-        return None
-    start, end = max(each.start for each in found), min(each.end for each in found)
-    period = max(each.period for each in found)
-    count = int((end - start) / period + _TOLERANCE)
-    return SteadyState(start, start + count * period, count, period) if count >= 2 else None
-
-
-def _overlap(repeating: list[tuple[Repetend, list[Span]]]) -> SteadyState | None:
-    start = max(spans[repetend.start].start for repetend, spans in repeating)
-    end = min(spans[repetend.start + repetend.length * repetend.count - 1].end for repetend, spans in repeating)
-    return SteadyState(start, end, min(repetend.count for repetend, _ in repeating)) if start < end else None
-
 
 Curve = tuple[tuple[float, int], ...]
 """(time, memory in use from then on), ascending, the first at 0."""
@@ -122,6 +39,17 @@ class Bar:
     def label(self) -> str:
         """Phase and micro-batch, for where the stage is plain or there is no room."""
         return f"{self.letter}{self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyState:
+    """Times from `start` to `end` in which every device repeats, `count` times."""
+
+    start: float
+    end: float
+    count: int
+    period: float | None = None
+    """Length of one repetition; None where repetitions take different times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +95,6 @@ class Picture:
 
 
 def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
-    """The picture of a plan's simulated step."""
     summary = plan.summary
     title = (
         f"{summary.strategy} with {summary.schedule}: {summary.stages} stages on {len(timeline.memory)} devices, "
@@ -175,18 +102,22 @@ def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
         f"bubble {summary.bubble_rate:.1%}"
     )
     limits = plan.memory_limits or (None,) * len(timeline.memory)
-    return step_picture(
-        title, plan.schedule, timeline, limits, micro_batch_ratios(plan.placement, summary.micro_batch_size)
-    )
+    turns = micro_batch_ratios(plan.placement, summary.micro_batch_size)
+    return step_picture(title, plan.schedule, timeline, limits, turns)
 
 
 def step_picture(
     title: str, schedule: Schedule, timeline: Timeline, limits: tuple[int | None, ...], turns: tuple[int, ...] = ()
 ) -> Picture:
-    """The picture of a simulated step; `turns` as `StageGraph` has them."""
+    """The picture of a simulated step; `turns` are the stages' ratios of micro-batches, as `StageGraph` has them."""
+    bars = (
+        Bar(span.device, span.start, span.end, str(task), task.stage, task.phase, task.micro_batch, task.phase.value)
+        for span in timeline.spans
+        for task in (span.task,)
+    )
     return Picture(
         title=title,
-        bars=tuple(sorted(map(_bar, timeline.spans), key=lambda bar: (bar.device, bar.start, bar.end))),
+        bars=tuple(sorted(bars, key=_by_device)),
         memory=timeline.memory,
         limits=limits,
         end=timeline.end,
@@ -196,119 +127,56 @@ def step_picture(
     )
 
 
-def _bar(span: Span) -> Bar:
-    task, letter = span.task, span.task.phase.value
-    return Bar(span.device, span.start, span.end, str(task), task.stage, task.phase, task.micro_batch, letter)
+def _by_device(bar: Bar) -> tuple[int, float, float]:
+    return bar.device, bar.start, bar.end
 
 
-_LEAST_WIDTH = 3
-"""Columns that the shortest kind of task should have."""
-_GAP = 3
-"""Columns that stand for time left out."""
-_REPETEND_SHARE = 6
-"""Least share of the row, as one part in N, for repetitions, however long warm-up and cool-down are."""
+_TOLERANCE = 1e-2
+"""Share of a period by which repetitions may differ and still count as alike."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimeWindow:
-    """A stretch of time that is shown, and the columns it takes."""
+def steady_state(schedule: Schedule, timeline: Timeline, turns: tuple[int, ...] = ()) -> SteadyState | None:
+    """Where the devices' repetends overlap in time; None where they do not. `turns` are those of the stages.
 
-    start: float
-    end: float
-    column: int
-    columns: int
-
-    def column_of(self, time: float) -> int:
-        """The column of an instant; the nearest edge's for one outside."""
-        share = (time - self.start) / (self.end - self.start)
-        return self.column + min(self.columns, max(0, round(share * self.columns)))
-
-    def overlaps(self, start: float, end: float) -> bool:
-        """True if a part of the interval is shown in this window."""
-        return start < self.end and end > self.start
-
-
-@dataclass(frozen=True, slots=True)
-class TimeAxis:
-    """Times to columns, through one window or several with `_GAP` columns between them."""
-
-    windows: tuple[TimeWindow, ...]
-    columns: int
-
-    @property
-    def whole(self) -> bool:
-        """True if all of the step is shown."""
-        return len(self.windows) == 1
-
-    def hidden(self) -> Iterator[tuple[float, float]]:
-        """The stretches of time that are left out."""
-        for before, after in zip(self.windows, self.windows[1:], strict=False):
-            yield before.end, after.start
-
-    def column_of(self, time: float) -> int:
-        """The column of an instant; the last one before the gap for one that is left out."""
-        return max((window.column_of(time) for window in self.windows if window.start <= time), default=0)
-
-
-def time_axis(picture: Picture, columns: int) -> TimeAxis:
-    """An axis of `columns` characters on which the shortest kind of task can be read."""
-    end = picture.end or 1.0
-    lengths: dict[tuple[int, str], float] = {}
-    for bar in picture.bars:
-        lengths.setdefault((bar.stage, bar.phase.value), bar.end - bar.start)
-    typical = sorted(lengths.values())[len(lengths) // 4] if lengths else end
-    if typical <= 0 or typical * columns / end >= _LEAST_WIDTH:
-        return TimeAxis((TimeWindow(0.0, end, 0, columns),), columns)
-    state = picture.steady
-    if state is None or state.period is None:
-        scale = min(_LEAST_WIDTH / typical, 40 * columns / end)
-        head = columns * 3 // 5
-        return _axis([(0.0, head), (end - (columns - head - _GAP) / scale, columns - head - _GAP)], scale, columns)
-    # One repetition takes at most half of the row, however fine its tasks are.
-    scale = min(_LEAST_WIDTH / typical, columns // 2 / state.period)
-    if scale * end <= columns:
-        return TimeAxis((TimeWindow(0.0, end, 0, columns),), columns)
-    return _cut(state, end, scale, columns, 0 if picture.physical else scale)
-
-
-def _cut(state: SteadyState, end: float, scale: float, columns: int, unit: float) -> TimeAxis:
-    """Warm-up from its start, as many repetitions as there is room for, and cool-down to its end.
-
-    `unit` is what the columns of a part are a multiple of, for times that are whole numbers; 0 for any.
+    Best is a stretch in which all devices move on at one pace. A step too short for that still has the stretch in which
+    each device is in its repetend: the same tasks again and again, though they come at different intervals.
     """
-    assert state.period is not None
-    width = state.period * scale
-    least = min(state.count, max(1, int(columns / _REPETEND_SHARE / width)))
-    room = columns - 2 * _GAP - math.ceil(least * width)
-    warm_up, cool_down = math.ceil(state.start * scale), math.ceil((end - state.end) * scale)
-    head = _whole(min(warm_up, max(room // 2, room - cool_down)), unit)
-    tail = _whole(min(cool_down, room - head), unit)
-    count = min(state.count, least + int((room - head - tail) / width))
-    body = round(count * width)
-    pieces = [(0.0, head), (state.start, body), (end - tail / scale, tail)]
-    if head == warm_up:  # nothing is left out before the repetitions
-        pieces[:2] = [(0.0, round(state.start * scale) + body)]
-    if count == state.count and tail == cool_down:
-        last = pieces.pop()
-        pieces[-1] = (pieces[-1][0], pieces[-1][1] + last[1])
-    return _axis([piece for piece in pieces if piece[1] > 0], scale, columns)
+    devices: list[list[Span]] = [[] for _ in timeline.memory]
+    for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
+        devices[span.device].append(span)
+    repeating = [pair for pair in zip(schedule.repetends or (), devices, strict=False) if pair[1]]
+    if not repeating or any(repetend.count < 2 for repetend, _ in repeating):
+        return None
+    starts, ends, periods, paces = zip(*(_regular(*each, turns) for each in repeating), strict=True)
+    if max(paces) > 0 and max(paces) - min(paces) <= _TOLERANCE * max(paces):
+        start, period = max(starts), max(periods)
+        count = int((min(ends) - start) / period + _TOLERANCE)
+        if count >= 2:
+            return SteadyState(start, start + count * period, count, period)
+    start = max(spans[repetend.start].start for repetend, spans in repeating)
+    end = min(spans[repetend.start + repetend.length * repetend.count - 1].end for repetend, spans in repeating)
+    return SteadyState(start, end, min(repetend.count for repetend, _ in repeating)) if start < end else None
 
 
-def _whole(columns: int, unit: float) -> int:
-    """Columns for a whole number of units, at most `columns`."""
-    return round(int(columns / unit) * unit) if unit else columns
+def _regular(repetend: Repetend, spans: list[Span], turns: tuple[int, ...]) -> tuple[float, float, float, float]:
+    """(start, end, period, pace) of the longest stretch of one device whose repetitions come a period apart.
 
-
-def _axis(pieces: list[tuple[float, int]], scale: float, columns: int) -> TimeAxis:
-    """Windows from (start, columns), one after the other; the last one ends the row."""
-    windows, column = [], 0
-    for index, (start, width) in enumerate(pieces):
-        if index == len(pieces) - 1:
-            width = max(1, columns - column) if len(pieces) == 1 else width
-            column = columns - width
-        windows.append(TimeWindow(start, start + width / scale, column, width))
-        column += width + _GAP
-    return TimeAxis(tuple(windows), columns)
+    The pace is the period of one micro-batch of the step, of which a stage may take several turns.
+    """
+    body = spans[repetend.start : repetend.start + repetend.length * repetend.count]
+    starts = np.array([span.start for span in body]).reshape(repetend.count, repetend.length)
+    steps = np.diff(starts, axis=0)
+    best, first = (0, 0), 0
+    for row in range(len(steps)):
+        around = steps[first : row + 1]
+        if np.ptp(around) > _TOLERANCE * max(float(around.max()), 0.0):
+            first = row
+        if row + 1 - first > best[1] - best[0]:
+            best = (first, row + 1)
+    period = float(steps[best[0] : best[1]].mean())
+    start = float(starts[best[0], 0])
+    stride = repetend.stride / (turns[body[0].task.stage] if turns else 1)
+    return start, start + period * (best[1] - best[0] + 1), period, period / stride
 
 
 def block_picture(schedule: BlockSchedule, title: str) -> Picture:
@@ -317,15 +185,15 @@ def block_picture(schedule: BlockSchedule, title: str) -> Picture:
     A block's name tells its colour: F0 and B0 are two phases of one stage, as are TPf and TPb.
     """
     kinds = block_kinds(schedule.graph.blocks)
-    bars = [
+    bars = (
         Bar(device, start, start + block.time, f"{block.name}·{unit}", *kinds[index][:2], unit, kinds[index][2])
         for unit, starts in enumerate(schedule.starts)
         for index, (start, block) in enumerate(zip(starts, schedule.graph.blocks, strict=True))
         for device in block.devices
-    ]
+    )
     return Picture(
         title=title,
-        bars=tuple(sorted(bars, key=lambda bar: (bar.device, bar.start, bar.end))),
+        bars=tuple(sorted(bars, key=_by_device)),
         memory=_memory(schedule),
         limits=schedule.graph.memory,
         end=schedule.makespan,
@@ -391,22 +259,14 @@ def _steady(schedule: BlockSchedule) -> SteadyState | None:
     units = np.arange(count)[:, None] + offsets
     begins = np.array(schedule.starts)[units, np.arange(len(offsets))] - np.array(repetend.starts)
     regular = (begins == begins[:, :1]).all(axis=1)
-    first, length = _longest_run(regular, begins[:, 0], period)
-    start = int(begins[first, 0]) + min(repetend.starts)
-    return SteadyState(start, start + length * period, length, period) if length else None
-
-
-def _longest_run(regular: np.ndarray, begins: np.ndarray, period: int) -> tuple[int, int]:
-    """(first, length) of the longest run of regular repetitions, each a period after the one before."""
-    best, first = (0, 0), 0
-    for index, each in enumerate(regular):
-        if not each:
-            first = index + 1
-        elif index > first and begins[index] != begins[index - 1] + period:
-            first = index
-        if index + 1 - first > best[1]:
-            best = first, index + 1 - first
-    return best
+    # Of repetitions in one run each begins a period after the one before.
+    delays = begins[:, 0] - period * np.arange(count)
+    runs = groupby(range(count), key=lambda row: (regular[row], delays[row]))
+    longest = max((list(rows) for (whole, _), rows in runs if whole), key=len, default=[])
+    if not longest:
+        return None
+    start = int(begins[longest[0], 0]) + min(repetend.starts)
+    return SteadyState(start, start + len(longest) * period, len(longest), period)
 
 
 MOST_DEVICES = 16
@@ -438,33 +298,9 @@ def one_of_each(picture: Picture) -> Picture:
     )
 
 
-_MOST_ROWS = 64
-
-
-def row_margin(picture: Picture) -> int:
-    """Characters that the devices' numbers take."""
-    return len(str(len(picture.memory) - 1)) + 1
-
-
-def timeline_rows(picture: Picture) -> Iterator[tuple[int | None, str]]:
-    """Devices with the label of their row; None for the row that stands for those left out in the middle."""
-    count, width = len(picture.memory), row_margin(picture) - 1
-    half = _MOST_ROWS // 2
-    for device in range(count):
-        if count <= _MOST_ROWS or device < half or device >= count - half:
-            yield device, f"{device:{width}} "
-        elif device == half:
-            yield None, f"{'⋯':>{width}} {count - 2 * half} more devices"
-
-
 _HUES = (213, 29, 138, 316, 53, 246, 183, 4, 79, 30)
 _SATURATIONS = (0.72, 0.82, 0.42, 0.58, 0.60, 0.62, 0.48, 0.70, 0.45, 0.28)
-_LIGHTNESS = {
-    Phase.FORWARD: 0.74,
-    Phase.BACKWARD: 0.42,
-    Phase.INPUT_GRADIENT: 0.57,
-    Phase.WEIGHT_GRADIENT: 0.30,
-}
+_LIGHTNESS = {Phase.FORWARD: 0.74, Phase.BACKWARD: 0.42, Phase.INPUT_GRADIENT: 0.57, Phase.WEIGHT_GRADIENT: 0.30}
 
 
 def stage_colour(stage: int, phase: Phase) -> str:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from autopipe.cli.drawing.picture import (
-    Bar,
-    Picture,
-    block_kinds,
-    block_picture,
-    plan_picture,
-    stage_colour,
-    text_colour,
-)
+from autopipe.cli.drawing.picture import Picture, block_kinds, block_picture, plan_picture, stage_colour, text_colour
 from autopipe.cli.drawing.svg import block_graph_svg, escape, markup_row, markup_table, plan_graph_svg
-from autopipe.cli.output import bytes_text, devices_text, kinds_text, seconds_text
+from autopipe.cli.output import bytes_text, devices_text, seconds_text
+from autopipe.cli.plan_text import stage_columns
 from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase
-from autopipe.ir.timeline import Timeline, Transfer
+from autopipe.ir.timeline import Timeline
 
 _MOST_TRANSFERS = 20_000
 """Messages that a page holds; of a step with more, none are drawn."""
@@ -44,6 +37,9 @@ def report_page(report: Report) -> str:
     """HTML that loads nothing from anywhere: its security policy forbids that."""
     figures = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in report.figures)
     sections = "\n".join(f"<section><h2>{escape(name)}</h2>{markup}</section>" for name, markup in report.sections)
+    # No text of the data can end the element that it stands in.
+    data = json.dumps(_data(report.pictures), allow_nan=False, separators=(",", ":"))
+    data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -68,7 +64,7 @@ def report_page(report: Report) -> str:
 <div id="frame"><canvas id="timeline" tabindex="0" aria-label="timeline of a step"></canvas>
 <div id="tip" hidden></div></div></section>
 {sections}
-<script type="application/json" id="data">{_embedded(_data(report.pictures))}</script>
+<script type="application/json" id="data">{data}</script>
 <script>
 (() => {{
 "use strict";
@@ -88,12 +84,6 @@ def _asset(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8").strip()
 
 
-def _embedded(data: object) -> str:
-    """JSON that can stand in a page: no text of it can end the element it stands in."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
 def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
     """Data for the page's script: each device's bars and memory as flat lists of numbers, which parse fast."""
     pictures = [picture for _, picture in named]
@@ -104,10 +94,16 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
         first = len(bars)
         bars += ([] for _ in picture.memory)
         for bar in picture.bars:
-            kind = kinds.setdefault(_kind(bar), len(kinds))
+            # What the bars of a stage and phase have in common.
+            stem, phase = bar.name.removesuffix(str(bar.unit)), bar.phase.name.replace("_", " ").lower()
+            colours = stage_colour(bar.stage, bar.phase), text_colour(bar.phase)
+            kind = kinds.setdefault((stem, bar.letter, phase, *colours, bar.stage), len(kinds))
             bars[first + bar.device] += (kind, bar.unit, _short(bar.start), _short(bar.end))
-        transfers += (_transfer(each, first) for each in picture.transfers)
+        for each in picture.transfers:
+            times = _short(each.start), _short(each.end)
+            transfers.append((first + each.source, first + each.target, *times, each.bytes, str(each.task)))
     state = pictures[0].steady if len(pictures) == 1 else None
+    curves = [curve for picture in pictures for curve in picture.memory]
     return {
         "end": max(picture.end for picture in pictures),
         "physical": pictures[0].physical,
@@ -115,32 +111,11 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
         "devices": [picture.device_of(row) for picture in pictures for row in range(len(picture.memory))],
         "kinds": list(kinds),
         "bars": bars,
-        "memory": [
-            [number for time, used in curve for number in (_short(time), used)]
-            for picture in pictures
-            for curve in picture.memory
-        ],
+        "memory": [[number for time, used in curve for number in (_short(time), used)] for curve in curves],
         "limits": [limit for picture in pictures for limit in picture.limits],
         "transfers": transfers if len(transfers) <= _MOST_TRANSFERS else [],
         "steady": None if state is None else [state.start, state.end, state.count],
     }
-
-
-def _transfer(each: Transfer, first: int) -> tuple[object, ...]:
-    """A message between rows, of which the picture's own begin with `first`."""
-    return first + each.source, first + each.target, _short(each.start), _short(each.end), each.bytes, str(each.task)
-
-
-def _kind(bar: Bar) -> tuple[object, ...]:
-    """Common part of the bars of a stage and phase: name and letter before the micro-batch, phase, colours, stage."""
-    return (
-        bar.name.removesuffix(str(bar.unit)),
-        bar.letter,
-        bar.phase.name.replace("_", " ").lower(),
-        stage_colour(bar.stage, bar.phase),
-        text_colour(bar.phase),
-        bar.stage,
-    )
 
 
 def _short(time: float) -> float:
@@ -163,42 +138,51 @@ class ScheduleResult:
 
 
 def comparison_markup(
-    rivals: Sequence[ScheduleResult],
+    results: Sequence[ScheduleResult],
     limits: Sequence[int | None],
     time_text: Callable[[float], str],
     memory_text: Callable[[float], str],
 ) -> str:
     """A row a schedule, the shortest first, the chosen one marked; at the end those that do not take the placement."""
-    taken = sorted((rival for rival in rivals if rival.peak_memory), key=lambda rival: (rival.time, rival.schedule))
-    chosen = next((rival.time for rival in taken if rival.chosen), None)
-    slowest = max((rival.time for rival in taken), default=0.0)
+    taken = sorted((each for each in results if each.peak_memory), key=lambda each: (each.time, each.schedule))
+    chosen = next((each.time for each in taken if each.chosen), None)
+    slowest = max((each.time for each in taken), default=0.0)
     rows = []
-    for rival in taken:
-        width = round(160 * rival.time / slowest) if slowest else 0
-        ratio = f"{rival.time / chosen:.3f}" if chosen else "-"
-        over = any(limit is not None and peak > limit for peak, limit in zip(rival.peak_memory, limits, strict=True))
-        memory = memory_text(max(rival.peak_memory)) + (", over the limit" if over else "")
-        name = f"{rival.schedule} (chosen)" if rival.chosen else rival.schedule
-        cells = (time_text(rival.time), ratio, f"{rival.bubble_rate:.1%}", memory)
+    for each in taken:
+        width = round(160 * each.time / slowest) if slowest else 0
+        over = any(limit is not None and peak > limit for peak, limit in zip(each.peak_memory, limits, strict=True))
+        cells = (
+            time_text(each.time),
+            f"{each.time / chosen:.3f}" if chosen else "-",
+            f"{each.bubble_rate:.1%}",
+            memory_text(max(each.peak_memory)) + (", over the limit" if over else ""),
+        )
+        name = escape(f"{each.schedule} (chosen)" if each.chosen else each.schedule)
         bar = f'<td class="share"><i style="width:{width}px"></i></td>'
-        label = ' class="chosen"' if rival.chosen else ""
         others = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        rows.append(f"<tr{label}><td>{escape(name)}</td>{bar}{others}</tr>")
-    for rival in rivals:
-        if not rival.peak_memory:
-            why = f'<td class="why" colspan="5">{escape(rival.refusal)}</td>'
-            rows.append(f'<tr class="refused"><td>{escape(rival.schedule)}</td>{why}</tr>')
+        mark = ' class="chosen"' if each.chosen else ""
+        rows.append(f"<tr{mark}><td>{name}</td>{bar}{others}</tr>")
+    for each in results:
+        if not each.peak_memory:
+            why = f'<td class="why" colspan="5">{escape(each.refusal)}</td>'
+            rows.append(f'<tr class="refused"><td>{escape(each.schedule)}</td>{why}</tr>')
     return markup_table(("schedule", "", "time", "to the chosen", "bubble", "peak memory"), rows)
 
 
-def plan_report(plan: Plan, timeline: Timeline, rivals: Sequence[ScheduleResult]) -> Report:
-    """The page of a plan. Without rivals nothing is compared."""
+def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult]) -> Report:
     summary, picture = plan.summary, plan_picture(plan, timeline)
-    sections = [("Stages", plan_graph_svg(plan) + _stages(plan))]
-    if rivals:
-        table = comparison_markup(rivals, picture.limits, seconds_text, bytes_text)
+    columns = stage_columns(plan, full=True)
+    # As the cost model predicts them.
+    stages = [
+        markup_row(cells, stage_colour(index, Phase.BACKWARD))
+        for index, cells in enumerate(zip(*columns.values(), strict=True))
+    ]
+    sections = [("Stages", plan_graph_svg(plan) + markup_table(list(columns), stages))]
+    if results:
+        table = comparison_markup(results, picture.limits, seconds_text, bytes_text)
         sections.append(("This placement under every schedule", table))
-    sections.append(("Search", _search(plan)))
+    passes = [markup_row((name, seconds_text(seconds))) for name, seconds in summary.search_time_s]
+    sections.append(("Search", markup_table(("pass", "time"), passes)))
     return Report(
         title=f"{plan.model.rpartition('/')[2]}: {summary.strategy} with {summary.schedule}",
         subtitle=plan.model,
@@ -218,66 +202,29 @@ def plan_report(plan: Plan, timeline: Timeline, rivals: Sequence[ScheduleResult]
     )
 
 
-def _stages(plan: Plan) -> str:
-    """Predictions of the cost model, a stage a row; of a backward's halves where the schedule has them."""
-    split = any(task.phase is Phase.INPUT_GRADIENT for order in plan.schedule.tasks for task in order)
-    halves = ("input gradient", "weight gradient") if split else ()
-    pipelines = ("pipeline",) if plan.placement.pipelines > 1 else ()
-    samples = ("micro-batch",) if plan.has_own_sizes else ()
-    kinds = ("kind",) if len(set(plan.device_names)) > 1 else ()
-    heads = ("stage", "devices", *kinds, *pipelines, *samples, "nodes", "parameters", "forward", "backward", *halves)
-    heads += ("gradient sum", "update", "kept a micro-batch", "static memory", "recompute")
-    return markup_table(heads, list(_stage_rows(plan, split)))
-
-
-def _stage_rows(plan: Plan, split: bool) -> Iterator[str]:
-    for index, (stage, predicted) in enumerate(zip(plan.placement.stages, plan.prediction.stages, strict=True)):
-        halves = [predicted.seconds(each) for each in (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)] if split else ()
-        times = (predicted.forward_s, predicted.backward_s, *halves, predicted.gradient_s, predicted.update_s)
-        cells = (
-            str(index),
-            devices_text(stage.devices),
-            *((kinds_text(plan.device_names, stage.devices),) if len(set(plan.device_names)) > 1 else ()),
-            *((str(stage.pipeline),) if plan.placement.pipelines > 1 else ()),
-            *((str(stage.micro_batch_size),) if plan.has_own_sizes else ()),
-            str(len(stage.nodes)),
-            bytes_text(predicted.parameter_bytes),
-            *map(seconds_text, times),
-            bytes_text(predicted.kept_bytes),
-            bytes_text(predicted.static_bytes),
-            "yes" if stage.recompute else "no",
-        )
-        yield markup_row(cells, stage_colour(index, Phase.BACKWARD))
-
-
-def _search(plan: Plan) -> str:
-    rows = [markup_row((name, seconds_text(seconds))) for name, seconds in plan.summary.search_time_s]
-    return markup_table(("pass", "time"), rows)
-
-
-def block_report(schedule: BlockSchedule, title: str, subtitle: str, rivals: Sequence[ScheduleResult]) -> Report:
-    """The page of a schedule of blocks. Without rivals nothing is compared."""
-    graph = schedule.graph
+def block_report(schedule: BlockSchedule, title: str, subtitle: str, results: Sequence[ScheduleResult]) -> Report:
+    """The page of a schedule of blocks. Without results of other schedules nothing is compared."""
+    graph, steady = schedule.graph, schedule.steady_bubble_rate
     sections = [("Blocks", block_graph_svg(graph) + _blocks(schedule))]
-    if rivals:
-        table = comparison_markup(rivals, graph.memory, "{:g}".format, "{:g}".format)
+    if results:
+        table = comparison_markup(results, graph.memory, "{:g}".format, "{:g}".format)
         sections.append(("These blocks under every schedule", table))
-    pictures = (("", block_picture(schedule, title)),)
-    return Report(title, subtitle, _figures(schedule), pictures, tuple(sections))
-
-
-def _figures(schedule: BlockSchedule) -> tuple[tuple[str, str], ...]:
-    steady = schedule.steady_bubble_rate
-    return (
-        ("makespan", str(schedule.makespan)),
-        ("period", "none" if schedule.period is None else str(schedule.period)),
-        ("no less than", str(schedule.lower_bound)),
-        ("gap", "proven optimal" if schedule.optimal else f"{schedule.gap:.1%}"),
-        ("bubble in the repetend", "-" if steady is None else f"{steady:.1%}"),
-        ("peak memory", str(max(schedule.peak_memory))),
-        ("units", str(schedule.units)),
-        ("devices", str(schedule.graph.devices)),
-        ("search", f"{schedule.search_time_s:.2f} s"),
+    return Report(
+        title=title,
+        subtitle=subtitle,
+        figures=(
+            ("makespan", str(schedule.makespan)),
+            ("period", "none" if schedule.period is None else str(schedule.period)),
+            ("no less than", str(schedule.lower_bound)),
+            ("gap", "proven optimal" if schedule.optimal else f"{schedule.gap:.1%}"),
+            ("bubble in the repetend", "-" if steady is None else f"{steady:.1%}"),
+            ("peak memory", str(max(schedule.peak_memory))),
+            ("units", str(schedule.units)),
+            ("devices", str(graph.devices)),
+            ("search", f"{schedule.search_time_s:.2f} s"),
+        ),
+        pictures=(("", block_picture(schedule, title)),),
+        sections=tuple(sections),
     )
 
 

@@ -1,29 +1,106 @@
-"""Timelines and memory over time as text: a row a device; several steps on one scale."""
+"""Timelines and memory over time as text: a row a device, of one step or of several on one scale."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from textwrap import wrap
 
 from rich.style import Style
 from rich.text import Text
 
-from autopipe.cli.drawing.picture import (
-    Bar,
-    Curve,
-    Picture,
-    SteadyState,
-    TimeAxis,
-    TimeWindow,
-    row_margin,
-    stage_colour,
-    text_colour,
-    time_axis,
-    timeline_rows,
-)
+from autopipe.cli.drawing.picture import Bar, Curve, Picture, SteadyState, stage_colour, text_colour
 from autopipe.ir.schedule import Phase
+
+_LEAST_TASK = 3
+"""Columns that the shortest kind of task should have."""
+_GAP = 3
+"""Columns that stand for time left out."""
+_REPETEND_SHARE = 6
+"""Least share of the row, as one part in N, for repetitions, however long warm-up and cool-down are."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeWindow:
+    """A stretch of time that is drawn, and the columns it takes."""
+
+    start: float
+    end: float
+    column: int
+    columns: int
+
+    def column_of(self, time: float) -> int:
+        """The column of an instant; the nearest edge's for one outside."""
+        share = (time - self.start) / (self.end - self.start)
+        return self.column + min(self.columns, max(0, round(share * self.columns)))
+
+
+Axis = tuple[TimeWindow, ...]
+"""Times to columns, through one window or several with `_GAP` columns between them."""
+
+
+def _time_axis(picture: Picture, columns: int) -> Axis:
+    """An axis of `columns` characters on which the shortest kind of task can be read."""
+    end = picture.end or 1.0
+    whole = (TimeWindow(0.0, end, 0, columns),)
+    lengths: dict[tuple[int, Phase], float] = {}
+    for bar in picture.bars:
+        lengths.setdefault((bar.stage, bar.phase), bar.end - bar.start)
+    typical = sorted(lengths.values())[len(lengths) // 4] if lengths else end
+    if typical <= 0 or typical * columns / end >= _LEAST_TASK:
+        return whole
+    state = picture.steady
+    if state is None or state.period is None:
+        scale = min(_LEAST_TASK / typical, 40 * columns / end)
+        head = columns * 3 // 5
+        tail = columns - head - _GAP
+        return _axis([(0.0, head), (end - tail / scale, tail)], scale, columns)
+    # One repetition takes at most half of the row, however fine its tasks are.
+    scale = min(_LEAST_TASK / typical, columns // 2 / state.period)
+    if scale * end <= columns:
+        return whole
+    return _cut(state, state.period * scale, end, scale, columns, 0 if picture.physical else scale)
+
+
+def _cut(state: SteadyState, width: float, end: float, scale: float, columns: int, unit: float) -> Axis:
+    """Warm-up from its start, as many repetitions of `width` as there is room for, and cool-down to its end.
+
+    `unit` is what the columns of a part are a multiple of, for times that are whole numbers; 0 for any.
+    """
+    least = min(state.count, max(1, int(columns / _REPETEND_SHARE / width)))
+    room = columns - 2 * _GAP - math.ceil(least * width)
+    warm_up, cool_down = math.ceil(state.start * scale), math.ceil((end - state.end) * scale)
+    head = _whole_units(min(warm_up, max(room // 2, room - cool_down)), unit)
+    tail = _whole_units(min(cool_down, room - head), unit)
+    count = min(state.count, least + int((room - head - tail) / width))
+    body = round(count * width)
+    pieces = [(0.0, head), (state.start, body), (end - tail / scale, tail)]
+    if head == warm_up:  # nothing is left out before the repetitions
+        pieces[:2] = [(0.0, round(state.start * scale) + body)]
+    if count == state.count and tail == cool_down:
+        pieces[-2:] = [(pieces[-2][0], pieces[-2][1] + tail)]
+    return _axis([piece for piece in pieces if piece[1] > 0], scale, columns)
+
+
+def _whole_units(columns: int, unit: float) -> int:
+    return round(int(columns / unit) * unit) if unit else columns
+
+
+def _axis(pieces: list[tuple[float, int]], scale: float, columns: int) -> Axis:
+    """Windows from (start, columns), one after the other; the last one ends the row."""
+    windows, column = [], 0
+    for index, (start, width) in enumerate(pieces):
+        if index == len(pieces) - 1:
+            width = max(1, columns) if index == 0 else width
+            column = columns - width
+        windows.append(TimeWindow(start, start + width / scale, column, width))
+        column += width + _GAP
+    return tuple(windows)
+
 
 _FILL = {Phase.FORWARD: "-", Phase.BACKWARD: "=", Phase.INPUT_GRADIENT: "+", Phase.WEIGHT_GRADIENT: "~"}
 
@@ -33,28 +110,49 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
 
     A task is its name as far as it fits, filled with `-` (forward), `=` (backward), `+` or `~` (input or weight
     gradient); with `colour` on its stage's colour. Where the step does not fit, warm-up, some repetitions and cool-down
-    are shown, and a last line says what is left out.
+    are drawn, and a last line says what is left out.
     """
-    margin = row_margin(picture)
-    axis = time_axis(picture, max(20, width - margin))
+    margin = _margin(picture)
+    columns = max(20, width - margin)
+    axis = _time_axis(picture, columns)
     rows = picture.rows
-    for device, label in timeline_rows(picture):
-        yield Text(label) if device is None else task_row(label, rows[device], axis, colour)
+    for device, label in _middle_left_out(picture, margin):
+        yield Text(label) if device is None else _task_row(label, rows[device], axis, colour)
     if picture.steady is not None:
         yield Text(" " * margin + _bracket(picture.steady, axis))
-    yield Text(" " * margin + _scale(picture, axis))
-    for line in _left_out(picture, axis):
-        yield from (Text(" " * margin + part) for part in wrap(line, width - margin))
+    yield Text(" " * margin + _scale(picture, axis, columns))
+    hidden = [part for one, other in pairwise(axis) for part in _hidden(picture, one.end, other.start)]
+    if hidden:
+        for line in wrap(f"⋯ left out: {', '.join(hidden)}", width - margin):
+            yield Text(" " * margin + line)
 
 
-def task_row(label: str, bars: list[Bar], axis: TimeAxis, colour: bool) -> Text:
+def _margin(picture: Picture) -> int:
+    """Characters that the devices' numbers take."""
+    return len(str(len(picture.memory) - 1)) + 1
+
+
+_MOST_DEVICES = 64
+
+
+def _middle_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
+    """Devices with the label of their row; None for the row that stands for those left out in the middle."""
+    count, half = len(picture.memory), _MOST_DEVICES // 2
+    for device in range(count):
+        if count <= _MOST_DEVICES or device < half or device >= count - half:
+            yield device, f"{device:{margin - 1}} "
+        elif device == half:
+            yield None, f"{'⋯':>{margin - 1}} {count - 2 * half} more devices"
+
+
+def _task_row(label: str, bars: list[Bar], axis: Axis, colour: bool) -> Text:
     """A device's tasks, in order of time, behind its label."""
     row = Text(label)
     # F3 and f3 are two stages that their letters tell apart; of two stages with one letter, names say which.
     stages = Counter(is_upper for _, is_upper in {(bar.stage, bar.letter.isupper()) for bar in bars})
     ends = [bar.end for bar in bars]
     position = 0
-    for window in axis.windows:
+    for window in axis:
         if window.column > position:
             row.append("⋯".center(window.column - position))
             position = window.column
@@ -64,7 +162,8 @@ def task_row(label: str, bars: list[Bar], axis: TimeAxis, colour: bool) -> Text:
             start, end = max(position, window.column_of(bar.start)), window.column_of(bar.end)
             if end > start:
                 row.append(" " * (start - position))
-                row.append(_cell(bar, end - start, stages[bar.letter.isupper()] > 1), _style(bar) if colour else "")
+                style = Style(color=text_colour(bar.phase), bgcolor=stage_colour(bar.stage, bar.phase))
+                row.append(_cell(bar, end - start, stages[bar.letter.isupper()] > 1), style if colour else "")
                 position = end
         row.append(" " * (window.column + window.columns - position))
         position = window.column + window.columns
@@ -77,28 +176,25 @@ def _cell(bar: Bar, width: int, several: bool) -> str:
     names = (full, bar.label, bar.letter) if several else (bar.label, bar.letter)
     name = next((each for each in names if len(each) <= width), "")
     # A block may be called anything; what is no letter of one column would break the row, or worse.
-    shown = "".join(letter if letter == "·" or " " < letter <= "~" else "?" for letter in name)
-    return shown + _FILL[bar.phase] * (width - len(shown))
+    told = "".join(letter if letter == "·" or " " < letter <= "~" else "?" for letter in name)
+    return told + _FILL[bar.phase] * (width - len(told))
 
 
-def _style(bar: Bar) -> Style:
-    return Style(color=text_colour(bar.phase), bgcolor=stage_colour(bar.stage, bar.phase))
-
-
-def _bracket(state: SteadyState, axis: TimeAxis) -> str:
+def _bracket(state: SteadyState, axis: Axis) -> str:
     """The repetend, with a mark where each repetition begins where there is room for marks."""
-    window = next((each for each in axis.windows if each.overlaps(state.start, state.end)), axis.windows[0])
+    window = next((each for each in axis if state.start < each.end and state.end > each.start), axis[0])
     start = window.column_of(state.start)
     inside = max(0, window.column_of(state.end) - start - 2)
     line = ["─"] * inside
-    shown = state.count
+    drawn = state.count
     if state.period is not None:
-        shown = min(state.count, round((window.end - state.start) / state.period))
-        for tick in _ticks(state, state.period, window) if inside >= 4 * shown else ():
-            if 0 <= tick - start - 1 < inside:
-                line[tick - start - 1] = "┴"
-    texts = (f" repetend ×{state.count}, {shown} shown ", f" repetend ×{state.count} ", f"×{state.count}")
-    label = next((each for each in texts[shown == state.count :] if len(each) <= inside), "")
+        drawn = min(state.count, round((window.end - state.start) / state.period))
+        begins = [state.start + index * state.period for index in range(1, state.count)]
+        for column in [window.column_of(each) - start - 1 for each in begins if each < window.end]:
+            if inside >= 4 * drawn and 0 <= column < inside:
+                line[column] = "┴"
+    texts = (f" repetend ×{state.count}, {drawn} shown ", f" repetend ×{state.count} ", f"×{state.count}")
+    label = next((each for each in texts[drawn == state.count :] if len(each) <= inside), "")
     if label:
         first = (inside - len(label)) // 2
         line[first : first + len(label)] = label
@@ -106,35 +202,19 @@ def _bracket(state: SteadyState, axis: TimeAxis) -> str:
     return " " * start + "└" + "".join(line) + ("─" if cut else "┘")
 
 
-def _ticks(state: SteadyState, period: float, window: TimeWindow) -> Iterator[int]:
-    """Columns at which repetitions after the first begin."""
-    for index in range(1, state.count):
-        time = state.start + index * period
-        if time >= window.end:
-            return
-        yield window.column_of(time)
-
-
-def _scale(picture: Picture, axis: TimeAxis) -> str:
-    line = [" "] * axis.columns
+def _scale(picture: Picture, axis: Axis, columns: int) -> str:
+    line = [" "] * columns
     end = picture.time_text(picture.end)
-    line[len(line) - len(end) :] = end
-    taken = len(line) - len(end) - 1
-    for window in axis.windows:
+    line[columns - len(end) :] = end
+    for window in axis:
         text = picture.time_text(window.start) if window.start else "0"
-        if window.column + len(text) <= taken:
+        if window.column + len(text) < columns - len(end):
             line[window.column : window.column + len(text)] = text
     return "".join(line)
 
 
-def _left_out(picture: Picture, axis: TimeAxis) -> Iterator[str]:
-    """The gaps in words."""
-    parts = [part for start, end in axis.hidden() for part in _parts(picture, start, end)]
-    if parts:
-        yield f"⋯ left out: {', '.join(parts)}"
-
-
-def _parts(picture: Picture, start: float, end: float) -> Iterator[str]:
+def _hidden(picture: Picture, start: float, end: float) -> Iterator[str]:
+    """A stretch that is left out, in words."""
     state = picture.steady
     if state is None or state.period is None:
         yield picture.time_text(end - start)
@@ -162,21 +242,21 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     A full bar is the largest limit where that is near, otherwise the highest peak of all devices. A peak above the
     device's limit is told in words.
     """
-    margin = row_margin(picture)
+    margin = _margin(picture)
     peaks = picture.peaks
     highest = max(peaks, default=0)
     limit = max((each for each in picture.limits if each is not None), default=0)
     full = limit if highest <= limit <= _NEAR * highest else highest
     yield Text(f"memory (a full bar is {picture.memory_text(full)}{', the limit' if full == limit else ''})"[:width])
-    labels = [_label(picture, peak, limit) for peak, limit in zip(peaks, picture.limits, strict=True)]
+    labels = [_label(picture, *each) for each in zip(peaks, picture.limits, strict=True)]
     if width - margin - max(map(len, labels), default=0) < _LEAST_COLUMNS:
         labels = [f" {picture.memory_text(peak)}" for peak in peaks]
     columns = max(4, width - margin - max(map(len, labels), default=0))
-    for device, start in timeline_rows(picture):
+    for device, start in _middle_left_out(picture, margin):
         if device is None:
             yield Text(start)
             continue
-        bars = "".join(bar_of(used, full) for used in highest_of(picture.memory[device], picture.end, columns))
+        bars = _memory_bars(picture.memory[device], picture.end, columns, full)
         over = " over " in labels[device]
         yield Text.assemble(start, (bars, "cyan" if colour else ""), (labels[device], "red" if over and colour else ""))
 
@@ -188,24 +268,24 @@ def _label(picture: Picture, peak: int, limit: int | None) -> str:
     return f"{text} {'of' if peak <= limit else 'over'} {picture.memory_text(limit)}"
 
 
-def highest_of(curve: Curve, end: float, columns: int) -> list[int]:
-    """The most memory in use in each of `columns` equal parts of the step."""
+def _memory_bars(curve: Curve, end: float, columns: int, full: int) -> str:
+    """The most memory in use in each of `columns` equal parts of the step, as bars."""
     highest = [0] * columns
     for (start, used), stop in zip(curve, [*(time for time, _ in curve[1:]), end], strict=True):
         first = min(columns - 1, int(start / end * columns)) if end else 0
         last = min(columns - 1, int(stop / end * columns)) if end else columns - 1
         for column in range(first, last + 1):
             highest[column] = max(highest[column], used)
-    return highest
+    return "".join(_bar(used, full) for used in highest)
 
 
-def bar_of(used: int, full: int) -> str:
+def _bar(used: int, full: int) -> str:
     """A character that is as high as `used` is of `full`."""
     return _BARS[min(len(_BARS) - 1, int(used / full * len(_BARS)))] if full and used >= 0 else _BARS[0]
 
 
 _MOST_ROWS = 32
-"""Rows of one step."""
+"""Rows of one step of several."""
 _LEAST_WIDTH = 2
 """Columns that tasks take in the middle; where they take fewer, how busy a device is is drawn instead."""
 
@@ -217,19 +297,18 @@ def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator
 
     Tasks are drawn where all of them are wide enough; of finer ones each column is as high as its device is busy.
     """
-    end, margin, columns = _space(steps, width)
-    axis = TimeAxis((TimeWindow(0.0, end, 0, columns),), columns)
+    axis, margin = _common_axis(steps, width)
     lengths = sorted(bar.end - bar.start for _, picture in steps for bar in picture.bars)
-    as_tasks = not lengths or lengths[len(lengths) // 2] * columns >= _LEAST_WIDTH * end
+    as_tasks = not lengths or lengths[len(lengths) // 2] * axis.columns >= _LEAST_WIDTH * axis.end
     yield Text("timelines on one scale" + ("" if as_tasks else " (a full bar is a busy device)"))
     for name, picture in steps:
-        yield from _heading(name, picture, axis, margin)
+        yield _heading(name, picture, axis, margin)
         rows = picture.rows
-        for device, label in _rows(picture, margin):
+        for device, label in _end_left_out(picture, margin):
             if device is None:
                 yield Text(label)
             elif as_tasks:
-                yield task_row(label, rows[device], axis, colour)
+                yield _task_row(label, rows[device], (axis,), colour)
             else:
                 yield Text.assemble(label, (_busy(rows[device], picture.end, axis), "cyan" if colour else ""))
 
@@ -237,39 +316,38 @@ def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator
 def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[Text]:
     """Each device's memory over time on the same axis, all of one height, with its peak behind it."""
     peaks = {picture.memory_text(peak) for _, picture in steps for peak in picture.peaks}
-    end, margin, columns = _space(steps, width - 1 - max(map(len, peaks), default=0))
+    axis, margin = _common_axis(steps, width - 1 - max(map(len, peaks), default=0))
     full = max((peak for _, picture in steps for peak in picture.peaks), default=0)
     yield Text(f"memory on one scale (a full bar is {steps[0][1].memory_text(full)})")
-    axis = TimeAxis((TimeWindow(0.0, end, 0, columns),), columns)
     for name, picture in steps:
-        yield from _heading(name, picture, axis, margin)
+        yield _heading(name, picture, axis, margin)
         own = max(1, axis.column_of(picture.end))
-        for device, label in _rows(picture, margin):
+        for device, label in _end_left_out(picture, margin):
             if device is None:
                 yield Text(label)
                 continue
-            bars = "".join(bar_of(used, full) for used in highest_of(picture.memory[device], picture.end, own))
+            bars = _memory_bars(picture.memory[device], picture.end, own, full)
             peak = f" {picture.memory_text(picture.peaks[device])}"
-            yield Text.assemble(label, (bars, "cyan" if colour else ""), " " * (columns - own), peak)
+            yield Text.assemble(label, (bars, "cyan" if colour else ""), " " * (axis.columns - own), peak)
 
 
-def _space(steps: Sequence[Named], width: int) -> tuple[float, int, int]:
-    """The end of the longest step, the characters before a row and those of the row."""
+def _common_axis(steps: Sequence[Named], width: int) -> tuple[TimeWindow, int]:
+    """The axis to the end of the longest step, and the characters before a row."""
     margin = max(len(str(picture.device_of(len(picture.memory) - 1))) for _, picture in steps) + 1
-    return max(picture.end for _, picture in steps) or 1.0, margin, max(20, width - margin)
+    end = max(picture.end for _, picture in steps) or 1.0
+    return TimeWindow(0.0, end, 0, max(20, width - margin)), margin
 
 
-def _heading(name: str, picture: Picture, axis: TimeAxis, margin: int) -> Iterator[Text]:
-    """The step's name, and its length as far to the right as it ends, on a line of its own where both do not fit."""
+def _heading(name: str, picture: Picture, axis: TimeWindow, margin: int) -> Text:
+    """The step's name, and its length as far to the right as it ends where both fit."""
     length = picture.time_text(picture.end) + " ▏"
     stop = margin + axis.column_of(picture.end) + 1
     if len(name) + len(length) + 1 <= stop:
-        yield Text(name + length.rjust(stop - len(name)))
-    else:
-        yield Text(f"{name}: {picture.time_text(picture.end)}")
+        return Text(name + length.rjust(stop - len(name)))
+    return Text(f"{name}: {picture.time_text(picture.end)}")
 
 
-def _rows(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
+def _end_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
     """The rows that are drawn, with their labels; None for a line that says what is not."""
     count = len(picture.memory)
     for row in range(min(count, _MOST_ROWS)):
@@ -280,7 +358,7 @@ def _rows(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
         yield None, " " * margin + ", ".join(notes)
 
 
-def _busy(bars: Sequence[Bar], end: float, axis: TimeAxis) -> str:
+def _busy(bars: Sequence[Bar], end: float, axis: TimeWindow) -> str:
     """The share of each column in which a device runs tasks, as bars, up to the end of its step."""
     columns = max(1, axis.column_of(end))
     size = end / columns
@@ -288,4 +366,4 @@ def _busy(bars: Sequence[Bar], end: float, axis: TimeAxis) -> str:
     for bar in bars:
         for column in range(int(bar.start / size), min(columns, int(bar.end / size) + 1)):
             filled[column] += max(0.0, min(bar.end, (column + 1) * size) - max(bar.start, column * size))
-    return "".join(bar_of(round(1000 * min(1.0, each / size)), 1000) if each else " " for each in filled)
+    return "".join(_bar(round(1000 * min(1.0, each / size)), 1000) if each else " " for each in filled)

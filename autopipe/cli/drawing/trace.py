@@ -33,20 +33,20 @@ def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
     except (ValueError, RecursionError) as error:
         hint = "launch --trace FILE writes one"
         raise ConfigurationError("the file is no trace: it is not JSON", hint, str(path)) from error
-    found = tuple(_task(event) for event in record.at("traceEvents").items() if event.get("ph", str) == "X")
+    found = tuple(
+        MeasuredTask(
+            rank=event.get("tid", Index),
+            step=event.at("args").get("step", Index),
+            name=event.get("name", str),
+            start=event.get("ts", float),
+            duration=event.get("dur", float),
+        )
+        for event in record.at("traceEvents").items()
+        if event.get("ph", str) == "X"
+    )
     if not found:
         raise ConfigurationError("the trace holds no tasks", hint="launch --trace FILE writes them", where=str(path))
     return found
-
-
-def _task(event: JsonRecord) -> MeasuredTask:
-    return MeasuredTask(
-        rank=event.get("tid", Index),
-        step=event.at("args").get("step", Index),
-        name=event.get("name", str),
-        start=event.get("ts", float),
-        duration=event.get("dur", float),
-    )
 
 
 PREDICTED, MEASURED = 1, 2
@@ -66,15 +66,13 @@ def chrome_trace(picture: Picture, measured: Sequence[MeasuredTask] = ()) -> str
     scale = 1e6 if picture.physical else 1e3
     last = max((task.step for task in measured), default=0)
     origin = min((task.start for task in measured if task.step == last), default=0.0)
-    events = [
-        *_ranks(PREDICTED, "predicted", len(picture.memory)),
-        *_tasks(picture, origin, scale),
-        *_sends(picture, origin, scale),
-        *_memory(picture, origin, scale),
-    ]
+    events = [*_ranks(PREDICTED, "predicted", len(picture.memory)), *_predicted(picture, origin, scale)]
     if measured:
         events += _ranks(MEASURED, "measured", 1 + max(task.rank for task in measured))
-        events += map(_measured, measured)
+        events += (
+            _span(MEASURED, task.rank, task.name, "measured", task.start, task.duration, step=task.step)
+            for task in measured
+        )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
 
 
@@ -88,59 +86,31 @@ def _named(kind: str, process: int, thread: int, name: str) -> Event:
     return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}
 
 
-def _tasks(picture: Picture, origin: float, scale: float) -> Iterator[Event]:
+def _span(process: int, thread: int, name: str, kind: str, start: float, duration: float, **facts: object) -> Event:
+    named = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": kind}
+    return {**named, "ts": start, "dur": duration, "args": facts}
+
+
+def _predicted(picture: Picture, origin: float, scale: float) -> Iterator[Event]:
+    """Tasks, messages and memory. Messages of one link follow one another; those of one rank may overlap, which a
+    thread cannot show."""
     for bar in picture.bars:
-        yield {
-            "ph": "X",
-            "pid": PREDICTED,
-            "tid": bar.device,
-            "name": bar.name,
-            "cat": bar.phase.name.lower(),
-            "ts": origin + bar.start * scale,
-            "dur": (bar.end - bar.start) * scale,
-            "args": {"stage": bar.stage, "micro_batch": bar.unit},
-        }
-
-
-def _sends(picture: Picture, origin: float, scale: float) -> Iterator[Event]:
-    """Messages of one link follow one another; those of one rank may overlap, which a thread cannot show."""
+        start, duration = origin + bar.start * scale, (bar.end - bar.start) * scale
+        facts = {"stage": bar.stage, "micro_batch": bar.unit}
+        yield _span(PREDICTED, bar.device, bar.name, bar.phase.name.lower(), start, duration, **facts)
     links: dict[tuple[int, int], int] = {}
-    for transfer in picture.transfers:
-        link = transfer.source, transfer.target
+    for each in picture.transfers:
+        link = each.source, each.target
         if link not in links:
             links[link] = _LINKS + len(links)
-            yield _named("thread_name", PREDICTED, links[link], f"rank {transfer.source} to {transfer.target}")
-        yield {
-            "ph": "X",
-            "pid": PREDICTED,
-            "tid": links[link],
-            "name": str(transfer.task),
-            "cat": "send",
-            "ts": origin + transfer.start * scale,
-            "dur": (transfer.end - transfer.start) * scale,
-            "args": {"bytes": transfer.bytes, "to": transfer.target},
-        }
-
-
-def _memory(picture: Picture, origin: float, scale: float) -> Iterator[Event]:
+            yield _named("thread_name", PREDICTED, links[link], f"rank {each.source} to {each.target}")
+        start, duration = origin + each.start * scale, (each.end - each.start) * scale
+        yield _span(PREDICTED, links[link], str(each.task), "send", start, duration, bytes=each.bytes, to=each.target)
     unit = "bytes" if picture.physical else "used"
     for device, curve in enumerate(picture.memory):
         for time, used in curve:
             name = f"memory of rank {device}"
             yield {"ph": "C", "pid": PREDICTED, "name": name, "ts": origin + time * scale, "args": {unit: used}}
-
-
-def _measured(task: MeasuredTask) -> Event:
-    return {
-        "ph": "X",
-        "pid": MEASURED,
-        "tid": task.rank,
-        "name": task.name,
-        "cat": "measured",
-        "ts": task.start,
-        "dur": task.duration,
-        "args": {"step": task.step},
-    }
 
 
 def orders_csv(picture: Picture) -> str:

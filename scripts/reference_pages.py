@@ -1,4 +1,4 @@
-"""The pages of docs/ that declarations spell out: `python -m autopipe.cli.reference docs` writes them."""
+"""The pages of docs/ that declarations spell out: `python scripts/reference_pages.py docs` writes them."""
 
 from __future__ import annotations
 
