@@ -158,7 +158,7 @@ def _degrees(resolved: ResolvedConstraint, nodes: list[int], samples: SampleAxes
         yield degree
 
 
-class StagePrices:
+class ChainPrices:
     """Prices by place from the end, first device and degree; surroundings that are alike share their figures."""
 
     def __init__(self, tables: Tables) -> None:
@@ -293,7 +293,7 @@ class PipeDream:
         # Constraints speak of the devices there are; without any, fewer will do.
         least_devices = problem.cluster.size if rules else 1
         for devices in range(problem.cluster.size, least_devices - 1, -1):
-            prices = StagePrices(replace(tables, problem=replace(problem, cluster=problem.cluster.take(devices))))
+            prices = ChainPrices(replace(tables, problem=replace(problem, cluster=problem.cluster.take(devices))))
             pieces = self._best(prices, rules)
             if pieces:
                 return SweepResult(prices.placement(pieces), _step_seconds(problem, pieces))
@@ -308,7 +308,7 @@ class PipeDream:
             hint="strategy manual follows any constraint",
         )
 
-    def _best(self, prices: StagePrices, rules: tuple[ChainConstraint, ...]) -> list[ChainStage]:
+    def _best(self, prices: ChainPrices, rules: tuple[ChainConstraint, ...]) -> list[ChainStage]:
         """The best chain over all numbers of stages, the fewest of equals.
 
         Of three stages or more it is one with as many, none slower than its slowest, the others even: with the least
@@ -330,7 +330,7 @@ class PipeDream:
         return evened if evened and step(evened) <= step(best) * _EVEN_ENOUGH else best
 
     def _answers(
-        self, prices: StagePrices, price: Price, rules: tuple[ChainConstraint, ...]
+        self, prices: ChainPrices, price: Price, rules: tuple[ChainConstraint, ...]
     ) -> Iterator[list[ChainStage]]:
         """The best chain for each number of stages that has one."""
         devices = prices.problem.cluster.size
@@ -343,7 +343,7 @@ class PipeDream:
 
     def _chains(
         self,
-        prices: StagePrices,
+        prices: ChainPrices,
         price: Price,
         rules: tuple[ChainConstraint, ...],
         most: int,

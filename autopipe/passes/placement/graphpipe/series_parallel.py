@@ -83,16 +83,9 @@ def leaves(tree: Tree) -> tuple[int, ...]:
     return tuple(itertools.chain.from_iterable(map(leaves, tree.parts)))
 
 
-@dataclass(frozen=True, slots=True)
-class Decomposition:
-    """The tree, and the smallest regions that are not series-parallel, each as its units, ascending."""
-
-    tree: Tree
-    regions: tuple[tuple[int, ...], ...]
-
-
-def decompose(needs: Sequence[int], weights: Sequence[float]) -> Decomposition:
-    """The tree of units that wait for those in `needs` (as bits), numbered topologically.
+def decompose(needs: Sequence[int], weights: Sequence[float]) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
+    """The tree of units that wait for those in `needs` (as bits), numbered topologically; and the smallest regions that
+    are not series-parallel, each as its units, ascending.
 
     `weights` say how much there is to lose where units of a region that is not series-parallel are put in an order.
     """
@@ -126,7 +119,7 @@ def decompose(needs: Sequence[int], weights: Sequence[float]) -> Decomposition:
         first = least_ordering_cut(units, above, weights)
         return series((first, sorted(set(units) - set(first))), True)
 
-    return Decomposition(tree(list(range(len(needs))), False), tuple(regions))
+    return tree(list(range(len(needs))), False), tuple(regions)
 
 
 def _in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:

@@ -86,17 +86,17 @@ def _in_stages(problem: Problem) -> Placement | InfeasibleError:
     units = make_units(graph)
     forward, backward = mean_seconds(problem)
     weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
-    found = decompose(units.needs, weights)
-    trees = itertools.chain((found.tree,), other_orders(found.tree, units.needs, weights))
+    tree, regions = decompose(units.needs, weights)
+    trees = itertools.chain((tree,), other_orders(tree, units.needs, weights))
     try:
         best = MicroBatchSearch(problem, units, forward + backward).best(trees)
     except InfeasibleError as error:
         return error
-    regions = ([node for unit in region for node in units.nodes[unit]] for region in found.regions)
+    parts = ([node for unit in region for node in units.nodes[unit]] for region in regions)
     notes = (
         f"{len(nodes)} operators from {graph.nodes[min(nodes)].name!r} to {graph.nodes[max(nodes)].name!r} are not "
         "series-parallel: they count as one block, whose parts run in a fixed order"
-        for nodes in regions
+        for nodes in parts
     )
     return replace(best, notes=tuple(notes))
 

@@ -285,7 +285,7 @@ class Chains:
     """Samples that messages are counted for."""
 
 
-class StagePrices:
+class DownsetPrices:
     """Prices of stages for the micro-batches of one problem.
 
     A stage receives and sends over the slowest link that there is, since where it stands is not known, and is as slow

@@ -30,8 +30,8 @@ from autopipe.passes.placement.piper.blocks import join_nodes
 from autopipe.passes.placement.piper.stage_costs import (
     ANY_PLACE,
     Chains,
+    DownsetPrices,
     Option,
-    StagePrices,
     StageSharing,
     messages_between,
 )
@@ -58,7 +58,7 @@ class DownsetStage:
     seconds: float
 
 
-def search(prices: StagePrices, most_s: float) -> list[DownsetStage]:
+def search(prices: DownsetPrices, most_s: float) -> list[DownsetStage]:
     """The stages, in order, whose slowest one is fastest; as few of them as that allows.
 
     Empty where memory holds none, or none of which the slowest takes about `most_s`.
@@ -86,7 +86,7 @@ def search(prices: StagePrices, most_s: float) -> list[DownsetStage]:
     return answer
 
 
-def search_steps(prices: StagePrices, most_step_s: float) -> list[DownsetStage]:
+def search_steps(prices: DownsetPrices, most_step_s: float) -> list[DownsetStage]:
     """As `search`, or of the chains with fewer stages and a slower one that whose step is shorter.
 
     Limits are raised by `_SLOWER` at a time, as long as a step could be shorter: so this is no proof.
@@ -114,7 +114,7 @@ def _slowest(pieces: list[DownsetStage]) -> float:
     return max((piece.seconds for piece in pieces), default=math.inf)
 
 
-def _answer(prices: StagePrices, options: list[Option], limit: float) -> list[DownsetStage]:
+def _answer(prices: DownsetPrices, options: list[Option], limit: float) -> list[DownsetStage]:
     """The fewest stages within a limit; empty where there are none."""
     farthest = np.zeros(len(prices.chains.downsets.inner), np.int16)
     chosen: list[Option] = []
@@ -127,7 +127,7 @@ def _answer(prices: StagePrices, options: list[Option], limit: float) -> list[Do
     return [] if fewest[-1, -1] == ANY_PLACE else _trace(prices, chosen, fewest)
 
 
-def _fewest_stages(prices: StagePrices, options: list[Option]) -> NDArray[np.int16]:
+def _fewest_stages(prices: DownsetPrices, options: list[Option]) -> NDArray[np.int16]:
     """For each downset and number of devices the fewest stages that do the rest on that many last devices.
 
     It is `ANY_PLACE` where there are none.
@@ -165,7 +165,7 @@ def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
     return found
 
 
-def _trace(prices: StagePrices, options: list[Option], fewest: NDArray[np.int16]) -> list[DownsetStage]:
+def _trace(prices: DownsetPrices, options: list[Option], fewest: NDArray[np.int16]) -> list[DownsetStage]:
     """The stages behind the fewest for all blocks on all devices; of equally few the quickest first stages."""
     downsets, problem = prices.chains.downsets, prices.problem
     inner, devices = len(downsets.holds) - 1, problem.cluster.size
@@ -257,7 +257,7 @@ class Piper:
 
         Raises InfeasibleError where memory holds none, or none whose step could be shorter than `most_step_s`.
         """
-        prices, count = StagePrices(problem, chains), problem.micro_batches
+        prices, count = DownsetPrices(problem, chains), problem.micro_batches
         by_step = self.objective == "step"
         pieces = search_steps(prices, most_step_s) if by_step else search(prices, most_step_s / count)
         if not pieces:

@@ -33,7 +33,7 @@ SIZE = 4
 def prices_of(both: Problem) -> tuple[Solver, StagePrices]:
     units = make_units(both.graph)
     seconds = sum(mean_seconds(both))
-    tree = decompose(units.needs, [float(seconds[list(nodes)].sum()) for nodes in units.nodes]).tree
+    tree = decompose(units.needs, [float(seconds[list(nodes)].sum()) for nodes in units.nodes])[0]
     line = make_line(both.graph, units, tree, seconds, 100, both.cluster.size)
     tables = make_tables(both, line.chain)
     prices = stage_prices(tables, NodeSeconds(both, tables.samples), SIZE, (1, 2))

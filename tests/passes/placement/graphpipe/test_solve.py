@@ -24,7 +24,7 @@ def least_found(given: Problem, others: bool) -> float:
     units = make_units(given.graph)
     forward, backward = node_seconds(given.work, given.cluster.devices[0], given.precision)
     weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
-    tree = decompose(units.needs, weights).tree
+    tree = decompose(units.needs, weights)[0]
     best = np.inf
     for each in (tree, *(other_orders(tree, units.needs, weights) if others else ())):
         line = make_line(given.graph, units, each, forward + backward, 100, given.cluster.size)
