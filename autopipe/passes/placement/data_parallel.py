@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
@@ -13,7 +13,7 @@ from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint,
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, check_state, fitted
-from autopipe.passes.sharding.regions import one_stage
+from autopipe.passes.sharding.regions import check_samples, one_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,7 @@ class DataParallel:
         """Raise InfeasibleError unless devices of one kind share a micro-batch equally and can hold the weights."""
         check_one_kind(problem, self.name)
         check_state(problem, problem.cluster.size, 1)
-        devices, samples = problem.cluster.size, problem.micro_batch_size
-        if devices > 1 and not problem.graph.batch_axes:
-            raise InfeasibleError(
-                f"data_parallel cannot share samples among {devices} devices: no input of the model carries any",
-                hint="say which axis of each input counts samples in model.batch_axes, or choose another strategy",
-            )
-        if samples % devices:
-            raise InfeasibleError(
-                f"data_parallel cannot share a micro-batch of {samples} samples equally among {devices} devices",
-                hint=f"choose a micro-batch size that {devices} divides, fewer devices, or another strategy",
-            )
+        check_samples(problem, problem.cluster.size, self.name, "devices")
 
     def run(self, problem: Problem) -> Placement:
         """One stage.

@@ -57,7 +57,9 @@ def search(
 ) -> Iterator[list[ChainStage]]:
     """For every number of stages up to `stages` the best chain over all devices, if there is any.
 
-    The best has the least largest price, or with `join=np.add` the least sum of prices.
+    The best has the least largest price, or with `join=np.add` the least sum of prices. The k last stages begin with
+    block i and have the last d devices: A(k, i, d) = min over stops j and degrees n of
+    max(price(k, d, n)[i, j], A(k - 1, j, d - n)), and A(0, blocks, 0) = 0.
     """
     zeros = np.zeros(blocks + 1, dtype=np.int64)
     nothing = np.full(blocks + 1, np.inf), zeros, zeros
@@ -169,14 +171,8 @@ class ChainPrices:
         self._times, self._fits = cache(self._stage_seconds), cache(self._within)
 
     def seconds(self, place: int, device: int, degree: int) -> Matrix:
-        """Seconds of a micro-batch, plain or with recomputation; infinite where memory does not hold.
-
-        So it is where the stage would straddle kinds of devices without being asked to.
-        """
-        group = range(device, device + degree)
-        if not may_share(self.problem, group):
-            return np.full_like(self._empty, np.inf)
-        cluster = self.problem.cluster
+        """Seconds of a micro-batch, plain or with recomputation; infinite where memory does not hold."""
+        cluster, group = self.problem.cluster, range(device, device + degree)
         before = cluster.link(device - 1, device) if device else None
         after = cluster.link(group[-1], group.stop) if group.stop < cluster.size else None
         kinds, reduce = frozenset(cluster.kinds_among(group)), exchange_of_gradients(self.problem, group)
@@ -186,11 +182,8 @@ class ChainPrices:
 
     def excess(self, place: int, device: int, degree: int) -> Matrix:
         """Bytes over the memory limit (below zero where there is room) of the way that needs least."""
-        group = range(device, device + degree)
-        if not may_share(self.problem, group):
-            return np.full_like(self._empty, np.inf)
         plain, again = self._memory(degree, self._in_flight(place))
-        return np.minimum(plain, again) - self._limit(group) + self._empty
+        return np.minimum(plain, again) - self._limit(range(device, device + degree)) + self._empty
 
     def placement(self, pieces: list[ChainStage]) -> Placement:
         """The stages of an answer; where memory does not hold one as it is, it runs its forward again."""
@@ -350,13 +343,18 @@ class PipeDream:
         least: int = 1,
         join: np.ufunc = np.maximum,
     ) -> Iterator[list[ChainStage]]:
-        """Chains of `least` to `most` stages; a rule about a stage alone holds for those of `most`."""
+        """Chains of `least` to `most` stages; a rule about a stage alone holds for those of `most`.
+
+        No stage straddles kinds of devices without being asked to.
+        """
         problem, blocks = prices.problem, prices.tables.chain.blocks
         shared, size = self.replicate and bool(problem.graph.batch_axes), problem.micro_batch_size
         every = range(1, problem.cluster.size + 1)
         degrees = tuple(degree for degree in every if degree == 1 or (shared and size % degree == 0))
 
         def ruled(place: int, device: int, degree: int) -> Matrix:
+            if not may_share(problem, range(device, device + degree)):
+                return np.full((blocks + 1, blocks + 1), np.inf)
             penalties = (rule.penalty(blocks + 1, most - place, device, degree) for rule in rules)
             return sum(penalties, price(place, device, degree))
 

@@ -231,17 +231,17 @@ NodeSplits = tuple[tuple[int, Splits], ...]
 """Splits by node, as a stage holds them."""
 
 
-def check_samples(problem: Problem, replicas: int, strategy: str) -> None:
-    """Raise InfeasibleError unless `replicas` groups of devices can share a micro-batch equally."""
+def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "replicas") -> None:
+    """Raise InfeasibleError unless `replicas` devices, or groups of them, can share a micro-batch equally."""
     samples = problem.micro_batch_size
     if replicas > 1 and not problem.graph.batch_axes:
         raise InfeasibleError(
-            f"{strategy} cannot share samples among {replicas} replicas: no input of the model carries any",
+            f"{strategy} cannot share samples among {replicas} {who}: no input of the model carries any",
             hint="say which axis of each input counts samples in model.batch_axes, or choose another strategy",
         )
     if samples % replicas:
         raise InfeasibleError(
-            f"{strategy} cannot share a micro-batch of {samples} samples equally among {replicas} replicas",
+            f"{strategy} cannot share a micro-batch of {samples} samples equally among {replicas} {who}",
             hint=f"choose a micro-batch size that {replicas} divides, fewer devices, or another strategy",
         )
 

@@ -65,14 +65,10 @@ def search(prices: DownsetPrices, most_s: float) -> list[DownsetStage]:
     """
     most_s = min(most_s, prices.most_s)
     too_low, limit = 0.0, prices.least_s * _STEP
-    options = prices.options(limit)
-    answer = _answer(prices, options, limit)
-    while not answer:
+    while not (answer := _answer(prices, options := prices.options(limit), limit)):
         if limit > most_s:
             return []
         too_low, limit = limit, limit * _STEP
-        options = prices.options(limit)
-        answer = _answer(prices, options, limit)
     steps = np.unique(np.concatenate([option.seconds for option in options]))
     steps = steps[(steps > too_low) & (steps < _slowest(answer))]
     while len(steps):
