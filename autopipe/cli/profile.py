@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import RenderableType
@@ -39,18 +40,14 @@ from autopipe.ir.measured_costs import Costs, OperationCost
 @standard_options
 def profile(
     output: Output,
+    /,
     files: tuple[Path, ...],
     target: Path | None,
     merge: bool,
-    name: str | None,
-    device: str,
-    threads: int,
     micro_batch_sizes: str | None,
     degrees: str,
-    ranks: int | None,
-    source: str,
-    seconds: float,
     configuration: Configuration,
+    **flags: Any,
 ) -> None:
     """Measure the operators of the ONNX file MODEL, forward and backward, and write a cost file for `plan --costs`.
 
@@ -74,27 +71,21 @@ def profile(
         check_writable(target)
         costs = merged(map(read_costs, files))
     else:
-        from autopipe.cli.profile_session import Profiling, check_ranks
+        from autopipe.cli.profile_session import Profiling
         from autopipe.cli.request import request_of
 
         if len(files) > 1:
             raise click.UsageError("give one MODEL, or --merge and the cost files")
         target = target or Path(f"{files[0]}.costs")
         check_writable(target)
-        if ranks is not None and device != "cuda":
-            check_ranks(ranks, threads)
         profiling = Profiling(
             request=request_of(configuration, files[0]),
             sizes=None if micro_batch_sizes is None else parsed_sizes(micro_batch_sizes, "--micro-batch-sizes"),
             degrees=parsed_sizes(degrees, "--degrees"),
-            device=device,
-            name=name,
-            threads=threads,
-            ranks=ranks,
-            source=source,
-            seconds=seconds,
+            **flags,
         )
-        with output.progress("measuring", total=seconds) as bar:
+        profiling.check_ranks()
+        with output.progress("measuring", total=profiling.seconds) as bar:
             measured, refused = profiling.run(bar)
         costs = Costs((measured,))
     write_texts({target: costs_text(costs)})

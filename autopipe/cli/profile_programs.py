@@ -176,18 +176,16 @@ def write_overhead_stage(folder: Path) -> int:
         (_WHOLE, Phase.FORWARD), (_SPLIT, Phase.FORWARD), (_SPLIT, Phase.INPUT_GRADIENT),
         (_SPLIT, Phase.WEIGHT_GRADIENT), (_WHOLE, Phase.BACKWARD),
     )  # fmt: skip
-    order = tuple(Task(stage, phase, index) for index in range(_MICRO_BATCHES) for stage, phase in phases)
-    _write(folder, (_LAYERS, _LAYERS), (0, 0), Schedule(_MICRO_BATCHES, (order,)))
+    _write(folder, (_LAYERS, _LAYERS), (0, 0), _in_turn(_MICRO_BATCHES, phases))
     return _OPERATORS.count("MatMul") * _LAYERS
 
 
 def write_rows(folder: Path) -> tuple[Path, Path]:
     """Write two one-device programs of one stage each, of one layer and of `LONGER` layers."""
     programs = folder / "short", folder / "long"
-    phases = Phase.FORWARD, Phase.BACKWARD
-    order = tuple(Task(0, phase, index) for index in range(_MICRO_BATCHES) for phase in phases)
+    schedule = _in_turn(_MICRO_BATCHES, ((0, Phase.FORWARD), (0, Phase.BACKWARD)))
     for layers, program in zip((1, LONGER), programs, strict=True):
-        _write(program, (layers,), (0,), Schedule(_MICRO_BATCHES, (order,)))
+        _write(program, (layers,), (0,), schedule)
     return programs
 
 
@@ -196,14 +194,19 @@ def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
 
     The second reads `messages` results of the first, of `MESSAGE_BYTES` each.
     """
-    numbers = range(_MANY_MICRO_BATCHES)
     if ranks == 1:
         phases = (0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)
-        orders: list[list[Task]] = [[Task(stage, phase, index) for index in numbers for stage, phase in phases]]
+        schedule = _in_turn(_MANY_MICRO_BATCHES, phases)
     else:
-        orders = [stage_order(stage, kept=2 - stage, k=1, micro_batches=numbers, train=True) for stage in (0, 1)]
-    schedule = Schedule(len(numbers), tuple(map(tuple, orders)))
+        numbers = range(_MANY_MICRO_BATCHES)
+        orders = (stage_order(stage, kept=2 - stage, k=1, micro_batches=numbers, train=True) for stage in (0, 1))
+        schedule = Schedule(len(numbers), tuple(map(tuple, orders)))
     _write(folder, (_FIRST_LAYERS, _LAYERS), (0, ranks - 1), schedule, messages)
+
+
+def _in_turn(count: int, phases: Sequence[tuple[int, Phase]]) -> Schedule:
+    """One device's schedule of `count` micro-batches, one after the other: stages and phases of each."""
+    return Schedule(count, (tuple(Task(stage, phase, index) for index in range(count) for stage, phase in phases),))
 
 
 def _write(
@@ -248,8 +251,12 @@ def _write(
         for begin, end, device in zip((0, *ends), ends, devices, strict=False)
     )
     program = lower(graph, Placement(tuple(stages)), schedule, "loss")
-    files = ProgramFiles("", program, ("Layers.",) * len(layers), ("Layers.",) * schedule.devices)
-    write_program([files], Provenance(str(folder), "", "", Optimizer(), "fp32", 0, 0.0, 0.0), folder)
+    _write_program(program, Provenance(str(folder), "", "", Optimizer(), "fp32", 0, 0.0, 0.0), folder)
+
+
+def _write_program(program: Program, provenance: Provenance, folder: Path) -> None:
+    titles = [("Timed by the profiler.",) * len(each) for each in (program.stages, program.ranks)]
+    write_program([ProgramFiles("", program, *titles)], provenance, folder)
 
 
 _MOST_BYTES = 2**32
@@ -265,9 +272,8 @@ def is_small(model: Model, precision: str) -> bool:
 
 def write_timed(model: Model, precision: str, program: Program, folder: Path) -> None:
     """Write the files of a program that trains the model, and leaves it as it is."""
-    titles = [("The model.",) * count for count in (len(program.stages), len(program.ranks))]
-    file = Provenance(str(model.path.absolute()), model.digest, "", _STANDSTILL, precision, 0, 0.0, 0.0)
-    write_program([ProgramFiles("", program, *titles)], file, folder)
+    path = str(model.path.absolute())
+    _write_program(program, Provenance(path, model.digest, "", _STANDSTILL, precision, 0, 0.0, 0.0), folder)
 
 
 _PIPELINE_MICRO_BATCHES = 8

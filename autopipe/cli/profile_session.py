@@ -56,13 +56,22 @@ class Profiling:
     device: str
     """`auto`, `cuda` or `cpu`."""
     name: str | None
-    """Name of the device."""
     threads: int
     ranks: int | None
     """How many exchange messages; exchanges are not measured where None."""
     source: str
     """`torch` or `onnxruntime`."""
     seconds: float
+
+    def check_ranks(self) -> None:
+        """Raise ConfigurationError unless each rank on the CPU has processors of its own."""
+        most = max(2, processor_count() // self.threads)
+        if self.ranks is not None and self.device != "cuda" and self.ranks > most:
+            raise ConfigurationError(
+                f"{self.ranks} ranks on {processor_count()} processors would share them, and time one another",
+                hint=f"--ranks {most}",
+                where="--ranks",
+            )
 
     def run(self, bar: Bar) -> tuple[DeviceCosts, tuple[str, ...]]:
         """Measure; returns costs, and why some operators could not be measured.
@@ -185,17 +194,6 @@ class Profiling:
             datetime.datetime.now(datetime.UTC).date().isoformat(),
         ]
         return ", ".join(parts)
-
-
-def check_ranks(ranks: int, threads: int) -> None:
-    """Raise ConfigurationError unless each of a machine's ranks has processors of its own."""
-    processors = processor_count() // threads
-    if ranks > max(2, processors):
-        raise ConfigurationError(
-            f"{ranks} ranks on {processor_count()} processors would share them, and time one another",
-            hint=f"--ranks {max(2, processors)}",
-            where="--ranks",
-        )
 
 
 def processor() -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_prediction
-from autopipe.cli.tasks import selected_ranks, task_screen
+from autopipe.cli.show import selected_ranks, task_screen
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.timeline import StagePrediction

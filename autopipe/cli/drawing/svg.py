@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from graphlib import TopologicalSorter
 from html import escape as html_escape
 
-from autopipe.cli.drawing.picture import Bar, Picture, SteadyState, block_kinds, stage_colour, text_colour
+from autopipe.cli.drawing.picture import Bar, Picture, block_kinds, stage_colour, text_colour
 from autopipe.cli.output import bytes_text, devices_text, printable_lines
 from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.plan import Plan
@@ -46,32 +46,30 @@ def timeline_svg(picture: Picture) -> str:
     """One row a device: its tasks in the stages' colours, numbered by micro-batch, and its peak memory."""
     below = _TOP + len(picture.memory) * _ROW
     height = below + (46 if picture.steady else 26)
-    end = picture.time_text(picture.end)
+    end, right = picture.time_text(picture.end), _WIDTH - _RIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
         f"<title>{escape(picture.title)}</title><style>{_STYLE}</style>",
         f'<text x="{_LEFT}" y="18">{escape(picture.title)}</text>',
-        *_lanes(picture),
-        *(_bar(bar, picture.end) for bar in picture.bars),
-        *(_bracket(picture.steady, picture.end, below) if picture.steady else ()),
-        f'<text class="quiet" x="{_LEFT}" y="{height - 8}">0</text>',
-        f'<text class="quiet" x="{_WIDTH - _RIGHT}" y="{height - 8}" text-anchor="end">{end}</text>',
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    for device, peak in enumerate(picture.peaks):
+        top = _TOP + device * _ROW
+        parts.append(f'<rect class="lane" x="{_LEFT}" y="{top}" width="{right - _LEFT}" height="{_BAR}" rx="3"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end">device {device}</text>')
+        parts.append(f'<text class="quiet" x="{right + 8}" y="{top + 16}">{picture.memory_text(peak)}</text>')
+    parts += (_bar(bar, picture.end) for bar in picture.bars)
+    if (state := picture.steady) is not None:
+        first, last = _position(state.start, picture.end), _position(state.end, picture.end)
+        place = f'x="{(first + last) / 2:.1f}" y="{below + 20}" text-anchor="middle"'
+        parts.append(f'<path class="rule" d="M{first:.1f} {below}v6H{last:.1f}v-6"/>')
+        parts.append(f'<text class="quiet" {place}>repetend ×{state.count}</text>')
+    parts.append(f'<text class="quiet" x="{_LEFT}" y="{height - 8}">0</text>')
+    parts.append(f'<text class="quiet" x="{right}" y="{height - 8}" text-anchor="end">{end}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _position(seconds: float, end: float) -> float:
     return _LEFT + seconds / (end or 1.0) * (_WIDTH - _LEFT - _RIGHT)
-
-
-def _lanes(picture: Picture) -> Iterator[str]:
-    width = _WIDTH - _LEFT - _RIGHT
-    for device, peak in enumerate(picture.peaks):
-        top = _TOP + device * _ROW
-        yield f'<rect class="lane" x="{_LEFT}" y="{top}" width="{width}" height="{_BAR}" rx="3"/>'
-        yield f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end">device {device}</text>'
-        yield f'<text class="quiet" x="{_WIDTH - _RIGHT + 8}" y="{top + 16}">{picture.memory_text(peak)}</text>'
 
 
 def _bar(bar: Bar, end: float) -> str:
@@ -86,13 +84,6 @@ def _bar(bar: Bar, end: float) -> str:
         return box
     place = f'x="{(left + right) / 2:.2f}" y="{top + 16}" text-anchor="middle"'
     return f'{box}<text {place} style="fill:{text_colour(bar.phase)}">{label}</text>'
-
-
-def _bracket(state: SteadyState, end: float, top: int) -> Iterator[str]:
-    left, right = _position(state.start, end), _position(state.end, end)
-    yield f'<path class="rule" d="M{left:.1f} {top}v6H{right:.1f}v-6"/>'
-    place = f'x="{(left + right) / 2:.1f}" y="{top + 20}" text-anchor="middle"'
-    yield f'<text class="quiet" {place}>repetend ×{state.count}</text>'
 
 
 _BOX, _HEIGHT, _ACROSS, _DOWN = 104, 40, 64, 18
