@@ -143,21 +143,17 @@ def _rules(resolved: tuple[ResolvedConstraint, ...], chain: Chain, samples: Samp
                 )
             found.append(ChainConstraint(first, last, devices=devices))
         nodes = [node for node in each.nodes if samples.axes[node] is not None]
-        degrees = (1,) if each.constraint.split == () else _degrees(each, nodes, samples)
+        split = each.constraint.split
+        for axis, _ in split or ():
+            if not nodes or any(axis not in (BATCH_AXIS, samples.axes[node]) for node in nodes):
+                raise ConfigurationError(
+                    f"{each} splits axis {axis!r}, and pipedream splits by samples alone",
+                    hint="strategy manual follows any constraint",
+                )
+        degrees = [1] if split == () else [degree for _, degree in split or ()]
         own = sorted({int(chain.block_of[node]) for node in nodes})
         found += (ChainConstraint(block, block, degree=degree) for degree in degrees for block in own)
     return (*stages.values(), *found)
-
-
-def _degrees(resolved: ResolvedConstraint, nodes: list[int], samples: SampleAxes) -> Iterator[int]:
-    """The degrees of a constraint on the split of `nodes`."""
-    for axis, degree in resolved.constraint.split or ():
-        if not nodes or any(axis not in (BATCH_AXIS, samples.axes[node]) for node in nodes):
-            raise ConfigurationError(
-                f"{resolved} splits axis {axis!r}, and pipedream splits by samples alone",
-                hint="strategy manual follows any constraint",
-            )
-        yield degree
 
 
 class ChainPrices:

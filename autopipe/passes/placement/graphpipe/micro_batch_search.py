@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -222,7 +222,7 @@ class Solver:
             others = [
                 self._judged((*drafts[:index], wider, *drafts[index + 1 :]), prices)
                 for index, draft in enumerate(drafts)
-                for wider in _wider(draft, prices, spare[draft.run])
+                for wider in _variants(draft, prices, more=range(1, spare[draft.run] + 1))
             ]
             if len(drafts) <= _FEW_STAGES:
                 others += (self._judged(moved, prices) for moved in self._moved(drafts, prices))
@@ -238,10 +238,11 @@ class Solver:
             for cut in (one.stop - 1, one.stop + 1):
                 if not one.start < cut < other.stop:
                     continue
-                first, second = _on(one, one.start, cut, prices), _on(other, cut, other.stop, prices)
-                if first is not None and second is not None:
+                ends = _variants(replace(one, stop=cut), prices), _variants(replace(other, start=cut), prices)
+                for first, second in itertools.product(*ends):
                     found = (*drafts[:index], first, second, *drafts[index + 2 :])
-                    if depths_to_end(len(found), self._edges(found)) == depths:
+                    same = (first.recompute, second.recompute) == (one.recompute, other.recompute)
+                    if same and depths_to_end(len(found), self._edges(found)) == depths:
                         yield found
 
     def _judged(self, drafts: tuple[DraftStage, ...], prices: StagePrices) -> Partition:
@@ -265,21 +266,11 @@ class Solver:
         return found
 
 
-def _on(draft: DraftStage, start: int, stop: int, prices: StagePrices) -> DraftStage | None:
-    """A stage of other blocks on as many devices; None where they cannot be shared or memory does not hold it."""
-    for option in prices.options:
-        same = (option.run, option.degree, option.recompute) == (draft.run, draft.degree, draft.recompute)
-        if same and option.holds(start, stop, draft.in_flight):
-            return option.stage(start, stop, draft.in_flight)
-    return None
-
-
-def _wider(draft: DraftStage, prices: StagePrices, spare: int) -> Iterator[DraftStage]:
-    """A stage on more devices of its run, `spare` at most, with what it keeps in flight."""
+def _variants(draft: DraftStage, prices: StagePrices, more: range = range(1)) -> Iterator[DraftStage]:
+    """The stage, as it is priced, on some more devices of its run, where memory holds what it keeps in flight."""
     own = (draft.start, draft.stop, draft.in_flight)
     for option in prices.options:
-        more = option.degree - draft.degree if option.run == draft.run else 0
-        if 0 < more <= spare and option.holds(*own):
+        if option.run == draft.run and option.degree - draft.degree in more and option.holds(*own):
             yield option.stage(*own)
 
 
