@@ -23,12 +23,11 @@ from autopipe.passes.batching import Division
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import check_operators
 from autopipe.passes.cost.roofline import mean_seconds
+from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import MicroBatchSearch
 from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_units, other_orders
 from autopipe.passes.schedule.device_order import best_order
-from autopipe.passes.schedule.predict import predict, ticks_of
-from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, order_kfkb
-from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.schedule.limits import quick_step_seconds, step_s
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_constraints_met
 from autopipe.passes.sharding.search import Exact, split_problem
@@ -156,14 +155,9 @@ def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
     """Seconds of a step; infinite where memory does not hold it, or the model's values cannot be shared out so."""
     try:
         problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
-        graph, prediction = StageGraph.of(problem, placement), predict(problem, placement)
-        ks = (1,) * len(placement.stages)
-        schedule = order_kfkb(graph, problem.micro_batches, ks, problem.train, ticks_of(prediction.stages))
-        timeline = simulate(schedule, graph.stage_devices, prediction)
+        return quick_step_seconds(problem, placement, stage_costs(problem, placement))
     except AutopipeError:
         return math.inf
-    fits = all(peak <= problem.memory_of(device) for device, peak in enumerate(timeline.peak_memory))
-    return timeline.end if fits else math.inf
 
 
 def split_further(problem: Problem, placement: Placement) -> Placement:
@@ -189,18 +183,12 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
     placement = _with_stages(placement, settled)
     if not found:
         return placement
-    schedule = KForwardsKBackwards().run(problem, placement)
 
     def measured(placement: Placement) -> tuple[float, list[float]]:
         """Seconds of a step, and those in which each stage's devices are busy."""
-        prediction = predict(problem, placement)
-        step = simulate(schedule, [stage.devices for stage in placement.stages], prediction).end
+        costs = stage_costs(problem, placement)
         counts = (problem.batch_size // stage.micro_batch_size for stage in placement.stages)
-        busy = [
-            count * (each.forward_s + each.backward_s) + each.gradient_s + each.update_s
-            for count, each in zip(counts, prediction.stages, strict=True)
-        ]
-        return step, busy
+        return step_s(problem, placement, costs), list(map(step_seconds, costs, counts))
 
     def improved(placement: Placement, others: dict[int, Stage]) -> tuple[float, Placement]:
         """Seconds of a step, and the placement with each stage in turn as in `others` if that is no worse for the step
