@@ -125,10 +125,15 @@ def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[S
 
 def _step(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Timeline | Step:
     graph, prediction = StageGraph.of(problem, placement), predicted(problem, placement, costs)
+    return predicted_step(graph, prediction, problem.micro_batches, problem.train)
+
+
+def predicted_step(graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool) -> Timeline | Step:
+    """The step of kFkB's order with k = 1, which is 1F1B's where micro-batches are equal."""
     if is_chain(graph):
-        return chain_step(graph, prediction, problem.micro_batches, problem.train)
-    ks = (1,) * len(placement.stages)
-    schedule = order_kfkb(graph, problem.micro_batches, ks, problem.train, ticks_of(prediction.stages))
+        return chain_step(graph, prediction, micro_batches, train)
+    ks = (1,) * len(graph.stage_devices)
+    schedule = order_kfkb(graph, micro_batches, ks, train, ticks_of(prediction.stages))
     return simulate(schedule, graph.stage_devices, prediction)
 
 

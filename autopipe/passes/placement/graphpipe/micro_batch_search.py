@@ -28,9 +28,8 @@ from autopipe.passes.cost.roofline import accumulate_per_byte
 from autopipe.passes.placement.graphpipe.search import TargetProbe, fewest_devices
 from autopipe.passes.placement.graphpipe.series_parallel import FEW, BlockLine, Tree, make_line
 from autopipe.passes.placement.graphpipe.stage_costs import DraftStage, NodeSeconds, StagePrices, stage_prices
-from autopipe.passes.schedule.predict import predict, ticks_of
-from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
-from autopipe.passes.schedule.simulate import simulate
+from autopipe.passes.schedule.limits import predicted_step
+from autopipe.passes.schedule.predict import predict
 
 _PERIODS = 3
 """Micro-batches, times the stages' depth, after which a step goes on as it did."""
@@ -54,13 +53,12 @@ def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
     `problem` is that of the placement's micro-batches.
     """
     graph, prediction = StageGraph.of(problem, placement), predict(problem, placement)
-    ticks, shares = ticks_of(prediction.stages), [0.0]
+    shares = [0.0]
 
     def seconds(micro_batches: int) -> float:
-        schedule = order_1f1b(graph, micro_batches, problem.train, ticks)
-        timeline = simulate(schedule, graph.stage_devices, prediction)
-        shares.extend(peak / problem.memory_of(device) for device, peak in enumerate(timeline.peak_memory))
-        return timeline.end
+        step = predicted_step(graph, prediction, micro_batches, problem.train)
+        shares.extend(peak / problem.memory_of(device) for device, peak in enumerate(step.peak_memory))
+        return step.end
 
     return _step_seconds(seconds, graph.depth, problem.micro_batches), max(shares)
 
