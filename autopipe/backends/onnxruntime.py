@@ -53,21 +53,29 @@ def version() -> str:
 
 
 def _measured(sample: Sample, prefix: Path, threads: int, seconds: float) -> Timing:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = threads
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.enable_profiling = True
-    options.profile_file_prefix = str(prefix)
-    session = onnxruntime.InferenceSession(_model(sample), options, providers=["CPUExecutionProvider"])
+    session = _session(_model(sample), intra_op_num_threads=threads, profile_file_prefix=str(prefix))
     feeds = _feeds(sample)
     started, runs = time.perf_counter(), 0
     while runs < _LEAST + _WARM_UP or (runs < _MOST and time.perf_counter() - started < seconds):
         session.run(None, feeds)
         runs += 1
     return _kernel_times(Path(session.end_profiling()), runs)
+
+
+def _session(model: bytes | str, optimized: bool = False, **settings: object) -> Any:
+    """A model opened as it is written, without any fusion that reorders arithmetic unless `optimized`; with a profile
+    where settings name its file.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4 if settings else 3
+    options.enable_profiling = bool(settings)
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for name, value in settings.items():
+        setattr(options, name, value)
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _kernel_times(path: Path, runs: int) -> Timing:
@@ -192,20 +200,20 @@ def _loaded(model: Path) -> onnx.ModelProto:
         raise _unreadable(model, error) from error
 
 
-_FLOATS = {11: "float64", 1: "float32", 10: "float16", 16: "bfloat16"}
-"""By TensorProto's numbers, coarsest last."""
+_FLOATS = {16: "bfloat16", 10: "float16", 1: "float32", 11: "float64"}
+"""By TensorProto's numbers, coarsest first."""
 _TYPES = ("to", "dtype", "output_dtype")
 """Attributes that are the type of a result."""
 
 
 def _coarsest_type(proto: onnx.ModelProto) -> str:
     values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
+    attributes = [each for node in _nodes(proto) for each in node.attribute]
     used = {tensor.data_type for tensor in proto.graph.initializer}
     used |= {value.type.tensor_type.elem_type for value in values}
-    for node in _nodes(proto):
-        used |= {each.i for each in node.attribute if each.name in _TYPES}
-        used |= {each.t.data_type for each in node.attribute if each.HasField("t")}
-    return next((name for number, name in reversed(_FLOATS.items()) if number in used), "float32")
+    used |= {each.i for each in attributes if each.name in _TYPES}
+    used |= {each.t.data_type for each in attributes if each.HasField("t")}
+    return next((name for number, name in _FLOATS.items() if number in used), "float32")
 
 
 def _depth(proto: onnx.ModelProto) -> int:
@@ -245,15 +253,8 @@ def _widen(proto: onnx.ModelProto) -> None:
 
 
 def _open(path: Path, optimized: bool = False) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if not optimized:
-        # The reference is the model as written: no fusion that reorders arithmetic.
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return _session(str(path), optimized)
     except Exception as error:
         raise _unreadable(path, error) from error
 

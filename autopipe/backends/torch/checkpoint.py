@@ -101,8 +101,6 @@ FileName = Annotated[str, Fits(lambda name: Path(name).name == name != "..", "a 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of the checkpoint, its size in bytes, and its SHA-256 in hexadecimal."""
-
     name: FileName
     size: Annotated[int, At("bytes")]
     sha256: str
@@ -192,7 +190,6 @@ class FolderLock:
                 return True
 
     def release(self) -> None:
-        """Let others save here."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -227,12 +224,10 @@ def check_unused(folder: Path) -> None:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
     return folder / f"step_{step:08d}"
 
 
 def rank_file(rank: int) -> str:
-    """Name of a rank's file within a checkpoint."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -297,7 +292,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def text_of(checkpoint: Checkpoint) -> str:
-    """Text of `manifest.json`."""
     document = document_of(checkpoint)
     return json.dumps(document | {"sha256": _digest(document)}) + "\n"
 

@@ -60,7 +60,6 @@ class HungRank:
     """For others, as they all do."""
 
     def message(self) -> str:
-        """In one line."""
         where = f"task {self.task}" if self.task[:1].isdigit() else f"its {self.task or 'start'}"
         if self.waits:
             return f"rank {self.rank} waits in {where} for {self.seconds:.0f} s, and so do all others"

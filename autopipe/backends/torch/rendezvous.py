@@ -286,8 +286,6 @@ def _ask_store(ask: Callable[[], bytes]) -> bytes:
 
 
 def _form_of(state: _RendezvousState) -> dict[str, Any]:
-    """The state as JSON."""
-
     def words(node: _NodeDesc) -> list[str | int]:
         return [node.addr, node.pid, node.local_id]
 

@@ -136,7 +136,6 @@ def _read(folder: Path, rank: int) -> dict[str, np.ndarray]:
 
 
 def read_losses(report: Path) -> list[float]:
-    """The losses of a run's steps."""
     return [float(json.loads(line)["loss"]) for line in report.read_text(encoding="utf-8").splitlines()]
 
 

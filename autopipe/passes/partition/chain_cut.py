@@ -27,41 +27,38 @@ _Floats = NDArray[np.float64]
 
 
 def best_stops(
-    lengths: Sequence[_Floats],
-    known: Sequence[int],
-    bounds: Sequence[tuple[int, int]] | None = None,
-    weights: _Floats | None = None,
-    room: Sequence[float] = (),
+    lengths: Sequence[_Floats], known: Sequence[int], bounds: Sequence[tuple[int, int]] | None = None
 ) -> list[int]:
     """Where each of a line's runs ends, so that the longest is shortest; [] where there is no division.
 
     `lengths[s][a, b]` is the length of run s from place a to place b, infinite where it may not be one. Run s ends from
-    place `bounds[s][0]` to `bounds[s][1]`, where they are given; its entry in `weights` is at most `room[s]`. Of equal
-    divisions the first: for every stage and end the earliest start.
+    place `bounds[s][0]` to `bounds[s][1]`, where they are given. Of equal divisions the first: for every stage and end
+    the earliest start.
 
     The best division into s runs up to a place follows from those into s - 1 runs up to all earlier places, as its
     longest run is the longer of theirs and the last. A run that is longer than the longest of a division that is
     `known` (by its stops) is in no best one, so that few starts are looked at for each end.
     """
     places = np.arange(len(lengths[0]))
-    whole = [(0, len(places) - 1)] * len(lengths)
-    width = _most_blocks(lengths, known, bounds or whole, weights, room)
+    different = {id(each): each for each in lengths}
+    bounds = bounds or [(0, len(places) - 1)] * len(lengths)
+    runs = list(itertools.pairwise([0, *known]))
+    slowest = max(float(length[run]) for length, run in zip(lengths, runs, strict=True))
+    width = len(places) - 1
+    if not np.isinf(slowest) and all(first <= stop <= last for stop, (first, last) in zip(known, bounds, strict=True)):
+        spans = (np.subtract(*np.nonzero(length <= slowest)) for length in different.values())
+        width = max(-int(each.min()) for each in spans)
     starts = places[:, None] + np.arange(-width, 0)
-
-    def band(figures: _Floats) -> _Floats:
-        """At [b, j] the figure from place `starts[b, j]` to b; infinite where there is no such start."""
-        found: _Floats = np.where(starts < 0, np.inf, figures[np.maximum(starts, 0), places[:, None]])
-        return found
-
-    bands = {id(each): band(each) for each in {id(each): each for each in lengths}.values()}
-    heavy = None if weights is None else band(weights)
+    # At [b, j] the length from place `starts[b, j]` to b; infinite where there is no such start.
+    bands = {
+        key: np.where(starts < 0, np.inf, each[np.maximum(starts, 0), places[:, None]])
+        for key, each in different.items()
+    }
     longest = np.where(places == 0, 0.0, np.inf)
     came_from = []
-    for stage, (length, (first, last)) in enumerate(zip(lengths, bounds or whole, strict=True)):
+    for length, (first, last) in zip(lengths, bounds, strict=True):
         before = np.lib.stride_tricks.sliding_window_view(np.concatenate((np.full(width, np.inf), longest)), width)[:-1]
         through = np.maximum(before, bands[id(length)])
-        if heavy is not None:
-            through[heavy > room[stage]] = np.inf
         nearest = through.argmin(axis=1)
         longest = through[places, nearest]
         longest[(places < first) | (places > last)] = np.inf
@@ -74,23 +71,11 @@ def best_stops(
     return stops[::-1]
 
 
-def _most_blocks(
-    lengths: Sequence[_Floats],
-    known: Sequence[int],
-    bounds: Sequence[tuple[int, int]],
-    weights: _Floats | None,
-    room: Sequence[float],
-) -> int:
-    """The most blocks of any run that is no longer than the longest of the known ones."""
-    runs = list(itertools.pairwise([0, *known]))
-    allowed = all(first <= stop <= last for stop, (first, last) in zip(known, bounds, strict=True))
-    if weights is not None:
-        allowed &= all(weights[run] <= most for run, most in zip(runs, room, strict=True))
-    slowest = max(float(length[run]) for length, run in zip(lengths, runs, strict=True))
-    if not allowed or np.isinf(slowest):
-        return len(lengths[0]) - 1
-    spans = (np.subtract(*np.nonzero(length <= slowest)) for length in {id(each): each for each in lengths}.values())
-    return max(-int(each.min()) for each in spans)
+def within_room(lengths: Sequence[_Floats], weights: _Floats, room: Sequence[float]) -> list[_Floats]:
+    """The same lengths, infinite where a run's entry in `weights` is more than its room."""
+    pairs = [(id(length), most) for length, most in zip(lengths, room, strict=True)]
+    cut = {pair: np.where(weights > pair[1], np.inf, length) for pair, length in zip(pairs, lengths, strict=True)}
+    return [cut[pair] for pair in pairs]
 
 
 def step_of_line(seconds: Sequence[float], micro_batches: int) -> float:
@@ -160,7 +145,7 @@ def cut_into_stages(
     limits = [min(map(problem.memory_of, group)) for group in groups]
     if len(set(limits)) > 1:
         room = [limit * len(group) for group, limit in zip(groups, limits, strict=True)]
-        stops = best_stops(lengths, known, bounds, _state_bytes(problem, chain), room)
+        stops = best_stops(within_room(lengths, _state_bytes(problem, chain), room), known, bounds)
     stops = stops or best_stops(lengths, known, bounds)
     return tuple(chain.nodes(start, stop) for start, stop in itertools.pairwise([0, *stops]))
 

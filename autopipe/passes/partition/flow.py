@@ -5,7 +5,7 @@ an operator can be in, and divisions by dynamic programming: over a line of oper
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,50 +138,203 @@ _ROUNDING = 1e-9
 _ROWS = 1024
 """Of a table of bits, unpacked at a time."""
 
+Members = NDArray[np.bool_]
+"""At [d, v] whether downset d has operator v."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Windows:
-    """The first and the last stage of each operator; both never fall along an edge."""
+class DivisionSpace:
+    """A flow to be divided into `stages`, each with work: operator v may be in stages `first[v]` to `last[v]`.
 
+    Both never fall along an edge.
+    """
+
+    flow: Flow
+    stages: int
     first: Places
     last: Places
 
     @property
     def open(self) -> int:
-        """How many questions "is it in a later stage than this?" they leave."""
+        """How many questions "is it in a later stage than this?" there are."""
         return int((self.last - self.first).sum())
 
-    def of_groups(self, group: Places) -> Windows:
-        """Intersection of the windows of all operators of a group."""
-        count = int(group.max(initial=-1)) + 1
+    def coarsened(self, group: Places) -> DivisionSpace:
+        """The space of groups of operators, each where all of its operators may be."""
+        flow, count = self.flow, int(group.max(initial=-1)) + 1
         first, last = np.zeros(count, dtype=np.int64), np.full(count, np.iinfo(np.int64).max)
         np.maximum.at(first, group, self.first)
         np.minimum.at(last, group, self.last)
-        return Windows(first, last)
+        values = zip(group[flow.source].tolist(), flow.size.tolist(), strict=True)
+        readers = (group[flow.readers_of(value)].tolist() for value in range(len(flow.source)))
+        work = np.bincount(group, flow.work).astype(float)
+        coarse = make_flow(work, [(source, size, each) for (source, size), each in zip(values, readers, strict=True)])
+        return DivisionSpace(coarse, self.stages, first, last)
 
-    def near(self, stage: Places, steps: int) -> Windows:
-        """Windows no further than `steps` stages from `stage`."""
-        return Windows(np.maximum(self.first, stage - steps), np.minimum(self.last, stage + steps))
+    def near(self, stage: Places, steps: int) -> DivisionSpace:
+        """What is no further than `steps` stages from `stage`."""
+        return replace(self, first=np.maximum(self.first, stage - steps), last=np.minimum(self.last, stage + steps))
 
-    def under(self, flow: Flow, stages: int, limit: float) -> Windows:
-        """Windows that are left where no stage takes more work than `limit`.
+    def under(self, limit: float) -> DivisionSpace:
+        """What is left where no stage takes more work than `limit`; it may be empty.
 
         All predecessors of an operator are in no later stage, all its successors in no earlier one: as soon as possible
-        and as late as possible are by work, not by number of operators. They may be empty.
+        and as late as possible are by work, not by number of operators.
         """
-        ancestor_bits = ancestors(flow)
+        flow, ancestor_bits = self.flow, ancestors(self.flow)
         before, after = np.empty(flow.operators), np.zeros(flow.operators)
         for start in range(0, flow.operators, _ROWS):
             rows = np.unpackbits(ancestor_bits[start : start + _ROWS], axis=1, count=flow.operators)
             before[start : start + _ROWS] = rows @ flow.work
             after += flow.work[start : start + _ROWS] @ rows
         soonest = np.ceil(before / limit * (1 - _ROUNDING)).astype(np.int64) - 1
-        latest = stages - np.ceil(after / limit * (1 - _ROUNDING)).astype(np.int64)
-        return Windows(np.maximum(self.first, soonest), np.minimum(self.last, latest))
+        latest = self.stages - np.ceil(after / limit * (1 - _ROUNDING)).astype(np.int64)
+        return replace(self, first=np.maximum(self.first, soonest), last=np.minimum(self.last, latest))
+
+    def best_line(self, limit: float) -> Places | None:
+        """The stage of each operator in the line that least crosses; None where there is no line.
+
+        No stage takes more work than `limit`. What a stage receives depends on where it begins and ends alone, and all
+        stages receive together what crosses: so the best line follows from the best lines of fewer stages.
+        """
+        count = self.flow.operators
+        done = np.concatenate(([0.0], np.cumsum(self.flow.work)))
+        best = np.full((self.stages + 1, count + 1), np.inf)
+        best[0, 0] = 0.0
+        origin = np.zeros((self.stages + 1, count + 1), dtype=np.int64)
+        # Bytes that a stage receives, by the operator at which it does, and how they change as its first operator moves
+        # on: a stage that begins after one reader of a value and before the next receives it for the next.
+        arriving = np.zeros(count)
+        changes: list[list[tuple[int, float]]] = [[] for _ in range(count + 1)]
+        for value, size in enumerate(self.flow.size.tolist()):
+            readers = self.flow.readers_of(value).tolist()
+            for begin, reader in zip([int(self.flow.source[value]), *readers], readers, strict=False):
+                changes[begin + 1].append((reader, size))
+                changes[reader + 1].append((reader, -size))
+        for start in range(count):
+            for reader, size in changes[start]:
+                arriving[reader] += size
+            if not np.isfinite(best[: self.stages, start]).any():
+                continue
+            stop = int(np.searchsorted(done, done[start] + limit * (1 + _ROUNDING), side="right")) - 1
+            if stop <= start:
+                continue
+            received = np.cumsum(arriving[start:stop])
+            low = np.maximum.accumulate(self.first[start:stop])
+            high = np.minimum.accumulate(self.last[start:stop])
+            cost = best[: self.stages, start, None] + received[None, :]
+            stage = np.arange(self.stages)[:, None]
+            cost[(stage < low) | (stage > high) | (done[start + 1 : stop + 1] <= done[start])] = np.inf
+            ends = slice(start + 1, stop + 1)
+            better = cost < best[1:, ends]
+            best[1:, ends][better] = cost[better]
+            origin[1:, ends][better] = start
+        if not np.isfinite(best[self.stages, count]):
+            return None
+        found = np.zeros(count, dtype=np.int64)
+        end = count
+        for number in range(self.stages, 0, -1):
+            begin = int(origin[number, end])
+            found[begin:end] = number - 1
+            end = begin
+        return found
+
+    def least_limit(self) -> float:
+        """The least work that the largest stage of a line can have, to a millionth; infinite where there is no line."""
+        total = float(self.flow.work.sum())
+        low, high = max(total / self.stages, float(self.flow.work.max(initial=0.0))), total
+        if not self.is_any_line(high):
+            return np.inf
+        if self.is_any_line(low):
+            return low
+        while high - low > 1e-6 * high:
+            middle = (low + high) / 2
+            if self.is_any_line(middle):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def is_any_line(self, limit: float) -> bool:
+        """True if there is a line at all, as `best_line` asks for it."""
+        count = self.flow.operators
+        done = np.concatenate(([0.0], np.cumsum(self.flow.work)))
+        furthest = np.searchsorted(done, done[:-1] + limit * (1 + _ROUNDING), side="right") - 1
+        nearest = np.searchsorted(done, done[:-1], side="right")
+        reached = np.zeros(count + 1, dtype=bool)
+        reached[0] = True
+        for stage in range(self.stages):
+            refused = np.flatnonzero((self.first > stage) | (self.last < stage))
+            barrier = np.append(refused, count)[np.searchsorted(refused, np.arange(count))]
+            ends = np.minimum(furthest, barrier)
+            starts = np.flatnonzero(reached[:-1] & (ends >= nearest))
+            change = np.zeros(count + 2, dtype=np.int64)
+            np.add.at(change, nearest[starts], 1)
+            np.add.at(change, ends[starts] + 1, -1)
+            reached = np.cumsum(change)[: count + 1] > 0
+        return bool(reached[count])
+
+    def best_over_downsets(self, members: Members, limit: float, evenest: bool = False) -> Places | None:
+        """The stage of each operator where least crosses, as `best_line` says it, but of lines in any order; with
+        `evenest` where the largest stage takes least work.
+        """
+        done = members @ self.flow.work
+        order = np.argsort(done, kind="stable")
+        members, done = members[order], done[order]
+
+        def price(before: int, after: Places) -> Floats:
+            """Of the stages from one downset to several others: their work, or the bytes that they read of what was
+            made before them.
+            """
+            if evenest:
+                work: Floats = (members[after] & ~members[before]) @ self.flow.work
+                return work
+            found = np.zeros(len(after))
+            for value in np.flatnonzero(members[before][self.flow.source]).tolist():
+                readers = self.flow.readers_of(value)
+                readers = readers[~members[before][readers]]
+                if len(readers):
+                    found += self.flow.size[value] * members[np.ix_(after, readers)].any(axis=1)
+            return found
+
+        packed = np.packbits(members, axis=1)
+        best = np.full((self.stages + 1, len(members)), np.inf)
+        best[0] = np.where(members.any(axis=1), np.inf, 0.0)
+        origin = np.zeros((self.stages + 1, len(members)), dtype=np.int64)
+        join = np.maximum if evenest else np.add
+        for before in range(len(members)):
+            if not np.isfinite(best[: self.stages, before]).any():
+                continue
+            low, high = np.searchsorted(done, [done[before], done[before] + limit * (1 + _ROUNDING)], side="right")
+            after = low + np.flatnonzero(~(packed[before] & ~packed[low:high]).any(axis=1))
+            cost = join(best[: self.stages, before, None], price(before, after)[None, :])
+            cost[~self._allowed(members[before], members, after)] = np.inf
+            better = cost < best[1:, after]
+            best[1:, after] = np.where(better, cost, best[1:, after])
+            origin[1:, after] = np.where(better, before, origin[1:, after])
+        whole = int(np.flatnonzero(members.all(axis=1))[0])
+        if not np.isfinite(best[self.stages, whole]):
+            return None
+        found = np.zeros(self.flow.operators, dtype=np.int64)
+        for number in range(self.stages, 0, -1):
+            start = int(origin[number, whole])
+            found[members[whole] & ~members[start]] = number - 1
+            whole = start
+        return found
+
+    def _allowed(self, before: NDArray[np.bool_], members: Members, after: Places) -> NDArray[np.bool_]:
+        """At [s, i] whether all operators from downset `before` to number i of `after` may be in stage s."""
+        stage = np.arange(self.stages)[:, None]
+        early = np.flatnonzero(~before & (self.first > 0))
+        late = np.flatnonzero(~before & (self.last < self.stages - 1))
+        first = np.where(members[np.ix_(after, early)], self.first[early], 0).max(axis=1, initial=0)
+        last = np.where(members[np.ix_(after, late)], self.last[late], self.stages).min(axis=1, initial=self.stages)
+        allowed: NDArray[np.bool_] = (stage >= first) & (stage <= last)
+        return allowed
 
 
-def windows_of(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Mapping[int, int]) -> Windows:
-    """Windows under which `settled` nodes are in the stages that are asked for, and every edge leads to no earlier
+def division_space(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Mapping[int, int]) -> DivisionSpace:
+    """Divisions under which `settled` nodes are in the stages that are asked for, and every edge leads to no earlier
     stage. Raises ConfigurationError, naming two nodes, where there are none.
     """
     own = np.array([settled.get(node, -1) for node in nodes.tolist()], dtype=np.int64)
@@ -199,97 +352,7 @@ def windows_of(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Ma
             )
     for source, reader in sorted(flow.pairs(), reverse=True):
         last[source] = min(last[source], last[reader])
-    return Windows(first, last)
-
-
-def best_line(flow: Flow, stages: int, limit: float, windows: Windows) -> Places | None:
-    """The stage of each operator in the line that least crosses; None where there is no line.
-
-    No stage takes more work than `limit`, and each has some. What a stage receives depends on where it begins and ends
-    alone, and all stages receive together what crosses: so the best line follows from the best lines of fewer stages.
-    """
-    count = flow.operators
-    done = np.concatenate(([0.0], np.cumsum(flow.work)))
-    best = np.full((stages + 1, count + 1), np.inf)
-    best[0, 0] = 0.0
-    origin = np.zeros((stages + 1, count + 1), dtype=np.int64)
-    # Bytes that a stage receives, by the operator at which it does, and how they change as its first operator moves on:
-    # a stage that begins after one reader of a value and before the next receives it for the next.
-    arriving = np.zeros(count)
-    changes: list[list[tuple[int, float]]] = [[] for _ in range(count + 1)]
-    for value, size in enumerate(flow.size.tolist()):
-        readers = flow.readers_of(value).tolist()
-        for begin, reader in zip([int(flow.source[value]), *readers], readers, strict=False):
-            changes[begin + 1].append((reader, size))
-            changes[reader + 1].append((reader, -size))
-    for start in range(count):
-        for reader, size in changes[start]:
-            arriving[reader] += size
-        if not np.isfinite(best[:stages, start]).any():
-            continue
-        stop = int(np.searchsorted(done, done[start] + limit * (1 + _ROUNDING), side="right")) - 1
-        if stop <= start:
-            continue
-        received = np.cumsum(arriving[start:stop])
-        low = np.maximum.accumulate(windows.first[start:stop])
-        high = np.minimum.accumulate(windows.last[start:stop])
-        cost = best[:stages, start, None] + received[None, :]
-        stage = np.arange(stages)[:, None]
-        cost[(stage < low) | (stage > high) | (done[start + 1 : stop + 1] <= done[start])] = np.inf
-        ends = slice(start + 1, stop + 1)
-        better = cost < best[1:, ends]
-        best[1:, ends][better] = cost[better]
-        origin[1:, ends][better] = start
-    if not np.isfinite(best[stages, count]):
-        return None
-    found = np.zeros(count, dtype=np.int64)
-    end = count
-    for number in range(stages, 0, -1):
-        begin = int(origin[number, end])
-        found[begin:end] = number - 1
-        end = begin
-    return found
-
-
-def least_limit(flow: Flow, stages: int, windows: Windows) -> float:
-    """The least work that the largest stage of a line can have, to a millionth; infinite where there is no line."""
-    total = float(flow.work.sum())
-    low, high = max(total / stages, float(flow.work.max(initial=0.0))), total
-    if not is_any_line(flow, stages, high, windows):
-        return np.inf
-    if is_any_line(flow, stages, low, windows):
-        return low
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        if is_any_line(flow, stages, middle, windows):
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def is_any_line(flow: Flow, stages: int, limit: float, windows: Windows) -> bool:
-    """True if there is a line at all, as `best_line` asks for it."""
-    count = flow.operators
-    done = np.concatenate(([0.0], np.cumsum(flow.work)))
-    furthest = np.searchsorted(done, done[:-1] + limit * (1 + _ROUNDING), side="right") - 1
-    nearest = np.searchsorted(done, done[:-1], side="right")
-    reached = np.zeros(count + 1, dtype=bool)
-    reached[0] = True
-    for stage in range(stages):
-        refused = np.flatnonzero((windows.first > stage) | (windows.last < stage))
-        barrier = np.append(refused, count)[np.searchsorted(refused, np.arange(count))]
-        ends = np.minimum(furthest, barrier)
-        starts = np.flatnonzero(reached[:-1] & (ends >= nearest))
-        change = np.zeros(count + 2, dtype=np.int64)
-        np.add.at(change, nearest[starts], 1)
-        np.add.at(change, ends[starts] + 1, -1)
-        reached = np.cumsum(change)[: count + 1] > 0
-    return bool(reached[count])
-
-
-Members = NDArray[np.bool_]
-"""At [d, v] whether downset d has operator v."""
+    return DivisionSpace(flow, stages, first, last)
 
 
 def downsets(flow: Flow, most: int) -> Members | None:
@@ -299,67 +362,3 @@ def downsets(flow: Flow, most: int) -> Members | None:
         needs[reader] |= 1 << source
     levels = downset_levels(needs, most)
     return None if levels is None else membership([mask for level in levels for mask in level], flow.operators)
-
-
-def best_over_downsets(
-    flow: Flow, members: Members, stages: int, limit: float, windows: Windows, evenest: bool = False
-) -> Places | None:
-    """The stage of each operator where least crosses, as `best_line` says it, but of lines in any order; with `evenest`
-    where the largest stage takes least work.
-    """
-    done = members @ flow.work
-    order = np.argsort(done, kind="stable")
-    members, done = members[order], done[order]
-
-    def price(before: int, after: Places) -> Floats:
-        """Of the stages from one downset to several others: their work, or the bytes that they read of what was made
-        before them.
-        """
-        if evenest:
-            work: Floats = (members[after] & ~members[before]) @ flow.work
-            return work
-        found = np.zeros(len(after))
-        for value in np.flatnonzero(members[before][flow.source]).tolist():
-            readers = flow.readers_of(value)
-            readers = readers[~members[before][readers]]
-            if len(readers):
-                found += flow.size[value] * members[np.ix_(after, readers)].any(axis=1)
-        return found
-
-    packed = np.packbits(members, axis=1)
-    best = np.full((stages + 1, len(members)), np.inf)
-    best[0] = np.where(members.any(axis=1), np.inf, 0.0)
-    origin = np.zeros((stages + 1, len(members)), dtype=np.int64)
-    join = np.maximum if evenest else np.add
-    for before in range(len(members)):
-        if not np.isfinite(best[:stages, before]).any():
-            continue
-        low, high = np.searchsorted(done, [done[before], done[before] + limit * (1 + _ROUNDING)], side="right")
-        after = low + np.flatnonzero(~(packed[before] & ~packed[low:high]).any(axis=1))
-        cost = join(best[:stages, before, None], price(before, after)[None, :])
-        cost[~_allowed(windows, stages, members[before], members, after)] = np.inf
-        better = cost < best[1:, after]
-        best[1:, after] = np.where(better, cost, best[1:, after])
-        origin[1:, after] = np.where(better, before, origin[1:, after])
-    whole = int(np.flatnonzero(members.all(axis=1))[0])
-    if not np.isfinite(best[stages, whole]):
-        return None
-    found = np.zeros(flow.operators, dtype=np.int64)
-    for number in range(stages, 0, -1):
-        start = int(origin[number, whole])
-        found[members[whole] & ~members[start]] = number - 1
-        whole = start
-    return found
-
-
-def _allowed(
-    windows: Windows, stages: int, before: NDArray[np.bool_], members: Members, after: Places
-) -> NDArray[np.bool_]:
-    """At [s, i] whether all operators from downset `before` to number i of `after` may be in stage s."""
-    stage = np.arange(stages)[:, None]
-    early = np.flatnonzero(~before & (windows.first > 0))
-    late = np.flatnonzero(~before & (windows.last < stages - 1))
-    first = np.where(members[np.ix_(after, early)], windows.first[early], 0).max(axis=1, initial=0)
-    last = np.where(members[np.ix_(after, late)], windows.last[late], stages).min(axis=1, initial=stages)
-    allowed: NDArray[np.bool_] = (stage >= first) & (stage <= last)
-    return allowed

@@ -21,19 +21,14 @@ from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.partition.flow import (
     Bits,
+    DivisionSpace,
     Flow,
     Members,
     Places,
-    Windows,
     ancestors,
-    best_line,
-    best_over_downsets,
+    division_space,
     downsets,
     flow_of,
-    is_any_line,
-    least_limit,
-    make_flow,
-    windows_of,
 )
 from autopipe.passes.solvers.milp import Builder, Model, solve
 
@@ -42,17 +37,17 @@ Term = tuple[int, float]
 
 
 class Program:
-    """The variables of operators' stages under `windows`, and rows that are still collected.
+    """The variables of operators' stages in a space of divisions, and rows that are still collected.
 
     Asked of operator v and stage s is "is v in stage s or a later one?", y[v, s]: 0 or 1, and it never grows with s. An
     edge u → v says y[u, s] <= y[v, s] for every s; stage(u) <= stage(v) in whole numbers says the same much more
     loosely once numbers need not be whole. Operator v is in stage s where y[v, s] - y[v, s + 1] is 1.
     """
 
-    def __init__(self, flow: Flow, stages: int, windows: Windows) -> None:
+    def __init__(self, space: DivisionSpace) -> None:
         """Stages are counted upwards, edges lead to no earlier one, and each stage has work."""
-        self.flow, self.stages, self.windows = flow, stages, windows
-        first, last = windows.first, windows.last
+        self.space = space
+        flow, first, last = space.flow, space.first, space.last
         self._begin = np.concatenate(([0], np.cumsum(last - first)))
         self.builder = Builder()
         self.builder.add_variables(int(self._begin[-1]))
@@ -65,16 +60,16 @@ class Program:
         for source, reader in np.unique(np.stack((sources, readers), axis=1), axis=0).tolist():
             for stage in range(first[reader] + 1, last[source] + 1):
                 self.at_least([self.in_or_after(reader, stage), self.in_or_after(source, stage, -1.0)], 0.0)
-        for stage in range(stages):
+        for stage in range(space.stages):
             working = [each for each in self.members(stage) if flow.work[each] > 0]
             self.at_least([term for each in working for term in self.within(each, stage)], 1.0)
 
     def in_or_after(self, operator: int, stage: int, factor: float = 1.0) -> Term:
         """Is the operator in this stage or a later one?"""
-        first = self.windows.first[operator]
+        first = self.space.first[operator]
         if stage <= first:
             return -1, factor
-        if stage > self.windows.last[operator]:
+        if stage > self.space.last[operator]:
             return -1, 0.0
         return int(self._begin[operator] + stage - first - 1), factor
 
@@ -84,7 +79,7 @@ class Program:
 
     def loads(self, stage: int, unit: float) -> list[Term]:
         """The work of the stage in `unit`, taken away."""
-        work = self.flow.work
+        work = self.space.flow.work
         return [term for each in self.members(stage) for term in self.within(each, stage, -float(work[each]) / unit)]
 
     def at_least(self, terms: list[Term], least: float) -> None:
@@ -100,30 +95,29 @@ class Program:
         return self.builder.model()
 
     def members(self, stage: int) -> list[int]:
-        """The operators that can be in this stage."""
-        found: list[int] = np.flatnonzero((self.windows.first <= stage) & (self.windows.last >= stage)).tolist()
+        found: list[int] = np.flatnonzero((self.space.first <= stage) & (self.space.last >= stage)).tolist()
         return found
 
     def stage(self, values: NDArray[np.float64]) -> Places:
         """The stage of each operator that the variables' values say."""
         chosen = np.concatenate(([0.0], np.cumsum(values[: self._begin[-1]])))
-        found: Places = self.windows.first + np.rint(np.diff(chosen[self._begin])).astype(np.int64)
+        found: Places = self.space.first + np.rint(np.diff(chosen[self._begin])).astype(np.int64)
         return found
 
 
-def crossing_program(flow: Flow, stages: int, windows: Windows, limit: float) -> Program:
+def crossing_program(space: DivisionSpace, limit: float) -> Program:
     """Least bytes that cross, where no stage takes more work than `limit`.
 
     A value costs its bytes in stage t where a reader is in t and its producer is not.
     """
-    program = Program(flow, stages, windows)
-    for stage in range(stages):
+    program, flow, first, last = Program(space), space.flow, space.first, space.last
+    for stage in range(space.stages):
         program.at_least(program.loads(stage, max(limit, 1e-300)), -1.0)
     for value, source in enumerate(flow.source.tolist()):
         readers = flow.readers_of(value)
-        for stage in range(windows.first[source], int(windows.last[readers].max()) + 1):
-            away = [each for each in readers.tolist() if windows.first[each] <= stage <= windows.last[each]]
-            if windows.last[source] == windows.first[source] == stage or not away:
+        for stage in range(first[source], int(last[readers].max()) + 1):
+            away = [each for each in readers.tolist() if first[each] <= stage <= last[each]]
+            if last[source] == first[source] == stage or not away:
                 continue
             crossing = int(program.builder.add_variables(1, cost=flow.size[value], integral=False)[0])
             for each in away:
@@ -132,17 +126,17 @@ def crossing_program(flow: Flow, stages: int, windows: Windows, limit: float) ->
     return program
 
 
-def balance_program(flow: Flow, stages: int, windows: Windows) -> Program:
+def balance_program(space: DivisionSpace) -> Program:
     """Least work of the largest stage, in means."""
-    program = Program(flow, stages, windows)
-    mean = max(float(flow.work.sum()) / stages, 1e-300)
-    largest = int(program.builder.add_variables(1, cost=1.0, lower=1.0, upper=float(stages), integral=False)[0])
-    for stage in range(stages):
+    program, most = Program(space), float(space.stages)
+    mean = max(float(space.flow.work.sum()) / space.stages, 1e-300)
+    largest = int(program.builder.add_variables(1, cost=1.0, lower=1.0, upper=most, integral=False)[0])
+    for stage in range(space.stages):
         program.at_least([(largest, 1.0), *program.loads(stage, mean)], 0.0)
     return program
 
 
-def grouped(flow: Flow, windows: Windows, cheap: float, ceiling: float) -> Places:
+def grouped(space: DivisionSpace, cheap: float, ceiling: float) -> Places:
     """The group of each operator; groups are counted in a topological order of theirs.
 
     An operator without much work joins a neighbour where no division crosses less for keeping them apart. Operators
@@ -150,24 +144,17 @@ def grouped(flow: Flow, windows: Windows, cheap: float, ceiling: float) -> Place
     Operators that take at most `cheap` work may join others with equal windows. `ceiling` is what some division
     crosses: a value with more bytes stays in its stage.
     """
-    value, sources, readers = flow.edges()
-    large = flow.size[value] > ceiling
-    group = _joined(flow, sources[large], readers[large])
+    value, sources, readers = space.flow.edges()
+    large = space.flow.size[value] > ceiling
+    group = _joined(space.flow, sources[large], readers[large])
     while True:
-        coarse = coarsened(flow, group)
-        into, own = _neighbours(coarse, cheap), windows.of_groups(group)
-        same = (own.first == own.first[into]) & (own.last == own.last[into])
-        joins = np.flatnonzero(same & (into != np.arange(coarse.operators)))
+        coarse = space.coarsened(group)
+        into = _neighbours(coarse.flow, cheap)
+        same = (coarse.first == coarse.first[into]) & (coarse.last == coarse.last[into])
+        joins = np.flatnonzero(same & (into != np.arange(coarse.flow.operators)))
         if not len(joins):
             return group
-        group = _joined(coarse, joins, into[joins])[group]
-
-
-def coarsened(flow: Flow, group: Places) -> Flow:
-    work = np.bincount(group, flow.work).astype(float)
-    values = zip(group[flow.source].tolist(), flow.size.tolist(), strict=True)
-    readers = (group[flow.readers_of(value)].tolist() for value in range(len(flow.source)))
-    return make_flow(work, [(source, size, each) for (source, size), each in zip(values, readers, strict=True)])
+        group = _joined(coarse.flow, joins, into[joins])[group]
 
 
 def _neighbours(flow: Flow, cheap: float) -> Places:
@@ -286,84 +273,77 @@ class Division(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DivisionProblem:
-    """Division into stages within `windows` that take at most (1 + `unbalance`) times the mean work."""
+    """Division into stages of a space that take at most (1 + `unbalance`) times the mean work."""
 
-    flow: Flow
-    stages: int
-    windows: Windows
+    space: DivisionSpace
     unbalance: float
     end: float
     """When integer programs end, by `time.monotonic`."""
 
+    @property
+    def flow(self) -> Flow:
+        return self.space.flow
+
     def run(self) -> Division:
         """The division that crosses least. Raises InfeasibleError, with the smallest unbalance that has one."""
-        working = int((self.flow.work > 0).sum())
-        if working < self.stages:
+        space, flow = self.space, self.flow
+        working = int((flow.work > 0).sum())
+        if working < space.stages:
             raise InfeasibleError(
-                f"{working} operators cannot be divided into {self.stages} stages", hint="take fewer stages"
+                f"{working} operators cannot be divided into {space.stages} stages", hint="take fewer stages"
             )
-        limit = float(self.flow.work.sum()) / self.stages * (1 + self.unbalance)
-        start = line = best_line(self.flow, self.stages, limit, self.windows)
+        limit = float(flow.work.sum()) / space.stages * (1 + self.unbalance)
+        start = line = space.best_line(limit)
         if start is None:
             start = self._balanced(limit)
-        ceiling = self.flow.crossing(start)
-        line_bytes = np.inf if line is None else ceiling
-        group = self._groups(limit, ceiling, line is not None)
-        coarse, windows = coarsened(self.flow, group), self.windows.of_groups(group)
-        stage, bound = self._divided(coarse, windows, limit, group, start)
-        if line is not None and self.flow.crossing(stage) >= line_bytes * (1 - _SAME):
+        ceiling = flow.crossing(start)
+        # Groups that can be divided under the limit, as far as that is seen by their line.
+        for cheap in (_CHEAP * limit, 0.0):
+            group = grouped(space, cheap, ceiling)
+            coarse = space.coarsened(group)
+            if line is None or coarse.is_any_line(limit):
+                break
+        stage, bound = self._divided(coarse, limit, group, start)
+        if line is not None and flow.crossing(stage) >= ceiling * (1 - _SAME):
             stage = self._evenest(limit, line, coarse, group)
-        crossing = self.flow.crossing(stage)
+        crossing = flow.crossing(stage)
         # A line of single operators may cross less than any division of the groups, which then proves nothing of it.
         bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
-        return Division(stage, bound, line_bytes, coarse.operators)
+        return Division(stage, bound, np.inf if line is None else ceiling, coarse.flow.operators)
 
-    def _groups(self, limit: float, ceiling: float, is_line: bool) -> Places:
-        """Groups that can be divided under the limit, as far as that is seen by their line."""
-        for cheap in (_CHEAP * limit, 0.0):
-            group = grouped(self.flow, self.windows, cheap, ceiling)
-            coarse, windows = coarsened(self.flow, group), self.windows.of_groups(group)
-            if not is_line or is_any_line(coarse, self.stages, limit, windows):
-                break
-        return group
-
-    def _divided(
-        self, coarse: Flow, windows: Windows, limit: float, group: Places, start: Places
-    ) -> tuple[Places, float]:
+    def _divided(self, coarse: DivisionSpace, limit: float, group: Places, start: Places) -> tuple[Places, float]:
         """The best division of the groups that is found, `start` if that is none worse, and what is proven."""
-        full = windows.under(coarse, self.stages, limit)
+        full = coarse.under(limit)
         if (full.last < full.first).any():
             return start, 0.0
-        members, bound = few_downsets(coarse, limit), 0.0
+        members, bound = few_downsets(coarse.flow, limit), 0.0
         if full.open <= _MOST_OPEN:
-            stage, bound = self._programmed(coarse, full, limit, group, 1.0 if members is None else 1 / 3)
+            stage, bound = self._programmed(full, limit, group, 1.0 if members is None else 1 / 3)
             start = self._better(start, stage, limit)
         if self.flow.crossing(start) <= bound * (1 + _SAME):
             return start, bound
         if members is not None and time.monotonic() < self.end:
-            best = best_over_downsets(coarse, members, self.stages, limit, windows)
+            best = coarse.best_over_downsets(members, limit)
             if best is not None:
-                return self._better(start, best[group], limit), coarse.crossing(best)
+                return self._better(start, best[group], limit), coarse.flow.crossing(best)
         if full.open > _MOST_OPEN:
-            centre = np.zeros(coarse.operators, dtype=np.int64)
+            centre = np.zeros(coarse.flow.operators, dtype=np.int64)
             np.maximum.at(centre, group, start)
-            stage, _ = self._programmed(coarse, full.near(centre, 1), limit, group, 1.0)
+            stage, _ = self._programmed(full.near(centre, 1), limit, group, 1.0)
             start = self._better(start, stage, limit)
         return start, bound
 
     def _programmed(
-        self, coarse: Flow, windows: Windows, limit: float, group: Places, share: float
+        self, coarse: DivisionSpace, limit: float, group: Places, share: float
     ) -> tuple[Places | None, float]:
-        """Solve an integer program in a share of the time; returns the division, and the bound proven for these
-        windows.
-        """
-        program = crossing_program(coarse, self.stages, windows, limit)
+        """Solve an integer program in a share of the time; returns the division, and the bound proven for its space."""
+        program = crossing_program(coarse, limit)
         answer = solve(program.model(), share * (self.end - time.monotonic()), nodes=_NODES)
         return program.stage(answer.values)[group] if answer.found else None, max(answer.bound, 0.0)
 
     def _better(self, one: Places, other: Places | None, limit: float) -> Places:
         """The other division, if it crosses less and keeps the limit."""
-        if other is None or self.flow.loads(other, self.stages).max() > limit * (1 + _ROUNDING):
+        if other is None or self.flow.loads(other, self.space.stages).max() > limit * (1 + _ROUNDING):
             return one
         return other if self.flow.crossing(other) < self.flow.crossing(one) * (1 - _SAME) else one
 
@@ -372,47 +352,45 @@ class DivisionProblem:
 
         Raises InfeasibleError where there is none, with the smallest unbalance that has one.
         """
-        mean = float(self.flow.work.sum()) / self.stages
-        least = least_limit(self.flow, self.stages, self.windows)
-        group = grouped(self.flow, self.windows, 0.0, np.inf)
-        stage, proven = self._evenest_groups(group, min(least * (1 + _SAME), float(self.flow.work.sum())))
+        total, stages = float(self.flow.work.sum()), self.space.stages
+        least = self.space.least_limit()
+        group = grouped(self.space, 0.0, np.inf)
+        stage, proven = self._evenest_groups(group, min(least * (1 + _SAME), total))
         if stage is not None:
-            largest = float(self.flow.loads(stage[group], self.stages).max())
+            largest = float(self.flow.loads(stage[group], stages).max())
             if largest <= limit * (1 + _ROUNDING):
                 return stage[group]
             least = min(least, largest)
         if not np.isfinite(least):
-            raise InfeasibleError(f"no division into {self.stages} stages was found that keeps the constraints")
+            raise InfeasibleError(f"no division into {stages} stages was found that keeps the constraints")
         smallest = "smallest unbalance" if proven else "smallest unbalance that was found"
         raise InfeasibleError(
-            f"operators cannot be divided into {self.stages} stages that take at most {self.unbalance:.1%} more than "
-            f"the mean: the {smallest} is {np.ceil((least / mean - 1) * 1000 - 0.002) / 10:.1f}%",
+            f"operators cannot be divided into {stages} stages that take at most {self.unbalance:.1%} more than "
+            f"the mean: the {smallest} is {np.ceil((least / (total / stages) - 1) * 1000 - 0.002) / 10:.1f}%",
             hint="allow it, or take another number of stages",
         )
 
     def _evenest_groups(self, group: Places, limit: float) -> tuple[Places | None, bool]:
         """The stages of the groups, none above the limit, whose largest takes least, and whether that is proven."""
-        coarse = coarsened(self.flow, group)
-        windows = self.windows.of_groups(group).under(coarse, self.stages, limit)
-        members = few_downsets(coarse, limit)
+        coarse = self.space.coarsened(group).under(limit)
+        members = few_downsets(coarse.flow, limit)
         if members is not None:
-            return best_over_downsets(coarse, members, self.stages, limit, windows, evenest=True), True
-        if windows.open > _MOST_OPEN:
+            return coarse.best_over_downsets(members, limit, evenest=True), True
+        if coarse.open > _MOST_OPEN:
             return None, False
-        program = balance_program(coarse, self.stages, windows)
+        program = balance_program(coarse)
         answer = solve(program.model(), (self.end - time.monotonic()) / 2, nodes=_NODES)
         return program.stage(answer.values) if answer.found else None, answer.proven
 
-    def _evenest(self, limit: float, line: Places, coarse: Flow, group: Places) -> Places:
+    def _evenest(self, limit: float, line: Places, coarse: DivisionSpace, group: Places) -> Places:
         """Of the lines that cross no more than the best, one of groups whose largest stage is about smallest."""
-        windows = self.windows.of_groups(group)
-        low, most = least_limit(coarse, self.stages, windows), self.flow.crossing(line)
-        limit = min(limit, float(self.flow.loads(line, self.stages).max()))
+        low, most = coarse.least_limit(), self.flow.crossing(line)
+        limit = min(limit, float(self.flow.loads(line, self.space.stages).max()))
         while limit - low > 0.005 * limit:
             middle = (low + limit) / 2
-            found = best_line(coarse, self.stages, middle, windows)
-            if found is not None and coarse.crossing(found) <= most * (1 + _SAME):
-                line, limit = found[group], float(coarse.loads(found, self.stages).max())
+            found = coarse.best_line(middle)
+            if found is not None and coarse.flow.crossing(found) <= most * (1 + _SAME):
+                line, limit = found[group], float(coarse.flow.loads(found, coarse.stages).max())
             else:
                 low = middle
         return line
@@ -465,12 +443,12 @@ def divide(
     """
     flow, nodes = flow_of(problem)
     settled = settled or {}
-    windows = windows_of(problem.graph, flow, nodes, stages, settled)
+    space = division_space(problem.graph, flow, nodes, stages, settled)
     # In this order a line can have the settled operators where they belong.
-    order = np.lexsort((np.arange(flow.operators), windows.last, windows.first))
+    order = np.lexsort((np.arange(flow.operators), space.last, space.first))
     flow, nodes = flow.reordered(order), nodes[order]
-    windows = Windows(windows.first[order], windows.last[order])
-    found = DivisionProblem(flow, stages, windows, unbalance, time.monotonic() + time_limit).run()
+    space = DivisionSpace(flow, stages, space.first[order], space.last[order])
+    found = DivisionProblem(space, unbalance, time.monotonic() + time_limit).run()
     stage_of = dict(zip(nodes.tolist(), found.stage.tolist(), strict=True))
     # Nodes that every reader computes for itself are where they are asked for, or where they are read first.
     graph, consumers = problem.graph, problem.graph.consumers()

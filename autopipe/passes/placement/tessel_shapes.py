@@ -32,7 +32,7 @@ from autopipe.passes.cost.communication import all_gather
 from autopipe.passes.cost.memory_check import check_operators, device_memory, fitted, in_flight, least_memory, may_share
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.partition.chain_cut import best_stops, crossing_seconds, even_stops, run_lengths
+from autopipe.passes.partition.chain_cut import best_stops, crossing_seconds, even_stops, run_lengths, within_room
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import Network, grow, seed_axis, tensor_splits, visited, weights_of
 
@@ -131,8 +131,10 @@ class CutLine:
                 hint="take fewer devices or fewer chunks",
             )
         known = even_stops(np.sum([seconds for seconds, _ in runs], axis=0), count)
-        weights = None if min(room) == math.inf else range_sums(self.sizes)
-        stops = best_stops([length for _, length in runs], known, weights=weights, room=room)
+        lengths = [length for _, length in runs]
+        if min(room) < math.inf:
+            lengths = within_room(lengths, range_sums(self.sizes), room)
+        stops = best_stops(lengths, known)
         if not stops:
             raise InfeasibleError(f"{count} stages have no room for their parameters", hint="use more devices")
         between = itertools.pairwise([0, *stops])

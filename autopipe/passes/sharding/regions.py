@@ -84,7 +84,6 @@ class Network:
 
 
 def replicated_network(graph: Graph, replicas: int, samples: SampleAxes | None = None) -> Network:
-    """The network of a graph whose samples `replicas` replicas share."""
     return Network(graph, samples or sample_axes(graph), replicas, weights_of(graph), graph.consumers())
 
 

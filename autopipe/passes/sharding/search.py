@@ -382,7 +382,6 @@ class Exact:
         self._end = None if time_limit is None else time.monotonic() + time_limit
 
     def __call__(self, tables: Tables, limit: float | None) -> Assignment:
-        """The best choice, of those that need at most `limit` bytes where that is given."""
         return self.solved(tables.model, limit)
 
     def solved(self, model: MinSum, limit: float | None) -> Assignment:

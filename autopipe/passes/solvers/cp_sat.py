@@ -14,7 +14,7 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.passes.solvers.milp import Status
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, CpSolverSolutionCallback, IntVar
+    from ortools.sat.python.cp_model import CpModel, IntVar
 
 __all__ = ["CpResult", "Limit", "OnSolution", "Status", "solve"]
 
@@ -47,7 +47,6 @@ class CpResult:
 
     @property
     def found(self) -> bool:
-        """True if there are values."""
         return self.status.found
 
 
@@ -69,13 +68,19 @@ def solve(
 
     if limit.seconds <= 0 or limit.work <= 0:
         return CpResult(Status.UNKNOWN)
+
+    class Watcher(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            if on_solution is not None:
+                on_solution(round(self.objective_value), _whole(self.best_objective_bound) or 0)
+
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit.seconds
     solver.parameters.max_deterministic_time = limit.work
     solver.parameters.random_seed = limit.seed
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = int(relax)
-    code = solver.solve(model, _watcher(on_solution) if on_solution else None)
+    code = solver.solve(model, Watcher() if on_solution else None)
     if code == cp_model.MODEL_INVALID:
         raise AutopipeError(f"the solver does not accept the model: {model.validate()}")
     statuses = {
@@ -94,13 +99,3 @@ def solve(
 def _whole(bound: float) -> int | None:
     """A bound on whole numbers, rounded up but for rounding errors."""
     return math.ceil(bound - 1e-6) if math.isfinite(bound) else None
-
-
-def _watcher(on_solution: OnSolution) -> CpSolverSolutionCallback:
-    from ortools.sat.python import cp_model
-
-    class Watcher(cp_model.CpSolverSolutionCallback):
-        def on_solution_callback(self) -> None:
-            on_solution(round(self.objective_value), _whole(self.best_objective_bound) or 0)
-
-    return Watcher()

@@ -197,7 +197,6 @@ class Status(Enum):
 
     @property
     def found(self) -> bool:
-        """True if there are values."""
         return self in (Status.OPTIMAL, Status.FEASIBLE)
 
 
@@ -215,7 +214,6 @@ class MilpResult:
 
     @property
     def found(self) -> bool:
-        """True if there are values."""
         return self.status.found
 
     @property

@@ -150,7 +150,6 @@ class Call(Signature):
         return text
 
     def stated(self, name: str, default: float) -> str:
-        """A Python literal for the float attribute `name`."""
         return number(self.node.number(name, default))
 
     def flag(self, name: str) -> bool | None:

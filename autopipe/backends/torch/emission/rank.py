@@ -10,12 +10,10 @@ from autopipe.ir.schedule import MicroBatchSlice
 
 
 def stage_module(stage: int) -> str:
-    """Module name of a stage's file."""
     return f"stage_{stage:02d}"
 
 
 def rank_module(rank: int) -> str:
-    """Module name of a rank's file."""
     return f"rank_{rank:03d}"
 
 

@@ -111,7 +111,6 @@ class Runnable:
 
     @property
     def trains(self) -> bool:
-        """True if there is a backward."""
         return any(each.wanted for each in self.operands)
 
     def step(self) -> tuple[Runnable, Tensors]:
@@ -278,7 +277,6 @@ class TaskStartOverhead:
     backward_s: float = 0.0
 
     def added_to(self, tasks: TaskCosts) -> TaskCosts:
-        """Task costs with this overhead added."""
         forward, backward = tasks.forward_s + self.forward_s, tasks.backward_s + self.backward_s
         return replace(tasks, forward_s=forward, backward_s=backward)
 

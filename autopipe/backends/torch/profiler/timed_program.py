@@ -41,7 +41,6 @@ class Stopwatch:
     device: torch.device
 
     def mark(self) -> Mark:
-        """Now."""
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -138,8 +137,6 @@ class CallTimestamps:
 
 @dataclass(frozen=True, slots=True)
 class TimedProgram:
-    """Ready to run."""
-
     rank: Rank
     step: Callable[[], None]
     watch: Stopwatch

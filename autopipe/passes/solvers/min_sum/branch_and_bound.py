@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
@@ -148,7 +147,6 @@ class Dual:
         return rest
 
     def copy(self) -> Dual:
-        """Another dual that begins where this one is."""
         other = copy.copy(self)
         other._matrices = list(self._matrices)
         other._costs, other.reach, *messages = (
@@ -218,11 +216,6 @@ class Subproblem:
         """No choice in the part costs less."""
         return max(self.dual.bound, *(float(reach.min()) for reach in self.dual.reach)) - self.dual.rounding
 
-    @property
-    def top(self) -> float:
-        """The highest bound of a configuration."""
-        return max(float(reach.max()) for reach in self.dual.reach)
-
     def sweep(self, forward: bool) -> tuple[int, ...]:
         """One sweep of the dual; the choice it came upon."""
         return chosen(self.kept, self.dual.sweep(forward))
@@ -270,9 +263,8 @@ class Subproblem:
             return []
         node = max(open_nodes, key=lambda n: len(self.kept[n]) ** 0.5 * (1 + len(self.around[n] & open_nodes)))
         cheapest = np.argsort(self.dual.reach[node], kind="stable")
-        middle = len(cheapest) // 2
         parts = []
-        for places in (cheapest[:middle], cheapest[middle:]):
+        for places in np.split(cheapest, [len(cheapest) // 2]):
             positions = [np.arange(len(keep)) for keep in self.kept]
             positions[node] = np.sort(places)
             with suppress(InfeasibleError):
@@ -305,29 +297,25 @@ class Incumbent:
             self.choice, self.cost, self.memory = tuple(choice), cost, memory
 
 
-class Objective(Incumbent, ABC):
-    """The goal of a search; no choice costs less than `bound` in the model that is searched."""
+class Objective(Incumbent):
+    """The goal of a search: the least cost of a merged model, whatever memory it needs.
+
+    No choice costs less than `bound` in the model that is searched.
+    """
 
     @property
     def cutoff(self) -> float:
         """A part in whose model everything costs as much holds nothing better."""
         return float(self.cost)
 
-    @abstractmethod
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
         """Offer the best choice of as many of the part's cheapest configurations as can be eliminated with the work.
 
         Returns what that proves, `low` being known: that all choices in the part which are better than the best known
-        cost no less. And the work that it took.
+        cost no less. And the work that it took. Configurations up to a threshold are eliminated by tables: where none
+        of their choices costs as little, none of the part's does.
         """
-
-
-class CostObjective(Objective):
-    """The least cost of a merged model, whatever memory it needs."""
-
-    def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """By tables: those up to a threshold. Where none of their choices costs as little, none of the part's does."""
-        top = min(self.cutoff, part.top)
+        top = min(self.cutoff, max(float(reach.max()) for reach in part.dual.reach))
         for share in SHARES:
             threshold = low + share * (top - low)
             positions = part.within(threshold)
@@ -412,7 +400,7 @@ class ReducedStart:
 
         Raises InfeasibleError where every choice is forbidden. Where none was found in time, the answer's cost is inf.
         """
-        goal = CostObjective(self.reduction.model)
+        goal = Objective(self.reduction.model)
         bound = search(self.part, goal, budget)
         proven = bound >= goal.cutoff
         if proven and math.isinf(goal.cost):

@@ -254,7 +254,7 @@ class MemoryLimitedObjective(Objective):
         return float(self.cost) + self.rate * self.limit
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """By lists of labels: those up to a threshold, which is lowered where lists become too long."""
+        """As `Objective` does, by lists of labels; the threshold is lowered where lists become too long."""
         for share in SHARES:
             threshold = low + share * (self.cutoff - low)
             positions = part.within(threshold)

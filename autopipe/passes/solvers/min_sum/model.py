@@ -112,7 +112,6 @@ class MinSum:
         return _total(parts + [edge.costs[choice[edge.source], choice[edge.target]] for edge in self.edges])
 
     def memory_of(self, choice: Sequence[int]) -> Number:
-        """Bytes of one configuration for every node."""
         known = ((edge, edge.memory) for edge in self.edges)
         parts = [memory[choice[edge.source], choice[edge.target]] for edge, memory in known if memory is not None]
         if self.memory is not None:

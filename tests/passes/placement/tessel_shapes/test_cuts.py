@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.passes.analysis.chain import range_sums
-from autopipe.passes.partition.chain_cut import best_stops, even_stops, run_lengths
+from autopipe.passes.partition.chain_cut import best_stops, even_stops, run_lengths, within_room
 from autopipe.passes.placement.tessel_shapes import shared_out
 
 SECONDS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
@@ -34,7 +34,7 @@ def test_the_slowest_run_is_fastest(seconds: list[int], data: st.DataObject) -> 
     work = np.array(seconds, float)
     lengths = [run_lengths(work, crossing, crossing)] * count
     weights = range_sums(np.array(sizes, float))
-    found = tuple(best_stops(lengths, even_stops(work, count), weights=weights, room=room))
+    found = tuple(best_stops(within_room(lengths, weights, room), even_stops(work, count)))
     every = [(*cuts, len(seconds)) for cuts in itertools.combinations(range(1, len(seconds)), count - 1)]
     possible = list(filter(has_room, every))
     assert found in possible or (not found and not possible)

@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.partition import min_cut_ilp as module
-from autopipe.passes.partition.flow import (
-    Flow,
-    Windows,
-    best_line,
-    best_over_downsets,
-    downsets,
-    least_limit,
-    make_flow,
-)
-from autopipe.passes.partition.min_cut_ilp import DivisionProblem, coarsened, grouped
+from autopipe.passes.partition.flow import DivisionSpace, Flow, downsets, make_flow
+from autopipe.passes.partition.min_cut_ilp import DivisionProblem, grouped
 
 
 @st.composite
@@ -38,7 +30,7 @@ def flows(draw: st.DrawFn, most: int = 7) -> Flow:
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> tuple[Flow, int, Windows, float]:
+def tasks(draw: st.DrawFn) -> tuple[DivisionSpace, float]:
     flow = draw(flows())
     stages = draw(st.integers(2, 3))
     first, last = np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, stages - 1)
@@ -46,13 +38,14 @@ def tasks(draw: st.DrawFn) -> tuple[Flow, int, Windows, float]:
         first[-1] = last[-1] = stages - 1
         last[0] = 0
     unbalance = draw(st.sampled_from([0.0, 0.1, 0.3, 0.6, 1.0]))
-    return flow, stages, Windows(first, last), unbalance
+    return DivisionSpace(flow, stages, first, last), unbalance
 
 
-def every(flow: Flow, stages: int, windows: Windows) -> list[np.ndarray]:
+def every(space: DivisionSpace) -> list[np.ndarray]:
     """All divisions into stages that have work, in which no edge leads back."""
+    flow, stages = space.flow, space.stages
     _, sources, readers = flow.edges()
-    ranges = [range(first, last + 1) for first, last in zip(windows.first, windows.last, strict=True)]
+    ranges = [range(first, last + 1) for first, last in zip(space.first, space.last, strict=True)]
     tried = (np.array(each) for each in itertools.product(*ranges))
     return [s for s in tried if (s[sources] <= s[readers]).all() and (flow.loads(s, stages) > 0).all()]
 
@@ -60,17 +53,18 @@ def every(flow: Flow, stages: int, windows: Windows) -> list[np.ndarray]:
 @pytest.mark.parametrize("most_downsets", [0, 6000])
 @given(task=tasks())
 @settings(max_examples=30)
-def test_the_division_is_the_best_of_all(task: tuple[Flow, int, Windows, float], most_downsets: int) -> None:
-    flow, stages, windows, unbalance = task
-    found = every(flow, stages, windows)
+def test_the_division_is_the_best_of_all(task: tuple[DivisionSpace, float], most_downsets: int) -> None:
+    space, unbalance = task
+    flow, stages = space.flow, space.stages
+    found = every(space)
     limit = flow.work.sum() / stages * (1 + unbalance)
     allowed = [s for s in found if flow.loads(s, stages).max() <= limit + 1e-6]
     with mock.patch.object(module, "_MOST_DOWNSETS", most_downsets):
-        check(DivisionProblem(flow, stages, windows, unbalance, np.inf), found, allowed)
+        check(DivisionProblem(space, unbalance, np.inf), found, allowed)
 
 
 def check(search: DivisionProblem, found: list[np.ndarray], allowed: list[np.ndarray]) -> None:
-    flow, stages = search.flow, search.stages
+    flow, stages = search.flow, search.space.stages
     if not allowed:
         with pytest.raises(InfeasibleError) as refused:
             search.run()
@@ -86,14 +80,15 @@ def check(search: DivisionProblem, found: list[np.ndarray], allowed: list[np.nda
 
 @given(tasks())
 @settings(max_examples=40)
-def test_the_line_is_the_best_of_lines(task: tuple[Flow, int, Windows, float]) -> None:
-    flow, stages, windows, unbalance = task
+def test_the_line_is_the_best_of_lines(task: tuple[DivisionSpace, float]) -> None:
+    space, unbalance = task
+    flow, stages = space.flow, space.stages
     limit = flow.work.sum() / stages * (1 + unbalance)
-    lines = [s for s in every(flow, stages, windows) if (np.diff(s) >= 0).all()]
-    least = least_limit(flow, stages, windows)
+    lines = [s for s in every(space) if (np.diff(s) >= 0).all()]
+    least = space.least_limit()
     assert least == pytest.approx(min((flow.loads(s, stages).max() for s in lines), default=np.inf), rel=1e-5)
     costs = [flow.crossing(s) for s in lines if flow.loads(s, stages).max() <= limit + 1e-6]
-    line = best_line(flow, stages, limit, windows)
+    line = space.best_line(limit)
     if line is None:
         assert not costs
         return
@@ -103,10 +98,11 @@ def test_the_line_is_the_best_of_lines(task: tuple[Flow, int, Windows, float]) -
 
 @given(tasks())
 @settings(max_examples=40)
-def test_downsets_lead_to_the_best_of_all(task: tuple[Flow, int, Windows, float]) -> None:
-    flow, stages, windows, unbalance = task
+def test_downsets_lead_to_the_best_of_all(task: tuple[DivisionSpace, float]) -> None:
+    space, unbalance = task
+    flow, stages = space.flow, space.stages
     limit = flow.work.sum() / stages * (1 + unbalance)
-    allowed = [s for s in every(flow, stages, windows) if flow.loads(s, stages).max() <= limit + 1e-6]
+    allowed = [s for s in every(space) if flow.loads(s, stages).max() <= limit + 1e-6]
     members = downsets(flow, 1000)
     assert members is not None
     _, sources, readers = flow.edges()
@@ -114,7 +110,7 @@ def test_downsets_lead_to_the_best_of_all(task: tuple[Flow, int, Windows, float]
     assert len(members) == (tried[:, sources] >= tried[:, readers]).all(axis=1).sum()
     assert (members[:, sources] >= members[:, readers]).all()
     assert downsets(flow, len(members) - 1) is None
-    found = best_over_downsets(flow, members, stages, limit, windows)
+    found = space.best_over_downsets(members, limit)
     if found is None:
         assert not allowed
         return
@@ -125,12 +121,12 @@ def test_downsets_lead_to_the_best_of_all(task: tuple[Flow, int, Windows, float]
 @given(flows(12), st.integers(1, 10))
 @settings(max_examples=40)
 def test_groups_have_no_circles(flow: Flow, ceiling: int) -> None:
-    windows = Windows(np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, 3))
-    group = grouped(flow, windows, 1.0, float(ceiling))
+    space = DivisionSpace(flow, 4, np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, 3))
+    group = grouped(space, 1.0, float(ceiling))
     _, sources, readers = flow.edges()
     assert (group[sources] <= group[readers]).all()
     assert set(group) == set(range(group.max() + 1))
-    coarse = coarsened(flow, group)
+    coarse = space.coarsened(group).flow
     assert coarse.work.sum() == flow.work.sum()
     heavy = flow.size[flow.edges()[0]] > ceiling
     assert (group[sources[heavy]] == group[readers[heavy]]).all()
@@ -143,8 +139,8 @@ def test_two_branches_cross_less_side_by_side() -> None:
     values = [(index, 4.0, [index + 2]) for index in range(6)]
     values += [(6, 1.0, [8]), (7, 1.0, [8])]
     flow = make_flow(np.array([1.0] * 8 + [0.0]), values)
-    windows = Windows(np.zeros(9, dtype=np.int64), np.ones(9, dtype=np.int64))
-    answer = DivisionProblem(flow, 2, windows, 0.0, np.inf).run()
+    space = DivisionSpace(flow, 2, np.zeros(9, dtype=np.int64), np.ones(9, dtype=np.int64))
+    answer = DivisionProblem(space, 0.0, np.inf).run()
     assert answer.line_bytes == 8
     assert flow.crossing(answer.stage) == 1
     assert answer.stage[:8].tolist() in ([0, 1] * 4, [1, 0] * 4)
