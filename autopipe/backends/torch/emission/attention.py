@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, torch_dtype
 from autopipe.backends.torch.emission.normalization import rms_norm
 from autopipe.backends.torch.emission.products import multiply
@@ -118,12 +120,9 @@ def _rotary(call: Call, words: list[str], heads: int) -> str:
     return f"{turned}.flatten(2)" if split else turned
 
 
-def _gelu(approximate: str) -> Emitter:
-    def emit(call: Call) -> str:
-        x = f"{call.arg(0)} + {call.arg(1)}" if call.present(1) else call.arg(0)
-        return f"F.gelu({x}{approximate})"
-
-    return emit
+def _gelu(approximate: str, call: Call) -> str:
+    x = f"{call.arg(0)} + {call.arg(1)}" if call.present(1) else call.arg(0)
+    return f"F.gelu({x}{approximate})"
 
 
 def _fused_matmul(call: Call) -> str:
@@ -133,30 +132,26 @@ def _fused_matmul(call: Call) -> str:
     return product if call.node.number("alpha", 1.0) == 1.0 else f"{call.stated('alpha', 1.0)} * {product}"
 
 
-def _skip(function: str, last: int) -> Emitter:
+def _skip(function: str, last: int, call: Call) -> str:
     """The norm of a sum; operands from 2 to `last` are gamma, for the layer norm beta, and the bias of the sum."""
-
-    def emit(call: Call) -> str:
-        vectors = (call.optional(index) for index in range(3, last + 1))
-        group = call.group(f"d{len(call.operand(0).shape) - 1}")
-        name = f"operators.{function}_part" if group else f"operators.{function}"
-        return call.outputs(called(name, call.args(3), *vectors, call.stated("epsilon", 1e-12), group))
-
-    return emit
+    vectors = (call.optional(index) for index in range(3, last + 1))
+    group = call.group(f"d{len(call.operand(0).shape) - 1}")
+    name = f"operators.{function}_part" if group else f"operators.{function}"
+    return call.outputs(called(name, call.args(3), *vectors, call.stated("epsilon", 1e-12), group))
 
 
 ATTENTION: dict[str, Emitter] = {
     "Attention": _attention,
     "RotaryEmbedding": _rotary_embedding,
-    "com.microsoft.Gelu": _gelu(""),
+    "com.microsoft.Gelu": partial(_gelu, ""),
     "com.microsoft.QuickGelu": lambda call: (
         f"{call.arg(0)} * torch.sigmoid({call.stated('alpha', 1.702)} * {call.arg(0)})"
     ),
-    "com.microsoft.FastGelu": _gelu(', approximate="tanh"'),
-    "com.microsoft.BiasGelu": _gelu(""),
+    "com.microsoft.FastGelu": partial(_gelu, ', approximate="tanh"'),
+    "com.microsoft.BiasGelu": partial(_gelu, ""),
     "com.microsoft.FusedMatMul": _fused_matmul,
-    "com.microsoft.SkipLayerNormalization": _skip("skip_layer_norm", 4),
-    "com.microsoft.SkipSimplifiedLayerNormalization": _skip("skip_rms_norm", 3),
+    "com.microsoft.SkipLayerNormalization": partial(_skip, "skip_layer_norm", 4),
+    "com.microsoft.SkipSimplifiedLayerNormalization": partial(_skip, "skip_rms_norm", 3),
     "com.microsoft.RotaryEmbedding": _contrib_rotary_embedding,
     "SimplifiedLayerNormalization": rms_norm,
 }

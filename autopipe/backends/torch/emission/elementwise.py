@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 
 import numpy as np
 
@@ -55,19 +56,15 @@ def _mean(call: Call) -> str:
     return f"({total}) / {len(call.codes)}" if len(call.codes) > 1 else total
 
 
-def _extreme(function: str, bound: str) -> Emitter:
+def _extreme(function: str, bound: str, call: Call) -> str:
     """`torch.maximum(torch.maximum(a, b), c)`; against a known scalar `torch.clamp(a, min=0.0)`."""
-
-    def emit(call: Call) -> str:
-        if len(call.codes) == 2:
-            for place in (0, 1):
-                value = element(call, place)
-                if value != call.arg(place):
-                    return f"torch.clamp({call.arg(1 - place)}, {bound}={value})"
-        codes = map(call.arg, range(len(call.codes)))
-        return functools.reduce(lambda left, right: f"{function}({left}, {right})", codes)
-
-    return emit
+    if len(call.codes) == 2:
+        for place in (0, 1):
+            value = element(call, place)
+            if value != call.arg(place):
+                return f"torch.clamp({call.arg(1 - place)}, {bound}={value})"
+    codes = map(call.arg, range(len(call.codes)))
+    return functools.reduce(lambda left, right: f"{function}({left}, {right})", codes)
 
 
 def _where(call: Call) -> str:
@@ -113,19 +110,15 @@ _WIDER = {DType.UINT16: DType.INT32, DType.UINT32: DType.INT64, DType.UINT64: DT
 """Where torch lacks arithmetic for an unsigned type: one that has it and holds (of 64 bits: wraps) the same numbers."""
 
 
-def widened(emit: Emitter) -> Emitter:
+def widened(emit: Emitter, call: Call) -> str:
     """Computes on unsigned integers, for which torch has hardly any arithmetic, in a wider type."""
-
-    def emit_widened(call: Call) -> str:
-        wider = [None if value is None else _WIDER.get(value.dtype) for value in call.operands]
-        if not any(wider):
-            return emit(call)
-        pairs = zip(call.codes, wider, strict=True)
-        codes = tuple(_cast(code, dtype) if code is not None and dtype else code for code, dtype in pairs)
-        code, result = emit(Call.of(call, codes)), call.result().dtype
-        return _cast(f"({code})", result) if result in _WIDER else code
-
-    return emit_widened
+    wider = [None if value is None else _WIDER.get(value.dtype) for value in call.operands]
+    if not any(wider):
+        return emit(call)
+    pairs = zip(call.codes, wider, strict=True)
+    codes = tuple(_cast(code, dtype) if code is not None and dtype else code for code, dtype in pairs)
+    code, result = emit(Call.of(call, codes)), call.result().dtype
+    return _cast(f"({code})", result) if result in _WIDER else code
 
 
 _NUMERIC: dict[str, Emitter] = {
@@ -139,8 +132,8 @@ _NUMERIC: dict[str, Emitter] = {
     "Pow": _pow,
     "Sum": infix("+"),
     "Mean": _mean,
-    "Max": _extreme("torch.maximum", "min"),
-    "Min": _extreme("torch.minimum", "max"),
+    "Max": partial(_extreme, "torch.maximum", "min"),
+    "Min": partial(_extreme, "torch.minimum", "max"),
     "Equal": infix("=="),
     "Greater": infix(">"),
     "GreaterOrEqual": infix(">="),
@@ -278,20 +271,17 @@ def _affine_grid(call: Call) -> str:
     return called("F.affine_grid", call.arg(0), local, align_corners=bool(call.node.integer("align_corners")))
 
 
-def _linear(function: str) -> Emitter:
-    def emit(call: Call) -> str:
-        node, precision = call.node, call.node.integer("precision")
-        return called(
-            f"operators.{function}",
-            call.args(2),
-            call.optional(2),
-            torch_dtype(call.result().dtype),
-            axis=node.integer("axis", 1) if call.operand(1).elements > 1 else None,
-            block_size=node.integer("block_size") or None,
-            precision=torch_dtype(PRECISIONS[precision]) if precision else None,
-        )
-
-    return emit
+def _linear(function: str, call: Call) -> str:
+    node, precision = call.node, call.node.integer("precision")
+    return called(
+        f"operators.{function}",
+        call.args(2),
+        call.optional(2),
+        torch_dtype(call.result().dtype),
+        axis=node.integer("axis", 1) if call.operand(1).elements > 1 else None,
+        block_size=node.integer("block_size") or None,
+        precision=torch_dtype(PRECISIONS[precision]) if precision else None,
+    )
 
 
 def _dft(call: Call) -> str:
@@ -340,23 +330,19 @@ def _dropout(call: Call) -> str:
     )
 
 
-def _drawn(function: str, **defaults: float) -> Emitter:
+def _drawn(function: str, call: Call, **defaults: float) -> str:
     """Numbers of a distribution whose parameters are float attributes."""
-
-    def emit(call: Call) -> str:
-        parameters = (call.stated(*each) for each in defaults.items())
-        dtype = torch_dtype(call.result().dtype)
-        return called(f"operators.{function}", call.result().shape, *parameters, call.stream(), dtype)
-
-    return emit
+    parameters = (call.stated(*each) for each in defaults.items())
+    dtype = torch_dtype(call.result().dtype)
+    return called(f"operators.{function}", call.result().shape, *parameters, call.stream(), dtype)
 
 
-_UNIFORM = _drawn("uniform", low=0.0, high=1.0)
-_NORMAL = _drawn("normal", mean=0.0, scale=1.0)
+_UNIFORM = partial(_drawn, "uniform", low=0.0, high=1.0)
+_NORMAL = partial(_drawn, "normal", mean=0.0, scale=1.0)
 
 
 ELEMENTWISE: dict[str, Emitter] = {
-    **{name: widened(emit) for name, emit in _NUMERIC.items()},
+    **{name: partial(widened, emit) for name, emit in _NUMERIC.items()},
     "And": infix("&"),
     "Or": infix("|"),
     "Xor": infix("^"),
@@ -397,8 +383,8 @@ ELEMENTWISE: dict[str, Emitter] = {
     "MelWeightMatrix": lambda call: called("operators.mel_weights", *map(call.scalar, range(5)), _made(call)),
     "GridSample": _grid_sample,
     "AffineGrid": _affine_grid,
-    "QuantizeLinear": _linear("quantize_linear"),
-    "DequantizeLinear": _linear("dequantize_linear"),
+    "QuantizeLinear": partial(_linear, "quantize_linear"),
+    "DequantizeLinear": partial(_linear, "dequantize_linear"),
     "DynamicQuantizeLinear": lambda call: f"operators.dynamic_quantize_linear({call.arg(0)})",
     "DFT": _dft,
     "STFT": _stft,

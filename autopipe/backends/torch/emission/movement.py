@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from autopipe.backends.torch.emission.call import Call, Emitter, called, literal, number
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.movement import ResizedAxis, padding, permutation, resized_axes, slices
@@ -22,12 +24,9 @@ def _reshape(call: Call) -> str:
     return reshaped(call.arg(0), call.result().shape)
 
 
-def _squeezed(method: str) -> Emitter:
-    def emit(call: Call) -> str:
-        axes = axes_of(call, 1) or ()
-        return f"{call.arg(0)}.{method}({axes[0]})" if len(axes) == 1 else _reshape(call)
-
-    return emit
+def _squeezed(method: str, call: Call) -> str:
+    axes = axes_of(call, 1) or ()
+    return f"{call.arg(0)}.{method}({axes[0]})" if len(axes) == 1 else _reshape(call)
 
 
 def _transpose(call: Call) -> str:
@@ -125,20 +124,16 @@ def _center_crop_pad(call: Call) -> str:
     return padded(cut, tuple(pads))
 
 
-def _blocks(to_space: bool) -> Emitter:
+def _blocks(call: Call, to_space: bool) -> str:
     """Channels that become blocks of pixels, or blocks of pixels that become channels."""
-
-    def emit(call: Call) -> str:
-        block, (batch, channels, height, width) = call.node.integer("blocksize"), call.operand(0).shape
-        if call.choice("mode", "DCR", ("DCR", "CRD")) == "CRD":
-            return f"F.pixel_{'shuffle' if to_space else 'unshuffle'}({call.arg(0)}, {block})"
-        if to_space:
-            extents, order = (batch, block, block, channels // block**2, height, width), "0, 3, 4, 1, 5, 2"
-        else:
-            extents, order = (batch, channels, height // block, block, width // block, block), "0, 3, 5, 1, 2, 4"
-        return reshaped(f"{reshaped(call.arg(0), extents)}.permute({order})", call.result().shape)
-
-    return emit
+    block, (batch, channels, height, width) = call.node.integer("blocksize"), call.operand(0).shape
+    if call.choice("mode", "DCR", ("DCR", "CRD")) == "CRD":
+        return f"F.pixel_{'shuffle' if to_space else 'unshuffle'}({call.arg(0)}, {block})"
+    if to_space:
+        extents, order = (batch, block, block, channels // block**2, height, width), "0, 3, 4, 1, 5, 2"
+    else:
+        extents, order = (batch, channels, height // block, block, width // block, block), "0, 3, 5, 1, 2, 4"
+    return reshaped(f"{reshaped(call.arg(0), extents)}.permute({order})", call.result().shape)
 
 
 def _trilu(call: Call) -> str:
@@ -298,8 +293,8 @@ def _interpolate(call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: s
 MOVEMENT: dict[str, Emitter] = {
     "Reshape": _reshape,
     "Flatten": _reshape,
-    "Squeeze": _squeezed("squeeze"),
-    "Unsqueeze": _squeezed("unsqueeze"),
+    "Squeeze": partial(_squeezed, "squeeze"),
+    "Unsqueeze": partial(_squeezed, "unsqueeze"),
     "Identity": lambda call: call.arg(0),
     "Transpose": _transpose,
     "Expand": _expand,
@@ -309,8 +304,8 @@ MOVEMENT: dict[str, Emitter] = {
     "Pad": _pad,
     "Tile": _tile,
     "CenterCropPad": _center_crop_pad,
-    "DepthToSpace": _blocks(to_space=True),
-    "SpaceToDepth": _blocks(to_space=False),
+    "DepthToSpace": partial(_blocks, to_space=True),
+    "SpaceToDepth": partial(_blocks, to_space=False),
     "ReverseSequence": lambda call: called(
         "operators.reverse_sequence",
         call.args(2),

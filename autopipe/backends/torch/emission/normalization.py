@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called, torch_dtype
 from autopipe.ir.graph import DType
@@ -102,21 +103,18 @@ def _response(call: Call) -> str:
     return f"{library}({call.arg(0)}, {settings})"
 
 
-def _softmax(function: str) -> Emitter:
-    def emit(call: Call) -> str:
-        axes = softmax_axes(call)
-        shape = call.operand(0).shape
-        if group := _dimensions(call, axes):
-            name = f"operators.{function.removeprefix('F.')}_part"
-            if len(axes) == 1:
-                return f"{name}({call.arg(0)}, {axes.start}, {group})"
-            return f"{name}({call.arg(0)}.flatten({axes.start}), {axes.start}, {group}).reshape({shape})"
-        if all(extent == 1 for extent in shape[axes.start + 1 : axes.stop]):
-            axis = -1 if axes.start == len(shape) - 1 else axes.start
-            return f"{function}({call.arg(0)}, {axis})"
-        return f"{function}({call.arg(0)}.flatten({axes.start}), -1).reshape({shape})"
-
-    return emit
+def _softmax(function: str, call: Call) -> str:
+    axes = softmax_axes(call)
+    shape = call.operand(0).shape
+    if group := _dimensions(call, axes):
+        name = f"operators.{function.removeprefix('F.')}_part"
+        if len(axes) == 1:
+            return f"{name}({call.arg(0)}, {axes.start}, {group})"
+        return f"{name}({call.arg(0)}.flatten({axes.start}), {axes.start}, {group}).reshape({shape})"
+    if all(extent == 1 for extent in shape[axes.start + 1 : axes.stop]):
+        axis = -1 if axes.start == len(shape) - 1 else axes.start
+        return f"{function}({call.arg(0)}, {axis})"
+    return f"{function}({call.arg(0)}.flatten({axes.start}), -1).reshape({shape})"
 
 
 def _axes(call: Call) -> str:
@@ -166,21 +164,17 @@ def _product(call: Call) -> str:
     return code
 
 
-def _extreme(method: str) -> Emitter:
+def _extreme(method: str, call: Call) -> str:
     """torch refuses the largest of nothing; ONNX says the smallest number there is (for Max)."""
-
-    def emit(call: Call) -> str:
-        if not call.operand(0).elements:
-            dtype = torch_dtype(call.result().dtype)
-            limit = f'float("{"-inf" if method == "amax" else "inf"}")'
-            if call.result().dtype is DType.BOOL:
-                limit = str(method == "amin")
-            elif not call.result().dtype.is_floating:
-                limit = f"torch.iinfo({dtype}).{'min' if method == 'amax' else 'max'}"
-            return f"torch.full({call.result().shape}, {limit}, dtype={dtype}, device=p.device)"
-        return _together(call, "extreme_part", method == "amax") or f"{call.arg(0)}.{method}({_axes(call)})"
-
-    return emit
+    if not call.operand(0).elements:
+        dtype = torch_dtype(call.result().dtype)
+        limit = f'float("{"-inf" if method == "amax" else "inf"}")'
+        if call.result().dtype is DType.BOOL:
+            limit = str(method == "amin")
+        elif not call.result().dtype.is_floating:
+            limit = f"torch.iinfo({dtype}).{'min' if method == 'amax' else 'max'}"
+        return f"torch.full({call.result().shape}, {limit}, dtype={dtype}, device=p.device)"
+    return _together(call, "extreme_part", method == "amax") or f"{call.arg(0)}.{method}({_axes(call)})"
 
 
 def _reduction(emit: Emitter, alone: Callable[[str], str] = lambda code: code) -> Emitter:
@@ -188,31 +182,25 @@ def _reduction(emit: Emitter, alone: Callable[[str], str] = lambda code: code) -
     return lambda call: emit(call) if reduced_axes(call) else alone(call.arg(0))
 
 
-def _index(function: str) -> Emitter:
-    def emit(call: Call) -> str:
-        axis = call.axis()
-        keep = ", keepdim=True" if call.node.integer("keepdims", 1) else ""
-        last = bool(call.node.integer("select_last_index"))
-        if group := _dimensions(call, [axis]):
-            settings = bool(keep), function == "argmax", last
-            return called("operators.index_of_extreme_part", call.arg(0), axis, *settings, group)
-        if last:
-            end = call.operand(0).shape[axis] - 1
-            return f"{end} - torch.{function}({call.arg(0)}.flip({axis}), dim={axis}{keep})"
-        return f"torch.{function}({call.arg(0)}, dim={axis}{keep})"
-
-    return emit
+def _index(function: str, call: Call) -> str:
+    axis = call.axis()
+    keep = ", keepdim=True" if call.node.integer("keepdims", 1) else ""
+    last = bool(call.node.integer("select_last_index"))
+    if group := _dimensions(call, [axis]):
+        settings = bool(keep), function == "argmax", last
+        return called("operators.index_of_extreme_part", call.arg(0), axis, *settings, group)
+    if last:
+        end = call.operand(0).shape[axis] - 1
+        return f"{end} - torch.{function}({call.arg(0)}.flip({axis}), dim={axis}{keep})"
+    return f"torch.{function}({call.arg(0)}, dim={axis}{keep})"
 
 
-def _running(function: str) -> Emitter:
-    def emit(call: Call) -> str:
-        axis = running_axis(call)
-        exclusive, backwards = bool(call.node.integer("exclusive")), bool(call.node.integer("reverse"))
-        if exclusive or backwards:
-            return f"operators.{function}({call.arg(0)}, {axis}, exclusive={exclusive}, reverse={backwards})"
-        return f"torch.{function}({call.arg(0)}, dim={axis}{_exact(call)})"
-
-    return emit
+def _running(function: str, call: Call) -> str:
+    axis = running_axis(call)
+    exclusive, backwards = bool(call.node.integer("exclusive")), bool(call.node.integer("reverse"))
+    if exclusive or backwards:
+        return f"operators.{function}({call.arg(0)}, {axis}, exclusive={exclusive}, reverse={backwards})"
+    return f"torch.{function}({call.arg(0)}, dim={axis}{_exact(call)})"
 
 
 def _top_k(call: Call) -> str:
@@ -258,8 +246,8 @@ NORMALIZATION: dict[str, Emitter] = {
     "MeanVarianceNormalization": _variance,
     "LpNormalization": _norm,
     "LRN": _response,
-    "Softmax": _softmax("F.softmax"),
-    "LogSoftmax": _softmax("F.log_softmax"),
+    "Softmax": partial(_softmax, "F.softmax"),
+    "LogSoftmax": partial(_softmax, "F.log_softmax"),
     "ReduceSum": _reduction(lambda call: _sum(call, call.arg(0))),
     "ReduceMean": _reduction(_mean),
     "ReduceL1": _reduction(lambda call: _sum(call, f"{call.arg(0)}.abs()"), lambda code: f"{code}.abs()"),
@@ -271,13 +259,13 @@ NORMALIZATION: dict[str, Emitter] = {
     "ReduceLogSumExp": _reduction(
         lambda call: _together(call, "log_sum_exp_part") or f"torch.logsumexp({call.arg(0)}, {_axes(call)})"
     ),
-    "ReduceMax": _reduction(_extreme("amax")),
-    "ReduceMin": _reduction(_extreme("amin")),
+    "ReduceMax": _reduction(partial(_extreme, "amax")),
+    "ReduceMin": _reduction(partial(_extreme, "amin")),
     "ReduceProd": _reduction(_product),
-    "ArgMax": _index("argmax"),
-    "ArgMin": _index("argmin"),
-    "CumSum": _running("cumsum"),
-    "CumProd": _running("cumprod"),
+    "ArgMax": partial(_index, "argmax"),
+    "ArgMin": partial(_index, "argmin"),
+    "CumSum": partial(_running, "cumsum"),
+    "CumProd": partial(_running, "cumprod"),
     "TopK": _top_k,
     "Hardmax": lambda call: f"operators.hardmax({call.arg(0)}, {tuple(softmax_axes(call))})",
     "SoftmaxCrossEntropyLoss": _cross_entropy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from string import ascii_lowercase
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called, literal, number, torch_dtype
@@ -223,12 +224,9 @@ def _lp_pool(call: Call) -> str:
     return f"operators.lp_pool({call.arg(0)}, {_general(call, _pooling_window(call))}, {call.node.integer('p', 2)})"
 
 
-def _global(template: str) -> Emitter:
-    def emit(call: Call) -> str:
-        axes = tuple(range(2, len(call.operand(0).shape)))
-        return template.format(x=call.arg(0), axes=axes, p=call.node.integer("p", 2))
-
-    return emit
+def _global(template: str, call: Call) -> str:
+    axes = tuple(range(2, len(call.operand(0).shape)))
+    return template.format(x=call.arg(0), axes=axes, p=call.node.integer("p", 2))
 
 
 def _global_max(call: Call) -> str:
@@ -299,9 +297,9 @@ PRODUCTS: dict[str, Emitter] = {
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
     "LpPool": _lp_pool,
-    "GlobalAveragePool": _global("torch.mean({x}, {axes}, keepdim=True)"),
+    "GlobalAveragePool": partial(_global, "torch.mean({x}, {axes}, keepdim=True)"),
     "GlobalMaxPool": _global_max,
-    "GlobalLpPool": _global("torch.linalg.vector_norm({x}, {p}, {axes}, keepdim=True)"),
+    "GlobalLpPool": partial(_global, "torch.linalg.vector_norm({x}, {p}, {axes}, keepdim=True)"),
     "MaxUnpool": _unpool,
     **dict.fromkeys(("RNN", "GRU", "LSTM"), _recurrent),
 }
