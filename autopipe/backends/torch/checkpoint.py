@@ -412,11 +412,9 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
 def verify_file(path: Path, file: StoredFile) -> None:
     """Read a whole file of the checkpoint in `path`. Raises LaunchError unless it is the one that was written."""
     where = path / file.name
-    digest = hashlib.sha256()
     try:
         with where.open("rb") as opened:
-            while chunk := opened.read(_CHUNK):
-                digest.update(chunk)
+            digest = hashlib.file_digest(opened, "sha256")
             size = opened.tell()
     except OSError as error:
         raise _damaged(path, f"a file cannot be read: {error.strerror}", where) from error

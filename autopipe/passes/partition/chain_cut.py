@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from autopipe.ir.cluster import Device, Link
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.chain import Chain, distinct_sums, make_chain, range_sums
+from autopipe.passes.analysis.chain import Chain, distinct_sums, make_chain, range_sums, values_between
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.roofline import mean_seconds, node_seconds
 
@@ -103,15 +102,11 @@ def crossing_seconds(graph: Graph, block_of: Mapping[int, int], blocks: int, lin
     """For each place between two blocks, and 0 at both ends, the time of sending what crosses it, each of `replicas`
     devices its own samples. Nodes that are in no block count for nothing.
     """
-    recomputed = recomputed_nodes(graph)
     change = np.zeros(blocks + 2)
-    for name, readers in graph.consumers().items():
-        producer = graph.producer(name)
-        if producer is None or producer in recomputed or producer not in block_of:
-            continue
-        start, last = block_of[producer], max((block_of[each] for each in readers if each in block_of), default=0)
-        if last > start:
-            change[[start + 1, last + 1]] += np.array([1, -1]) * link.seconds(graph.type_of(name).bytes / replicas)
+    for name, start, readers in values_between(graph, block_of):
+        if readers[-1] > start:
+            seconds = link.seconds(graph.type_of(name).bytes / replicas)
+            change[[start + 1, readers[-1] + 1]] += np.array([1, -1]) * seconds
     crossing: _Floats = np.cumsum(change)[: blocks + 1]
     crossing[[0, -1]] = 0.0
     return crossing

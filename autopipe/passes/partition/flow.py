@@ -14,7 +14,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.chain import linear_order
+from autopipe.passes.analysis.chain import linear_order, values_between
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import element_bytes, uses_of
 from autopipe.passes.cost.roofline import mean_seconds
@@ -125,12 +125,9 @@ def flow_of(problem: Problem) -> tuple[Flow, Places]:
     widths = element_bytes(graph, uses_of(graph), problem.precision)
     returned = differentiable_values(graph) if problem.train else frozenset()
     values = []
-    for name, readers in graph.consumers().items():
-        producer = graph.producer(name)
-        if producer is None or producer in shared:
-            continue
+    for name, source, readers in values_between(graph, place):
         size = widths[name] * graph.type_of(name).elements * (2.0 if name in returned else 1.0)
-        values.append((place[producer], size, [place[reader] for reader in readers if reader not in shared]))
+        values.append((source, size, readers))
     return make_flow(seconds[order], values), order
 
 

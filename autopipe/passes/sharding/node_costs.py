@@ -13,7 +13,7 @@ import numpy as np
 
 from autopipe.ir.cluster import Device
 from autopipe.ir.graph import Graph
-from autopipe.ir.layout import Layout, MeshAxis
+from autopipe.ir.layout import Layout, MeshAxis, holders_by_box
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import no_statistics
 from autopipe.ir.problem import Problem
@@ -169,11 +169,7 @@ class StageContext:
         """Seconds a byte of gradients over the devices that hold the first one's block."""
         cutting = frozenset(axis for axes in layout.cuts for axis in axes)
         if cutting not in self._rates:
-            places = np.arange(len(self.devices))
-            same = np.ones(len(places), dtype=bool)
-            for axis in cutting:
-                same &= places // axis.stride % axis.degree == 0
-            group = [self.devices[place] for place in np.flatnonzero(same).tolist()]
+            group = [self.devices[place] for place in holders_by_box(layout, len(self.devices))[0][1]]
             self._rates[cutting] = min(way.per_byte_s for way in exchange_of_gradients(self.problem, group).ways)
         return self._rates[cutting]
 

@@ -245,39 +245,6 @@ class _Paths:
     addition_of: Integers
 
 
-def _reduction_paths(
-    sources: Sequence[Layout], targets: Sequence[Layout]
-) -> tuple[list[Layout], Integers, list[Addition], Integers]:
-    """How the shares of each of `sources` are added up on the way to each of `targets`, which are even and hold none.
-
-    A target's axes cut one dimension each, so what is scattered along one does not depend on the others; each layout
-    that is held after that and each addition is made once. Returns both, and which of them each pair has.
-    """
-    rows = np.repeat(np.arange(len(sources)), len(targets))
-    shares, shares_of = numbered(source.partial_over for source in sources)
-    parts, parts_of = numbered(source.parts for source in sources)
-    pairs = _pairs_by_dimension(sources, targets)
-    cuts, scattered = [], []
-    for pair in pairs:
-        insides, inside_of = _scattered(pair, shares, shares_of)
-        ways, way_of = distinct(pair.held_of[rows] * len(insides) + inside_of)
-        now_and_inside = (divmod(way, len(insides)) for way in ways.tolist())
-        after, after_of = numbered(merged(pair.held[now][0] + insides[number]) for now, number in now_and_inside)
-        cuts.append((after, after_of[way_of]))
-        scattered.append((insides, inside_of))
-    cut_rows, held_of = combined(cuts, len(rows))
-    held = []
-    for row in cut_rows:
-        own: list[MeshAxes] = [()] * len(targets[0].shape)
-        for pair, axes in zip(pairs, row, strict=True):
-            own[pair.dimension] = axes
-        held.append(Layout(targets[0].shape, tuple(own)))
-    added, addition_of = combined([(shares, shares_of[rows]), (parts, parts_of[rows]), *scattered], len(rows))
-    additions = [_addition(over, count, insides) for over, count, *insides in added]
-    shape = len(sources), len(targets)
-    return held, held_of.reshape(shape), additions, addition_of.reshape(shape)
-
-
 def _scattered(pair: DimensionPair, shares: Sequence[MeshAxes], shares_of: Integers) -> tuple[list[MeshAxes], Integers]:
     """The different axes along which shares are scattered along one dimension, the first of them none; and which of
     them are for each source and target, [sources · targets].
@@ -352,11 +319,40 @@ class ReshardTable:
         evens = [target.even() for target in targets]
         key = tuple([(each.cuts, each.sums, each.means) for each in sources]), tuple([each.cuts for each in evens])
         if key not in self._paths:
-            held, held_of, additions, addition_of = _reduction_paths(sources, evens)
-            self._paths[key] = _Paths(held, held_of, self._adding(additions), addition_of)
+            self._paths[key] = self._reduction_paths(sources, evens)
         paths = self._paths[key]
         moving = self.seconds(paths.held, targets, size_bytes)
         return paths.adding.seconds(size_bytes)[paths.addition_of] + np.take_along_axis(moving, paths.held_of, axis=0)
+
+    def _reduction_paths(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> _Paths:
+        """How the shares of each of `sources` are added up on the way to `targets`, which are even and hold none.
+
+        A target's axes cut one dimension each, so what is scattered along one does not depend on the others. Each
+        layout that is held after that and each addition is made once.
+        """
+        rows = np.repeat(np.arange(len(sources)), len(targets))
+        shares, shares_of = numbered(source.partial_over for source in sources)
+        parts, parts_of = numbered(source.parts for source in sources)
+        pairs = _pairs_by_dimension(sources, targets)
+        cuts, scattered = [], []
+        for pair in pairs:
+            insides, inside_of = _scattered(pair, shares, shares_of)
+            ways, way_of = distinct(pair.held_of[rows] * len(insides) + inside_of)
+            now_and_inside = (divmod(way, len(insides)) for way in ways.tolist())
+            after, after_of = numbered(merged(pair.held[now][0] + insides[number]) for now, number in now_and_inside)
+            cuts.append((after, after_of[way_of]))
+            scattered.append((insides, inside_of))
+        cut_rows, held_of = combined(cuts, len(rows))
+        held = []
+        for row in cut_rows:
+            own: list[MeshAxes] = [()] * len(targets[0].shape)
+            for pair, axes in zip(pairs, row, strict=True):
+                own[pair.dimension] = axes
+            held.append(Layout(targets[0].shape, tuple(own)))
+        added, addition_of = combined([(shares, shares_of[rows]), (parts, parts_of[rows]), *scattered], len(rows))
+        adding = self._adding([_addition(over, count, insides) for over, count, *insides in added])
+        shape = len(sources), len(targets)
+        return _Paths(held, held_of.reshape(shape), adding, addition_of.reshape(shape))
 
     def to_all(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
         """The same where others want the value, too: shares are added up to copies first."""

@@ -178,50 +178,43 @@ def _exact_pads(call: Call, window: SpatialWindow) -> str:
     return pads(window.begin, tuple(max(extent, 0) for extent in end))
 
 
-def _general(call: Call, window: SpatialWindow) -> str:
-    return f"{window.kernel}, {window.strides}, {window.dilations}, {_exact_pads(call, window)}"
+def _general(function: str, call: Call, *settings: object) -> str:
+    """A call of the runtime's pooling, for any windows."""
+    window = _pooling_window(call)
+    shape = window.kernel, window.strides, window.dilations
+    return called(f"operators.{function}", call.arg(0), *shape, _exact_pads(call, window), *settings)
 
 
-def _pooling_settings(window: SpatialWindow, padding: bool) -> str:
-    words = [each(window.kernel), each(window.strides)]
+def _pooling_settings(window: SpatialWindow, padding: bool) -> list[str]:
     dilated = set(window.dilations) != {1}
-    if (padding and any(window.begin)) or dilated:
-        words.append(each(window.begin) if padding else "0")
-    if dilated:
-        words.append(each(window.dilations))
-    return ", ".join(words)
+    begin = [each(window.begin) if padding else "0"] if (padding and any(window.begin)) or dilated else []
+    return [each(window.kernel), each(window.strides), *begin, *([each(window.dilations)] if dilated else [])]
 
 
 def _max_pool(call: Call) -> str:
-    window = _pooling_window(call)
+    window, source, dtype = _pooling_window(call), call.arg(0), call.operand(0).dtype
     if len(call.node.outputs) > 1 and call.node.outputs[1]:
-        order = call.node.integer("storage_order")
-        return f"operators.max_pool_with_indices({call.arg(0)}, {_general(call, window)}, {order})"
-    source = call.arg(0)
-    narrow = call.operand(0).dtype in (DType.INT8, DType.UINT8)
+        return _general("max_pool_with_indices", call, call.node.integer("storage_order"))
+    narrow = dtype in (DType.INT8, DType.UINT8)
     if narrow:
         source = f"{source}.float()"
     fits, fits_up = _fits(call, window), _fits(call, window, ceil=True)
     if not fits and not fits_up:
         source = f'F.pad({source}, {_exact_pads(call, window)}, value=float("-inf"))'
-    up = ", ceil_mode=True" if fits_up and not fits else ""
-    pooled = f"F.max_pool{len(window.kernel)}d({source}, {_pooling_settings(window, fits or fits_up)}{up})"
-    pooled = f"{pooled}.to({torch_dtype(call.operand(0).dtype)})" if narrow else pooled
+    function, settings = f"F.max_pool{len(window.kernel)}d", _pooling_settings(window, fits or fits_up)
+    pooled = called(function, source, *settings, ceil_mode=True if fits_up and not fits else None)
+    pooled = f"{pooled}.to({torch_dtype(dtype)})" if narrow else pooled
     return f"({pooled}, None)" if len(call.node.outputs) > 1 else pooled
 
 
 def _average_pool(call: Call) -> str:
-    window = _pooling_window(call)
-    counted = bool(call.node.integer("count_include_pad"))
+    window, counted = _pooling_window(call), bool(call.node.integer("count_include_pad"))
     if _fits(call, window) and set(window.dilations) == {1}:
-        excluded = ", count_include_pad=False" if window.is_padded and not counted else ""
-        return f"F.avg_pool{len(window.kernel)}d({call.arg(0)}, {_pooling_settings(window, True)}{excluded})"
-    stated = pads(window.begin, window.end) if counted else pads(*[(0,) * len(window.kernel)] * 2)
-    return f"operators.average_pool({call.arg(0)}, {_general(call, window)}, {stated})"
-
-
-def _lp_pool(call: Call) -> str:
-    return f"operators.lp_pool({call.arg(0)}, {_general(call, _pooling_window(call))}, {call.node.integer('p', 2)})"
+        function, settings = f"F.avg_pool{len(window.kernel)}d", _pooling_settings(window, True)
+        excluded = False if window.is_padded and not counted else None
+        return called(function, call.arg(0), *settings, count_include_pad=excluded)
+    none = (0,) * len(window.kernel)
+    return _general("average_pool", call, pads(window.begin, window.end) if counted else pads(none, none))
 
 
 def _global(template: str, call: Call) -> str:
@@ -296,7 +289,7 @@ PRODUCTS: dict[str, Emitter] = {
     "DeformConv": _deform_conv,
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
-    "LpPool": _lp_pool,
+    "LpPool": lambda call: _general("lp_pool", call, call.node.integer("p", 2)),
     "GlobalAveragePool": partial(_global, "torch.mean({x}, {axes}, keepdim=True)"),
     "GlobalMaxPool": _global_max,
     "GlobalLpPool": partial(_global, "torch.linalg.vector_norm({x}, {p}, {axes}, keepdim=True)"),

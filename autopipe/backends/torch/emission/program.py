@@ -194,14 +194,11 @@ def _is_replaceable(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     entries = list(folder.iterdir())
-    return not entries or (
-        _has_manifest(folder)
-        and all(_OURS.fullmatch(entry.name) or (entry.is_dir() and _is_replaceable(entry)) for entry in entries)
-    )
-
-
-def _has_manifest(folder: Path) -> bool:
     try:
-        return bool(json.loads((folder / "manifest.json").read_text(encoding="utf-8")).get("format") == FORMAT)
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8")) if entries else {}
+        is_ours = not entries or manifest.get("format") == FORMAT
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
+    return is_ours and all(
+        _OURS.fullmatch(entry.name) or (entry.is_dir() and _is_replaceable(entry)) for entry in entries
+    )
