@@ -169,11 +169,11 @@ class DivisionSpace:
         return DivisionSpace(coarse, self.stages, first, last)
 
     def near(self, stage: Places, steps: int) -> DivisionSpace:
-        """What is no further than `steps` stages from `stage`."""
+        """The space no further than `steps` stages from `stage`."""
         return replace(self, first=np.maximum(self.first, stage - steps), last=np.minimum(self.last, stage + steps))
 
     def under(self, limit: float) -> DivisionSpace:
-        """What is left where no stage takes more work than `limit`; it may be empty.
+        """The part where no stage takes more work than `limit`; it may be empty.
 
         All predecessors of an operator are in no later stage, all its successors in no earlier one: as soon as possible
         and as late as possible are by work, not by number of operators.
