@@ -99,7 +99,7 @@ def worker(program: Path, rounds: int) -> None:
     rank, step = names["rank"], names["step"]
     rank.set_up()
     module = names[f"stage_{number:02d}"]
-    peer = peer_step(rank, module, rank.arguments_of(number), rank.manifest.micro_batches)
+    peer = peer_step(rank, module, rank.stages[number].p, rank.manifest.micro_batches)
     runs = (lambda: rank.run(step), peer)
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 2):

@@ -156,8 +156,8 @@ class TimedProgram:
         watch = Stopwatch(device)
         inside = CallTimestamps(watch)
         for stage in rank.stages.values():
-            inside.around(stage, "_forward", lambda: rank.task[:2])
-        inside.around(torch.autograd, "backward", lambda: rank.task[:2])
+            inside.around(stage, "_forward", lambda: rank.heartbeat.task[:2])
+        inside.around(torch.autograd, "backward", lambda: rank.heartbeat.task[:2])
         return TimedProgram(rank, names["step"], watch, inside)
 
     def seconds_of(self, marks: CallTimestamps) -> dict[str, float]:

@@ -36,9 +36,9 @@ class ReducedBucket:
         self.parameters = parameters
         self.missing = 0
         """Gradients that its stage's last backward has still to give; where that has not begun, it only falls."""
-        self.started = False
+        self.pending: PendingRecv | None = None
+        """From its start to its end the exchange."""
         self._transport = transport
-        self._pending: PendingRecv | None = None
         if bucket.home is not None:
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._count)
@@ -49,21 +49,17 @@ class ReducedBucket:
             self.start()
 
     def start(self) -> None:
-        self.started = True
-        self._pending = self._send()
-
-    def _send(self) -> PendingRecv:
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
         row = torch.cat([gradient.reshape(-1) for gradient in gradients])
         for parameter in self.parameters:
             parameter.grad = None  # It is in the message now, and comes back from there.
-        return self._transport.start_all_reduce(row, self.bucket.ranks)
+        self.pending = self._transport.start_all_reduce(row, self.bucket.ranks)
 
     def finish(self) -> None:
         """Wait for the sums, and put them in place."""
-        assert self._pending is not None
-        self._place(self._pending.wait())
-        self._pending, self.started, self.missing = None, False, 0
+        assert self.pending is not None
+        self._place(self.pending.wait())
+        self.pending, self.missing = None, 0
 
     def _place(self, sums: torch.Tensor) -> None:
         parts = torch.split(sums, [parameter.numel() for parameter in self.parameters])
@@ -94,13 +90,13 @@ class ShardedBucket(ReducedBucket):
             for start, parameter in zip(self.bucket.starts, self.parameters, strict=True)
         ]
 
-    def _send(self) -> PendingRecv:
+    def start(self) -> None:
         gradients = torch.zeros_like(self._row)
         for parameter, place in zip(self.parameters, self._places(gradients), strict=True):
             if parameter.grad is not None:
                 place.copy_(parameter.grad)
                 parameter.grad = None  # It is in the message now.
-        return self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
+        self.pending = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
 
     def _place(self, sums: torch.Tensor) -> None:
         self.shard.tensor.grad = sums
@@ -155,13 +151,13 @@ class GradientReduction:
     def start(self, stage: int) -> None:
         """Start the stage's buckets that wait for their gradients no longer."""
         for each in self._buckets:
-            if each.bucket.home == stage and not each.started:
+            if each.bucket.home == stage and each.pending is None:
                 each.start()
 
     def finish(self) -> None:
         """Start what has not started, wait for all, and put the sums in place."""
         for each in self._buckets:
-            if not each.started:
+            if each.pending is None:
                 each.start()
         for each in self._buckets:
             each.finish()

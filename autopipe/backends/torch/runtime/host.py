@@ -1,14 +1,10 @@
 """How a rank uses its machine: processors, threads of gloo's, memory.
 
 Left to itself the system wakes a thread of gloo's that has a message for one rank on the processor of the rank that
-sent it, behind what that one computes, even where the receiver's processor idles: messages then take a tick of the
-system's, up to four milliseconds. So each rank keeps to processors of its own, its threads of gloo's with it.
-
-A thread of gloo's that has something to do for a connection tries its lock, and where another thread holds it asks the
-system for the same event again, at once: it spins. Messages between processes of one machine wake it on the processor
-of the rank's thread, which it preempts, mostly while that one holds the lock. Both then wait for the system's next
-tick. So gloo's threads shall preempt none, and a rank's thread gives way where it has started an exchange. Not where
-ranks take a processor in turn: there another rank would compute for a turn of the system's.
+sent it, behind what that one computes: a tick of up to four milliseconds. So each rank keeps to processors of its own,
+gloo's threads with it. There such a thread preempts the rank's own, mostly while that one holds the connection's lock,
+and spins until the next tick. So gloo's threads preempt none, and a rank's thread gives way where it has started an
+exchange; not where ranks take a processor in turn, since another rank would compute first.
 """
 
 from __future__ import annotations
@@ -69,9 +65,8 @@ def processor_count() -> int:
 
 
 def _has_own() -> bool:
-    """True if this thread may not run on all processors that its parent process may use: job managers bind what they
-    start. Also where the system does not tell of a parent.
-    """
+    """True if this thread may not run wherever its parent may, since job managers bind what they start; also where the
+    system does not tell of a parent."""
     return hasattr(os, "sched_getaffinity") and os.sched_getaffinity(0) != _of_parent()
 
 

@@ -51,20 +51,16 @@ class Rank(RankContext):
         self._samples = 0
         """Taken by this run; those that only fill a batch up are not counted."""
         self._repeated = False
-        self._modules: dict[int, tuple[ModuleType, Arguments]] = {}
 
     def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
-        arguments = Arguments(device=self.device)
-        self._modules[number] = (module, arguments)
-        if self.global_order is not None and not self.options.dry_run:
-            self.stages[number] = BlockingStage(self.global_order, self, number, module, arguments, ports)
+        wiring = self, number, module, Arguments(device=self.device), ports
+        if self.options.dry_run:
+            self.stages[number] = DryStage(*wiring)
+        elif self.global_order is not None:
+            self.stages[number] = BlockingStage(self.global_order, *wiring)
         else:
-            kind = DryStage if self.options.dry_run else Stage
-            self.stages[number] = kind(self, number, module, arguments, ports)
+            self.stages[number] = Stage(*wiring)
         return self.stages[number]
-
-    def arguments_of(self, stage: int) -> Arguments:
-        return self._modules[stage][1]
 
     def main(self, step: Callable[[], None]) -> None:
         if self.options.device == "meta":
@@ -86,12 +82,12 @@ class Rank(RankContext):
             self._save()
         self.reporter.report()
         if self.checkpointer is not None:
-            self.task = "checkpoint"
+            self.heartbeat.task = "checkpoint"
             self.checkpointer.close()
-        self.task = "end"
+        self.heartbeat.task = "end"
         self.collector.finish(self._samples)
         self.transport.stop()
-        self.task = ENDED
+        self.heartbeat.task = ENDED
 
     def set_up(self) -> None:
         """Join the world and load what the stages need; once, before the first step."""
@@ -104,15 +100,15 @@ class Rank(RankContext):
         if options.perturb:
             for index, tensor in self.parameters.items():
                 tensor.data = perturbed(tensor.data, options.perturb, index)
-        names = {name for module, _ in self._modules.values() for name in module.CONSTANTS}
+        names = {name for stage in self.stages.values() for name in stage.module.CONSTANTS}
         constants = load_constants(manifest.folder, names, self.device)
         named = constants | {f"w{index}": tensor for index, tensor in self.parameters.items()}
-        for number, (module, arguments) in self._modules.items():
-            for name in (*module.PARAMETERS, *module.CONSTANTS):
-                setattr(arguments, name, named[name])
-            arguments.group = Group(manifest.stages[number].ranks, transport)
-            arguments.random = Random(self.device, arguments.group.position)
-            arguments.weight_grads = WeightGradQueue(named[name] for name in module.PARAMETERS)
+        for number, stage in self.stages.items():
+            for name in (*stage.module.PARAMETERS, *stage.module.CONSTANTS):
+                setattr(stage.p, name, named[name])
+            stage.p.group = Group(manifest.stages[number].ranks, transport)
+            stage.p.random = Random(self.device, stage.p.group.position)
+            stage.p.weight_grads = WeightGradQueue(named[name] for name in stage.module.PARAMETERS)
         buckets = buckets_of_rank(manifest, self.number) if self.train else ()
         self.reduction = GradientReduction(transport, self.parameters, buckets, manifest.optimizer["shard"])
         self.optimizer = make_optimizer(manifest.optimizer, self.reduction.updated) if self.train else None
@@ -136,7 +132,7 @@ class Rank(RankContext):
         folder = self.options.checkpoint
         if self.checkpointer is None or folder is None:
             return
-        self.task = "restore"
+        self.heartbeat.task = "restore"
         if not self.options.resume:
             check_unused(folder)
             return
@@ -153,7 +149,7 @@ class Rank(RankContext):
         if self.checkpointer is None:
             return
         every, done = self.options.checkpoint_every, self.steps_done
-        self.task = "checkpoint"
+        self.heartbeat.task = "checkpoint"
         if done == self.options.steps or (every and done % every == 0):
             self.reporter.report()  # No later start reports these steps again.
             self.checkpointer.save(Position(done, self.samples_done), self.seed)
@@ -176,7 +172,7 @@ class Rank(RankContext):
         step()
         if self.global_order is not None:
             self.global_order.end()
-        self.task = "update"
+        self.heartbeat.task = "update"
         if self.train:
             with self.heartbeat.waiting():
                 self.reduction.finish()

@@ -198,15 +198,6 @@ class RankContext:
         self._inputs = {entry.value.name: entry for entry in manifest.inputs}
 
     @property
-    def task(self) -> str:
-        """Current task of the rank, for its heartbeat and its errors."""
-        return self.heartbeat.task
-
-    @task.setter
-    def task(self, task: str) -> None:
-        self.heartbeat.task = task
-
-    @property
     def samples_done(self) -> int:
         """Number of the next step's first sample: how far the data was gone through, by plans of other batches too."""
         return self.source.sample(self.steps_done)
@@ -258,7 +249,8 @@ class Stage:
         self.number = number
         self._inputs: dict[str, Form] = module.INPUTS
         self._outputs: tuple[Form, ...] = tuple(module.OUTPUTS.values())
-        self._p = arguments
+        self.p = arguments
+        self.module = module
         self._data = [port for port in ports if isinstance(port, Data)]
         self.receives = tuple(port for port in ports if isinstance(port, Receive))
         self.sends = tuple(port for port in ports if isinstance(port, Send))
@@ -334,16 +326,16 @@ class Stage:
     def forward(self, micro_batch: int) -> None:
         """Wait for the arguments and compute."""
         rank, manifest = self._rank, self._rank.manifest
-        rank.task = task = f"{self.number}F{micro_batch}"
+        rank.heartbeat.task = task = f"{self.number}F{micro_batch}"
         arguments = self._arguments(micro_batch)
         ratio, whole = manifest.stages[self.number].micro_batch_ratio, manifest.micro_batch_size
-        self._p.random.begin(rank.seed, rank.steps_done, micro_batch * (whole // ratio), micro_batch // ratio * whole)
+        self.p.random.begin(rank.seed, rank.steps_done, micro_batch * (whole // ratio), micro_batch // ratio * whole)
         start = rank.clock.mark()
         results = self._results(arguments)
         rank.clock.add(task, start)
         if rank.train:
             asking = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
-            waiting = self._p.weight_grads.take()
+            waiting = self.p.weight_grads.take()
             self._kept[micro_batch] = ForwardState(asking, tuple(map(output_edge, results)), waiting)
         leaving = self._leaving[micro_batch, False] = {}
         for port in self._due(self.sends, micro_batch):
@@ -362,7 +354,7 @@ class Stage:
     def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
         """The results in the types that those who receive them expect: autocast computes in narrower ones."""
         with torch.set_grad_enabled(self._rank.train), self._rank.autocast():
-            results = self._forward(self._p, *arguments.values())
+            results = self._forward(self.p, *arguments.values())
             return tuple(result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True))
 
     def _arguments(self, micro_batch: int) -> Tensors:
@@ -397,7 +389,7 @@ class Stage:
     def backward(self, micro_batch: int) -> None:
         """Wait for the results' gradients and compute those of parameters and arguments."""
         last = self._begins_last()
-        if last and not self._p.weight_grads.used:
+        if last and not self.p.weight_grads.used:
             self._rank.reduction.arm(self.number, self._readers)  # Gradients are sent off as they come.
         self._propagate(micro_batch, "B")
         if last:
@@ -410,7 +402,7 @@ class Stage:
     def weight_gradient(self, micro_batch: int) -> None:
         """The second half: compute the gradients of parameters that the first half left."""
         last = self._begins_last()
-        self._rank.task = task = f"{self.number}W{micro_batch}"
+        self._rank.heartbeat.task = task = f"{self.number}W{micro_batch}"
         start = self._rank.clock.mark()
         compute_all(self._waiting.pop(micro_batch))
         self._rank.clock.add(task, start)
@@ -424,7 +416,7 @@ class Stage:
 
     def _propagate(self, micro_batch: int, phase: str) -> None:
         """Run autograd; gradients that a split backward defers are left, or computed behind it."""
-        self._rank.task = task = f"{self.number}{phase}{micro_batch}"
+        self._rank.heartbeat.task = task = f"{self.number}{phase}{micro_batch}"
         state = self._kept.pop(micro_batch)
         pending = self._arriving.pop((micro_batch, True), {})
         for port in self.sends:
@@ -434,7 +426,7 @@ class Stage:
         start = self._rank.clock.mark()
         if seeds := self._seeds(state):
             torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
-        state.waiting += self._p.weight_grads.take()  # What ran again leaves.
+        state.waiting += self.p.weight_grads.take()  # What ran again leaves.
         if phase == "I":
             self._waiting[micro_batch] = state.waiting
         else:
@@ -461,7 +453,7 @@ class Stage:
             share = torch.full(loss.form[1], self._loss.share, dtype=loss.form[0], device=loss.device)
             incoming.setdefault(self._loss.result, []).append((share, None))
         # Exchanges in backward wait for the whole group, so a rank that no gradient comes to takes part too.
-        wanted = range(len(results)) if self._p.group.size > 1 else sorted(incoming)
+        wanted = range(len(results)) if self.p.group.size > 1 else sorted(incoming)
         return [
             (edge, _assembled(incoming.get(index, []), results[index].form, results[index].device, add=True))
             for index in wanted
