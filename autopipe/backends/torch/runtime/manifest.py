@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, Record, Sparse, decode
+from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, Sparse, decode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Parameter
 from autopipe.ir.json_file import JsonRecord
@@ -17,6 +17,7 @@ from autopipe.ir.program import Channel, InputRange, Output, Shard
 FORMAT = "autopipe.program/1"
 _PATH = Coded(str, lambda record: Path(decode(record, str)))
 _TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
+_SHARDS = Coded(list, lambda ranks: tuple(rank.get("shards", tuple[Shard, ...]) for rank in ranks.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,6 @@ class StageEntry:
         meshes = [tuple(MeshAxis(*axis) for axis in axes) for axes in self.meshes]
         positions = [members(axes, position) for axes in meshes for position in range(len(self.ranks))]
         return {tuple(sorted(self.ranks)), *(tuple(sorted(self.ranks[each] for each in group)) for group in positions)}
-
-
-def _read_shards(ranks: Record) -> tuple[tuple[Shard, ...], ...]:
-    return tuple(rank.get("shards", tuple[Shard, ...]) for rank in ranks.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class Manifest:
     inputs: tuple[InputRange, ...]
     outputs: tuple[Output, ...]
     parameters: tuple[Parameter, ...]
-    shards: Annotated[tuple[tuple[Shard, ...], ...], At("ranks"), Coded(list, _read_shards)]
+    shards: Annotated[tuple[tuple[Shard, ...], ...], At("ranks"), _SHARDS]
     """A tuple for each rank."""
     stages: tuple[StageEntry, ...]
     channels: tuple[Channel, ...]

@@ -90,10 +90,10 @@ class OutputEdge:
     form: Form
     device: torch.device
 
-
-def output_edge(result: torch.Tensor) -> OutputEdge:
-    edge = get_gradient_edge(result) if result.requires_grad else None
-    return OutputEdge(edge, (result.dtype, result.shape), result.device)
+    @staticmethod
+    def of(result: torch.Tensor) -> OutputEdge:
+        edge = get_gradient_edge(result) if result.requires_grad else None
+        return OutputEdge(edge, (result.dtype, result.shape), result.device)
 
 
 def _part(tensor: torch.Tensor, box: Slices | None) -> torch.Tensor:
@@ -336,7 +336,7 @@ class Stage:
         if rank.train:
             asking = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
             waiting = self.p.weight_grads.take()
-            self._kept[micro_batch] = ForwardState(asking, tuple(map(output_edge, results)), waiting)
+            self._kept[micro_batch] = ForwardState(asking, tuple(map(OutputEdge.of, results)), waiting)
         leaving = self._leaving[micro_batch, False] = {}
         for port in self._due(self.sends, micro_batch):
             block = _part(results[port.result].detach(), port.box)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopipe.backends.torch.runtime.operators.misc import reverse_sequence
 from autopipe.backends.torch.runtime.operators.sharded import ShardedAxis
 
 Activation = Callable[[Tensor], Tensor]
@@ -150,11 +151,7 @@ class Layer:
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Steps back to front, of each sample only its own."""
-    if lengths is None:
-        return x.flip(0)
-    steps = torch.arange(x.shape[0], device=x.device)[:, None]
-    order = torch.where(steps < lengths, lengths.long() - 1 - steps, steps)
-    return x.gather(0, order.unsqueeze(-1).expand_as(x))
+    return x.flip(0) if lengths is None else reverse_sequence(x, lengths, 0, 1)
 
 
 _ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], tuple[float, ...]]] = {
