@@ -113,7 +113,7 @@ def answered(cell: Cell) -> dict[str, object]:
     begin = processor_s()
     runner = Runner()
     search = weigh(request, runner)
-    found = chosen(search, runner)
+    found = chosen(search)
     seconds = processor_s() - begin
     singles = sorted(singles_of(request, placed_by(search)), key=lambda each: each[2])
     named, order, step_s = singles[0]
@@ -146,7 +146,7 @@ def processor_s() -> float:
 def placed_by(search: PlanSearch) -> dict[Strategy, Placed]:
     """The placements of strategies that the search asked as they are when they are named."""
     plain = (each for each in search.trials if each.candidate == Candidate(each.candidate.strategy))
-    return {each.candidate.strategy: each.origin.placed for each in plain if each.origin.placed is not None}
+    return {each.candidate.strategy: each.placed for each in plain if each.placed is not None}
 
 
 def singles_of(request: Request, known: dict[Strategy, Placed]) -> Iterator[tuple[Strategy, str, float]]:

@@ -197,7 +197,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> PlanResult:
     strategy, scheduler = strategy_and_scheduler(request)
     placed = predict_placement(*run_strategy(request, strategy, runner), runner)
     scheduled = time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
-    return assemble_plan(request, strategy, scheduler, placed, scheduled, runner)
+    return assemble_plan(request, placed, scheduled, runner)
 
 
 def pass_names(request: Request) -> tuple[str, ...]:
@@ -333,8 +333,7 @@ def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterato
     Raises the reason against the best division where there is none.
     """
     model = read(request, runner)
-    reasons: dict[str, AutopipeError] = {}
-    """First reason against a division, by the model and by the strategy."""
+    reasons: dict[str, AutopipeError] = {}  # The first against a division, of the model and of the strategy.
     found, declined = False, None
     try:
         for batching in _divisions(request, strategy.division(model.graph), model):
@@ -442,11 +441,11 @@ def time_schedule(placed: Placed, schedule: Schedule, runner: Runner, known: tup
     return Scheduled(schedule, timeline)
 
 
-def assemble_plan(
-    request: Request, strategy: Strategy, scheduler: Scheduler, placed: Placed, scheduled: Scheduled, runner: Runner
-) -> PlanResult:
+def assemble_plan(request: Request, placed: Placed, scheduled: Scheduled, runner: Runner) -> PlanResult:
+    """The plan of a request that names the strategy and the scheduler which these are of."""
     from autopipe.passes.schedule.breakdown import breakdown  # Only the plan that is chosen is explained.
 
+    strategy, scheduler = strategy_and_scheduler(request)
     problem, placement, prediction = placed.problem, placed.placement, placed.prediction
     schedule, timeline, cluster = scheduled.schedule, scheduled.timeline, placed.problem.cluster
     bound = lower_bound(problem, placement, prediction)
@@ -486,8 +485,7 @@ def assemble_plan(
         device_names=tuple(device.name for device in cluster.devices) if cluster.groups else (),
         breakdown=breakdown(problem, placement, schedule, prediction, timeline.end),
     )
-    named = replace(request, strategy=strategy, scheduler=scheduler)
-    return PlanResult(plan, problem, timeline, placed.model, named)
+    return PlanResult(plan, problem, timeline, placed.model, request)
 
 
 def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[str, int], ...] | None:
@@ -517,13 +515,7 @@ def reopen(request: Request, plan: Plan) -> PlanResult:
             f"the plan does not belong to this model: the graph of {request.model} is not the one that was planned",
             hint="plan again, or restore the model's file",
         )
-    _check_decisions(problem, plan)
-    stage_devices = tuple(stage.devices for stage in plan.placement.stages)
-    return PlanResult(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model, request)
-
-
-def _check_decisions(problem: Problem, plan: Plan) -> None:
-    """Raise ConfigurationError unless the plan's decisions fit the problem: its files may have been edited."""
+    # The plan's files may have been edited.
     if problem.mode.value != plan.mode:
         raise ConfigurationError(f"the plan is to {plan.mode}, its configuration to {problem.mode.value}")
     devices, size = plan.schedule.devices, problem.cluster.size
@@ -533,6 +525,7 @@ def _check_decisions(problem: Problem, plan: Plan) -> None:
         raise ConfigurationError(f"the plan places nodes that the graph of {len(problem.graph.nodes)} nodes has not")
     try:
         plan.placement.verify(problem.graph)
-        StageGraph.of(problem, plan.placement)
+        stage_devices = StageGraph.of(problem, plan.placement).stage_devices
     except InfeasibleError as error:
         raise ConfigurationError(error.message, hint="plan again", where="placement") from error
+    return PlanResult(plan, problem, simulate(plan.schedule, stage_devices, plan.prediction), model, request)

@@ -65,11 +65,7 @@ _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("grid", {}),
     ("pipedream", {}),
     ("tessel_shapes", {}),
-    ("tessel_shapes", {"shape": "v"}),
-    ("tessel_shapes", {"shape": "x"}),
-    ("tessel_shapes", {"shape": "m"}),
-    ("tessel_shapes", {"shape": "nn"}),
-    ("tessel_shapes", {"shape": "k"}),
+    *(("tessel_shapes", {"shape": shape}) for shape in ("v", "x", "m", "nn", "k")),
     ("tessel_shapes", {"shape": "v", "chunks": 2}),
     ("tessel_shapes", {"shape": "v", "chunks": 2, "wave": True}),
     ("graphpipe", {}),
@@ -117,15 +113,8 @@ def _forms(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 _MOST_SIZE = {
-    "breadth_first": 2**14,
-    "mcmc": 2**14,
-    "graphpipe": 2**16,
-    "grid with chunks": 2**16,
-    "pase": 2**16,
-    "pipedream": 2**16,
-    "piper": 2**16,
-    "tepdist": 2**16,
-    "tessel_shapes": 2**16,
+    **dict.fromkeys(("breadth_first", "mcmc"), 2**14),
+    **dict.fromkeys(("graphpipe", "grid with chunks", "pase", "pipedream", "piper", "tepdist", "tessel_shapes"), 2**16),
 }
 """By what is searched the most operators times devices; others take about as long for any number of devices.
 

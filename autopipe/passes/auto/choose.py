@@ -59,19 +59,18 @@ def choose(request: Request, observer: Observer | None = None, store: Store | No
 
 
 def _searched(request: Request, runner: Runner) -> PlanResult:
-    return chosen(weigh(request, runner), runner)
+    return chosen(weigh(request, runner))
 
 
-def chosen(search: PlanSearch, runner: Runner) -> PlanResult:
+def chosen(search: PlanSearch) -> PlanResult:
     """The best plan of a search, with what came of the others."""
-    request, best = search.request, search.best
-    assert best is not None
-    assert best.placed is not None
+    best = search.best
+    assert best is not None and best.placed is not None
     run = best.best
     assert run is not None and run.scheduled is not None
-    settled = best.candidate.settled(request)
-    found = assemble_plan(settled, best.candidate.strategy, run.scheduler, best.placed, run.scheduled, runner)
-    rows = tuple(row for each in search.trials for row in each.alternatives(request))
+    named = replace(best.candidate.settled(search.request), scheduler=run.scheduler)
+    found = assemble_plan(named, best.placed, run.scheduled, search.runner)
+    rows = tuple(row for each in search.trials for row in each.alternatives(search.request))
     return replace(found, plan=replace(found.plan, alternatives=rows))
 
 
@@ -259,7 +258,7 @@ class _Variations:
     def _promising(self) -> list[CandidateTrial]:
         """The candidates with the shortest steps, then those with the least bounds: of each strategy the first."""
         found: list[CandidateTrial] = []
-        for rank in (lambda each: each.step_s, _bound_s):
+        for rank in (lambda each: each.step_s, lambda each: each.bound_s):
             best: dict[str, CandidateTrial] = {}
             for each in sorted(self.search.trials, key=rank):
                 if not math.isinf(each.step_s):
@@ -295,7 +294,7 @@ class _Variations:
             found = trials.get(each)
             own = None if found is None else _count(found)
             steps = {best} - {own, None}
-            if found is not None and own is not None and _bound_s(found) < _NEAR * search.step_s:
+            if found is not None and own is not None and found.bound_s < _NEAR * search.step_s:
                 place = bisect_left(counts, own)
                 steps |= {counts[other] for other in (place + 1, place - 1) if 0 <= other < len(counts)}
             wanted += [replace(each, micro_batches=count) for count in sorted(filter(None, steps))]
@@ -307,14 +306,14 @@ class _Variations:
         """On from its own count, or the best plan's if it promises more: while memory refuses, then as bounds fall."""
         found = self._trial(candidate)
         if self.search.best is not None:
-            found = min(found, self._trial(candidate, _count(self.search.best)), key=_bound_s)
+            found = min(found, self._trial(candidate, _count(self.search.best)), key=lambda each: each.bound_s)
         count = _count(found) or AUTO_PER_DEVICE * self.problem.cluster.size
         place = min(bisect_left(counts, count), len(counts) - 1)
         while _is_refused(found) and place + 1 < len(counts):
             place += 1
             found = self._trial(candidate, counts[place])
-        if _bound_s(found) < min(math.inf, _NEAR * self.search.step_s):
-            climb(counts, place, lambda count: _bound_s(self._trial(candidate, count)))
+        if found.bound_s < min(math.inf, _NEAR * self.search.step_s):
+            climb(counts, place, lambda count: self._trial(candidate, count).bound_s)
 
     def _trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
         """Result of the candidate, or of it with `count` micro-batches; it is tried where it was not."""
@@ -339,21 +338,15 @@ def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def _count(trial: CandidateTrial) -> int | None:
     """Micro-batches of its placement; None where there is none."""
-    placed = trial.origin.placed
-    return None if placed is None else placed.problem.micro_batches
+    return None if trial.placed is None else trial.placed.problem.micro_batches
 
 
 def _has_copies(trial: CandidateTrial) -> bool:
     """True if devices hold the same parameters."""
-    placed = trial.origin.placed
+    placed = trial.placed
     assert placed is not None, "what has a step has a placement"
     holders = holders_of(stage_work(placed.problem, placed.placement))
     return any(len(devices) > 1 for devices in holders.values())
-
-
-def _bound_s(trial: CandidateTrial) -> float:
-    """Seconds below which no schedule of it can be; infinite where there is no placement."""
-    return trial.origin.bound_s
 
 
 def _is_refused(trial: CandidateTrial) -> bool:

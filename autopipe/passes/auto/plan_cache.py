@@ -21,9 +21,8 @@ from typing import Annotated, Any
 
 import autopipe
 from autopipe.ir.atomic_file import replacing
-from autopipe.ir.codec import Coded, Count, Flat, Index, Record, decode, encode
+from autopipe.ir.codec import Coded, Count, Flat, Index, JsonRecord, Record, decode, encode, read_record, record_text
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InternalError, OutOfMemoryError
-from autopipe.ir.json_file import JsonRecord, read_record, record_text
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Alternative
 from autopipe.ir.schedule import Proof, Repetends, Schedule, Task
@@ -131,12 +130,14 @@ def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResul
     placed = place_as(settled, kept.decided.batching, kept.decided.proven, runner)
     if placed.problem.graph.digest() != kept.graph_digest:
         raise ConfigurationError("the graph is not the one that was planned", where=record.file)
-    scheduler = request.scheduler or scheduler_class(kept.chosen.choice.schedule or "")()
+    named = dataclasses.replace(
+        settled, scheduler=request.scheduler or scheduler_class(kept.chosen.choice.schedule or "")()
+    )
     kept.schedule.verify(placed.graph, placed.problem.train)
     scheduled = time_schedule(placed, kept.schedule, runner)
     if scheduled.timeline.end != kept.step_time_s:
         raise ConfigurationError("the step is not the one that was planned", where=record.file)
-    found = assemble_plan(settled, candidate.strategy, scheduler, placed, scheduled, runner)
+    found = assemble_plan(named, placed, scheduled, runner)
     return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=kept.alternatives))
 
 

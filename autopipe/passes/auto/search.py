@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopipe.ir.codec import decode, encode
+from autopipe.ir.codec import JsonRecord, decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
-from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.plan import Alternative
 from autopipe.passes import pipeline
 from autopipe.passes.auto.candidates import (
@@ -58,7 +57,7 @@ class CandidateTrial:
     refused: AutopipeError | None = None
     """Why there is no placement."""
     same_as: CandidateTrial | None = None
-    """The one before that has the same placement, and the runs."""
+    """The one before that has the same placement, and alone the runs."""
     runs: list[ScheduleOutcome] = field(default_factory=list)
 
     @property
@@ -70,30 +69,26 @@ class CandidateTrial:
     def step_s(self) -> float:
         return math.inf if self.best is None else self.best.step_s
 
-    @property
-    def origin(self) -> CandidateTrial:
-        """The one that has the placement, its bound and the runs."""
-        return self.same_as or self
-
     def has_run(self, scheduler: Scheduler) -> bool:
         return any(run.scheduler == scheduler for run in self.runs)
 
     def alternatives(self, request: pipeline.Request) -> tuple[Alternative, ...]:
         """Rows kept in the plan: one for every schedule, one where there is none."""
-        choice, placed, bound_s = self.candidate.choice(request), self.origin.placed, self.origin.bound_s
+        choice, placed, bound_s = self.candidate.choice(request), self.placed, self.bound_s
         if placed is None:
             return (Alternative(choice, refused=self.refused.line if self.refused else None),)
+        runs = (self.same_as or self).runs
         row = Alternative(
             choice,
             lower_bound_s=bound_s,
             micro_batches=placed.problem.micro_batches,
             stages=len(placed.placement.stages),
         )
-        if not self.origin.runs:
+        if not runs:
             return (replace(row, refused=f"left out: no schedule of it takes less than {bound_s:.4g} s"),)
         row = replace(row, same_as=self.same_as.candidate.strategy.name if self.same_as else None)
         found = []
-        for run in self.origin.runs:
+        for run in runs:
             own = replace(row, choice=self.candidate.choice(request, run.scheduler.name))
             if run.scheduled is not None:
                 step = run.scheduled.timeline
@@ -155,14 +150,14 @@ class PlanSearch:
                 continue
             if self._left_out(candidate) is None:
                 key = in_common(candidate)
-                together.setdefault(key, {})[repr(candidate)] = self._answering(partial(self._decide, candidate))
+                together.setdefault(key, {})[repr(candidate)] = self._told(partial(self._decide, candidate))
                 slow |= {key} if candidate.strategy.name in LONG else set()
         # The first ones are asked for first, whatever the others take.
         keys = list(together)
         for key in (*keys[:_SOON], *sorted(keys[_SOON:], key=lambda key: key not in slow)):
             self.pool.expect(together[key])
 
-    def _answering(self, work: Work) -> Work:
+    def _told(self, work: Work) -> Work:
         """The same work, or its refusal, in another process."""
 
         def answer() -> Answer:
@@ -195,28 +190,20 @@ class PlanSearch:
 
         Schedules that are searched, of placements that can win as yet, are searched meanwhile in other processes.
         """
-        ranked = sorted(self.trials, key=lambda one: (one.step_s, one.bound_s))
+        own = (each for each in self.trials if each.same_as is None)
+        ranked = sorted(own, key=lambda each: (each.step_s, each.bound_s))
         for each in ranked:
             if (placed := each.placed) is None or self._cannot_win(each):
                 continue
             for scheduler in filter(is_searched, self.schedulers()):
                 if not each.has_run(scheduler) and scheduler_left_out(scheduler, placed) is None:
-                    self.pool.expect(
-                        {_order_key(each, scheduler): self._answering(partial(self._order, placed, scheduler))}
-                    )
+                    self.pool.expect({_order_key(each, scheduler): self._told(partial(self._order, placed, scheduler))})
         for each in ranked:
             for scheduler in self.schedulers():
                 if self.is_over() or each.placed is None or self._cannot_win(each):
                     break
                 if not each.has_run(scheduler):
-                    self._run(each, each.placed, scheduler)
-
-    def schedule(self, trial: CandidateTrial) -> None:
-        """Try all schedules on a candidate's placement, those that cannot win, too."""
-        assert trial.placed is not None
-        for scheduler in self.schedulers():
-            if not trial.has_run(scheduler):
-                self._run(trial, trial.placed, scheduler)
+                    self.run(each, each.placed, scheduler)
 
     def _try(self, candidate: Candidate) -> None:
         try:
@@ -227,7 +214,7 @@ class PlanSearch:
             return
         same = next((each for each in self.trials if each.placed and _are_same(each.placed, placed)), None)
         if same is not None:
-            self.trials.append(CandidateTrial(candidate, same_as=same))
+            self.trials.append(CandidateTrial(candidate, same.placed, same.bound_s, same_as=same))
             return
         found = CandidateTrial(candidate, placed, lower_bound(placed.problem, placed.placement, placed.prediction))
         self.trials.append(found)
@@ -236,7 +223,7 @@ class PlanSearch:
         for scheduler in self.schedulers():
             if is_searched(scheduler) and found.runs and self.best is not None:
                 break  # `schedule_all` asks for it, where it can win by then.
-            if self._run(found, placed, scheduler).scheduled:
+            if self.run(found, placed, scheduler).scheduled:
                 break
 
     def _placed(self, candidate: Candidate) -> pipeline.Placed:
@@ -278,7 +265,7 @@ class PlanSearch:
     def _cannot_win(self, trial: CandidateTrial) -> bool:
         return trial.bound_s >= self.step_s * (1 - SAME)
 
-    def _run(self, trial: CandidateTrial, placed: pipeline.Placed, scheduler: Scheduler) -> ScheduleOutcome:
+    def run(self, trial: CandidateTrial, placed: pipeline.Placed, scheduler: Scheduler) -> ScheduleOutcome:
         """Run a schedule on a placement, and report it where it is the best so far.
 
         A schedule is of another process where it was expected.

@@ -30,7 +30,7 @@ from autopipe.passes.cost.range_tables import Tables, make_tables
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.partition.chain_cut import step_of_line
-from autopipe.passes.schedule.device_order import SweepResult, best_order, best_size
+from autopipe.passes.schedule.device_order import best_order, best_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class PipeDream:
         """
         return best_order(problem, lambda ordered: best_size(ordered, lambda sized, _: self._answer(sized)))
 
-    def _answer(self, problem: Problem) -> SweepResult:
+    def _answer(self, problem: Problem) -> tuple[Placement, float]:
         """The chain for the problem's micro-batches."""
         resolved = resolved_constraints(problem)
         # Cuts must be able to part these nodes from the others: all of one stage together, else of one constraint.
@@ -285,7 +285,7 @@ class PipeDream:
             prices = ChainPrices(replace(tables, problem=replace(problem, cluster=problem.cluster.take(devices))))
             pieces = self._best(prices, rules)
             if pieces:
-                return SweepResult(prices.placement(pieces), _step_seconds(problem, pieces))
+                return prices.placement(pieces), _step_seconds(problem, pieces)
             nearest = min(self._answers(prices, prices.excess, rules), key=_highest, default=[])
             if nearest:
                 worst = max(nearest, key=lambda piece: piece.price)

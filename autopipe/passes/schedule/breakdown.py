@@ -48,8 +48,7 @@ class StageParts:
 
 def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) -> tuple[StageParts, ...]:
     works = stage_work(problem, placement)
-    copies: dict[tuple[int, int], float] = defaultdict(float)
-    """How often each pipeline computes each node for a sample."""
+    copies: dict[tuple[int, int], float] = defaultdict(float)  # How often each pipeline computes each node.
     for work in works:
         for each in work.nodes:
             copies[work.stage.pipeline, each.index] += len(work.stage.devices) * each.sharing.share

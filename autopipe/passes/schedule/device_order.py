@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -74,13 +74,11 @@ def orders_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     """Orders of a cluster's groups that differ in more than names, the given one first; groups of one kind together."""
     given, kinds = tuple(range(len(cluster.groups))), _kinds(cluster)
     every = tuple(dict.fromkeys(kinds))
-    orders = _permuted(kinds, every) if len(every) <= _FEW_KINDS else [given[::-1]]
-    seen = set()
-    for order in (given, *orders):
-        content = tuple((kinds[each], cluster.groups[each]) for each in order)
-        if content not in seen:
-            seen.add(content)
-            yield order
+    orders = [given, *(_permuted(kinds, every) if len(every) <= _FEW_KINDS else [given[::-1]])]
+    by_content: dict[object, tuple[int, ...]] = {}
+    for order in orders:
+        by_content.setdefault(tuple((kinds[each], cluster.groups[each]) for each in order), order)
+    yield from by_content.values()
 
 
 def parts_of(cluster: Cluster) -> Iterator[tuple[int, ...]]:
@@ -137,31 +135,24 @@ def _reordered(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[i
     return replace(problem, cluster=cluster, constraints=tuple(map(moved, problem.constraints))), old
 
 
-@dataclass(frozen=True, slots=True)
-class SweepResult:
-    """A placement and the seconds that its step is estimated to take."""
-
-    placement: Placement
-    step_s: float
-
-
-def best_size(problem: Problem, place: Callable[[Problem, float], SweepResult]) -> Placement:
+def best_size(problem: Problem, place: Callable[[Problem, float], tuple[Placement, float]]) -> Placement:
     """Of the placements for each size that the problem leaves open the one with the shortest step.
 
-    `place` is also told the seconds of the shortest step so far: it may raise InfeasibleError where it has none that
-    takes less. Raises the InfeasibleError of the smallest micro-batches where there is none for any size.
+    `place` gives a placement with the seconds of its step. It is told those of the shortest so far: it may raise
+    InfeasibleError where it has none that takes less. Raises the InfeasibleError of the smallest micro-batches where
+    there is none for any size.
     """
-    best: SweepResult | None = None
+    best: tuple[Placement, float] | None = None
     refused: InfeasibleError | None = None
     for size in problem.micro_batch_sizes or (problem.micro_batch_size,):
         try:
-            found = place(resized(problem, size), best.step_s if best else math.inf)
+            found = place(resized(problem, size), best[1] if best else math.inf)
         except InfeasibleError as error:
             refused = refused or error
             continue
-        if best is None or found.step_s < best.step_s:
+        if best is None or found[1] < best[1]:
             best = found
     if best is None:
         assert refused is not None, "there is a size at least"
         raise refused
-    return best.placement
+    return best[0]

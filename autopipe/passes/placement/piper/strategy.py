@@ -35,7 +35,7 @@ from autopipe.passes.placement.piper.stage_costs import (
     StageSharing,
     messages_between,
 )
-from autopipe.passes.schedule.device_order import SweepResult, best_size
+from autopipe.passes.schedule.device_order import best_size
 from autopipe.passes.sharding.regions import check_constraints_met
 
 _STEP = 1.15
@@ -248,7 +248,7 @@ class Piper:
         check_constraints_met(problem, placement, self.name)
         return placement
 
-    def _answer(self, problem: Problem, chains: Chains, most_step_s: float) -> SweepResult:
+    def _answer(self, problem: Problem, chains: Chains, most_step_s: float) -> tuple[Placement, float]:
         """The best chain for the micro-batches of a problem.
 
         Raises InfeasibleError where memory holds none, or none whose step could be shorter than `most_step_s`.
@@ -263,7 +263,7 @@ class Piper:
                 + ("" if problem.recompute == "auto" else " or recompute: auto"),
             )
         stages = tuple(_stage(problem, chains, piece) for piece in pieces)
-        return SweepResult(fitted(problem, Placement(stages)), _step_seconds(pieces, count))
+        return fitted(problem, Placement(stages)), _step_seconds(pieces, count)
 
 
 def _stage(problem: Problem, chains: Chains, piece: DownsetStage) -> Stage:
