@@ -47,10 +47,8 @@ Cuts = tuple[AxisSplit, ...]
 
 
 def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
-    """The splits, outer to inner over the devices in this order, that make `cuts`; None where none do.
-
-    Devices that the splits leave over are innermost, as in a stage.
-    """
+    """The splits, outer to inner over the devices in this order, that make `cuts`; None where none do. Devices that the
+    splits leave over are innermost, as in a stage."""
     rank = {device: index for index, device in enumerate(sorted(order))}
     places = {cut.axis: tuple(cut.places[rank[device]] for device in order) for cut in cuts}
     # The further out a split is, the later comes the first device that is not in its first part.
@@ -69,10 +67,8 @@ def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
 
 def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, ...] | None:
     """An order of a group's devices over which splits make all of `cuts`; None where none of the candidates does.
-
     Candidates are the orders in which `shardings`, all of this group, list its devices, first of values that each
-    device holds whole, and the ascending one; of these first those that list copies of a block in the same order.
-    """
+    device holds whole, and the ascending one; of these first those that list copies of a block in the same order."""
     listings, wanted = tuple(dict.fromkeys(sharding.devices for sharding in shardings)), tuple(dict.fromkeys(cuts))
     candidates = [groups[0] for groups in listings if len(groups) == 1]
     for groups in listings:
@@ -91,11 +87,9 @@ def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, 
 
 
 def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Sharding]) -> Cuts:
-    """The cuts of a node, some of whose tensors have these layouts; axes that none of them tells of are whole.
-
-    Raises ModelError, naming the node and the tensor, for dimensions that do not exist or cannot be cut so, and for
-    layouts that contradict one another.
-    """
+    """The cuts of a node, some of whose tensors have these layouts; axes that none of them tells of are whole. Raises
+    ModelError, naming the node and the tensor, for dimensions that do not exist or cannot be cut so, and for layouts
+    that contradict one another."""
     own = graph.nodes[node]
     where = f"{own.op} {own.name!r}"
     groups = {name: sharding.group() for name, sharding in shardings.items()}
@@ -147,9 +141,7 @@ def _parts(
     dimension: Sequence[str], extents: Mapping[str, int], blocks: int, where: str
 ) -> Iterator[tuple[str, int, int]]:
     """The cut of a dimension as cuts of its axes, of which an inner one is cut where the outer are in parts of one.
-
-    Yields (axis, its parts, blocks in one of them).
-    """
+    Yields (axis, its parts, blocks in one of them)."""
     found, rest = [], blocks
     for axis in dimension:
         degree = max(1, min(rest, extents[axis]))
@@ -178,11 +170,9 @@ class _Annotated:
 
 
 def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
-    """Constraints that the annotations of `model` are for `devices` devices; () where it has none.
-
-    Raises ConfigurationError where no configuration, or more than one, is for that number, and ModelError, naming the
-    node, for annotations that do not fit its operator or its tensors' shapes, or contradict one another.
-    """
+    """Constraints that the annotations of `model` are for `devices` devices; () where it has none. Raises
+    ConfigurationError where no configuration, or more than one, is for that number, and ModelError, naming the node,
+    for annotations that do not fit its operator or its tensors' shapes, or contradict one another."""
     annotated = [each for each in model.configurations if each.annotations]
     fitting = [each for each in annotated if each.devices == devices]
     if not annotated:
@@ -231,11 +221,9 @@ def _constraints(model: Model, configuration: Configuration) -> Iterator[Constra
 
 
 def _annotated_nodes(model: Model, configuration: Configuration, samples: SampleAxes) -> list[_Annotated]:
-    """The annotated nodes of the graph, in its order.
-
-    A node of the file that writes what the graph's node does says most. Of others that became part of the same operator
-    (its scores, its softmax) only layouts of tensors are taken that the first says nothing of.
-    """
+    """The annotated nodes of the graph, in its order. A node of the file that writes what the graph's node does says
+    most. Of others that became part of the same operator (its scores, its softmax) only layouts of tensors are taken
+    that the first says nothing of."""
     annotations = {each.node: each for each in configuration.annotations}
     stages: dict[int, int | None] = {}
     layouts: dict[int, dict[str, Sharding]] = {}
@@ -352,10 +340,8 @@ def annotated(
 
 
 def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, Layout]:
-    """How the stage's devices hold what a node reads and writes.
-
-    Without values that it reads in several layouts, or through windows that equal blocks do not stand for.
-    """
+    """How the stage's devices hold what a node reads and writes. Without values that it reads in several layouts, or
+    through windows that equal blocks do not stand for."""
     own, axes = graph.nodes[node], axes_of(stage.splits_of(node), len(stage.devices))
     found: dict[str, set[Layout]] = {}
     for place, (name, dimensions) in enumerate(zip(own.inputs, space.operands, strict=True)):
@@ -393,11 +379,9 @@ Piece = bytes | memoryview
 
 
 def write_annotated(model: Path, target: Path, configuration: Configuration) -> None:
-    """Write the file `model` with the annotations of `configuration` to `target`, whole or not at all.
-
-    Weights stay where they are: in the copy, or in files beside it. Functions of the file's own are inlined. Raises
-    ConfigurationError where `target` cannot be written, is `model`, or is not beside the files with its weights.
-    """
+    """Write the file `model` with the annotations of `configuration` to `target`, whole or not at all. Weights stay
+    where they are: in the copy, or in files beside it. Functions of the file's own are inlined. Raises
+    ConfigurationError where `target` cannot be written, is `model`, or is not beside the files with its weights."""
     import onnx
 
     if target.exists() and target.samefile(model):
@@ -422,10 +406,8 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
 
 
 def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
-    """The serialised model `data` with the annotations of `configuration`, piece by piece.
-
-    They take the place of those for as many devices, and of those of the same name.
-    """
+    """The serialised model `data` with the annotations of `configuration`, piece by piece. They take the place of those
+    for as many devices, and of those of the same name."""
     import onnx
 
     fields = list(wire.fields_of(data, 0, len(data)))

@@ -29,10 +29,8 @@ class Division(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """A step's samples, and how many evaluations of the graph they make.
-
-    `sizes` are the samples that stages may have in a micro-batch, ascending, where a strategy chooses.
-    """
+    """A step's samples, and how many evaluations of the graph they make. `sizes` are the samples that stages may have
+    in a micro-batch, ascending, where a strategy chooses."""
 
     batch_size: int
     micro_batches: int
@@ -108,10 +106,8 @@ def _not_of_own(size: int, own: int | None) -> ConfigurationError:
 
 def climb(places: Sequence[int], start: int, seconds: Callable[[int], float | None]) -> None:
     """Try `places` from the one at index `start` on, then those after it and those before it while steps get shorter.
-
     `places` are numbers, or sizes, of micro-batches in order. `seconds` tries one of them and gives the time of its
-    step: infinite where it has none, None where memory refuses it, but may hold those after it, and none before it.
-    """
+    step: infinite where it has none, None where memory refuses it, but may hold those after it, and none before it."""
     first = last = seconds(places[start])
     for place in places[start + 1 :]:
         found = seconds(place)

@@ -122,10 +122,8 @@ class Runner:
         requires: Callable[[], None] | None = None,
         verify: Callable[[Result], None] | None = None,
     ) -> Result:
-        """`compute()` between its requirements and the check of its result.
-
-        A failure is told with the name of the pass and of those before it.
-        """
+        """`compute()` between its requirements and the check of its result. A failure is told with the name of the pass
+        and of those before it."""
         self.observer.started(name)
         begin = time.perf_counter()
         try:
@@ -190,9 +188,8 @@ class PlanResult:
 
 def make_plan(request: Request, observer: Observer | None = None) -> PlanResult:
     """Read the model, cost it, place it, schedule it and simulate a step, as the request names strategy and scheduler.
-
-    Raises ConfigurationError, ModelError or InfeasibleError, naming the pass where the message itself names no place.
-    """
+    Raises ConfigurationError, ModelError or InfeasibleError, naming the pass where the message itself names no
+    place."""
     runner = Runner(observer)
     strategy, scheduler = strategy_and_scheduler(request)
     placed = predict_placement(*run_strategy(request, strategy, runner), runner)
@@ -214,10 +211,8 @@ def strategy_and_scheduler(request: Request) -> tuple[Strategy, Scheduler]:
 
 
 def read_for(request: Request, micro_batch_size: int | None, source: Source | None = None) -> Model:
-    """The model on micro-batches of that many samples; on what its file fixes, else one, where that is None.
-
-    `source` is the parsed file where it is at hand.
-    """
+    """The model on micro-batches of that many samples; on what its file fixes, else one, where that is None. `source`
+    is the parsed file where it is at hand."""
     return read_model(
         source or request.model,
         dims=dict(request.dims),
@@ -239,9 +234,7 @@ def read(request: Request, runner: Runner, size: int | None = None, source: Sour
 
 def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
     """The model on micro-batches of a division of the batch, and the problem that it poses with its operators costed.
-
-    It is read and costed once a run for each size of micro-batches.
-    """
+    It is read and costed once a run for each size of micro-batches."""
     model, size = read(request, runner), None
     if model.batch not in (None, batching.micro_batch_size):
         size = batching.micro_batch_size
@@ -256,10 +249,8 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
 
 
 def _work(request: Request, model: Model) -> tuple[Work, ...]:
-    """Cost of each node of the model.
-
-    Raises ConfigurationError where it is to train and has no loss, ModelError where nothing of it would be trained.
-    """
+    """Cost of each node of the model. Raises ConfigurationError where it is to train and has no loss, ModelError where
+    nothing of it would be trained."""
     if model.mode is Mode.TRAIN and not model.loss:
         raise ConfigurationError(
             "the model has no output called 'loss' to train", hint="name one by --set loss=NAME, or use --mode infer"
@@ -295,10 +286,8 @@ def _problem(request: Request, model: Model, batching: Batching, work: tuple[Wor
 
 
 def _divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
-    """Divisions of the batch, best first; `model` is as `read` gives it.
-
-    One sample may be what the file fixes or what an open batch was bound to: first it is taken for open.
-    """
+    """Divisions of the batch, best first; `model` is as `read` gives it. One sample may be what the file fixes or what
+    an open batch was bound to: first it is taken for open."""
     given = request.batch_size, request.micro_batches, request.micro_batch_size
     seen: set[Batching] = set()
     for own in (None, 1) if model.batch == 1 else (model.batch or 1,):
@@ -309,10 +298,8 @@ def _divisions(request: Request, division: Division, model: Model) -> Iterator[B
 
 
 def open_problem(request: Request, runner: Runner) -> Problem:
-    """The problem with the largest micro-batches that the model takes, whatever the strategy.
-
-    Raises what is wrong with the request itself: its model, its batch, its constraints.
-    """
+    """The problem with the largest micro-batches that the model takes, whatever the strategy. Raises what is wrong with
+    the request itself: its model, its batch, its constraints."""
     refused: AutopipeError | None = None
     for batching in _divisions(request, Division.OWN, read(request, runner)):
         try:
@@ -328,10 +315,8 @@ def open_problem(request: Request, runner: Runner) -> Problem:
 
 
 def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterator[tuple[Model, Problem]]:
-    """The problems that the model and the strategy take, with the best division of the batch first.
-
-    Raises the reason against the best division where there is none.
-    """
+    """The problems that the model and the strategy take, with the best division of the batch first. Raises the reason
+    against the best division where there is none."""
     model = read(request, runner)
     reasons: dict[str, AutopipeError] = {}  # The first against a division, of the model and of the strategy.
     found, declined = False, None
@@ -397,10 +382,8 @@ def run_strategy(request: Request, strategy: Strategy, runner: Runner) -> tuple[
 
 
 def place_as(request: Request, batching: Batching, placement: Placement, runner: Runner) -> Placed:
-    """A placement that is known, for a division of the batch, and what it is expected to take.
-
-    Raises as `make_plan` does, InfeasibleError where the placement does not fit the graph.
-    """
+    """A placement that is known, for a division of the batch, and what it is expected to take. Raises as `make_plan`
+    does, InfeasibleError where the placement does not fit the graph."""
     model, problem = cost(request, batching, runner)
     if placement.devices > problem.cluster.size:
         raise InfeasibleError(f"the placement is for {placement.devices} devices, of which not all are there")
@@ -409,10 +392,8 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
 
 
 def predict_placement(model: Model, problem: Problem, placement: Placement, runner: Runner) -> Placed:
-    """Stage and message times of a placement that fits the problem's graph.
-
-    Raises ConfigurationError or InfeasibleError where a stage cannot run on micro-batches of its size.
-    """
+    """Stage and message times of a placement that fits the problem's graph. Raises ConfigurationError or
+    InfeasibleError where a stage cannot run on micro-batches of its size."""
     check_portions(problem.graph, placement)
     prediction = runner.run("predict", lambda: predict(problem, placement))
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
@@ -429,10 +410,8 @@ def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Sched
 
 
 def time_schedule(placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()) -> Scheduled:
-    """A schedule that can run, simulated; one of the orders of a `known` one makes the same step.
-
-    Raises InfeasibleError where memory does not hold what it keeps.
-    """
+    """A schedule that can run, simulated; one of the orders of a `known` one makes the same step. Raises
+    InfeasibleError where memory does not hold what it keeps."""
     same = next((each for each in known if each.schedule.has_orders_of(schedule)), None)
     if same is not None:
         return Scheduled(schedule, same.timeline)
@@ -503,10 +482,8 @@ def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[
 
 def reopen(request: Request, plan: Plan) -> PlanResult:
     """The plan again, with its problem made anew from the model's file and its step simulated from its predictions.
-
     `request` must fix what the plan was made with: mode, batch and micro-batches. Raises ConfigurationError where the
-    plan does not belong to the model.
-    """
+    plan does not belong to the model."""
     model = read_for(request, plan.summary.micro_batch_size)
     batching = Batching(plan.batch_size, plan.summary.micro_batches)
     problem = _problem(request, model, batching, _work(request, model))

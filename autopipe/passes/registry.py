@@ -96,10 +96,8 @@ def scheduler_names() -> tuple[str, ...]:
 
 
 def strategy_class(name: str) -> type[Any]:
-    """The class of the strategy called `name`, whose constructor takes its options.
-
-    Raises ConfigurationError, with the nearest name, where there is none.
-    """
+    """The class of the strategy called `name`, whose constructor takes its options. Raises ConfigurationError, with the
+    nearest name, where there is none."""
     return _find("strategy", name, {**_announced("autopipe.strategies"), **STRATEGIES})
 
 

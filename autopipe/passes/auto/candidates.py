@@ -90,10 +90,8 @@ _FOLLOWERS = ("given", "manual")
 
 
 def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
-    """The candidates for a request, those of other packages' strategies last.
-
-    `short` says whether there may be less memory than a step wants, and recomputation may help.
-    """
+    """The candidates for a request, those of other packages' strategies last. `short` says whether there may be less
+    memory than a step wants, and recomputation may help."""
     for name, options in _forms(request):
         recompute = "auto" if short and name in _WITH_AND_WITHOUT else "none"
         yield Candidate(strategy_class(name)(**options), recompute=recompute)
@@ -131,7 +129,6 @@ _MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
 """Strategies whose forms read the same from a model on micro-batches of one size."""
 
 _MOST_TASKS = 2**14  # The most stages times micro-batches for which every schedule is simulated, whatever bounds say.
-
 _MOST_SEARCHED = 2**11  # The most of them for which a schedule is searched.
 
 

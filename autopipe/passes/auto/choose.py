@@ -36,11 +36,9 @@ _LAST = ("tessel",)
 
 
 def choose(request: Request, observer: Observer | None = None, store: Store | None = None) -> PlanResult:
-    """The plan with the shortest simulated step that any candidate gives, with what came of the others.
-
-    What `store` holds for the same request is not searched again. Raises what speaks against the first candidates
-    where none has a plan.
-    """
+    """The plan with the shortest simulated step that any candidate gives, with what came of the others. What `store`
+    holds for the same request is not searched again. Raises what speaks against the first candidates where none has a
+    plan."""
     runner = Runner(observer)
     if store is None:
         return _searched(request, runner)
@@ -133,11 +131,8 @@ _FEWEST = 16  # Micro-batches of few stages: one stage needs all at once that ba
 
 
 def first_candidate(request: Request, graph: Graph) -> Candidate | None:
-    """The devices of a node share each layer; as few stages as memory allows, and replicas of those.
-
-    Stages run their forward again where memory asks for it. None where the request says otherwise, or the batch cannot
-    be shared so.
-    """
+    """The devices of a node share each layer; as few stages as memory allows, and replicas of those. Stages run their
+    forward again where memory asks for it. None where the request says otherwise, or the batch cannot be shared so."""
     if request.batch_size is None or request.micro_batches or request.micro_batch_size or request.constraints:
         return None
     cluster = request.cluster
@@ -160,10 +155,8 @@ _MARGIN = 2
 
 
 def may_be_short(problem: Problem) -> bool:
-    """True if there may be a placement that a device's memory does not hold.
-
-    There is none where each device has room for the whole model and all that a step keeps of its batch, with a margin.
-    """
+    """True if there may be a placement that a device's memory does not hold. There is none where each device has room
+    for the whole model and all that a step keeps of its batch, with a margin."""
     placement = Placement((Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size),))
     (cost,) = stage_costs(problem, placement)
     kept = cost.kept_bytes * (problem.micro_batches if problem.train else 1)
@@ -185,14 +178,11 @@ def refine(search: PlanSearch) -> Iterator[Candidate]:
 
 
 _MOST = 3  # Candidates that are planned again with recomputation, or with shared state: one of each strategy.
-
 _BASELINES = ("breadth_first", "mcmc")  # Strategies that pase is at least as good as: tried once, and not varied.
-
 _OFTEN_SHARED = ("tepdist",)
 """Strategies that search long, and promise so much as a rule that shared state is asked for, too."""
 
 _ALWAYS_OR_NEVER = ("pase",)  # Searches in whose tables a stage keeps as much of one micro-batch, recomputed or not.
-
 _NEAR = 1.5
 """How many times the shortest step a candidate's bound may be for more numbers of micro-batches to be looked at."""
 
@@ -281,11 +271,9 @@ class _Variations:
         ]
 
     def climb_all(self, given: Iterable[Candidate]) -> None:
-        """Climb from each candidate's own number of micro-batches, or the best plan's.
-
-        The search is told before of where climbs begin, and of the first steps of those that promise to be looked at:
-        what nobody asks for in the end is given up.
-        """
+        """Climb from each candidate's own number of micro-batches, or the best plan's. The search is told before of
+        where climbs begin, and of the first steps of those that promise to be looked at: what nobody asks for in the
+        end is given up."""
         search, counts, every = self.search, self._counts(), list(given)
         trials = {each.candidate: each for each in search.trials}
         best = None if search.best is None else _count(search.best)

@@ -21,8 +21,9 @@ from typing import Annotated, Any
 
 import autopipe
 from autopipe.ir.atomic_file import replacing
-from autopipe.ir.codec import Coded, Count, Flat, Index, JsonRecord, Record, decode, encode, read_record, record_text
+from autopipe.ir.codec import Coded, Count, Flat, Index, Record, decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InternalError, OutOfMemoryError
+from autopipe.ir.json_file import JsonRecord, read_record, record_text
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Alternative
 from autopipe.ir.schedule import Proof, Repetends, Schedule, Task
@@ -72,10 +73,8 @@ def schedule_form(found: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(record: Record) -> Schedule:
-    """The schedule that `schedule_form` gave.
-
-    Raises ConfigurationError, and Python's own errors for tasks that are none.
-    """
+    """The schedule that `schedule_form` gave. Raises ConfigurationError, and Python's own errors for tasks that are
+    none."""
     found: _Orders = decode(record, _Orders)
     orders = [tuple(map(Task.parse, each.split())) for each in found.orders]
     if max(found.devices, default=0) >= len(orders):
@@ -119,11 +118,8 @@ def answer_form(found: PlanResult) -> dict[str, Any]:
 
 
 def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResult:
-    """The plan that was found for `request`, made again.
-
-    Raises AutopipeError where what is kept cannot be read, or does not give the plan that it is said to; numbers that
-    make no sense may raise Python's own errors.
-    """
+    """The plan that was found for `request`, made again. Raises AutopipeError where what is kept cannot be read, or
+    does not give the plan that it is said to; numbers that make no sense may raise Python's own errors."""
     kept: Answer = decode(record, Answer)
     candidate = _candidate_of(kept.chosen)
     settled = candidate.settled(dataclasses.replace(request, batch_size=kept.decided.batching.batch_size))

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopipe.ir.codec import JsonRecord, decode, encode
+from autopipe.ir.codec import decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
+from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.plan import Alternative
 from autopipe.passes import pipeline
 from autopipe.passes.auto.candidates import (
@@ -102,7 +103,6 @@ _REFUSALS = (*REFUSALS, LeftOutError, InternalError)
 """Errors that end one candidate and never the search: internal errors, too, which are reported."""
 
 _SOON = 2  # Works that are begun before those that take long.
-
 _GENERAL = ("manual", "pipedream")
 """The strategies that say best why there is no plan: manual follows any constraints, pipedream takes any model."""
 
@@ -139,10 +139,8 @@ class PlanSearch:
         return self.end is not None and self.best is not None and self.clock() >= self.end
 
     def expect(self, candidates: Iterable[Candidate]) -> None:
-        """Have the placements of candidates that are going to be tried searched meanwhile, each once.
-
-        Those with much in common follow one another in one process, which remembers it.
-        """
+        """Have the placements of candidates that are going to be tried searched meanwhile, each once. Those with much
+        in common follow one another in one process, which remembers it."""
         together: dict[object, dict[str, Work]] = {}
         slow = set()
         for candidate in () if self.is_over() else candidates:
@@ -186,10 +184,8 @@ class PlanSearch:
             self._try(candidate)
 
     def schedule_all(self) -> None:
-        """Try all schedules on the placements that can still win, the one with the least bound first.
-
-        Schedules that are searched, of placements that can win as yet, are searched meanwhile in other processes.
-        """
+        """Try all schedules on the placements that can still win, the one with the least bound first. Schedules that
+        are searched, of placements that can win as yet, are searched meanwhile in other processes."""
         own = (each for each in self.trials if each.same_as is None)
         ranked = sorted(own, key=lambda each: (each.step_s, each.bound_s))
         for each in ranked:
@@ -243,10 +239,8 @@ class PlanSearch:
         return left_out(candidate.strategy, operators, self.request.cluster.size)
 
     def _record(self, name: str, key: str) -> JsonRecord | None:
-        """Answer of another process, as the pass of that name; None where it is not expected, or failed.
-
-        Raises the refusal that it found.
-        """
+        """Answer of another process, as the pass of that name; None where it is not expected, or failed. Raises the
+        refusal that it found."""
 
         def awaited() -> JsonRecord | None:
             limited = self.end is not None and self.best is not None
@@ -266,10 +260,8 @@ class PlanSearch:
         return trial.bound_s >= self.step_s * (1 - SAME)
 
     def run(self, trial: CandidateTrial, placed: pipeline.Placed, scheduler: Scheduler) -> ScheduleOutcome:
-        """Run a schedule on a placement, and report it where it is the best so far.
-
-        A schedule is of another process where it was expected.
-        """
+        """Run a schedule on a placement, and report it where it is the best so far. A schedule is of another process
+        where it was expected."""
         known_s = self.step_s
         try:
             if (reason := scheduler_left_out(scheduler, placed)) is not None:

@@ -70,18 +70,14 @@ class SpeculativePool:
 
     def expect(self, works: dict[str, Work]) -> None:
         """Have work done as soon as a process is free, one piece after the other; what was expected before comes first.
-
-        Each piece goes with the key to ask for its answer by.
-        """
+        Each piece goes with the key to ask for its answer by."""
         if self.workers > 1 and works:
             self._waiting.append(works)
             self._begin()
 
     def answer(self, key: str, seconds: float | None = None) -> Answer | None:
-        """Result of the work expected as `key`, once it is done.
-
-        None where none was begun, where its process failed, and where it takes longer than `seconds` from now.
-        """
+        """Result of the work expected as `key`, once it is done. None where none was begun, where its process failed,
+        and where it takes longer than `seconds` from now."""
         end = None if seconds is None else time.monotonic() + seconds
         while key not in self._answers and self.is_coming(key):
             left = None if end is None else max(0.0, end - time.monotonic())

@@ -69,11 +69,9 @@ def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) 
 
 
 def _alone(problem: Problem) -> list[tuple[float, float]]:
-    """(step, of that the update) of each device by itself, in seconds, were its memory large enough.
-
-    At the roofline, where launches and starts of tasks take no time, nothing is lost to how the batch is divided. What
-    was measured of operators stays.
-    """
+    """(step, of that the update) of each device by itself, in seconds, were its memory large enough. At the roofline,
+    where launches and starts of tasks take no time, nothing is lost to how the batch is divided. What was measured of
+    operators stays."""
 
     @cache
     def at_roofline(device: Device) -> Device:

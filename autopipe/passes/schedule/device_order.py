@@ -103,11 +103,9 @@ def _kinds(cluster: Cluster) -> list[Device]:
 
 
 def ideal_s(problem: Problem) -> float:
-    """Seconds that no step can be shorter than, whoever computes what and however it is split.
-
-    The fullest device is no less busy than any weighted mean of all. Weighted by their speeds, a node adds least where
-    that is least; shares of it are counted as that part of what it takes, and launches as nothing.
-    """
+    """Seconds that no step can be shorter than, whoever computes what and however it is split. The fullest device is no
+    less busy than any weighted mean of all. Weighted by their speeds, a node adds least where that is least; shares of
+    it are counted as that part of what it takes, and launches as nothing."""
     counts = Counter(problem.cluster.devices)
     work = [problem.work[node] for node in live_nodes(problem.graph, problem.wanted)]
     seconds = []

@@ -92,10 +92,8 @@ def least_end(stages: StageGraph, prediction: Prediction) -> float:
 
 
 def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:
-    """True if the schedule is proven to be the best for its placement, and the share that lies above what is proven.
-
-    Of a searched steady state the period counts, of any other schedule the step, against `bound_s`.
-    """
+    """True if the schedule is proven to be the best for its placement, and the share that lies above what is proven. Of
+    a searched steady state the period counts, of any other schedule the step, against `bound_s`."""
     proof = schedule.proof
     if proof is not None and schedule.period is not None:
         value, bound, optimal = schedule.period, proof.lower_bound, proof.optimal

@@ -107,10 +107,8 @@ def find_repetends(orders: Sequence[Sequence[Task]]) -> tuple[Repetend, ...]:
 
 def _find_repetend(order: Sequence[Task]) -> Repetend:
     """The repetition that leaves the fewest lines when it is written once; the shortest, then the earliest of equals.
-
-    The list is warm-up, `count` repetitions of `length` tasks that move on by `stride` micro-batches, cool-down.
-    A repetend of length 0 says that nothing repeats.
-    """
+    The list is warm-up, `count` repetitions of `length` tasks that move on by `stride` micro-batches, cool-down. A
+    repetend of length 0 says that nothing repeats."""
     best, fewest = Repetend(0, 0, 0), len(order)
     kinds = np.array([task.stage * len(_PHASES) + _PHASES.index(task.phase) for task in order], dtype=np.int64)
     micro_batches = np.array([task.micro_batch for task in order], dtype=np.int64)

@@ -27,10 +27,8 @@ _HALF = _PHASES.index(Phase.INPUT_GRADIENT) - _WHOLE
 
 
 class _MessageEdge(NamedTuple):
-    """One message after a task, in the direction in which it goes.
-
-    The micro-batch that receives is micro-batch // `sent_every` * `received_every` + `received_index`.
-    """
+    """One message after a task, in the direction in which it goes. The micro-batch that receives is micro-batch //
+    `sent_every` * `received_every` + `received_index`."""
 
     kind: int
     """Kind of the task that receives."""
@@ -44,12 +42,9 @@ class _MessageEdge(NamedTuple):
 
 
 def _message_edges(messages: Sequence[Message], stages: int) -> tuple[list[list[list[_MessageEdge]]], list[list[int]]]:
-    """The messages that a task sends, there and back, and the number that it waits for.
-
-    Both by kind of task (a stage's number times the number of phases, plus its phase), then by micro-batch: number m
-    does as m mod the length of the kind's list says. Gradients go to whole backwards here, and come from whole ones and
-    from first halves.
-    """
+    """The messages that a task sends, there and back, and the number that it waits for. Both by kind of task (a stage's
+    number times the number of phases, plus its phase), then by micro-batch: number m does as m mod the length of the
+    kind's list says. Gradients go to whole backwards here, and come from whole ones and from first halves."""
     periods = [1] * stages
     for each in messages:
         for stage, turn in ((each.source_stage, each.source_turn), (each.target_stage, each.target_turn)):
@@ -88,10 +83,8 @@ class DeviceSymmetry:
 
 
 def device_symmetry(schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> DeviceSymmetry:
-    """The lanes and links of a step: pairs of devices by what they exchange.
-
-    Both directions count: a link carries activations one way, of some stages, and gradients of others.
-    """
+    """The lanes and links of a step: pairs of devices by what they exchange. Both directions count: a link carries
+    activations one way, of some stages, and gradients of others."""
     lanes = lanes_of(stage_devices, schedule.tasks)
     between: dict[tuple[int, int], list[Message]] = {}
     for each in prediction.messages:

@@ -168,11 +168,9 @@ Item = TypeVar("Item")
 
 
 def first_slot(index: int, depth: int, group: int) -> int:
-    """The first slot of the index-th unit of a pipeline where units come in groups.
-
-    Those of a group follow two slots apart; a group begins 2 * depth slots after the one before. With groups
-    of `depth` units all are two slots apart: 1F1B.
-    """
+    """The first slot of the index-th unit of a pipeline where units come in groups. Those of a group follow two slots
+    apart; a group begins 2 * depth slots after the one before. With groups of `depth` units all are two slots apart:
+    1F1B."""
     return 2 * (depth * (index // group) + index % group)
 
 
@@ -208,12 +206,9 @@ def by_lane(lanes: LaneStages, slots: Iterable[tuple[int, Task]]) -> list[list[T
 
 
 def spell(words: Iterable[str], stages: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> list[Task]:
-    """A device's order spelled as it is drawn: F0 F1 B1 W ...
-
-    A letter is a phase; the digit behind it says on which of the device's `stages`. W stands alone: the oldest weight
-    gradient that is owed. A word takes the first of the stage's `micro_batches` that has not had its forward, or its
-    backward. One that finds none left says nothing.
-    """
+    """A device's order spelled as it is drawn: F0 F1 B1 W ... A letter is a phase; the digit behind it says on which of
+    the device's `stages`. W stands alone: the oldest weight gradient that is owed. A word takes the first of the
+    stage's `micro_batches` that has not had its forward, or its backward. One that finds none left says nothing."""
     forwards, backwards = ([deque(each) for each in micro_batches] for _ in range(2))
     owed: deque[Task] = deque()
     order: list[Task] = []

@@ -87,10 +87,8 @@ def _chain(devices: int, splits: Sequence[int]) -> list[_Piece]:
 
 @dataclass(frozen=True, slots=True)
 class Pipe:
-    """A chain of blocks that goes over devices one by one and, in training, comes back the same way.
-
-    Of each stage the device and, as indices into the graph's blocks, forward and backward (none without training).
-    """
+    """A chain of blocks that goes over devices one by one and, in training, comes back the same way. Of each stage the
+    device and, as indices into the graph's blocks, forward and backward (none without training)."""
 
     devices: tuple[int, ...]
     forwards: tuple[int, ...]
@@ -144,11 +142,9 @@ def block_schedule_names() -> tuple[str, ...]:
 
 
 def schedule_blocks(name: str, graph: BlockGraph, units: int) -> BlockSchedule:
-    """`units` units of blocks under the named schedule.
-
-    Raises ConfigurationError where there is no such schedule or the blocks are malformed, InfeasibleError where the
-    schedule has no place for them or memory is too small, with the device and what it would need.
-    """
+    """`units` units of blocks under the named schedule. Raises ConfigurationError where there is no such schedule or
+    the blocks are malformed, InfeasibleError where the schedule has no place for them or memory is too small, with the
+    device and what it would need."""
     if name not in _SLOTS:
         raise ConfigurationError(
             f"schedule {name!r} does not take blocks", hint=f"these do: {', '.join(block_schedule_names())}, tessel"
@@ -186,10 +182,8 @@ def _one_f_one_b(graph: BlockGraph, units: int) -> Slots:
 
 
 def _one_f_one_b_plus(graph: BlockGraph, units: int) -> Slots:
-    """1F1B's grid, with what several devices run together between its slots, beside its neighbour's.
-
-    Lin et al., "Tessel" (HPCA 2024), section VI-A. Forwards alone follow one another closely.
-    """
+    """1F1B's grid, with what several devices run together between its slots, beside its neighbour's. Lin et al.,
+    "Tessel" (HPCA 2024), section VI-A. Forwards alone follow one another closely."""
     pipes = _pipes_of(graph, "1f1b_plus")
     if len(pipes) > 1:
         raise InfeasibleError("schedule 1f1b runs one chain of stages, but these blocks are several", where="blocks")

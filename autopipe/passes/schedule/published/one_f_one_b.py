@@ -50,15 +50,18 @@ class OneForwardOneBackward:
 
 
 def order_1f1b(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks) -> Schedule:
-    """The stages' orders, for any DAG of stages; merged where a device has several stages.
-
-    Stages' orders never wait in a circle: F(s, m) at 2m - depth(s) and B(s, m) at 2m + depth(s) - 1 is a numbering in
-    which every task comes after all that it waits for, since depth falls along every edge.
-    """
+    """The stages' orders, for any DAG of stages; merged where a device has several stages. Stages' orders never wait in
+    a circle: F(s, m) at 2m - depth(s) and B(s, m) at 2m + depth(s) - 1 is a numbering in which every task comes after
+    all that it waits for, since depth falls along every edge."""
     depths = depths_to_end(len(graph.stage_devices), graph.edges)
-    orders = [
-        stage_order(s, depth, 1, graph.micro_batches_of(s, micro_batches), train) for s, depth in enumerate(depths)
-    ]
+    return _merged(graph, micro_batches, depths, (1,) * len(depths), train, ticks)
+
+
+def _merged(
+    graph: StageGraph, micro_batches: int, kept: Sequence[int], ks: Sequence[int], train: bool, ticks: Ticks
+) -> Schedule:
+    numbers = (graph.micro_batches_of(stage, micro_batches) for stage in range(len(kept)))
+    orders = [stage_order(s, *each, train) for s, each in enumerate(zip(kept, ks, numbers, strict=True))]
     lists = merge_orders(orders, graph, ticks)
     return Schedule(micro_batches, lists, find_repetends(lists))
 
@@ -143,12 +146,7 @@ class KForwardsKBackwards:
 
 def order_kfkb(graph: StageGraph, micro_batches: int, ks: Sequence[int], train: bool, ticks: Ticks) -> Schedule:
     """The stages' orders, merged where a device has several stages; `micro_batches` are the largest ones of a step."""
-    orders = [
-        stage_order(stage, kept, k, graph.micro_batches_of(stage, micro_batches), train)
-        for stage, (kept, k) in enumerate(zip(kept_micro_batches(graph, ks), ks, strict=True))
-    ]
-    lists = merge_orders(orders, graph, ticks)
-    return Schedule(micro_batches, lists, find_repetends(lists))
+    return _merged(graph, micro_batches, kept_micro_batches(graph, ks), ks, train, ticks)
 
 
 def kept_micro_batches(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
@@ -191,10 +189,8 @@ class InterleavedOneForwardOneBackward(Published):
         return lanes
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Forwards until the first backward can arrive, then one forward and one backward in turn.
-
-        A device runs a group of p micro-batches through stage after stage of its own, then the next group.
-        """
+        """Forwards until the first backward can arrive, then one forward and one backward in turn. A device runs a
+        group of p micro-batches through stage after stage of its own, then the next group."""
         p, found = len(lanes), []
         groups = [range(first, first + p) for first in range(0, micro_batches, p)]
         for place, stages in enumerate(lanes):

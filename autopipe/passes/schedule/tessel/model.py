@@ -26,11 +26,8 @@ _BETWEEN_REPORTS_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """How long a search may take, and whom it tells.
-
-    The seconds stand for deterministic time of the solver: the same input and seed give the same answer wherever that
-    ends before the clock.
-    """
+    """How long a search may take, and whom it tells. The seconds stand for deterministic time of the solver: the same
+    input and seed give the same answer wherever that ends before the clock."""
 
     time_limit: float = 10.0
     """Seconds in all."""
@@ -139,9 +136,7 @@ def _little(graph: BlockGraph, device: int) -> int:
 
 def topological(graph: BlockGraph, rank: Callable[[int, int], Any]) -> tuple[int, ...]:
     """The blocks, each after all that it waits for; of those that may start, the one of least rank(block, started).
-
-    `started` is how many had started when the block might.
-    """
+    `started` is how many had started when the block might."""
     left = [len(set(block.after)) for block in graph.blocks]
     ready = [(rank(index, 0), index) for index, count in enumerate(left) if count == 0]
     heapq.heapify(ready)
@@ -161,11 +156,8 @@ def kept(graph: BlockGraph, device: int) -> int:
 
 
 def changes(graph: BlockGraph, device: int) -> dict[int, int]:
-    """Change of the memory in use on a device by each block there, with the sum 0.
-
-    Memory that a unit never frees is taken off its last allocations; memory it frees without having it, off its first
-    frees.
-    """
+    """Change of the memory in use on a device by each block there, with the sum 0. Memory that a unit never frees is
+    taken off its last allocations; memory it frees without having it, off its first frees."""
     found = {index: graph.blocks[index].memory for index in graph.members[device]}
     left = sum(found.values())
     for index in reversed(graph.order) if left > 0 else graph.order:
@@ -344,9 +336,7 @@ Starts = tuple[tuple[int, ...], ...]
 
 def unroll(graph: BlockGraph, cyclic: PeriodicStarts, units: int) -> Starts:
     """Units in the steady state's order on each device, each block as soon as this order and its own waits allow.
-
-    Memory is as in the steady state or less: it depends on the order of starts alone.
-    """
+    Memory is as in the steady state or less: it depends on the order of starts alone."""
     return compact(graph, [[start + cyclic.period * unit for start in cyclic.starts] for unit in range(units)])
 
 
@@ -381,11 +371,9 @@ def fits(graph: BlockGraph, starts: Starts) -> bool:
 
 
 def observed_state(graph: BlockGraph, starts: Starts) -> BlockSchedule:
-    """The schedule with the steady state that is found in its middle, if any.
-
-    A steady state is there where, over the middle third, every block of a unit a fixed number of units further starts
-    later by one distance. The period is its share a unit; a repetend is given where it holds one unit.
-    """
+    """The schedule with the steady state that is found in its middle, if any. A steady state is there where, over the
+    middle third, every block of a unit a fixed number of units further starts later by one distance. The period is its
+    share a unit; a repetend is given where it holds one unit."""
     busiest, count = max(graph.loads), len(starts)
     first, last = count // 3, count - count // 3
     for group in range(1, (last - first) // 2 + 1):
@@ -411,10 +399,8 @@ def turn_of(starts: Starts, group: int, first: int, last: int) -> int | None:
 
 
 def repetend_of(cyclic: PeriodicStarts) -> BlockRepetend:
-    """One repetition, with starts counted from the first of a unit's.
-
-    A block that starts k periods after its unit's first one stands, beside that first one, for a unit k earlier.
-    """
+    """One repetition, with starts counted from the first of a unit's. A block that starts k periods after its unit's
+    first one stands, beside that first one, for a unit k earlier."""
     first = min(cyclic.starts)
     periods = [divmod(start - first, cyclic.period) for start in cyclic.starts]
     last = max(period for period, _ in periods)

@@ -60,10 +60,8 @@ class CyclicModel:
         return self.phases[index] + period * self.stages[index]
 
     def order_pairs(self) -> None:
-        """Two blocks that share a device are in one of two orders within the period.
-
-        The second ends before the first is due again, so that neither overlaps the other in any repetition.
-        """
+        """Two blocks that share a device are in one of two orders within the period. The second ends before the first
+        is due again, so that neither overlaps the other in any repetition."""
         for (left, right), before in self.before.items():
             for one, other, holds in ((left, right, before), (right, left, before.negated())):
                 end, due = self.phases[one] + self.graph.blocks[one].time, self.phases[one] + self.period
@@ -204,9 +202,7 @@ def least_period(
     graph: BlockGraph, low: int, known: PeriodicStarts, limit: Limit, on_solution: OnSolution | None = None
 ) -> SteadyState:
     """The steady state of least period from `low` to less than that of `known`, from which the search begins.
-
-    INFEASIBLE says that no period is shorter than the known one.
-    """
+    INFEASIBLE says that no period is shorter than the known one."""
     made = model_cyclic(graph, low, known.period - 1)
     made.anchor()
     made.hint(known)
@@ -245,10 +241,8 @@ _STEPS = 96
 
 
 def coarse(graph: BlockGraph, bound: int) -> BlockGraph | None:
-    """The same blocks with times in steps of `bound` / 96, rounded up; None where times are no finer than that.
-
-    An order of blocks that is good for rounded times is good for exact ones, and found sooner.
-    """
+    """The same blocks with times in steps of `bound` / 96, rounded up; None where times are no finer than that. An
+    order of blocks that is good for rounded times is good for exact ones, and found sooner."""
     step = -(-bound // _STEPS)
     if step < 4:
         return None
@@ -265,10 +259,8 @@ other; True if blocks stand against a neighbour, so that gaps stay whole."""
 
 
 class _Placing:
-    """Puts the blocks of one unit into a period, one after the other, without taking any back.
-
-    A simple form of Rau, "Iterative modulo scheduling" (MICRO 1994): many orders are tried instead.
-    """
+    """Puts the blocks of one unit into a period, one after the other, without taking any back. A simple form of Rau,
+    "Iterative modulo scheduling" (MICRO 1994): many orders are tried instead."""
 
     def __init__(self, graph: BlockGraph, budget: Budget) -> None:
         self.graph, self.budget = graph, budget
@@ -448,11 +440,9 @@ def _forward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
 
 
 def _outward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
-    """Any order in which each block waits for one before it or is waited for, as far as there is one.
-
-    What is put down first stands close together, so that little memory is held between: as in Llosa and others, "Swing
-    modulo scheduling" (PACT 1996).
-    """
+    """Any order in which each block waits for one before it or is waited for, as far as there is one. What is put down
+    first stands close together, so that little memory is held between: as in Llosa and others, "Swing modulo
+    scheduling" (PACT 1996)."""
     near = [{*others, *block.after} for others, block in zip(graph.following, graph.blocks, strict=True)]
     left, edge, order = set(range(len(near))), list[int](), list[int]()
     while left:

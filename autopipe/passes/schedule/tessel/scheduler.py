@@ -38,7 +38,6 @@ _WORTH = 0.05
 little more than the whole (a tenth more where operators are tiny), which the cost model does not count."""
 
 _MOST_TASKS = 60  # Tasks of a device before its order repeats: a line each is still a program that can be read.
-
 _PATIENCE = 8.0
 """Times its seconds that a search may take on a busy machine, so that equal requests make equal plans there too."""
 
@@ -120,10 +119,8 @@ class _Search:
     prediction: Prediction
 
     def candidates(self, placement: Placement) -> Iterator[tuple[_Candidate, float]]:
-        """Schedules, each with the share of the step that it must save to be worth its while.
-
-        Published ones first; with equal micro-batches kFkB's order is 1F1B's.
-        """
+        """Schedules, each with the share of the step that it must save to be worth its while. Published ones first;
+        with equal micro-batches kFkB's order is 1F1B's."""
         published: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
         for each in (KForwardsKBackwards(),) if self.stages.turns else published:
             yield self._judged(each.name, each.run(self.problem, placement)), 0.0
@@ -180,10 +177,8 @@ class _Search:
 
 
 def _proof(name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool, load: int) -> Proof:
-    """Proof of the period or, without a steady state, of the whole step, in seconds.
-
-    `load` is a lower bound on one unit's time on the busiest device, in any order.
-    """
+    """Proof of the period or, without a steady state, of the whole step, in seconds. `load` is a lower bound on one
+    unit's time on the busiest device, in any order."""
     if found.repetend is not None:
         least = found.lower_bound if all_orders else load
         optimal = found.optimal and found.period == least

@@ -50,9 +50,7 @@ class PeriodicResult(NamedTuple):
 
 def steady_state(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResult:
     """The best steady state found in the budget, for `units` units: least period, then way of a unit, then memory.
-
-    Raises InfeasibleError where memory does not suffice for them even one after the other.
-    """
+    Raises InfeasibleError where memory does not suffice for them even one after the other."""
     best, bound = least_steady_period(graph, units, budget)
     budget.report(best.period, bound)
     roomy = reserved(graph, units)
@@ -131,10 +129,8 @@ def _ask(graph: BlockGraph, budget: Budget, share: float, question: _Question) -
 def shortest(
     graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolution | None = None
 ) -> tuple[Starts, int, float]:
-    """The schedule of least makespan for the units of `known`, which it is no longer than: all in one problem.
-
-    With the least makespan that may yet be possible, and the solver's work.
-    """
+    """The schedule of least makespan for the units of `known`, which it is no longer than: all in one problem. With the
+    least makespan that may yet be possible, and the solver's work."""
     horizon, low = makespan(graph, known), makespan_bound(graph, len(known))
     if low >= horizon:
         return known, horizon, 0.0
@@ -168,9 +164,8 @@ _WORTH = 0.02  # Share of the makespan that a schedule without a repetend of one
 
 def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) -> BlockSchedule:
     """The best schedule found for `units` units: least period, then shortest warm-up and cool-down, then least memory.
-
-    Raises ConfigurationError for blocks that make no sense, InfeasibleError where memory does not suffice for one unit.
-    """
+    Raises ConfigurationError for blocks that make no sense, InfeasibleError where memory does not suffice for one
+    unit."""
     graph.verify()
     if units < 1:
         raise ConfigurationError(f"{units} units; there must be at least one")
@@ -236,10 +231,8 @@ _TRIAL_UNITS = 6  # Units of a trial, as a multiple of those in flight.
 
 def shortest_greedy(graph: BlockGraph, units: int) -> Starts | None:
     """The shortest of the list schedules, and of equal ones that with fewest units in flight; None where none fits.
-
     Numbers in flight go from what one unit's length needs at full load to more than twice that; they are compared by
-    fewer units where there are many.
-    """
+    fewer units where there are many."""
     least = math.ceil(max(tails(graph)) / max(graph.loads))
     best: tuple[int, int] | None = None
     for in_flight in range(least, 2 * least + 2, max(1, math.ceil((least + 2) / _TRIALS))):
@@ -256,11 +249,9 @@ def shortest_greedy(graph: BlockGraph, units: int) -> Starts | None:
 
 
 def greedy(graph: BlockGraph, units: int, in_flight: int) -> Starts | None:
-    """A list schedule with at most `in_flight` units begun and not ended on any device.
-
-    None where limits leave units waiting for each other. Units are equal, so of each block only the oldest unit that
-    has not started it is looked at.
-    """
+    """A list schedule with at most `in_flight` units begun and not ended on any device. None where limits leave units
+    waiting for each other. Units are equal, so of each block only the oldest unit that has not started it is looked
+    at."""
     blocks, members, ranks = graph.blocks, graph.members, []
     for index, (block, tail) in enumerate(zip(blocks, tails(graph), strict=True)):
         # Blocks that others wait for come before blocks that allocate, and these before the rest.

@@ -25,7 +25,6 @@ Turned = tuple[int, int]
 """A stage and one of its turns."""
 
 _SHARES = 1 << 16  # Parts that the room of the device with the least of it is counted in.
-
 _TRAINING = (Phase.FORWARD, Phase.BACKWARD)
 _SPLIT_TRAINING = (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
 _SENDING_BACK = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
@@ -49,11 +48,9 @@ class StageBlocks:
 def stage_blocks(
     stages: StageGraph, prediction: Prediction, train: bool, tick_s: float, *, split: bool = False, up: bool = True
 ) -> StageBlocks:
-    """The blocks of one unit, with no memory limit.
-
-    Times are rounded up to whole ticks, so that what fits in ticks fits in seconds, or down (`up=False`) for bounds
-    that nothing is shorter than; a block takes one tick at least. `split` takes each backward as two blocks.
-    """
+    """The blocks of one unit, with no memory limit. Times are rounded up to whole ticks, so that what fits in ticks
+    fits in seconds, or down (`up=False`) for bounds that nothing is shorter than; a block takes one tick at least.
+    `split` takes each backward as two blocks."""
     phases = (_SPLIT_TRAINING if split else _TRAINING) if train else (Phase.FORWARD,)
     kinds = tuple(
         (stage, phase, turn)
@@ -118,10 +115,8 @@ def busiest_seconds(stages: StageGraph, prediction: Prediction) -> float:
 
 
 def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Sequence[int], units: int) -> StageBlocks:
-    """The same blocks with what they keep, and `free` bytes on each device for that and for what comes and goes.
-
-    What they keep is rounded up, the room down. A device that has room for all units at once gets no limit.
-    """
+    """The same blocks with what they keep, and `free` bytes on each device for that and for what comes and goes. What
+    they keep is rounded up, the room down. A device that has room for all units at once gets no limit."""
     used = {device for block in blocks.graph.blocks[: len(blocks.kinds)] for device in block.devices}
     unit = max(1, min((max(0, free[device]) for device in used), default=0) // _SHARES)
     changed = []

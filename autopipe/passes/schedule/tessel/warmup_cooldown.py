@@ -59,10 +59,8 @@ class TaskModel:
 def model_tasks(
     graph: BlockGraph, given: Mapping[Task, int], free: Mapping[Task, StartWindow], in_use: Sequence[int]
 ) -> TaskModel:
-    """All ways to place the free tasks among the given ones, with `in_use` memory in use on each device before.
-
-    Units are equal, so that a unit may be taken to start each block before the next unit does.
-    """
+    """All ways to place the free tasks among the given ones, with `in_use` memory in use on each device before. Units
+    are equal, so that a unit may be taken to start each block before the next unit does."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
@@ -125,10 +123,8 @@ def _with_ends(graph: BlockGraph, cyclic: PeriodicStarts, units: int, budget: Bu
 
 
 def _warm_up(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int], budget: Budget) -> dict[Task, int]:
-    """Better starts of the blocks before the first complete repetition, the first of which is as late as can be.
-
-    Where no unit has blocks in both ends, they may even start later than before, into gaps of that repetition.
-    """
+    """Better starts of the blocks before the first complete repetition, the first of which is as late as can be. Where
+    no unit has blocks in both ends, they may even start later than before, into gaps of that repetition."""
     period, first = cyclic.period, max(cyclic.stages)
     apart = max(unit for unit, _ in plain) >= 2 * first
     given = {task: start for task, start in plain.items() if start // period == first}
@@ -184,10 +180,8 @@ def _moved(free: Mapping[Task, StartWindow], made: TaskModel, budget: Budget) ->
 
 
 def serial_order(graph: BlockGraph, units: int, limit: Limit) -> tuple[int, ...]:
-    """An order within the room on all devices for `units` units, one after the other.
-
-    Raises InfeasibleError, with the device and the least room that would do, where there is none.
-    """
+    """An order within the room on all devices for `units` units, one after the other. Raises InfeasibleError, with the
+    device and the least room that would do, where there is none."""
     last = reserved(graph, units - 1)
     # Of the blocks that may start, one that allocates nothing if there is any, otherwise the one readied last.
     order = topological(graph, lambda index, started: (graph.blocks[index].memory > 0, -started))
