@@ -285,7 +285,7 @@ def equal_groups(problem: Problem) -> Iterator[Placement]:
     for degree in _powers_of_2(model.devices):
         with suppress(InfeasibleError):
             line = _line(model, wide_nodes(model, tables, degree))
-            runs = line_of(model, line, line.order).even(model.devices // degree)
+            runs = line_of(model, line, line.order).even([None] * (model.devices // degree))
             groups = (tuple(range(place * degree, (place + 1) * degree)) for place in range(len(runs)))
             stages = tuple(
                 stage_of_several(problem, model, run, group, tables) for run, group in zip(runs, groups, strict=True)
@@ -310,7 +310,7 @@ def with_tables_apart(problem: Problem, degree: int, shares: int) -> Placement:
             stages.append(stage_of_several(problem, model, part.nodes, tuple(range(degree)), tables))
             continue
         devices = [degree + device for device in next(groups)]
-        runs = line_of(model, line, part.nodes).even(len(devices))
+        runs = line_of(model, line, part.nodes).even([None] * len(devices))
         stages += [stage_of(problem, run, (device,)) for run, device in zip(runs, devices, strict=True)]
     return with_layers_recomputed(Placement(tuple(stages)))
 
@@ -329,7 +329,7 @@ def _with_layers_moved(model: CostedModel, line: Chain, parts: tuple[ModelPart, 
     place = next(index for index, part in enumerate(found) if not part.shared)
     if not shares or not place:
         return found
-    runs = line_of(model, line, found[place].nodes).even(_SHARES)
+    runs = line_of(model, line, found[place].nodes).even([None] * _SHARES)
     moved = tuple(node for run in runs[:shares] for node in run)
     rest = tuple(node for run in runs[shares:] for node in run)
     found[place - 1 : place + 1] = [ModelPart((*found[place - 1].nodes, *moved), True), ModelPart(rest, False)]

@@ -87,15 +87,14 @@ def _costed(graph: Graph, work: tuple[Work, ...], cluster: Cluster, precision: s
     return CostedModel(graph, sample_axes(graph), 1, weights_of(graph), graph.consumers(), cluster, seconds, on_kind)
 
 
+def line_around(model: CostedModel, together: Iterable[Iterable[int]]) -> Chain:
+    """The nodes as a line of blocks, each of the sets of `together` in one block."""
+    return make_chain(model.graph, model.seconds, _MOST_BLOCKS, tuple(map(tuple, together)))
+
+
 @remembered(GRAPHS)
 def whole_line(model: CostedModel) -> Chain:
-    """The nodes as a line of blocks."""
     return line_around(model, ())
-
-
-def line_around(model: CostedModel, together: Iterable[Iterable[int]]) -> Chain:
-    """The same with each of the sets of `together` in one block."""
-    return make_chain(model.graph, model.seconds, _MOST_BLOCKS, tuple(map(tuple, together)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,36 +102,27 @@ class CutLine:
     """A run of nodes in blocks, between which it may be cut, and what tells where."""
 
     blocks: Stages
-    seconds: _Floats
-    """Of each block, on average over kinds of devices."""
-    lengths: _Floats
-    """At [a, b] the seconds of blocks a to b - 1, on average over kinds of devices, with messages at either end."""
-    on_kind: dict[Device, tuple[_Floats, _Floats]]
-    """The same two on each kind."""
+    lengths: dict[Device | None, tuple[_Floats, _Floats]]
+    """On each kind of devices, and (None) on average over them: the seconds of each block; and at [a, b] those of
+    blocks a to b - 1, with messages at either end."""
     sizes: _Floats
     """Bytes of the parameters that each block is the first to read."""
 
-    def even(self, count: int) -> Stages:
-        """`count` runs of blocks whose slowest is fastest, with the time that messages take at either end."""
-        return self._cut([(self.seconds, self.lengths)] * count, [math.inf] * count)
+    def even(self, kinds: Sequence[Device | None], room: Sequence[float] = ()) -> Stages:
+        """A run of blocks for each of some kinds of devices; the slowest is fastest.
 
-    def even_on(self, kinds: Sequence[Device], room: Sequence[float]) -> Stages:
-        """The same for a run on each of some devices; none has more bytes of parameters than there is room for.
-
-        Raises InfeasibleError where the blocks are too few or the room is.
+        Where `room` is given, none has more bytes of parameters than there is room for. Raises InfeasibleError where
+        the blocks are too few or the room is.
         """
-        return self._cut([self.on_kind[kind] for kind in kinds], room)
-
-    def _cut(self, runs: Sequence[tuple[_Floats, _Floats]], room: Sequence[float]) -> Stages:
-        count = len(room)
+        count = len(kinds)
         if len(self.blocks) < count:
             raise InfeasibleError(
                 f"{len(self.blocks)} operators cannot be cut into {count} stages",
                 hint="take fewer devices or fewer chunks",
             )
-        known = even_stops(np.sum([seconds for seconds, _ in runs], axis=0), count)
-        lengths = [length for _, length in runs]
-        if min(room) < math.inf:
+        known = even_stops(np.sum([self.lengths[kind][0] for kind in kinds], axis=0), count)
+        lengths = [self.lengths[kind][1] for kind in kinds]
+        if min(room, default=math.inf) < math.inf:
             lengths = within_room(lengths, range_sums(self.sizes), room)
         stops = best_stops(lengths, known)
         if not stops:
@@ -151,24 +141,22 @@ def line_of(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> CutLine:
     place = {node: index for index, block in enumerate(blocks) for node in block}
     link = model.cluster.slowest_link(range(model.devices))
     crossing = crossing_seconds(model.graph, place, len(blocks), link)
-
-    def run(seconds: _Floats) -> tuple[_Floats, _Floats]:
+    lengths: dict[Device | None, tuple[_Floats, _Floats]] = {}
+    for kind, seconds in ((None, model.seconds), *model.on_kind.items()):
         own = np.array([float(seconds[list(block)].sum()) for block in blocks])
-        return own, run_lengths(own, crossing, crossing)
-
+        lengths[kind] = own, run_lengths(own, crossing, crossing)
     seen: set[str] = set()
     sizes = np.zeros(len(blocks))
     for index, block in enumerate(blocks):
         read = {name for node in block for name in model.graph.nodes[node].inputs if model.graph.parameter(name)} - seen
         sizes[index] = sum(model.graph.type_of(name).bytes for name in read)
         seen |= read
-    return CutLine(blocks, *run(model.seconds), {kind: run(each) for kind, each in model.on_kind.items()}, sizes)
+    return CutLine(blocks, lengths, sizes)
 
 
 def stage_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]) -> Stage:
     """A stage whose nodes no device shares."""
-    recompute = problem.train and problem.recompute == "full"
-    return Stage(tuple(sorted(nodes)), devices, problem.micro_batch_size, recompute=recompute)
+    return Stage(tuple(sorted(nodes)), devices, problem.micro_batch_size, recompute=problem.recomputes_all)
 
 
 def stage_of_several(
@@ -210,7 +198,7 @@ def with_chains_cut(problem: Problem, outline: Outline, room: Sequence[float]) -
             stages.append(part)
             continue
         kinds = [problem.cluster.devices[device] for device in part.devices]
-        runs = part.line.even_on(kinds, [room[device] for device in part.devices])
+        runs = part.line.even(kinds, [room[device] for device in part.devices])
         own = (stage_of(problem, run, (device,)) for run, device in zip(runs, part.devices, strict=True))
         stages += (replace(stage, pipeline=part.pipeline) for stage in own)
     return Placement(tuple(stages))
@@ -267,7 +255,6 @@ class SharedLookup:
     """A lookup in a large table, or a head over many classes, with all nodes that stay cut with it."""
 
     table: str
-    node: int
     nodes: frozenset[int]
 
 
@@ -308,36 +295,29 @@ def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple
             )
         region = grow(model, node, axis, degree, everything, {})
         cut = frozenset({node}) if region.open else frozenset(region.axes)
-        found.append(SharedLookup(read[0], node, cut | model.feeders(node)))
+        found.append(SharedLookup(read[0], cut | model.feeders(node)))
     return tuple(found)
 
 
 @remembered(GRAPHS)
 def _tables_read(model: CostedModel) -> tuple[tuple[frozenset[str], ...], tuple[frozenset[str], ...]]:
     """For each node the table that it looks rows up in, and the weights that it multiplies with as a head."""
-    nodes = range(len(model.graph.nodes))
-    return tuple(_looked_up(model, node) for node in nodes), tuple(_heads(model, node) for node in nodes)
+    looked_up, heads = [], []
+    for node, (use, each) in enumerate(zip(model.uses, model.graph.nodes, strict=True)):
+        joint = any(axis.kind is AxisKind.JOINT for axis in use.space.axes)
+        is_lookup = joint and use.row.kind == "memory" and model.graph.parameter(each.inputs[0]) is not None
+        looked_up.append(frozenset(each.inputs[:1] if is_lookup else ()))
+        heads.append(model.parameters_of(node) if _is_head(model, node) else frozenset())
+    return tuple(looked_up), tuple(heads)
 
 
-def _looked_up(model: CostedModel, node: int) -> frozenset[str]:
-    """The table that a node looks rows up in."""
-    use, inputs = model.uses[node], model.graph.nodes[node].inputs
-    joint = any(axis.kind is AxisKind.JOINT for axis in use.space.axes)
-    if not joint or use.row.kind != "memory" or model.graph.parameter(inputs[0]) is None:
-        return frozenset()
-    return frozenset([inputs[0]])
-
-
-def _heads(model: CostedModel, node: int) -> frozenset[str]:
-    """The weights of a product whose columns are classes: they end in a softmax or a loss, or leave the model."""
-    if model.is_weight(node) or not model.parameters_of(node):
-        return frozenset()
-    axis = seed_axis(model, node, 1, frozenset())
+def _is_head(model: CostedModel, node: int) -> bool:
+    """True for a product whose columns are classes: they end in a softmax or a loss, or leave the model."""
+    axis = None if model.is_weight(node) or not model.parameters_of(node) else seed_axis(model, node, 1, frozenset())
     if axis is None:
-        return frozenset()
+        return False
     region = grow(model, node, axis, 1, frozenset(range(len(model.graph.nodes))), {})
-    ends_in_classes = AxisKind.JOINT in region.ends or bool(region.leaves)
-    return model.parameters_of(node) if ends_in_classes and not region.open else frozenset()
+    return not region.open and (AxisKind.JOINT in region.ends or bool(region.leaves))
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,16 +337,8 @@ def line_of_parts(model: CostedModel, chain: Chain, wide: Sequence[SharedLookup]
     shared = [False] * len(chain.order)
     for each in wide:
         places = [place[node] for node in each.nodes]
-        for index in range(min(places), max(places) + 1):
-            shared[index] = True
-    each_alone = (ModelPart((node,), is_shared) for node, is_shared in zip(chain.order, shared, strict=True))
-    return _without_scraps(model, _joined(each_alone))
-
-
-def _joined(parts: Iterable[ModelPart]) -> list[ModelPart]:
-    """The parts that have nodes, shared ones that follow each other as one, and chains that do."""
-    runs = itertools.groupby((part for part in parts if part.nodes), key=attrgetter("shared"))
-    return [ModelPart(tuple(node for part in run for node in part.nodes), shared) for shared, run in runs]
+        shared[min(places) : max(places) + 1] = [True] * (max(places) + 1 - min(places))
+    return _joined(model, (ModelPart((node,), whole) for node, whole in zip(chain.order, shared, strict=True)))
 
 
 def hoisted(model: CostedModel, parts: Sequence[ModelPart], wide: Sequence[SharedLookup]) -> tuple[ModelPart, ...]:
@@ -375,7 +347,7 @@ def hoisted(model: CostedModel, parts: Sequence[ModelPart], wide: Sequence[Share
     late = {node for each in wide for node in each.nodes} - early
     left = (tuple(node for node in part.nodes if node not in early) for part in parts)
     behind = (ModelPart(nodes, not late.isdisjoint(nodes)) for nodes in left)
-    return _without_scraps(model, _joined([ModelPart(tuple(sorted(early)), True), *behind]))
+    return _joined(model, (ModelPart(tuple(sorted(early)), True), *behind))
 
 
 def _reads_inputs(model: CostedModel, wide: SharedLookup) -> bool:
@@ -386,19 +358,22 @@ def _reads_inputs(model: CostedModel, wide: SharedLookup) -> bool:
     return all(name in known for node in wide.nodes for name in model.graph.nodes[node].inputs if name)
 
 
-def _without_scraps(model: CostedModel, parts: Sequence[ModelPart]) -> tuple[ModelPart, ...]:
-    """The parts, chains of little work joined to their neighbour: at the end to what comes before, else to the next."""
+def _joined(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, ...]:
+    """The parts that have nodes, shared ones that follow each other as one, and chains that do.
+
+    Chains of little work join their neighbour: at the end what comes before, else the next.
+    """
+    runs = itertools.groupby((part for part in parts if part.nodes), key=attrgetter("shared"))
+    whole = [ModelPart(tuple(node for part in run for node in part.nodes), shared) for shared, run in runs]
     least = model.share * float(model.seconds.sum())
     found: list[ModelPart] = []
     carried: tuple[int, ...] = ()
-    for part in parts:
-        small = not part.shared and model.weighs(part.nodes) < least
-        if small and found and part is parts[-1]:
-            found[-1] = ModelPart((*found[-1].nodes, *part.nodes), found[-1].shared)
-        elif small and part is not parts[-1]:
+    for part in whole:
+        small, last = not part.shared and model.weighs(part.nodes) < least, part is whole[-1]
+        if small and not last:
             carried += part.nodes
-        elif found and found[-1].shared is part.shared:
-            found[-1] = ModelPart((*found[-1].nodes, *carried, *part.nodes), part.shared)
+        elif found and (small or found[-1].shared is part.shared):
+            found[-1] = ModelPart((*found[-1].nodes, *carried, *part.nodes), found[-1].shared)
             carried = ()
         else:
             found.append(ModelPart((*carried, *part.nodes), part.shared))
@@ -406,19 +381,12 @@ def _without_scraps(model: CostedModel, parts: Sequence[ModelPart]) -> tuple[Mod
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class BranchJoin:
-    """The branches, and everything from where they meet on. All nodes are in one of them."""
+def find_join(model: CostedModel, order: tuple[int, ...]) -> Stages | None:
+    """Branches, and last everything from where they meet on; all nodes are in one of them.
 
-    branches: tuple[tuple[int, ...], ...]
-    rest: tuple[int, ...]
-
-
-def find_join(model: CostedModel, order: tuple[int, ...]) -> BranchJoin | None:
-    """The first node, in `order`, at which branches meet: each half a device's share of the work or more.
-
-    Each has at least half as much work as the largest too: a decoder's first layer is no branch beside the encoder.
-    None where there is none. Values made of parameters alone, masks and positions connect nothing.
+    They meet at the first node, in `order`, that reads several with half a device's share of the work or more. Each has
+    at least half as much work as the largest too: a decoder's first layer is no branch beside the encoder. None where
+    there is none. Values made of parameters alone, masks and positions connect nothing.
     """
     graph = model.graph
     apart = recomputed_nodes(graph) | {node for node in range(len(graph.nodes)) if model.is_weight(node)}
@@ -431,7 +399,7 @@ def find_join(model: CostedModel, order: tuple[int, ...]) -> BranchJoin | None:
         most = max((work[each] for each in met), default=0.0)
         large = [nodes for each, nodes in met.items() if work[each] >= max(least, most / 2)]
         if len(large) > 1:
-            return _join(model, order, sorted(map(sorted, large)), apart)
+            return _branches(model, order, sorted(map(sorted, large)), apart)
         joined = next(iter(met.values())) if len(met) == 1 else [each for nodes in met.values() for each in nodes]
         work[id(joined)] = sum(work[each] for each in met) + float(model.seconds[node])
         joined.append(node)
@@ -439,7 +407,7 @@ def find_join(model: CostedModel, order: tuple[int, ...]) -> BranchJoin | None:
     return None
 
 
-def _join(model: CostedModel, order: tuple[int, ...], branches: list[list[int]], apart: Set[int]) -> BranchJoin:
+def _branches(model: CostedModel, order: tuple[int, ...], branches: list[list[int]], apart: Set[int]) -> Stages:
     """The branches in order of their first nodes, each with the weights it reads first; all others are the rest."""
     home = {node: index for index, nodes in enumerate(branches) for node in nodes}
     rest = len(branches)
@@ -448,8 +416,7 @@ def _join(model: CostedModel, order: tuple[int, ...], branches: list[list[int]],
             names = [name for name in model.graph.nodes[node].outputs if name]
             homes = [home[reader] for name in names for reader in model.readers.get(name, ())]
             home[node] = min(homes, default=rest) if node in apart else rest
-    found = [tuple(sorted(node for node, index in home.items() if index == each)) for each in range(rest + 1)]
-    return BranchJoin(tuple(found[:rest]), found[rest])
+    return tuple(tuple(sorted(node for node, index in home.items() if index == each)) for each in range(rest + 1))
 
 
 def shared_out(weights: Sequence[float], devices: int) -> tuple[tuple[int, ...], ...]:
@@ -506,10 +473,10 @@ class TesselShapes:
 
     def _fitted(self, problem: Problem) -> Placement:
         model, shape = costed_model(problem), self.shape.lower()
-        outline = self._found(problem, model) if shape == "auto" else self._outline(problem, model, shape)
+        outline = self._first(problem, model) if shape == "auto" else self._outline(problem, model, shape)
         return fitted(problem, with_chains_that_fit(problem, outline))
 
-    def _found(self, problem: Problem, model: CostedModel) -> Outline:
+    def _first(self, problem: Problem, model: CostedModel) -> Outline:
         """The outline of the first shape that the model has and the devices can take."""
         for shape in ("nn", "m", "k") if may_share(problem, range(model.devices)) else ():
             try:
@@ -522,7 +489,7 @@ class TesselShapes:
 
     def _outline(self, problem: Problem, model: CostedModel, shape: str, only_large: bool = False) -> Outline:
         if shape == "k":
-            return tuple(self._branches(problem, model, only_large))
+            return tuple(self._around_join(problem, model, only_large))
         if shape in ("m", "nn"):
             return tuple(self._around_tables(problem, model, shape, only_large))
         if shape == "x" and model.devices < 2:
@@ -550,7 +517,16 @@ class TesselShapes:
         if shape == "m":
             parts = hoisted(model, parts, wide)
         chains = [part for part in parts if not part.shared]
-        _check_chains(shape, len(chains), model.devices, wide)
+        wanted = {"m": 1, "nn": 2}[shape]
+        if len(chains) != wanted:
+            names = ", ".join(sorted({repr(each.table) for each in wide}))
+            raise InfeasibleError(
+                f"shape {shape} has {wanted} chain{'s' * (wanted > 1)} between large tables, and the lookups in {names}"
+                f" leave {len(chains)}",
+                hint="take shape " + {1: "m", 2: "nn"}.get(len(chains), "v"),
+            )
+        if wanted > model.devices:
+            raise InfeasibleError(f"shape {shape} needs {wanted} devices at least, and there are {model.devices}")
         everyone = tuple(range(model.devices))
         groups = iter(shared_out([model.weighs(part.nodes) for part in chains], model.devices))
         for part in parts:
@@ -559,43 +535,25 @@ class TesselShapes:
             else:
                 yield self._chain(model, line, part.nodes, next(groups))
 
-    def _branches(self, problem: Problem, model: CostedModel, only_shared: bool) -> Iterator[Stage | StageRow]:
-        """K: branches on devices of their own, then the rest over all (refused at will where they cannot share it)."""
+    def _around_join(self, problem: Problem, model: CostedModel, only_shared: bool) -> Iterator[Stage | StageRow]:
+        """K: branches on devices of their own, then the rest over all (with `only_shared`, if they can share it)."""
         line = whole_line(model)
-        meeting = find_join(model, line.order)
-        if meeting is None or len(meeting.branches) > model.devices:
-            found = "none" if meeting is None else f"{len(meeting.branches)} for {model.devices} devices"
+        found = find_join(model, line.order)
+        if found is None or len(found) - 1 > model.devices:
+            count = "none" if found is None else f"{len(found) - 1} for {model.devices} devices"
             raise InfeasibleError(
-                f"shape k puts branches on devices of their own, and the model has {found}", hint="take shape v"
+                f"shape k puts branches on devices of their own, and the model has {count}", hint="take shape v"
             )
+        *branches, rest = found
         tables = large_tables(model, at_least_one=False)
-        rest = stage_of_several(problem, model, meeting.rest, tuple(range(model.devices)), tables)
-        if only_shared and not _is_shared(model, rest):
+        last = stage_of_several(problem, model, rest, tuple(range(model.devices)), tables)
+        work, shared = model.weighs(rest), model.weighs(node for node, _ in last.splits)
+        if only_shared and shared < work / 2 and work >= model.share * float(model.seconds.sum()):
             raise InfeasibleError(f"{model.devices} devices cannot share what follows where branches meet")
-        groups = shared_out([model.weighs(branch) for branch in meeting.branches], model.devices)
-        for branch, devices in zip(meeting.branches, groups, strict=True):
+        groups = shared_out([model.weighs(branch) for branch in branches], model.devices)
+        for branch, devices in zip(branches, groups, strict=True):
             yield self._chain(model, line, branch, devices)
-        yield rest
+        yield last
 
     def _chain(self, model: CostedModel, line: Chain, nodes: tuple[int, ...], devices: tuple[int, ...]) -> StageRow:
         return StageRow(line_of(model, line, nodes), visited(devices, self.chunks, self.wave))
-
-
-def _is_shared(model: CostedModel, stage: Stage) -> bool:
-    """True if a stage's devices share half of its work, or its work is little."""
-    work, shared = model.weighs(stage.nodes), model.weighs(node for node, _ in stage.splits)
-    return shared >= work / 2 or work < model.share * float(model.seconds.sum())
-
-
-def _check_chains(shape: str, chains: int, devices: int, wide: Sequence[SharedLookup]) -> None:
-    """Raise InfeasibleError unless the parts between large tables make the shape."""
-    tables = ", ".join(sorted({repr(each.table) for each in wide}))
-    wanted = {"m": 1, "nn": 2}[shape]
-    if chains != wanted:
-        raise InfeasibleError(
-            f"shape {shape} has {wanted} chain{'s' * (wanted > 1)} between large tables, and the lookups in {tables} "
-            f"leave {chains}",
-            hint="take shape " + ("nn" if chains == 2 else "m" if chains == 1 else "v"),
-        )
-    if chains > devices:
-        raise InfeasibleError(f"shape {shape} needs {chains} devices at least, and there are {devices}")

@@ -43,7 +43,7 @@ def device_seconds(folder: Path, layers: int) -> list[float]:
     wide = wide_nodes(model, tables, 2)
     line = make_chain(model.graph, model.seconds, 224, tuple(tuple(each.nodes) for each in wide))
     first, chain, last = line_of_parts(model, line, wide)
-    second, third = line_of(model, line, chain.nodes).even(2)
+    second, third = line_of(model, line, chain.nodes).even([None] * 2)
     stages = (
         stage_of_several(problem, model, first.nodes, (0, 1), tables),
         replace(stage_of(problem, second, (2,)), recompute=True),
