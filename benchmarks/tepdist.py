@@ -21,7 +21,7 @@ from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.operators import uses_of
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.roofline import annotate
-from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
+from autopipe.passes.placement.tepdist.levels import LEVELS, LevelName
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.predict import predict
@@ -276,13 +276,13 @@ _SETTING = (
 
 def _levels(case: str, size: str) -> Iterator[Row]:
     for level in _LEVELS:
-        _searched(_tables((("layers", 2),))[0], solver_of(level, None))  # What loads on first use is not counted.
+        _searched(_tables((("layers", 2),))[0], LEVELS[level](None))  # What loads on first use is not counted.
     tables, seconds = _tables((("size", size),))
     counted = f"{len(tables.nodes)} operators, {len(tables.model.costs)} variables"
     yield Row(case, "table_time_s", None, seconds, "s", "", f"of processor time, once for all levels; {counted}")
     exact, _ = _searched(tables, Exact(_LIMIT_S))
     for level in _LEVELS:
-        answer, seconds = _searched(tables, solver_of(level, _LIMIT_S))
+        answer, seconds = _searched(tables, LEVELS[level](_LIMIT_S))
         timed = f"{PICTURE}; of processor time, solvers included, tables not, at most {_LIMIT_S:g} s by the clock"
         yield Row(case, "search_time_s", None, seconds, "s", level, f"{timed}; {_SETTING}")
         own = "its own proof: least" if answer.proven else f"its own bound: at least {float(answer.bound):.6g}"

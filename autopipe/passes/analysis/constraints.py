@@ -159,22 +159,22 @@ def required_splits(resolved: Sequence[ResolvedConstraint], samples: SampleAxes)
         if asked is None:
             continue
         for axis, _ in asked:
-            if not any(_own_name(samples, node, axis) for node in wish.nodes):
+            if not any(own_axis(samples, node, axis) for node in wish.nodes):
                 axes = ", ".join(each.name for each in samples.uses[wish.nodes[0]].space.axes)
                 raise ConfigurationError(
                     f"{wish} splits axis {axis!r}, which none of its nodes has",
                     hint=f"{samples.graph.nodes[wish.nodes[0]].name!r} has {axes or 'none'}",
                 )
         for node in wish.nodes:
-            own = [(name, degree) for axis, degree in asked if (name := _own_name(samples, node, axis)) is not None]
+            own = [(name, degree) for axis, degree in asked if (name := own_axis(samples, node, axis)) is not None]
             if own or not asked:
                 found[node] = checked_splits(str(wish), samples, node, own)
     return found
 
 
-def _own_name(samples: SampleAxes, node: int, axis: str) -> str | None:
-    """An axis of a constraint as the node calls it; None where it has no such axis."""
-    name = samples.axes[node] if axis == BATCH_AXIS else axis
+def own_axis(samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AXIS) -> str | None:
+    """An axis as the node calls it, `counting` being that of samples; None where it has no such axis."""
+    name = samples.axes[node] if axis == counting else axis
     return name if any(each.name == name for each in samples.uses[node].space.axes) else None
 
 

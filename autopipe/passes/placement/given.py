@@ -1,13 +1,4 @@
-"""The placement that is written down, stage by stage.
-
-Stages as they are written down: what a person reads and edits of a placement.
-
-Nodes of a graph by what a person calls them: indices, names, globs and ranges.
-
-A placement written down, so that a person can read and edit it.
-
-Few and readable entries for many nodes.
-"""
+"""The placement that is written down, stage by stage, so that a person can read and edit it; and how one is written."""
 
 from __future__ import annotations
 
@@ -19,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import ClassVar
 
 from autopipe.ir.batch import rebatched
@@ -27,7 +18,7 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, crossing_values, node_ranges
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.constraints import checked_splits
+from autopipe.passes.analysis.constraints import checked_splits, own_axis
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 
@@ -37,12 +28,23 @@ NodeName = int | str
 NodeEntry = NodeName | tuple[NodeName, NodeName]
 """A name, or the first and the last of nodes that follow one another in the graph."""
 
+Degrees = tuple[tuple[str, int], ...]
+"""Degrees by axis, outer to inner."""
+
+SAMPLES = "samples"
+"""In a split: the axis that counts samples, whatever it is called in a node's iteration space."""
+
 _LAST = chr(0x10FFFF)
 _SPECIAL = re.compile(r"[*?[]")
+_RUN = re.compile(r"(\d{1,9})-(\d{1,9})")
+_LEAST_RUN = 3
+"""Devices that are written as a run; fewer are written one by one."""
+_MOST_GLOBS = 256
+"""Globs that are tried for nodes beyond one a layer: names that nobody's layers explain are many."""
 
 
 class NodeNames:
-    """The names of a graph's nodes, of which some may be alike, empty, or look like globs."""
+    """The names of a graph's nodes, of which some may be equal, empty, or look like globs."""
 
     def __init__(self, graph: Graph) -> None:
         self.names = tuple(node.name for node in graph.nodes)
@@ -64,15 +66,13 @@ class NodeNames:
         if isinstance(entry, tuple):
             first, last = (self._one(end) for end in entry)
             if first > last:
-                raise ConfigurationError(f"the range from {entry[0]!r} to {entry[1]!r} ends before it begins")
+                raise ConfigurationError(f"{_spelled(entry)} ends before it begins")
             return tuple(range(first, last + 1))
         if isinstance(entry, int):
             if not 0 <= entry < len(self.names):
                 raise ConfigurationError(f"there is no node {entry}", f"nodes are 0 to {len(self.names) - 1}")
             return (entry,)
-        if entry in self._positions:
-            return tuple(self._positions[entry])
-        matched = self.matched(entry)
+        matched = tuple(self._positions.get(entry, ())) or self.matched(entry)
         if not matched:
             near = difflib.get_close_matches(entry, self._positions, n=1, cutoff=0.0)
             raise ConfigurationError(
@@ -96,7 +96,6 @@ class NodeNames:
         return name if len(self._positions[name]) == 1 else node
 
     def has(self, name: str) -> bool:
-        """True if a node has this name."""
         return name in self._positions
 
     def _one(self, end: NodeName) -> int:
@@ -109,8 +108,8 @@ class NodeNames:
         return found[0]
 
 
-_MOST_GLOBS = 256
-"""Globs that are tried for nodes beyond one a layer: names that nobody's layers explain are many."""
+def _spelled(entry: NodeEntry) -> str:
+    return f"the range from {entry[0]!r} to {entry[1]!r}" if isinstance(entry, tuple) else repr(entry)
 
 
 def entries_of(
@@ -137,13 +136,17 @@ def entries_of(
 
 
 def layer_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
-    """A glob for each layer: what names of its nodes begin with, up to the first folder with a number."""
-    layers = dict.fromkeys(layer for node in nodes if (layer := _layer(names.names[node])))
-    return (f"{_literal(layer)}*" for layer in layers)
+    """A glob for each layer: the beginnings of its nodes' names, up to the first folder with a number."""
+    layers: dict[str, None] = {}
+    for node in nodes:
+        folders = names.names[node].split("/")[:-1]
+        count = next((index for index, folder in enumerate(folders, 1) if any(map(str.isdigit, folder))), 0)
+        layers["".join(f"{folder}/" for folder in folders[:count])] = None
+    return (f"{_literal(layer)}*" for layer in layers if layer)
 
 
 def role_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
-    """Globs for what nodes do in whichever layer: their names, with any number in place of those of folders."""
+    """Globs for the roles of nodes in whichever layer: names, with any number in place of those of their folders."""
     folders_and_own = (names.names[node].rpartition("/") for node in nodes)
     roles = (
         re.sub(r"\d+", "*", _literal(folders)) + slash + _literal(own)
@@ -153,31 +156,16 @@ def role_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
     return islice(dict.fromkeys(roles), _MOST_GLOBS)
 
 
-def _layer(name: str) -> str:
-    """The name up to its first folder with a number; nothing where there is none."""
-    folders = name.split("/")[:-1]
-    count = next((index for index, folder in enumerate(folders, 1) if any(map(str.isdigit, folder))), 0)
-    return "".join(f"{folder}/" for folder in folders[:count])
-
-
 def _literal(text: str) -> str:
     """A glob that matches `text` alone."""
-    return re.sub(r"[*?[]", r"[\g<0>]", text)
-
-
-SAMPLES = "samples"
-"""In a split: the axis that counts samples, whatever it is called in a node's iteration space."""
-
-_RUN = re.compile(r"(\d{1,9})-(\d{1,9})")
-_LEAST_RUN = 3
-"""Devices that are written as a run; fewer are written one by one."""
+    return _SPECIAL.sub(r"[\g<0>]", text)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenSplits:
     """Nodes of a stage that are split alike."""
 
-    split: tuple[tuple[str, int], ...]
+    split: Degrees
     """Degrees by axis of the iteration space, outer to inner over the stage's devices; `samples` is the axis that
     counts samples, whatever an operator calls it. A node is split along those that it has; `{}` splits nothing."""
 
@@ -211,39 +199,21 @@ class GivenStage:
 
 def devices_of(written: Sequence[int | str]) -> tuple[int, ...]:
     """The devices that are written down as numbers and runs. Raises ConfigurationError for what is neither."""
-    return tuple(device for entry in written for device in _devices(entry))
-
-
-def written_devices(devices: Sequence[int]) -> tuple[int | str, ...]:
-    """Devices in the form that `devices_of` reads, in this order."""
-    return tuple(entry for run in _runs(devices) for entry in _written(run))
-
-
-def _devices(entry: int | str) -> range:
-    if isinstance(entry, int):
-        first = last = entry
-    else:
-        match = _RUN.fullmatch(entry)
-        if match is None:
+    found: list[int] = []
+    for entry in written:
+        match = _RUN.fullmatch(entry) if isinstance(entry, str) else None
+        ends = list(map(int, match.groups())) if match else [entry] if isinstance(entry, int) else []
+        if not ends or not 0 <= ends[0] <= ends[-1] < 2**20:
             raise ConfigurationError(f"{entry!r} is no device", "write numbers, or 0-3 for four of them")
-        first, last = int(match[1]), int(match[2])
-    if not 0 <= first <= last < 2**20:
-        raise ConfigurationError(f"{entry!r} is no device", "write numbers, or 0-3 for four of them")
-    return range(first, last + 1)
+        found += range(ends[0], ends[-1] + 1)
+    return tuple(found)
 
 
-def _runs(devices: Sequence[int]) -> Iterator[list[int]]:
-    run: list[int] = []
-    for device in devices:
-        if run and device != run[-1] + 1:
-            yield run
-            run = []
-        run.append(device)
-    yield run
-
-
-def _written(run: list[int]) -> tuple[int | str, ...]:
-    return (f"{run[0]}-{run[-1]}",) if len(run) >= _LEAST_RUN else tuple(run)
+def written_devices(devices: Sequence[int]) -> Iterator[int | str]:
+    """Devices in the form that `devices_of` reads, in this order."""
+    for _, each in groupby(enumerate(devices), key=lambda numbered: numbered[1] - numbered[0]):
+        run = [device for _, device in each]
+        yield from [f"{run[0]}-{run[-1]}"] if len(run) >= _LEAST_RUN else run
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +244,6 @@ class Given:
             raise ConfigurationError(f"stage {index}: {error.message}", error.hint) from error
 
     def division(self, graph: Graph) -> Division:
-        """It may have several stages."""
         return Division.MANY
 
     def requires(self, problem: Problem) -> None:
@@ -291,36 +260,18 @@ class Given:
         Raises ConfigurationError, naming the stage and the node, where stages leave out nodes or share them, read from
         later ones, name devices that there are not, or split what cannot be split so.
         """
-        names, samples = NodeNames(problem.graph), _Samples(problem)
-        stages = tuple(
-            _stage(problem, names, samples, index, given, self.devices_at(index))
-            for index, given in enumerate(self.placement)
+        names = NodeNames(problem.graph)
+        stages = (
+            _stage(problem, names, index, given, self.devices_at(index)) for index, given in enumerate(self.placement)
         )
-        placement = Placement(stages)
+        placement = Placement(tuple(stages))
         for pipeline in range(placement.pipelines):
             _check_partition(problem.graph, placement, pipeline)
         _check_order(problem.graph, placement)
         return placement
 
 
-class _Samples:
-    """The sample axes of a problem's graph on micro-batches of any size, each worked out once."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._found: dict[int, SampleAxes] = {}
-
-    def on(self, size: int) -> SampleAxes:
-        """The sample axes on micro-batches of `size` samples."""
-        if size not in self._found:
-            graph = self._problem.graph
-            self._found[size] = sample_axes(graph if size == self._problem.micro_batch_size else rebatched(graph, size))
-        return self._found[size]
-
-
-def _stage(
-    problem: Problem, names: NodeNames, samples: _Samples, index: int, given: GivenStage, devices: tuple[int, ...]
-) -> Stage:
+def _stage(problem: Problem, names: NodeNames, index: int, given: GivenStage, devices: tuple[int, ...]) -> Stage:
     whole = problem.micro_batch_size
     size = whole if given.micro_batch_size is None else given.micro_batch_size
     if size < 1 or whole % size:
@@ -329,11 +280,27 @@ def _stage(
         )
     if given.pipeline < 0:
         raise ConfigurationError(f"stage {index} is in pipeline {given.pipeline}", hint="number pipelines from 0")
-    _check_devices(index, devices, problem.cluster.size)
+    if not devices:
+        raise ConfigurationError(f"stage {index} has no devices", hint="name at least one")
+    last = problem.cluster.size - 1
+    for device in devices:
+        if device > last:
+            raise ConfigurationError(
+                f"stage {index} names device {device}, but there are {last + 1}", hint=f"devices are 0 to {last}"
+            )
+    twice = next((device for device in devices if devices.count(device) > 1), None)
+    if twice is not None:
+        raise ConfigurationError(f"stage {index} names device {twice} twice", hint="name each device once")
     nodes = {node for entry in given.nodes for node in _meant(names, index, entry)}
     if not nodes:
         raise ConfigurationError(f"stage {index} has no nodes", hint="give it some, or remove it")
-    splits = _splits(names, samples.on(size), index, given, nodes)
+    samples = sample_axes(problem.graph if size == whole else rebatched(problem.graph, size))
+    asked: dict[int, Degrees] = {}
+    for each in given.splits:
+        for node in _nodes_of(names, samples, index, each, nodes):
+            asked[node] = split_of(samples, node, each.split)
+    checked = ((node, checked_splits(f"stage {index}", samples, node, asked[node])) for node in sorted(asked))
+    splits = tuple((node, own) for node, own in checked if own)
     for node, own in splits:
         parts = math.prod(split.degree for split in own)
         if len(devices) % parts:
@@ -345,19 +312,6 @@ def _stage(
     return Stage(tuple(sorted(nodes)), devices, size, splits, given.recompute, given.pipeline)
 
 
-def _check_devices(index: int, devices: tuple[int, ...], count: int) -> None:
-    if not devices:
-        raise ConfigurationError(f"stage {index} has no devices", hint="name at least one")
-    missing = next((device for device in devices if device >= count), None)
-    if missing is not None:
-        raise ConfigurationError(
-            f"stage {index} names device {missing}, but there are {count}", hint=f"devices are 0 to {count - 1}"
-        )
-    twice = next((device for device in devices if devices.count(device) > 1), None)
-    if twice is not None:
-        raise ConfigurationError(f"stage {index} names device {twice} twice", hint="name each device once")
-
-
 def _meant(names: NodeNames, index: int, entry: NodeEntry) -> tuple[int, ...]:
     try:
         return names.meant(entry)
@@ -365,20 +319,8 @@ def _meant(names: NodeNames, index: int, entry: NodeEntry) -> tuple[int, ...]:
         raise ConfigurationError(f"stage {index}: {error.message}", error.hint) from error
 
 
-def _splits(
-    names: NodeNames, samples: SampleAxes, index: int, given: GivenStage, nodes: set[int]
-) -> tuple[tuple[int, tuple[Split, ...]], ...]:
-    """The splits of a stage's nodes, ascending; nodes that are not split are left out."""
-    asked: dict[int, tuple[tuple[str, int], ...]] = {}
-    for each in given.splits:
-        for node in _same_splits(names, samples, index, each, nodes):
-            asked[node] = split_of(samples, node, each.split)
-    checked = ((node, checked_splits(f"stage {index}", samples, node, asked[node])) for node in sorted(asked))
-    return tuple((node, own) for node, own in checked if own)
-
-
-def _same_splits(names: NodeNames, samples: SampleAxes, index: int, given: GivenSplits, nodes: set[int]) -> set[int]:
-    """The nodes that are split alike."""
+def _nodes_of(names: NodeNames, samples: SampleAxes, index: int, given: GivenSplits, nodes: set[int]) -> set[int]:
+    """The nodes of a stage that are split as `given` says."""
     found: set[int] = set()
     for entry in given.nodes:
         inside = nodes.intersection(_meant(names, index, entry))
@@ -389,7 +331,7 @@ def _same_splits(names: NodeNames, samples: SampleAxes, index: int, given: Given
             )
         found |= inside
     for axis, _ in given.split:
-        if found and not any(_own_axis(samples, node, axis) for node in found):
+        if found and not any(own_axis(samples, node, axis, SAMPLES) for node in found):
             first = min(found)
             axes = ", ".join(each.name for each in samples.uses[first].space.axes)
             raise ConfigurationError(
@@ -399,18 +341,10 @@ def _same_splits(names: NodeNames, samples: SampleAxes, index: int, given: Given
     return found
 
 
-def split_of(samples: SampleAxes, node: int, split: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+def split_of(samples: SampleAxes, node: int, split: Degrees) -> Degrees:
     """Of degrees by axis those along axes that the node has, under the node's own names."""
-    return tuple((own, degree) for axis, degree in split if (own := _own_axis(samples, node, axis)) is not None)
-
-
-def _own_axis(samples: SampleAxes, node: int, axis: str) -> str | None:
-    own = samples.axes[node] if axis == SAMPLES else axis
-    return own if any(each.name == own for each in samples.uses[node].space.axes) else None
-
-
-def _spelled(entry: NodeEntry) -> str:
-    return f"the range from {entry[0]!r} to {entry[1]!r}" if isinstance(entry, tuple) else repr(entry)
+    named = ((own_axis(samples, node, axis, SAMPLES), degree) for axis, degree in split)
+    return tuple((own, degree) for own, degree in named if own is not None)
 
 
 def _check_partition(graph: Graph, placement: Placement, pipeline: int) -> None:
@@ -418,13 +352,12 @@ def _check_partition(graph: Graph, placement: Placement, pipeline: int) -> None:
     owner: dict[int, int] = {}
     for index, stage in enumerate(placement.stages):
         for node in stage.nodes if stage.pipeline == pipeline else ():
-            if node in owner:
+            if owner.setdefault(node, index) != index:
                 raise ConfigurationError(
                     f"this node is in stages {owner[node]} and {index}",
                     hint="leave it to one of them",
                     where=f"node {node}, {graph.nodes[node].name!r}",
                 )
-            owner[node] = index
     missing = [node for node in range(len(graph.nodes)) if node not in owner]
     if missing:
         where = f" of pipeline {pipeline}" if placement.pipelines > 1 else ""
@@ -450,24 +383,22 @@ def _check_order(graph: Graph, placement: Placement) -> None:
             )
 
 
-_Degrees = tuple[tuple[str, int], ...]
-
-
 def written(graph: Graph, placement: Placement) -> Given:
     """The strategy that gives exactly this placement of `graph`, in as few words as that takes."""
     names, samples = NodeNames(graph), sample_axes(graph)
-    return Given(tuple(_written_stage(names, samples, stage) for stage in placement.stages))
-
-
-def _written_stage(names: NodeNames, samples: SampleAxes, stage: Stage) -> GivenStage:
     everywhere = range(len(names.names))
-    return GivenStage(
-        devices=written_devices(stage.devices),
-        nodes=entries_of(names, stage.nodes, everywhere, set(stage.nodes), layer_globs(names, stage.nodes)),
-        micro_batch_size=stage.micro_batch_size,
-        recompute=stage.recompute,
-        pipeline=stage.pipeline,
-        splits=_written_splits(names, samples, stage),
+    return Given(
+        tuple(
+            GivenStage(
+                devices=tuple(written_devices(stage.devices)),
+                nodes=entries_of(names, stage.nodes, everywhere, set(stage.nodes), layer_globs(names, stage.nodes)),
+                micro_batch_size=stage.micro_batch_size,
+                recompute=stage.recompute,
+                pipeline=stage.pipeline,
+                splits=_written_splits(names, samples, stage),
+            )
+            for stage in placement.stages
+        )
     )
 
 
@@ -486,20 +417,19 @@ def _written_splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tupl
     else:
         left = [node for node in stage.nodes if wanted[node]]
     for degrees in dict.fromkeys(wanted[node] for node in left):
-        alike = [node for node in left if wanted[node] == degrees]
+        same = [node for node in left if wanted[node] == degrees]
         allowed = _served(samples, stage, degrees)
-        entries = entries_of(names, alike, stage.nodes, allowed, role_globs(names, alike))
-        found.append(GivenSplits(degrees, entries))
+        found.append(GivenSplits(degrees, entries_of(names, same, stage.nodes, allowed, role_globs(names, same))))
     return tuple(found)
 
 
-def degrees_of(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> _Degrees:
+def degrees_of(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> Degrees:
     """A node's splits as degrees by axis, its sample axis called `samples`."""
     own = samples.axes[node]
     return tuple((SAMPLES if split.axis == own else split.axis, split.degree) for split in splits)
 
 
-def _served(samples: SampleAxes, stage: Stage, degrees: _Degrees) -> frozenset[int]:
+def _served(samples: SampleAxes, stage: Stage, degrees: Degrees) -> frozenset[int]:
     """The nodes of a stage that `degrees` split as they are to be split."""
     return frozenset(
         node

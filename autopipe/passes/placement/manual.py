@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from autopipe.ir.batch import rebatched
 from autopipe.ir.errors import ConfigurationError
@@ -35,7 +35,6 @@ class Manual:
     name: ClassVar[str] = "manual"
 
     def division(self, graph: Graph) -> Division:
-        """It may make several stages."""
         return Division.MANY
 
     def requires(self, problem: Problem) -> None:
@@ -62,43 +61,47 @@ class Manual:
         resolved = resolved_constraints(problem, len(asked), own_sizes=True)
         stages: list[Stage] = []
         for pipeline in sorted(asked):
-            own = tuple(wish for wish in resolved if wish.constraint.pipeline == pipeline)
+            own = tuple(each for each in resolved if each.constraint.pipeline == pipeline)
             stages += (replace(stage, pipeline=pipeline) for stage in _pipeline(problem, own))
         return fitted(problem, Placement(tuple(stages)))
 
 
 def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Iterator[Stage]:
     """The stages that `resolved` ask for."""
-    stage_of = _stages(problem.graph, resolved)
+    graph, whole = problem.graph, problem.micro_batch_size
+    stage_of = _stages(graph, resolved)
     count = max(stage_of) + 1
     members = [tuple(node for node, stage in enumerate(stage_of) if stage == index) for index in range(count)]
     empty = next((index for index, nodes in enumerate(members) if not nodes), None)
     if empty is not None:
         raise ConfigurationError(f"the constraints leave stage {empty} of {count} without nodes")
     devices = _devices(problem, resolved, stage_of, count)
-    sizes = _sizes(problem, resolved, stage_of, count)
-    whole = sample_axes(problem.graph)
-    smaller = {size: sample_axes(rebatched(problem.graph, size)) for size in {*sizes} - {problem.micro_batch_size}}
-    samples = {problem.micro_batch_size: whole, **smaller}
-    splits = required_splits(resolved, whole)
-    _check_degrees(problem.graph, splits, stage_of, devices)
-    for nodes, group, size in zip(members, devices, sizes, strict=True):
-        _check_extents(samples[size], nodes, splits, size)
-        yield Stage(
-            nodes=nodes,
-            devices=group,
-            micro_batch_size=size,
-            splits=_splits(samples[size], nodes, len(group), splits),
-            recompute=problem.train and problem.recompute == "full",
-        )
+    sizes = _agreed(resolved, stage_of, lambda each: each.constraint.micro_batch_size, "micro-batches of")
+    splits = required_splits(resolved, sample_axes(graph))
+    for node, each in splits.items():
+        group, parts = len(devices[stage_of[node]]), math.prod(split.degree for split in each)
+        if group % parts:
+            raise ConfigurationError(
+                f"constraints split this node into {parts} parts ({', '.join(map(str, each))}), but its stage"
+                f" {stage_of[node]} has {group} device{'s' if group > 1 else ''}",
+                hint="the product of the degrees must divide the number of devices",
+                where=repr(graph.nodes[node].name),
+            )
+    for index, (nodes, group_of) in enumerate(zip(members, devices, strict=True)):
+        size = sizes[index][0] if index in sizes else whole
+        samples = sample_axes(graph if size == whole else rebatched(graph, size))
+        _check_extents(samples, nodes, splits, size)
+        others = [node for node in nodes if node not in splits and samples.divides(node, len(group_of))]
+        own = dict(samples.splits(others, len(group_of))) | {node: splits[node] for node in nodes if splits.get(node)}
+        yield Stage(nodes, group_of, size, tuple(sorted(own.items())), problem.recomputes_all)
 
 
 def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]:
     """The stage of every node: its constraint's, else inherited."""
-    given = {node: wish for wish in resolved if wish.constraint.stage is not None for node in wish.nodes}
-    wanted = {node: wish.constraint.stage for node, wish in given.items() if wish.constraint.stage is not None}
+    given = {node: each for each in resolved if each.constraint.stage is not None for node in each.nodes}
+    wanted = {node: each.constraint.stage for node, each in given.items() if each.constraint.stage is not None}
     recomputed = recomputed_nodes(graph)
-    latest = _latest(graph, wanted)
+    first = _first_readers(graph, wanted)
     inputs = {value.name for value in graph.inputs}
     stage_of: list[int] = []
     source_of: list[ResolvedConstraint | None] = []
@@ -106,7 +109,7 @@ def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]
         producers = [producer for name in node.inputs if name and (producer := graph.producer(name)) is not None]
         placed = [producer for producer in producers if producer not in recomputed]
         before = max(placed, key=lambda producer: stage_of[producer], default=None)
-        alone = latest[index] if inputs.isdisjoint(node.inputs) else 0
+        alone = first[index] if inputs.isdisjoint(node.inputs) else 0
         stage = wanted.get(index, alone if before is None else stage_of[before])
         if before is not None and stage < stage_of[before]:
             raise ConfigurationError(
@@ -120,28 +123,45 @@ def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]
     return stage_of
 
 
-def _latest(graph: Graph, wanted: dict[int, int]) -> list[int]:
+def _first_readers(graph: Graph, wanted: dict[int, int]) -> list[int]:
     """For each node the first of the stages that read it, directly or through nodes without a stage of their own."""
-    latest = [max(wanted.values(), default=0)] * len(graph.nodes)
+    first = [max(wanted.values(), default=0)] * len(graph.nodes)
     for index in range(len(graph.nodes) - 1, -1, -1):
-        latest[index] = wanted.get(index, latest[index])
+        first[index] = wanted.get(index, first[index])
         for name in graph.nodes[index].inputs:
             producer = graph.producer(name) if name else None
             if producer is not None:
-                latest[producer] = min(latest[producer], latest[index])
-    return latest
+                first[producer] = min(first[producer], first[index])
+    return first
+
+
+Wish = TypeVar("Wish")
+
+
+def _agreed(
+    resolved: tuple[ResolvedConstraint, ...],
+    stage_of: list[int],
+    wish_of: Callable[[ResolvedConstraint], Wish | None],
+    words: str,
+) -> dict[int, tuple[Wish, ResolvedConstraint]]:
+    """By stage the devices or samples that a constraint on any of its nodes asks for, and the first that does."""
+    asked: dict[int, tuple[Wish, ResolvedConstraint]] = {}
+    for each in resolved:
+        wish = wish_of(each)
+        if wish is None:
+            continue
+        for stage in dict.fromkeys(stage_of[node] for node in each.nodes):
+            known, other = asked.setdefault(stage, (wish, each))
+            if known != wish:
+                raise ConfigurationError(f"{other} and {each} ask for different {words} stage {stage}")
+    return asked
 
 
 def _devices(
     problem: Problem, resolved: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int
 ) -> list[tuple[int, ...]]:
     """The devices of each stage: those of its nodes' constraints, else an equal share of all."""
-    asked: dict[int, ResolvedConstraint] = {}
-    for wish in resolved:
-        for stage in dict.fromkeys(stage_of[node] for node in wish.nodes) if wish.devices is not None else ():
-            other = asked.setdefault(stage, wish)
-            if other.devices != wish.devices:
-                raise ConfigurationError(f"{other} and {wish} ask for different devices for stage {stage}")
+    asked = _agreed(resolved, stage_of, lambda each: each.devices, "devices for")
     size = problem.cluster.size
     if not asked:
         if size % count:
@@ -152,24 +172,12 @@ def _devices(
         return [tuple(range(stage * each, (stage + 1) * each)) for stage in range(count)]
     missing = next((stage for stage in range(count) if stage not in asked), None)
     if missing is not None:
+        _, first = next(iter(asked.values()))
         raise ConfigurationError(
-            f"no constraint gives devices to stage {missing}, though {next(iter(asked.values()))} does to its stage",
+            f"no constraint gives devices to stage {missing}, though {first} does to its stage",
             hint="give devices to every stage or to none",
         )
-    return [asked[stage].devices or () for stage in range(count)]
-
-
-def _sizes(problem: Problem, resolved: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int) -> list[int]:
-    """Samples of a micro-batch of each stage: those of its nodes' constraints, else of the step's."""
-    asked: dict[int, ResolvedConstraint] = {}
-    for wish in resolved:
-        size = wish.constraint.micro_batch_size
-        for stage in dict.fromkeys(stage_of[node] for node in wish.nodes) if size is not None else ():
-            other = asked.setdefault(stage, wish)
-            if other.constraint.micro_batch_size != size:
-                raise ConfigurationError(f"{other} and {wish} ask for different micro-batches of stage {stage}")
-    found = (asked[stage].constraint.micro_batch_size if stage in asked else None for stage in range(count))
-    return [size or problem.micro_batch_size for size in found]
+    return [asked[stage][0] for stage in range(count)]
 
 
 def _check_extents(
@@ -186,28 +194,3 @@ def _check_extents(
                     hint="ask for larger micro-batches, or for fewer parts",
                     where=repr(samples.graph.nodes[node].name),
                 )
-
-
-def _check_degrees(
-    graph: Graph, splits: dict[int, tuple[Split, ...]], stage_of: list[int], devices: list[tuple[int, ...]]
-) -> None:
-    """Raise ConfigurationError for a node that cannot be split so over the devices of its stage."""
-    for node, each in splits.items():
-        group, parts = len(devices[stage_of[node]]), math.prod(split.degree for split in each)
-        if group % parts:
-            raise ConfigurationError(
-                f"constraints split this node into {parts} parts ({', '.join(map(str, each))}), but its stage"
-                f" {stage_of[node]} has {group} device{'s' if group > 1 else ''}",
-                hint="the product of the degrees must divide the number of devices",
-                where=repr(graph.nodes[node].name),
-            )
-
-
-def _splits(
-    samples: SampleAxes, nodes: tuple[int, ...], degree: int, wished: dict[int, tuple[Split, ...]]
-) -> tuple[tuple[int, tuple[Split, ...]], ...]:
-    """Splits of a stage's nodes: wished ones, and of the others by samples where these divide."""
-    others = [node for node in nodes if node not in wished]
-    own = dict(samples.splits([node for node in others if samples.divides(node, degree)], degree))
-    own |= {node: wished[node] for node in nodes if wished.get(node)}
-    return tuple(sorted(own.items()))

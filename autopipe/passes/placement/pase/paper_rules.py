@@ -68,22 +68,21 @@ class LayerGraphBuilder:
         self,
         name: str,
         nodes: Sequence[int],
-        axes: Mapping[str, int],
+        axes: Mapping[str, int | Extents],
         operands: Iterable[Operand],
         results: Sequence[tuple[Words, Extents]],
         cost: Callable[[Indices], Cost],
         whole: Iterable[str] = (),
-        divided: Mapping[str, Extents] | None = None,
         aliases: tuple[tuple[str, str], ...] = (),
         inside: int | None = None,
     ) -> tuple[Place, ...]:
         """Append a layer and the edges to it; the places of its results.
 
-        `axes` are extents by name, in the layer's order. Each is taken apart as finely as `divided` says or an operand
-        has it; those in `whole` are not cut. `results` are words and shapes.
+        `axes` are extents by name, in the layer's order, or the factors of an extent. Each is taken apart as finely as
+        it says or an operand has it; those in `whole` are not cut. `results` are words and shapes.
         """
         placed = [(place, words) for place, words in operands if place is not None]
-        factors = {word: (extent,) for word, extent in axes.items()} | dict(divided or {})
+        factors = {word: (extent,) if isinstance(extent, int) else extent for word, extent in axes.items()}
         for place, words in placed:
             extents = self.tensor(place).extents
             for dimension, group in zip(words, place.groups, strict=True):
@@ -108,19 +107,22 @@ class LayerGraphBuilder:
     def lay_node(
         self,
         index: int,
-        axes: Mapping[str, int],
-        operands: Sequence[Words],
+        axes: Mapping[str, int | Extents],
         result: Words,
         cost: Callable[[Indices], Cost],
+        operands: Sequence[Words] | None = None,
         whole: Iterable[str] = (),
-        divided: Mapping[str, Extents] | None = None,
         aliases: tuple[tuple[str, str], ...] = (),
     ) -> Place:
-        """Append the layer of a node, whose first result lies there, and the edges to it from its first operands."""
+        """Append the layer of a node, whose first result lies there, and the edges to it from its first operands.
+
+        Where nothing is said of these it is one, with a dimension for each axis.
+        """
         node = self.graph.nodes[index]
-        read = [(self.places.get(name), words) for name, words in zip(node.inputs, operands, strict=False)]
+        words = (_each(axes),) if operands is None else operands
+        read = [(self.places.get(name), each) for name, each in zip(node.inputs, words, strict=False)]
         results = [(result, self.shape_of(node.outputs[0]))]
-        (place,) = self.lay(node.name, (index,), axes, read, results, cost, whole, divided, aliases)
+        (place,) = self.lay(node.name, (index,), axes, read, results, cost, whole, aliases)
         self.places[node.outputs[0]] = place
         return place
 
@@ -349,14 +351,14 @@ def multiply(draft: LayerGraphBuilder, index: int) -> None:
     if node.op == "Einsum" and len(node.inputs) != 2:
         by_space(draft, index)
         return
-    columns = () if node.op == "Einsum" else divided_columns(draft.graph, index)
     space = space_of(draft.graph, node)
     left, right, result = space.operands[0], space.operands[1], space.results[0]
     assert left is not None and right is not None and result is not None
     order = dict.fromkeys([*(word for dimension in result for word in dimension), *space.extents()])
-    axes = {word: space.axis(word).extent for word in order}
-    divided = {"n": columns} if columns else {}
-    draft.lay_node(index, axes, (left, right), result, product_of(left, right, result), divided=divided)
+    axes: dict[str, int | Extents] = {word: space.axis(word).extent for word in order}
+    if node.op != "Einsum" and (columns := divided_columns(draft.graph, index)):
+        axes["n"] = columns
+    draft.lay_node(index, axes, result, product_of(left, right, result), (left, right))
 
 
 def divided_columns(graph: Graph, index: int) -> Extents:
@@ -391,7 +393,7 @@ def embed(draft: LayerGraphBuilder, index: int) -> None:
     rows = {f"i{position}": extent for position, extent in enumerate(indices)}
     result = _each([*rows, "e"])
     cost = product_of(_each([*rows, "v"]), _each("ve"), result)
-    draft.lay_node(index, rows | {"e": table[1], "v": table[0]}, (), result, cost, aliases=(("v", "d0"),))
+    draft.lay_node(index, {**rows, "e": table[1], "v": table[0]}, result, cost, (), aliases=(("v", "d0"),))
 
 
 # Attention as the paper has it: one product for queries, keys and values, two products and a softmax between them.
@@ -528,7 +530,7 @@ def convolve(draft: LayerGraphBuilder, index: int) -> None:
         return Product(batch=(), rows=rows, columns=found["n"], summed=summed)
 
     axes = dict(zip(f"bc{spatial}{kernel}n", extents, strict=True))
-    draft.lay_node(index, axes, ((("b",), channels, *uncut),), (("b",), ("n",), *uncut), cost, whole=spatial)
+    draft.lay_node(index, axes, (("b",), ("n",), *uncut), cost, ((("b",), channels, *uncut),), whole=spatial)
 
 
 def over_image(draft: LayerGraphBuilder, index: int) -> None:
@@ -545,7 +547,7 @@ def over_image(draft: LayerGraphBuilder, index: int) -> None:
             return Norm(found["b"][0])
         return Pooling(2, source, node.integers("kernel_shape"))
 
-    _lay_each(draft, index, names, result, _each(names), cost)
+    draft.lay_node(index, dict(zip(names, result, strict=True)), _each(names), cost)
 
 
 def mean_image(draft: LayerGraphBuilder, index: int) -> None:
@@ -554,19 +556,7 @@ def mean_image(draft: LayerGraphBuilder, index: int) -> None:
     names = f"bc{SPATIAL}"[: len(source)]
     spatial = tuple(range(2, len(source)))
     written: Words = (("b",), ("c",), *((),) * len(spatial))
-    _lay_each(draft, index, names, source, written, lambda _: Reduction(spatial))
-
-
-def _lay_each(
-    draft: LayerGraphBuilder,
-    index: int,
-    names: Sequence[str],
-    extents: Extents,
-    written: Words,
-    cost: Callable[[Indices], Cost],
-) -> None:
-    """A layer with an axis for each dimension of a node's first operand."""
-    draft.lay_node(index, dict(zip(names, extents, strict=True)), (_each(names),), written, cost)
+    draft.lay_node(index, dict(zip(names, source, strict=True)), written, lambda _: Reduction(spatial))
 
 
 # Layers that work along one axis of every row, and stacked LSTMs.
@@ -587,7 +577,8 @@ def along_rows(draft: LayerGraphBuilder, index: int) -> None:
     shape, result = draft.shape_of(node.inputs[0]), draft.shape_of(node.outputs[0])
     names = [f"d{position}" for position in range(len(shape))]
     written: Words = _each(names) if result == shape else ((),) * len(result)
-    _lay_each(draft, index, names, shape, written, lambda found: kind(found[names[axis]][-1]))
+    axes = dict(zip(names, shape, strict=True))
+    draft.lay_node(index, axes, written, lambda found: kind(found[names[axis]][-1]))
 
 
 def recur(draft: LayerGraphBuilder, index: int) -> None:
@@ -607,7 +598,7 @@ def recur(draft: LayerGraphBuilder, index: int) -> None:
     else:
         axes = {"l": 1, "s": steps, "b": batch, "n": units, "k": inputs}
         written: Words = (("s",), (), ("b",), ("n",))
-        place = draft.lay_node(index, axes, (_each("sbk"),), written, lambda _: Recurrent(), whole="s")
+        place = draft.lay_node(index, axes, written, lambda _: Recurrent(), (_each("sbk"),), whole="s")
     # The states are the last step of the result.
     last = replace(place, groups=place.groups[1:])
     draft.places.update((name, last) for name in node.outputs[1:] if name)

@@ -15,7 +15,7 @@ import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.solvers import milp
-from autopipe.passes.solvers.min_sum import Assignment, MinSum
+from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
 from autopipe.passes.solvers.min_sum.model import Array, chosen, conditioned, everything, no_choice, priced, restricted
 
@@ -31,45 +31,46 @@ ROUNDING = 1e-6
 """Share of a memory limit by which a solver may miss it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """How integer programs are solved."""
+def least_choice(model: MinSum, seconds: float, known: Sequence[int] = (), limit: float | None = None) -> Assignment:
+    """The best choice of a merged model by one program, within `limit` bytes where that is given.
 
-    seconds: float = 60.0
-    """For each; the best that is found by then is the answer."""
-
-    def least(self, model: MinSum, known: Sequence[int] = (), limit: float | None = None) -> Assignment:
-        """The best choice of a merged model, within `limit` bytes where that is given; `known` is one that fits.
-
-        Within a limit the search ends at a gap of `CLOSE`, or at a limit of nodes. Raises InfeasibleError where there
-        is none, or none was found in time and none is known.
-        """
-        answer = self._solved(model, known, limit)
-        if limit is not None and answer.memory > limit:
-            # The solver took the limit for kept, which it missed by its rounding.
-            stricter = self._solved(model, known, limit * (1 - ROUNDING))
-            answer = replace(stricter, bound=min(answer.bound, stricter.bound), proven=False)
-        return answer
-
-    def _solved(self, model: MinSum, known: Sequence[int], limit: float | None) -> Assignment:
-        program = _Program.of(model, limit)
-        start = program.values(known) if known else None
-        gap, nodes = (0.0, None) if limit is None else (CLOSE, NODES)
-        seconds = self.seconds if limit is None else min(self.seconds, PATIENCE_S)
-        found = milp.solve(program.integer, seconds, gap, start, nodes)
-        if not found.found:
-            raise InfeasibleError(f"integer program of splits: {found.status.value}")
-        choice = program.choice(found.values)
-        cost = model.cost_of(choice)
-        proven = found.proven and (limit is None or found.gap <= SAME)
-        bound = cost if proven else min(float(cost), found.bound)
-        memory = model.memory_of(choice)
-        return Assignment(choice, cost, bound, proven, memory, limit is None or memory <= limit)
+    `known` is one that fits. Of the time given the best that is found by then is the answer; within a limit the search
+    ends at a gap of `CLOSE`, or at a limit of nodes. Raises InfeasibleError where there is none, or none was found in
+    time and none is known.
+    """
+    answer = _solved(model, seconds, known, limit)
+    if limit is not None and answer.memory > limit:
+        # The solver took the limit for kept, which it missed by its rounding.
+        stricter = _solved(model, seconds, known, limit * (1 - ROUNDING))
+        answer = replace(stricter, bound=min(answer.bound, stricter.bound), proven=False)
+    return answer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Program:
-    """An integer program of a model: a binary a configuration, and one a pair of them on an edge.
+def _solved(model: MinSum, seconds: float, known: Sequence[int], limit: float | None) -> Assignment:
+    program, places, pairs = _program(conditioned(model), limit)
+    start = None
+    if known:
+        start = program.lower.copy()
+        for columns, number in zip(places, known, strict=True):
+            start[columns[number]] = 1.0
+        for edge, columns in pairs:
+            start[columns[known[edge.source], known[edge.target]]] = 1.0
+    if limit is None:
+        found = milp.solve(program, seconds, 0.0, start, None)
+    else:
+        found = milp.solve(program, min(seconds, PATIENCE_S), CLOSE, start, NODES)
+    if not found.found:
+        raise InfeasibleError(f"integer program of splits: {found.status.value}")
+    choice = tuple(int(found.values[columns].argmax()) for columns in places)
+    cost, memory = model.cost_of(choice), model.memory_of(choice)
+    proven = found.proven and (limit is None or found.gap <= SAME)
+    bound = cost if proven else min(float(cost), found.bound)
+    return Assignment(choice, cost, bound, proven, memory, limit is None or memory <= limit)
+
+
+def _program(model: MinSum, limit: float | None) -> tuple[milp.Model, list[Array], list[tuple[Edge, Array]]]:
+    """The program of a model without edges at variables of one configuration; with a binary a configuration of each
+    variable, and one a pair of them on each edge (-1 where it is forbidden).
 
     With x[v, i] for "variable v has configuration i" and y[e, i, j] for "the ends of edge e have i and j":
 
@@ -81,71 +82,47 @@ class _Program:
 
     Pairs need not be declared whole: they are, where their ends' are. Forbidden ones are left out. Costs are counted
     from the least of their array, so that the relaxation is scaled well; a variable fixed at 1 costs the sum of these.
+    Raises InfeasibleError where all of a variable or an edge is forbidden.
     """
-
-    model: MinSum
-    """With no edges at variables of one configuration."""
-    integer: milp.Model
-    places: tuple[Array, ...]
-    """Of every variable: its binaries."""
-    pairs: tuple[Array, ...]
-    """Of every edge: its binaries, -1 where a pair is forbidden."""
-
-    @classmethod
-    def of(cls, model: MinSum, limit: float | None) -> _Program:
-        """The program of a merged model. Raises InfeasibleError where all of a variable or an edge is forbidden."""
-        model = conditioned(model)
-        builder = milp.Builder()
-        constant = 0.0
-        places, pairs = [], []
-        bytes_: list[tuple[Array, Array | None]] = []
-        for costs, needs in zip(model.costs, model.node_memory, strict=True):
-            least, own = _above_least(costs)
-            constant += least
-            columns = builder.add_variables(len(own), cost=own, upper=np.isfinite(costs))
-            builder.add_rows(np.zeros_like(columns), columns, lower=1, upper=1)
-            places.append(columns)
-            bytes_.append((columns, needs))
-        for edge in model.edges:
-            least, own = _above_least(edge.costs)
-            constant += least
-            allowed = np.isfinite(edge.costs)
-            columns = np.full(own.shape, -1)
-            columns[allowed] = builder.add_variables(int(allowed.sum()), cost=own[allowed], integral=False)
-            for end, axis in ((edge.source, 0), (edge.target, 1)):
-                row = np.nonzero(allowed)[axis]
-                sides = np.arange(len(places[end]))
-                builder.add_rows(
-                    np.concatenate((row, sides)),
-                    np.concatenate((columns[allowed], places[end])),
-                    np.concatenate((np.ones(len(row)), -np.ones(len(sides)))),
-                    lower=0,
-                    upper=0,
-                )
-            pairs.append(columns)
-            bytes_.append((columns[allowed], None if edge.memory is None else edge.memory[allowed]))
-        if limit is not None:  # In shares of the limit.
-            known = [(each, needs.ravel()) for each, needs in bytes_ if needs is not None and needs.any()]
-            columns = np.concatenate([np.zeros(0, np.int64), *(each for each, _ in known)])
-            needs = np.concatenate([np.zeros(0), *(each for _, each in known)])
-            unit = max(limit, 1.0)
-            builder.add_rows(np.zeros_like(columns), columns, needs / unit, upper=limit / unit, count=1)
-        # Gaps are shares of all that is paid.
-        builder.add_variables(1, cost=constant, lower=1.0)
-        return cls(model, builder.model(), tuple(places), tuple(pairs))
-
-    def values(self, choice: Sequence[int]) -> Array:
-        """The program's variables at a choice."""
-        found = self.integer.lower.copy()
-        for columns, number in zip(self.places, choice, strict=True):
-            found[columns[number]] = 1.0
-        for edge, columns in zip(self.model.edges, self.pairs, strict=True):
-            found[columns[choice[edge.source], choice[edge.target]]] = 1.0
-        return found
-
-    def choice(self, values: Array) -> tuple[int, ...]:
-        """The choice at the program's variables."""
-        return tuple(int(values[columns].argmax()) for columns in self.places)
+    builder = milp.Builder()
+    constant = 0.0
+    places: list[Array] = []
+    pairs: list[tuple[Edge, Array]] = []
+    needed: list[tuple[Array, Array | None]] = []
+    for costs, needs in zip(model.costs, model.node_memory, strict=True):
+        least, own = _above_least(costs)
+        constant += least
+        columns = builder.add_variables(len(own), cost=own, upper=np.isfinite(costs))
+        builder.add_rows(np.zeros_like(columns), columns, lower=1, upper=1)
+        places.append(columns)
+        needed.append((columns, needs))
+    for edge in model.edges:
+        least, own = _above_least(edge.costs)
+        constant += least
+        allowed = np.isfinite(edge.costs)
+        columns = np.full(own.shape, -1)
+        columns[allowed] = builder.add_variables(int(allowed.sum()), cost=own[allowed], integral=False)
+        for end, axis in ((edge.source, 0), (edge.target, 1)):
+            row = np.nonzero(allowed)[axis]
+            sides = np.arange(len(places[end]))
+            builder.add_rows(
+                np.concatenate((row, sides)),
+                np.concatenate((columns[allowed], places[end])),
+                np.concatenate((np.ones(len(row)), -np.ones(len(sides)))),
+                lower=0,
+                upper=0,
+            )
+        pairs.append((edge, columns))
+        needed.append((columns[allowed], None if edge.memory is None else edge.memory[allowed]))
+    if limit is not None:  # In shares of the limit.
+        counted = [(each, needs.ravel()) for each, needs in needed if needs is not None and needs.any()]
+        columns = np.concatenate([np.zeros(0, np.int64), *(each for each, _ in counted)])
+        needs = np.concatenate([np.zeros(0), *(each for _, each in counted)])
+        unit = max(limit, 1.0)
+        builder.add_rows(np.zeros_like(columns), columns, needs / unit, upper=limit / unit, count=1)
+    # Gaps are shares of all that is paid.
+    builder.add_variables(1, cost=constant, lower=1.0)
+    return builder.model(), places, pairs
 
 
 def _above_least(costs: Array) -> tuple[float, Array]:
@@ -261,7 +238,7 @@ MOST_PAIRS_WITHIN = 10_000
 """The same within a memory limit, where programs take longest."""
 
 
-def least_by_program(model: MinSum, programs: Programs, most: float = MOST_PAIRS) -> Assignment:
+def least_by_program(model: MinSum, seconds: float, most: float = MOST_PAIRS) -> Assignment:
     """The best choice of a merged model, by a program of about `most` pairs of configurations at most.
 
     There is none where the dual of the relaxation meets a choice. Raises InfeasibleError where every choice is
@@ -272,14 +249,14 @@ def least_by_program(model: MinSum, programs: Programs, most: float = MOST_PAIRS
         return left.answer(model)
     left = promising(model, left, most)
     known = _places(left, left.choice)
-    found = programs.least(restricted(model, left.kept), known or ())
+    found = least_choice(restricted(model, left.kept), seconds, known or ())
     bound = max(left.bound, min(float(found.bound), left.left_out))
     proven = found.proven and found.cost <= left.left_out
     return replace(found, choice=chosen(left.kept, found.choice), bound=bound, proven=proven)
 
 
 def least_within(
-    model: MinSum, limit: float, rate: float, cutoff: float, known: Sequence[int], programs: Programs
+    model: MinSum, limit: float, rate: float, cutoff: float, known: Sequence[int], seconds: float
 ) -> Assignment:
     """The best choice of a merged model that needs at most `limit` bytes and costs at most `cutoff`.
 
@@ -290,7 +267,7 @@ def least_within(
     left = fix_by_reduced_cost(at_price, 0, known, cutoff + rate * limit)
     left = promising(at_price, left, MOST_PAIRS_WITHIN)
     start = _places(left, known) if model.memory_of(known) <= limit else None
-    found = programs.least(restricted(model, left.kept), start or (), limit)
+    found = least_choice(restricted(model, left.kept), seconds, start or (), limit)
     left_out = left.left_out - rate * limit
     proven = found.proven and found.cost <= left_out
     return replace(

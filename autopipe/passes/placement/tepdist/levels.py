@@ -21,7 +21,6 @@ import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.placement.tepdist.integer_programs import (
-    Programs,
     ReducedModel,
     fix_by_reduced_cost,
     least_by_program,
@@ -222,14 +221,13 @@ class Level(ABC):
         """The best within the limit, prices being searched."""
 
     @property
-    def programs(self) -> Programs:
-        """How integer programs are solved in the time that is left."""
-        left = _PATIENCE_S if self._end is None else max(_LEAST_S, self._end - time.monotonic())
-        return Programs(left)
+    def seconds(self) -> float:
+        """Time for one integer program."""
+        return _PATIENCE_S if self._end is None else max(_LEAST_S, self._end - time.monotonic())
 
 
 def by_segments(
-    model: MinSum, rank: Array, programs: Programs, end: float | None = None, close: float = SAME
+    model: MinSum, rank: Array, seconds: float, end: float | None = None, close: float = SAME
 ) -> Assignment:
     """The best choice of a merged model whose edges lead to higher `rank`; at `end` of the clock, what is known.
 
@@ -255,7 +253,7 @@ def by_segments(
         fixed = conditioned(restricted(model, kept))  # Its wide variables have no edges.
         pairs = segments.pairs(fixed, parts)
         apart = float(sum(fixed.costs[variable][0] for variable in parts.wide))
-        path = shortest(fixed, parts, pairs, programs, best * (1 - close) - apart, end)
+        path = shortest(fixed, parts, pairs, seconds, best * (1 - close) - apart, end)
         bounds.append(max(bound, apart + path.bound))
         if path.settled and apart + path.cost < best:
             best, choice = apart + path.cost, choice_of(path, parts, pairs, strategies)
@@ -297,7 +295,7 @@ class O2(Level):
         """The same with a price for bytes."""
         cones = fill_cones(model, rate)
         rank, close = ranks(model)[list(cones.roots)], CLOSE / 2 if rate else SAME
-        found = by_segments(priced(cones.model, rate), rank, self.programs, self._end, close)
+        found = by_segments(priced(cones.model, rate), rank, self.seconds, self._end, close)
         return replace(found, choice=cones.expanded(found.choice))
 
     def within(self, model: MinSum, found: PricedSearch) -> Assignment:
@@ -310,7 +308,7 @@ class O3(Level):
     def least(self, model: MinSum) -> Assignment:
         """The choice of least cost; proven, but for time and size."""
         cones = self.fill(model)
-        found = least_by_program(cones.model, self.programs)
+        found = least_by_program(cones.model, self.seconds)
         return replace(found, choice=cones.expanded(found.choice))
 
     def at_price(self, model: MinSum, rate: float) -> Assignment:
@@ -327,7 +325,7 @@ class O3(Level):
         cones = self.fill(model, found.rate)
         known = [found.choice[root] for root in cones.roots]
         try:
-            answer = least_within(cones.model, found.limit, found.rate, float(found.cost), known, self.programs)
+            answer = least_within(cones.model, found.limit, found.rate, float(found.cost), known, self.seconds)
         except InfeasibleError:
             return found.answer
         found.offer(cones.expanded(answer.choice))
@@ -344,9 +342,4 @@ class O4(O3):
 
 LevelName = Literal["O2", "O3", "O4"]
 
-_SOLVERS: Final[Mapping[LevelName, Callable[[float | None], Level]]] = {"O2": O2, "O3": O3, "O4": O4}
-
-
-def solver_of(level: LevelName, time_limit: float | None) -> Level:
-    """The solver of a level, whose searches together take at most `time_limit` seconds from now on."""
-    return _SOLVERS[level](time_limit)
+LEVELS: Final[Mapping[LevelName, type[Level]]] = {"O2": O2, "O3": O3, "O4": O4}

@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.placement.tepdist.integer_programs import Programs, least_by_program
+from autopipe.passes.placement.tepdist.integer_programs import least_by_program
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
-from autopipe.passes.solvers.min_sum.elimination import Contraction, Neighbours, neighbours
+from autopipe.passes.solvers.min_sum.elimination import Contraction, neighbours
 from autopipe.passes.solvers.min_sum.model import Array, Once, blocks, conditioned, everything, merged, restricted
 
 
@@ -168,84 +169,6 @@ def ranks(model: MinSum) -> Array:
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankedVariables:
-    """A model's variables from low to high rank, and what each takes."""
-
-    order: tuple[int, ...]
-    behind: tuple[tuple[int, ...], ...]
-    """Of every variable: its neighbours of lower rank, ascending."""
-    weight: Array
-    """Seconds of each at least."""
-
-    @staticmethod
-    def of(model: MinSum, around: Neighbours, rank: Array) -> RankedVariables:
-        ranked = rank.tolist()
-        behind = (
-            sorted(other for other in near if ranked[other] < own) for near, own in zip(around, ranked, strict=True)
-        )
-        weight = np.where(np.isfinite(least := least_costs(model)), least, 0.0)
-        return RankedVariables(tuple(np.argsort(rank, kind="stable").tolist()), tuple(map(tuple, behind)), weight)
-
-
-def heaviest_path(ways: RankedVariables, without: Set[int]) -> tuple[int, ...]:
-    """The variables that take most together of any way from low to high rank, none of them in `without`."""
-    total = ways.weight.tolist()
-    for variable in without:
-        total[variable] = -math.inf
-    before = [-1] * len(total)
-    for variable in ways.order:
-        heaviest, most = -1, -math.inf
-        for other in ways.behind[variable]:
-            if total[other] > most:
-                heaviest, most = other, total[other]
-        if heaviest >= 0 and variable not in without:
-            before[variable] = heaviest
-            total[variable] += most
-    path = [max(range(len(total)), key=total.__getitem__)]
-    while before[path[-1]] >= 0:
-        path.append(before[path[-1]])
-    return tuple(reversed(path))
-
-
-def critical_nodes(path: Sequence[int], around: Neighbours, without: Set[int]) -> tuple[int, ...]:
-    """Of the heaviest path's variables those that no way leads past but through `without`.
-
-    On the heaviest path a node has no freedom: its rank is the same as soon and as late as possible. Where another way
-    leads past it, as a residual does past a product, what is before and behind it would still know of one another; so
-    only those are critical that part the graph.
-    """
-    place = {variable: number for number, variable in enumerate(path)}
-    # Places of the path that are joined by one edge, or by variables beside it.
-    ways = [{place[one], place[other]} for one in place for other in around[one] if other in place]
-    for part in parts(around, place.keys() | without):
-        ways.append({place[other] for variable in part for other in around[variable] if other in place})
-    jumps = np.zeros(len(path) + 1, dtype=np.int64)
-    for ends in filter(None, ways):
-        first, last = min(ends), max(ends)
-        if last > first + 1:
-            jumps[first + 1] += 1
-            jumps[last] -= 1
-    return tuple(variable for variable, passing in zip(path, np.cumsum(jumps), strict=False) if not passing)
-
-
-def parts(around: Neighbours, without: Set[int]) -> list[tuple[int, ...]]:
-    """The connected parts of what is left of a graph without some variables, each ascending."""
-    seen = set(without)
-    found = []
-    for start in range(len(around)):
-        if start in seen:
-            continue
-        seen.add(start)
-        part = [start]
-        for variable in part:
-            new = around[variable] - seen
-            seen |= new
-            part += new
-        found.append(tuple(sorted(part)))
-    return found
-
-
 MOST_WIDE = 6
 """Wide variables at most."""
 SMALL = 10
@@ -271,6 +194,11 @@ class SegmentedModel:
     """From the first to the last."""
     segments: tuple[Segment, ...]
 
+    @property
+    def largest(self) -> int:
+        """Variables of the largest segment, or as many as are no trouble."""
+        return max(SMALL, *(len(segment.inner) for segment in self.segments), 0)
+
 
 def cut(model: MinSum, rank: Array) -> SegmentedModel:
     """The cut with small segments; of such the one with fewest wide variables. Edges lead from lower to higher `rank`.
@@ -279,51 +207,116 @@ def cut(model: MinSum, rank: Array) -> SegmentedModel:
     are given before segments are searched (`levels.by_segments`), so that nothing that leads past a critical node is
     left out.
     """
-    around = neighbours(model)
-    widest = _widest(around, rank)
-    ways = RankedVariables.of(model, around, rank)
-    best = min((_cut(ways, around, widest[:count]) for count in range(len(widest) + 1)), key=_largest)
+    parter = _Cutter(model, rank)
+    widest = parter.widest()
+    best = min((parter.cut(widest[:count]) for count in range(len(widest) + 1)), key=attrgetter("largest"))
     for variable in best.wide:
-        fewer = _cut(ways, around, tuple(other for other in best.wide if other != variable))
-        best = min(fewer, best, key=_largest)
+        fewer = parter.cut(tuple(other for other in best.wide if other != variable))
+        best = min(fewer, best, key=attrgetter("largest"))
     return best
 
 
-def _widest(around: Neighbours, rank: Array) -> tuple[int, ...]:
-    """Values that reach farthest, all their neighbours taken together, one after the other.
+class _Cutter:
+    """Cuts of one model without some variables."""
 
-    A value that reads one of them far away reaches as far through it alone, and no more once it is wide.
-    """
-    far = [sum(abs(int(rank[other] - rank[own])) for other in near) for own, near in enumerate(around)]
-    found: dict[int, None] = {}
-    while len(found) < min(MOST_WIDE, len(around)):
-        variable = max(range(len(far)), key=lambda own: (own not in found, far[own]))
-        found[variable] = None
-        for other in around[variable]:
-            far[other] -= abs(int(rank[other] - rank[variable]))
-    return tuple(found)
+    def __init__(self, model: MinSum, rank: Array) -> None:
+        self.around, self.rank = neighbours(model), rank.tolist()
+        self.order: list[int] = np.argsort(rank, kind="stable").tolist()
+        """From low to high rank."""
+        self.behind = [
+            sorted(other for other in near if self.rank[other] < own)
+            for near, own in zip(self.around, self.rank, strict=True)
+        ]
+        """Of every variable: its neighbours of lower rank, ascending."""
+        self.weight: list[float] = np.where(np.isfinite(least := least_costs(model)), least, 0.0).tolist()
+        """Seconds of each at least."""
 
+    def widest(self) -> tuple[int, ...]:
+        """Values that reach farthest, all their neighbours taken together, one after the other.
 
-def _largest(found: SegmentedModel) -> int:
-    """Variables of the largest segment, or as many as are no trouble."""
-    return max(SMALL, *(len(segment.inner) for segment in found.segments), 0)
+        A value that reads one of them far away reaches as far through it alone, and no more once it is wide.
+        """
+        far = [sum(abs(self.rank[other] - self.rank[own]) for other in near) for own, near in enumerate(self.around)]
+        found: dict[int, None] = {}
+        while len(found) < min(MOST_WIDE, len(self.around)):
+            variable = max(range(len(far)), key=lambda own: (own not in found, far[own]))
+            found[variable] = None
+            for other in self.around[variable]:
+                far[other] -= abs(self.rank[other] - self.rank[variable])
+        return tuple(found)
 
+    def cut(self, wide: tuple[int, ...]) -> SegmentedModel:
+        """The critical nodes without some variables, and the segments between them."""
+        without = set(wide)
+        if len(without) == len(self.around):
+            return SegmentedModel(wide, (), ())
+        critical = self.critical_nodes(self.heaviest_path(without), without)
+        place = {variable: number for number, variable in enumerate(critical)}
+        segments = [
+            Segment((number, number + 1), ())
+            for number, (one, other) in enumerate(pairwise(critical))
+            if other in self.around[one]
+        ]
+        for inner in self.parts(without | place.keys()):
+            ends = {place[other] for variable in inner for other in self.around[variable] if other in place}
+            segments.append(Segment(tuple(sorted(ends)), inner))
+        return SegmentedModel(wide, critical, tuple(segments))
 
-def _cut(ways: RankedVariables, around: Neighbours, wide: tuple[int, ...]) -> SegmentedModel:
-    without = set(wide)
-    if len(without) == len(around):
-        return SegmentedModel(wide, (), ())
-    critical = critical_nodes(heaviest_path(ways, without), around, without)
-    place = {variable: number for number, variable in enumerate(critical)}
-    segments = [
-        Segment((number, number + 1), ())
-        for number, (one, other) in enumerate(pairwise(critical))
-        if other in around[one]
-    ]
-    for inner in parts(around, without | place.keys()):
-        ends = {place[other] for variable in inner for other in around[variable] if other in place}
-        segments.append(Segment(tuple(sorted(ends)), inner))
-    return SegmentedModel(wide, critical, tuple(segments))
+    def heaviest_path(self, without: Set[int]) -> list[int]:
+        """The variables that take most together of any way from low to high rank, none of them in `without`."""
+        total = self.weight.copy()
+        for variable in without:
+            total[variable] = -math.inf
+        before = [-1] * len(total)
+        for variable in self.order:
+            heaviest, most = -1, -math.inf
+            for other in self.behind[variable]:
+                if total[other] > most:
+                    heaviest, most = other, total[other]
+            if heaviest >= 0 and variable not in without:
+                before[variable] = heaviest
+                total[variable] += most
+        path = [max(range(len(total)), key=total.__getitem__)]
+        while before[path[-1]] >= 0:
+            path.append(before[path[-1]])
+        return path[::-1]
+
+    def critical_nodes(self, path: Sequence[int], without: Set[int]) -> tuple[int, ...]:
+        """Of the heaviest path's variables those that no way leads past but through `without`.
+
+        On the heaviest path a node has no freedom: its rank is the same as soon and as late as possible. Where another
+        way leads past it, as a residual does past a product, what is before and behind it would still know of one
+        another; so only those are critical that part the graph.
+        """
+        around = self.around
+        place = {variable: number for number, variable in enumerate(path)}
+        # Places of the path that are joined by one edge, or by variables beside it.
+        ways = [{place[one], place[other]} for one in place for other in around[one] if other in place]
+        for part in self.parts(place.keys() | without):
+            ways.append({place[other] for variable in part for other in around[variable] if other in place})
+        jumps = np.zeros(len(path) + 1, dtype=np.int64)
+        for ends in filter(None, ways):
+            first, last = min(ends), max(ends)
+            if last > first + 1:
+                jumps[first + 1] += 1
+                jumps[last] -= 1
+        return tuple(variable for variable, passing in zip(path, np.cumsum(jumps), strict=False) if not passing)
+
+    def parts(self, without: Set[int]) -> list[tuple[int, ...]]:
+        """The connected parts of what is left of the graph without some variables, each ascending."""
+        seen = set(without)
+        found = []
+        for start in range(len(self.around)):
+            if start in seen:
+                continue
+            seen.add(start)
+            part = [start]
+            for variable in part:
+                new = self.around[variable] - seen
+                seen |= new
+                part += new
+            found.append(tuple(sorted(part)))
+        return found
 
 
 ROUNDS = 5
@@ -335,39 +328,31 @@ Ends = tuple[int, ...]
 """A strategy for each of a segment's ends: none, its head's, or its head's and its tail's."""
 
 
-@dataclass(eq=False, slots=True)
 class Pairs:
     """A segment as a merged model of its own: its inner variables first, then its ends, which cost nothing here.
 
     Not every pair of strategies of its ends is solved: all begin with bounds, and the dynamic programming settles those
-    on its best path by an integer program over the segment's cones.
+    on its best path by an integer program over the segment's cones. `costs`, `bounds` and `settled` have an axis for
+    each end: what the best inside that is known costs where that is settled, else a bound; below which nothing costs;
+    and whether it is settled, as what has no inside is.
     """
 
-    model: MinSum
-    inner: int
-    """How many variables are inner ones."""
-    costs: Array
-    """An axis for each end: what the best inside that is known costs where that is settled, else a bound."""
-    bounds: Array
-    """Of the same shape: nothing costs less."""
-    settled: Array
-    """Of the same shape."""
-    choices: dict[Ends, tuple[int, ...]] = field(default_factory=dict)
-    """The best inside, where there is one and it is settled."""
-    headed: set[int] = field(default_factory=set)
-    """Strategies of the head of which there are bounds of their own."""
-
-    @classmethod
-    def of(cls, model: MinSum, inner: int) -> Pairs:
-        """Begins with bounds; what has no inside is settled."""
+    def __init__(self, model: MinSum, inner: int) -> None:
+        self.model, self.inner = model, inner
+        self.choices: dict[Ends, tuple[int, ...]] = {}
+        """The best inside, where there is one and it is settled."""
+        self.headed: set[int] = set()
+        """Strategies of the head of which there are bounds of their own."""
         if inner:
-            bounds = _bounds(model, inner)
-            return cls(model, inner, bounds.copy(), bounds, np.asarray(np.isinf(bounds)))
-        # Ends of one strategy have no edges.
-        costs = model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])
-        return cls(model, inner, costs, costs, np.ones(costs.shape, dtype=bool))
+            self.bounds = _bounds(model, inner)
+            self.costs = self.bounds.copy()
+            self.settled = np.isinf(self.bounds)
+        else:
+            # Ends of one strategy have no edges.
+            self.costs = model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])
+            self.bounds, self.settled = self.costs, np.ones(self.costs.shape, dtype=bool)
 
-    def approach(self, ends: Ends, programs: Programs) -> None:
+    def approach(self, ends: Ends, seconds: float) -> None:
         """Come closer to what the inside costs: by bounds for the head's strategy and all of the tail's, and then by
         the integer program for one strategy of each end.
         """
@@ -381,7 +366,7 @@ class Pairs:
             return
         self.settled[ends] = True
         try:
-            found = least_by_program(self._given(ends), programs, MOST_PAIRS)
+            found = least_by_program(self._given(ends), seconds, MOST_PAIRS)
         except InfeasibleError:
             self.costs[ends] = self.bounds[ends] = np.inf
         else:
@@ -433,7 +418,7 @@ class Path:
 
 
 def shortest(
-    model: MinSum, cut: SegmentedModel, pairs: Sequence[Pairs], programs: Programs, known: float, end: float | None
+    model: MinSum, cut: SegmentedModel, pairs: Sequence[Pairs], seconds: float, known: float, end: float | None
 ) -> Path:
     """The path that costs least, where that is less than `known`; what is found by `end` of the clock otherwise.
 
@@ -449,7 +434,7 @@ def shortest(
             _, bound = _path_least(own, cut, [each.bounds for each in pairs])
             return Path(strategies, cost, bound, not left)
         for (_, at), each in left.items():
-            each.approach(at, programs)
+            each.approach(at, seconds)
 
 
 def is_over(end: float | None) -> bool:
@@ -494,12 +479,12 @@ def _path_least(own: Sequence[Array], cut: SegmentedModel, tables: Sequence[Arra
     return tuple(reversed(strategies)), constant + float(reached.min())
 
 
-@dataclass(eq=False, slots=True)
 class EqualSegments:
     """Segments by what they are made of: equal layers have the same arrays, and pairs settled once for all of them."""
 
-    known: dict[Hashable, Pairs] = field(default_factory=dict)
-    """By where their arrays lie, all of which they hold."""
+    def __init__(self) -> None:
+        self.known: dict[Hashable, Pairs] = {}
+        """By where their arrays lie, all of which they hold."""
 
     def pairs(self, model: MinSum, cut: SegmentedModel) -> list[Pairs]:
         """Pairs of each segment of a merged model, whose wide variables have no edges."""
@@ -526,5 +511,5 @@ class EqualSegments:
         if key not in self.known:
             forward = (Edge(*both, costs) for both, costs in joined)
             links = tuple(edge if edge.source < edge.target else edge.reversed for edge in forward)
-            self.known[key] = Pairs.of(MinSum((*own, *map(np.zeros, free)), links), len(own))
+            self.known[key] = Pairs(MinSum((*own, *map(np.zeros, free)), links), len(own))
         return self.known[key]

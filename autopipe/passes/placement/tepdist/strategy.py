@@ -14,7 +14,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import required_sizes, resolved_constraints
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators
-from autopipe.passes.placement.tepdist.levels import LevelName, solver_of
+from autopipe.passes.placement.tepdist.levels import LEVELS, LevelName
 from autopipe.passes.placement.tepdist.search import (
     LeastCrossing,
     MeshTrial,
@@ -112,7 +112,7 @@ class TePDist:
             raise InfeasibleError(f"no equal groups of these devices make {self.stages} stages")
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
         divisions = linear_cut, LeastCrossing(self.unbalance, problem.time_limit)
-        outer = Outer(problem, solver_of(self.level, problem.time_limit), divisions, end)
+        outer = Outer(problem, LEVELS[self.level](problem.time_limit), divisions, end)
         best = outer.run(found, required_sizes(problem, resolved))
         assert best.placement is not None
         inside = outer.in_micro_batches(best.micro_batches)

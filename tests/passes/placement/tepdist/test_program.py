@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from random_layers import best_choice, layered
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.passes.placement.tepdist.integer_programs import Programs, fix_by_reduced_cost, promising
+from autopipe.passes.placement.tepdist.integer_programs import fix_by_reduced_cost, least_choice, promising
 from autopipe.passes.solvers.min_sum import MinSum
 from autopipe.passes.solvers.min_sum.model import merged
 
@@ -18,12 +18,11 @@ from autopipe.passes.solvers.min_sum.model import merged
 @given(model=layered(memory=True), limit=st.integers(10, 60))
 def test_the_program_is_the_model(model: MinSum, limit: int) -> None:
     simple, best = merged(model), best_choice(model, limit)
-    programs = Programs()
     if best == np.inf:
         with pytest.raises(InfeasibleError):
-            programs.least(simple, limit=limit)
+            least_choice(simple, 60.0, limit=limit)
         return
-    answer = programs.least(simple, limit=limit)
+    answer = least_choice(simple, 60.0, limit=limit)
     assert answer.cost == pytest.approx(best, rel=1e-9)
     assert answer.memory <= limit
     assert answer.bound <= answer.cost
