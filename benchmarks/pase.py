@@ -24,7 +24,7 @@ from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.paper_costs import LayerGraph, PaperTables
-from autopipe.passes.placement.pase.paper_search import find_strategy, model_of, tables_of
+from autopipe.passes.placement.pase.paper_search import find_strategy, tables_of
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.registry import Strategy, strategy_class
 from autopipe.passes.schedule.limits import check_memory
@@ -162,7 +162,7 @@ _MOST_PAIRS, _MILP_S = 60_000, 30.0
 def _methods(case: str, model: str, devices: int) -> Iterator[Row]:
     problem = paper_problem(model, devices)
     tables = tables_of(problem)
-    costs = model_of(tables)
+    costs = tables.model
     start = _samples_first(tables, sample_axes(problem.graph, tables.graph))
     theirs_too = "; theirs with its tables"
     walked = f"; at most {_ITERATIONS} steps from data parallelism; theirs is FlexFlow"

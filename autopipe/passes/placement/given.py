@@ -168,7 +168,6 @@ class GivenSplits:
     split: Degrees
     """Degrees by axis of the iteration space, outer to inner over the stage's devices; `samples` is the axis that
     counts samples, whatever an operator calls it. A node is split along those that it has; `{}` splits nothing."""
-
     nodes: tuple[NodeEntry, ...]
     """The nodes, written as those of a stage. Of several entries that mean a node the last one counts."""
 
@@ -179,20 +178,15 @@ class GivenStage:
 
     devices: tuple[int | str, ...]
     """Its devices in order; `0-3` is four of them."""
-
     nodes: tuple[NodeEntry, ...]
     """Its nodes: names, globs over names, indices into the graph's nodes (for nodes whose names are alike or empty), or
     `[first, last]` for a range in the order of the graph."""
-
     micro_batch_size: int | None = None
     """Samples of one of its micro-batches; those of the step's where it is not given."""
-
     recompute: bool = False
     """Run its forward again for its backward."""
-
     pipeline: int = 0
     """Which of several pipelines it belongs to; each holds all nodes."""
-
     splits: tuple[GivenSplits, ...] = ()
     """How its nodes are split over its devices; every device computes the others whole."""
 

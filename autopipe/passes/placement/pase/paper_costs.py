@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from autopipe.passes.solvers.min_sum import Edge, MinSum
+
 Degrees = npt.NDArray[np.int64]
 """[configurations, axes]: parts of each axis."""
 Floats = npt.NDArray[np.float64]
@@ -338,13 +340,11 @@ class LayerGraph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaperTables:
-    """Configurations and costs of a graph: entry i of each belongs to layer or edge i."""
+    """The configurations of each layer of a graph, and costs of layers and edges as solvers take them."""
 
     graph: LayerGraph
     configurations: tuple[Degrees, ...]
-    layer_costs: tuple[Floats, ...]
-    edge_costs: tuple[Floats, ...]
-    """[source configurations, target configurations] of each edge."""
+    model: MinSum
 
 
 def build_tables(graph: LayerGraph, devices: int) -> PaperTables:
@@ -354,14 +354,13 @@ def build_tables(graph: LayerGraph, devices: int) -> PaperTables:
     degrees = [layer.configurations(devices, graph.cutoff) for layer in kinds]
     costs = [layer.cost.of(layer.extents, found) for layer, found in zip(kinds, degrees, strict=True)]
     matrices: dict[Hashable, Floats] = {}
-    edge_costs = []
+    edges = []
     for edge in graph.edges:
         source, target = kind_of[edge.source], kind_of[edge.target]
         key = (source, edge.result, target, edge.operand)
         if key not in matrices:
             written, read = graph.ends(edge)
             matrices[key] = transfer(written.extents, written.degrees(degrees[source]), read.degrees(degrees[target]))
-        edge_costs.append(matrices[key])
-    return PaperTables(
-        graph, tuple(degrees[kind] for kind in kind_of), tuple(costs[kind] for kind in kind_of), tuple(edge_costs)
-    )
+        edges.append(Edge(edge.source, edge.target, matrices[key]))
+    model = MinSum(tuple(costs[kind] for kind in kind_of), tuple(edges))
+    return PaperTables(graph, tuple(degrees[kind] for kind in kind_of), model)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autopipe.ir.graph import Graph
@@ -401,21 +401,15 @@ def embed(draft: LayerGraphBuilder, index: int) -> None:
 HEADS, KEYS, SCORES = map(_each, ("bhlk", "bhmk", "bhlm"))
 
 
-@dataclass(frozen=True, slots=True)
-class Projections:
-    """The nodes between an attention and what its queries, keys and values are projected from.
-
-    `sources` are those three values, each [batch, length, width].
-    """
-
-    nodes: tuple[int, ...]
-    sources: tuple[str, ...]
+Projections = tuple[tuple[int, ...], tuple[str, ...]]
+"""The nodes between an attention and what its queries, keys and values are projected from; and those three values,
+each [batch, length, width]."""
 
 
 def projections(graph: Graph) -> dict[int, Projections]:
     """Inputs of each attention, where they are three equal projections, by weights, of values of one shape."""
     readers = graph.consumers()
-    found = {}
+    found: dict[int, Projections] = {}
     for index, node in enumerate(graph.nodes):
         if node.op != "Attention" or len(graph.type_of(node.inputs[0]).shape) != 4 or any(node.outputs[1:]):
             continue
@@ -424,7 +418,7 @@ def projections(graph: Graph) -> dict[int, Projections]:
         shapes = {graph.type_of(name).shape for name in sources}
         equal = len({graph.type_of(name).shape for name in node.inputs[:3]}) == len(shapes) == 1
         if len(traced) == 3 and equal and len(shapes.pop()) == 3:
-            found[index] = Projections(tuple(sorted(node for nodes, _ in traced for node in nodes)), sources)
+            found[index] = tuple(sorted(node for nodes, _ in traced for node in nodes)), sources
     return found
 
 
@@ -477,10 +471,11 @@ def attend(draft: LayerGraphBuilder, index: int, projected: Projections | None) 
 def _project(draft: LayerGraphBuilder, name: str, projected: Projections, shape: Extents) -> tuple[Place, ...]:
     """Queries, keys and values by one product: of one value with three weights, or of three values stacked."""
     batch, heads, length, width = shape
-    inner = draft.shape_of(projected.sources[0])[2]
-    sources = [draft.places.get(each) for each in projected.sources]
+    nodes, names = projected
+    inner = draft.shape_of(names[0])[2]
+    sources = [draft.places.get(each) for each in names]
     read, operand = _each("ble"), sources[0]
-    if len(set(projected.sources)) > 1:
+    if len(set(names)) > 1:
         axes = {"s": 3, "b": batch, "l": length, "e": inner}
         operands = [(each, read) for each in sources]
         read = _each("sble")
@@ -490,7 +485,7 @@ def _project(draft: LayerGraphBuilder, name: str, projected: Projections, shape:
     stacked = _each("sbhlk")
     (product,) = draft.lay(
         f"{name}/projections",
-        projected.nodes,
+        nodes,
         axes | {"e": inner},
         ((operand, read),),
         [(stacked, (3, *shape))],
@@ -498,7 +493,7 @@ def _project(draft: LayerGraphBuilder, name: str, projected: Projections, shape:
         aliases=(("e", "k"),),
     )
     # Between a projection and its heads, values lie in the stacked product, [3, b, h, l, k], heads merged or apart.
-    for index in projected.nodes:
+    for index in nodes:
         node = draft.graph.nodes[index]
         groups: Groups = ((1,), (3,), (2, 4)) if len(draft.shape_of(node.outputs[0])) == 3 else ((1,), (3,), (2,), (4,))
         if node.op == "Transpose":
@@ -644,7 +639,7 @@ def layer_graph(graph: Graph) -> LayerGraph:
     """
     draft = LayerGraphBuilder(graph)
     attentions = projections(graph)
-    skipped = recomputed_nodes(graph).union(*(each.nodes for each in attentions.values()))
+    skipped = recomputed_nodes(graph).union(*(nodes for nodes, _ in attentions.values()))
     data = {value.name for value in graph.inputs}
     for index, node in enumerate(graph.nodes):
         if data.isdisjoint(node.inputs):

@@ -18,7 +18,7 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.placement.pase.paper_costs import LayerGraph, PaperTables, build_tables
 from autopipe.passes.placement.pase.paper_rules import layer_graph
-from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, solve
+from autopipe.passes.solvers.min_sum import Assignment, MinSum, solve
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,15 +40,9 @@ class PaperStrategy:
         }
 
 
-def model_of(tables: PaperTables) -> MinSum:
-    """The tables as solvers take them."""
-    edges = zip(tables.graph.edges, tables.edge_costs, strict=True)
-    return MinSum(tables.layer_costs, tuple(Edge(edge.source, edge.target, costs) for edge, costs in edges))
-
-
 def find_strategy(tables: PaperTables, solver: Callable[[MinSum], Assignment] = solve) -> PaperStrategy:
     """The strategy of least cost, found by `solver`."""
-    answer = solver(model_of(tables))
+    answer = solver(tables.model)
     chosen = zip(tables.configurations, answer.choice, strict=True)
     degrees = tuple(tuple(configurations[row].tolist()) for configurations, row in chosen)
     return PaperStrategy(tables.graph, degrees, answer.cost, answer.bound, answer.proven)

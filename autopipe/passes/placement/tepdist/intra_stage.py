@@ -66,17 +66,8 @@ class IntraStageSearch:
             each = self.problem.graph.nodes[node]
             read = tuple(self._read(name, known, options) if name else None for name in each.inputs)
             written = tuple(self._value(name, known, name in options.given) if name else None for name in each.outputs)
-            parts.append(
-                (
-                    each.op,
-                    each.domain,
-                    each.attributes,
-                    self.samples.axes[node],
-                    options.allowed.get(node),
-                    read,
-                    written,
-                )
-            )
+            splits = self.samples.axes[node], options.allowed.get(node)
+            parts.append((each.op, each.domain, each.attributes, *splits, read, written))
         return tuple(parts)
 
     def _read(self, name: str, known: dict[str, int], options: StageOptions) -> Hashable:
@@ -129,12 +120,12 @@ class IntraStageSearch:
         """Placements without regard to memory, as the solver finds it best first."""
         inside = split_problem(self.problem, skeleton, self.required)
         numbers = range(len(skeleton.stages))
-        searched = self._weighed(_with_stages(skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers]))
+        searched = self._weighed(skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers])
         by_samples = [self._by_samples(stage) for stage in skeleton.stages]
         others = [other or own for other, own in zip(by_samples, searched.placement.stages, strict=True)]
         if others == list(searched.placement.stages):
             return [searched]
-        sampled = self._weighed(_with_stages(skeleton, others))
+        sampled = self._weighed(skeleton, others)
 
         def rank(which: int, stage: int) -> tuple[bool, float]:
             seconds = step_seconds((searched, sampled)[which].costs[stage], self.problem.micro_batches)
@@ -144,7 +135,7 @@ class IntraStageSearch:
         if len(set(faster)) == 1:
             return [searched, sampled]
         stages = [(searched, sampled)[which].placement.stages[i] for i, which in enumerate(faster)]
-        return [searched, sampled, self._weighed(_with_stages(skeleton, stages))]
+        return [searched, sampled, self._weighed(skeleton, stages)]
 
     def _searched(self, inside: SplitProblem, placement: Placement, index: int) -> tuple[Stage, SplitProof]:
         """A stage as the solver finds it best without regard to memory."""
@@ -172,9 +163,8 @@ class IntraStageSearch:
         stages = plain.placement.stages
         full = [replace(stage, recompute=excess > 0) for stage, (excess, _) in zip(stages, plain.excess, strict=True)]
         for some in (full, [replace(stage, recompute=True) for stage in stages]):
-            bare = [replace(stage, splits=()) for stage in some]
-            fitting = [each for each in self._unlimited(_with_stages(plain.placement, bare)) if each.fits]
-            if fitting:
+            bare = replace(plain.placement, stages=tuple(replace(stage, splits=()) for stage in some))
+            if fitting := [each for each in self._unlimited(bare) if each.fits]:
                 return fitting
         return []
 
@@ -205,7 +195,7 @@ class IntraStageSearch:
             stages = list(plain.placement.stages)
             for stage in same:
                 stages[stage] = replace(stages[stage], splits=_of_nodes(nodes[stage], splits))
-            plain = self._weighed(_with_stages(plain.placement, stages))
+            plain = self._weighed(plain.placement, stages)
         return plain
 
     def _check_least(self, inside: SplitProblem, plain: CostedPlacement, index: int) -> None:
@@ -218,7 +208,9 @@ class IntraStageSearch:
         if least > self.problem.memory_of(device):
             raise out_of_memory(self.problem, [index], len(inside.plans), device, least, least=True)
 
-    def _weighed(self, placement: Placement) -> CostedPlacement:
+    def _weighed(self, placement: Placement, stages: Sequence[Stage]) -> CostedPlacement:
+        """The placement with other stages, and its costs."""
+        placement = replace(placement, stages=tuple(stages))
         costs = stage_costs(self.problem, placement)
         used = device_memory(self.problem, placement, costs)
         excess = tuple(
@@ -226,10 +218,6 @@ class IntraStageSearch:
             for stage in placement.stages
         )
         return CostedPlacement(placement, costs, excess)
-
-
-def _with_stages(placement: Placement, stages: Sequence[Stage]) -> Placement:
-    return replace(placement, stages=tuple(stages), proof=None)
 
 
 def _of_nodes(nodes: Sequence[int], splits: Sequence[Splits]) -> tuple[tuple[int, Splits], ...]:

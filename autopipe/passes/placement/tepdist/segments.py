@@ -346,7 +346,7 @@ class Pairs:
         if inner:
             self.bounds = _bounds(model, inner)
             self.costs = self.bounds.copy()
-            self.settled = np.isinf(self.bounds)
+            self.settled = np.asarray(np.isinf(self.bounds))
         else:
             # Ends of one strategy have no edges.
             self.costs = model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])

@@ -68,10 +68,8 @@ class TePDist:
     level: LevelName = "O2"
     """How splits are searched inside a stage. `O2`: segments between critical operators, then the whole stage by
     dynamic programming. `O3`: all cones in one integer programme. `O4`: all operators in one."""
-
     stages: int | None = None
     """Pipeline stages, of equal groups of devices; all numbers that divide the devices are tried where it is open."""
-
     unbalance: float = 0.08
     """By how much, as a share of the mean, a stage may compute more than the mean where the integer program divides the
     operators so that the fewest bytes cross. A line of operators, cut so that the slowest stage is fastest, is tried

@@ -71,6 +71,6 @@ def test_strategies_of_table_ii(name: str, part: str) -> None:
 
 
 def test_equal_layers_and_edges_are_costed_once() -> None:
-    transformer = tables("transformer", 16)
-    assert len({id(costs) for costs in transformer.layer_costs}) < 25
-    assert len({id(costs) for costs in transformer.edge_costs}) < 40
+    transformer = tables("transformer", 16).model
+    assert len({id(costs) for costs in transformer.costs}) < 25
+    assert len({id(edge.costs) for edge in transformer.edges}) < 40
