@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from autopipe.passes.sharding.node_costs import (
     node_classes,
     stage_context,
 )
-from autopipe.passes.sharding.reshard_tables import Floats, SharedValue, shared_parameter, shared_value
+from autopipe.passes.sharding.reshard_tables import Floats, ReshardTable, SharedValue, shared_parameter, shared_value
 from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, solve
 from autopipe.passes.solvers.min_sum.model import Once
 
@@ -113,7 +113,10 @@ class _Builder:
         cost_of = cache(NodeClass.costs)
         self.costs = [cost_of(kind) for kind in kinds.values()]
         self.edges: list[Edge] = []
-        self._changes, self._shared_value, self._free = cache(self._changes_of), cache(self._value_of), cache(_free)
+        # Caches that know nothing of the builder: all ends with it at once, without a collection of circles.
+        self._changes = cache(partial(_changes, stage.reshard))
+        self._shared_value = cache(partial(_shared_value, stage.reshard))
+        self._free = cache(_free)
 
     def add_parameter(self, name: str) -> None:
         """A variable for a parameter whose layout is not one node's choice."""
@@ -138,15 +141,6 @@ class _Builder:
             value = self._shared_value(left, wanted, *rest)
             self._connect(self.places[source], len(self.costs), value.from_source)
             self._add_variable(name, value, self._free(len(value.layouts)))
-
-    def _changes_of(self, source: End, reader: End, size: int, given: bool, times: int) -> Floats:
-        left, wanted = source[0].leaves(source[1]), reader[0].reads(reader[1])
-        change = self.stage.reshard.to_all if given else self.stage.reshard.to_reader
-        return change(left.layouts, wanted.layouts, size)[left.of][:, wanted.of] * times
-
-    def _value_of(self, source: End, readers: tuple[End, ...], size: int, given: bool, times: int) -> SharedValue:
-        wanted = [kind.reads(position) for kind, position in readers]
-        return shared_value(source[0].leaves(source[1]), wanted, size, self.stage.reshard, given, times)
 
     def _add_variable(self, name: str, value: SharedValue, costs: Costs) -> None:
         self.costs.append(costs)
@@ -187,6 +181,19 @@ class _Builder:
             if known[key].any():
                 found.append(Edge(self.places[first], self.places[node], no_seconds(known[key].shape), known[key]))
         return tuple(found)
+
+
+def _changes(reshard: ReshardTable, source: End, reader: End, size: int, given: bool, times: int) -> Floats:
+    left, wanted = source[0].leaves(source[1]), reader[0].reads(reader[1])
+    change = reshard.to_all if given else reshard.to_reader
+    return change(left.layouts, wanted.layouts, size)[left.of][:, wanted.of] * times
+
+
+def _shared_value(
+    reshard: ReshardTable, source: End, readers: tuple[End, ...], size: int, given: bool, times: int
+) -> SharedValue:
+    wanted = [kind.reads(position) for kind, position in readers]
+    return shared_value(source[0].leaves(source[1]), wanted, size, reshard, given, times)
 
 
 def _free(layouts: int) -> Costs:

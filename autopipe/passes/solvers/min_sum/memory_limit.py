@@ -100,20 +100,19 @@ class ParetoFront:
 
 @dataclass(slots=True)
 class Sieve:
-    """Keeps the labels that may still become the cheapest choice within the limit."""
+    """Keeps the labels that may still become the cheapest choice within the limit.
+
+    All nodes may need `limit` bytes together, and need `least` at least. Of every node `sizes` has the number of its
+    configurations, and no choice with one of them costs less than `floors` says; none at all less than `bound`. In
+    both, as in the labels' reach, a byte costs `rate`.
+    """
 
     sizes: Sequence[int]
-    """Of every node: its configurations."""
     limit: Number
-    """Bytes that all nodes may need together."""
     least: Number
-    """Bytes that all nodes need at least."""
     rate: float
-    """Cost of a byte."""
     floors: Sequence[Array]
-    """Of every node: no choice with this configuration costs less, bytes at their price included."""
     bound: float
-    """No choice at all costs less, bytes at their price included."""
     room: int
     """Labels that a list may keep."""
     threshold: float
