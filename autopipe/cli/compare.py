@@ -13,14 +13,23 @@ from rich.table import Table
 from rich.text import Text
 
 from autopipe.cli.drawing.picture import MOST_DEVICES, Picture, one_of_each, plan_picture
-from autopipe.cli.drawing.report import Report
+from autopipe.cli.drawing.report import Report, report_page
 from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.cli.options import PATH, standard_options
-from autopipe.cli.output import Output, bytes_text, devices_text, plain_table, seconds_text
+from autopipe.cli.output import (
+    Output,
+    bytes_text,
+    check_writable,
+    devices_text,
+    plain_table,
+    seconds_text,
+    write_texts,
+)
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_prediction
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
+from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
@@ -46,10 +55,6 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
       autopipe compare gpt.1f1b.plan gpt.gpipe.plan
       autopipe compare gpt.1f1b.plan gpt.gpipe.plan --html compared.html
     """
-    from autopipe.cli.drawing.report import report_page
-    from autopipe.cli.output import check_writable, write_texts
-    from autopipe.ir.codec import encode
-
     if html is not None:
         check_writable(html)
     found = [ComparisonPlan(folder, *open_prediction(folder)) for folder in plans]
@@ -250,24 +255,22 @@ class PlanDiff:
 def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
     """How each plan differs from the first; their models are read, each once, where there is more than one."""
     graphs: dict[tuple[str, str], Graph | None] = {}
-    for each in plans if len(plans) > 1 else ():
-        key = each.plan.model, each.plan.graph_digest
-        if key not in graphs:
-            graphs[key] = _graph_of(each)
+    diffs: list[PlanDiff] = []
     first = plans[0].plan
-    before = graphs.get((first.model, first.graph_digest))
-    return [
-        _plan_diff(first, each.plan, before, graphs.get((each.plan.model, each.plan.graph_digest))) for each in plans
-    ]
-
-
-def _plan_diff(first: Plan, plan: Plan, before: Graph | None, after: Graph | None) -> PlanDiff:
-    orders = plan.schedule.tasks != first.schedule.tasks
-    if plan_digest(plan) == plan_digest(first):
-        return PlanDiff(True, True, False)
-    if before is None or after is None or NodeNames(before).names != NodeNames(after).names:
-        return PlanDiff(False, False, orders)
-    return PlanDiff(False, True, orders, tuple(_changes(before, first.placement, plan.placement)))
+    for each in plans:
+        plan = each.plan
+        key = plan.model, plan.graph_digest
+        if key not in graphs:
+            graphs[key] = _graph_of(each) if len(plans) > 1 else None
+        before, after = graphs[first.model, first.graph_digest], graphs[key]
+        orders = plan.schedule.tasks != first.schedule.tasks
+        if plan_digest(plan) == plan_digest(first):
+            diffs.append(PlanDiff(True, True, False))
+        elif before is None or after is None or NodeNames(before).names != NodeNames(after).names:
+            diffs.append(PlanDiff(False, False, orders))
+        else:
+            diffs.append(PlanDiff(False, True, orders, tuple(_changes(before, first.placement, plan.placement))))
+    return diffs
 
 
 def _graph_of(found: ComparisonPlan) -> Graph | None:

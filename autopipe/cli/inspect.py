@@ -100,7 +100,7 @@ def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) ->
         "forward_flops": sum(each.forward_flops for each in work) if work else None,
         "backward_flops": sum(each.backward_flops for each in work) if work else None,
         "activation_bytes": sum(each.kept_bytes for each in work) if work else None,
-        "branches": [{"first": each.first, "nodes": each.nodes, "flops": each.flops} for each in branches],
+        "branches": branches,
         "unsupported": [
             {"operator": each.operator, "count": each.count, "node": each.node, "nearest": each.nearest or None}
             for each in model.unsupported

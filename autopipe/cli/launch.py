@@ -147,9 +147,13 @@ def _nodes(text: str) -> tuple[int, int]:
     return found
 
 
-def rank_arguments(flags: Mapping[str, object]) -> list[str]:
-    """Words for a rank's command line: the flags that have a value."""
-    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+def rank_arguments(**flags: object) -> list[str]:
+    """Words for a rank's command line: flags with their values, alone where those are true, none for None and false."""
+    words = []
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +203,9 @@ class Launch:
         check_data(self.manifest, self.data, 1)
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             report = Path(name) / "report.json"
-            flags = {
-                "--device": self.device,
-                "--steps": 1,
-                "--report": report,
-                "--data": self.data,
-                "--seed": self.seed,
-            }
-            run_alone(self.manifest.folder, ["--dry-run", *rank_arguments(flags)], rank, world_size)
+            own = {"device": self.device, "data": self.data, "seed": self.seed}
+            arguments = rank_arguments(dry_run=True, steps=1, report=report, **own)
+            run_alone(self.manifest.folder, arguments, rank, world_size)
             found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
             return found
 
@@ -238,23 +237,22 @@ class Launch:
                 raise ConfigurationError(f"{path} cannot be written", hint=hint)
 
     def _arguments(self, scratch: Path, steps: int, timeouts: Timeouts) -> list[str]:
-        flags = {
-            "--device": self.device,
-            "--steps": steps,
-            "--report": scratch / "report.jsonl",
-            "--checkpoint": None if self.checkpoint is None else self.checkpoint.absolute(),
-            "--data": self.data,
-            "--seed": self.seed,
-            "--checkpoint-every": self.checkpoint_every,
-            "--trace": None if self.trace is None else scratch / "spans",
-            "--outputs": None if self.outputs is None else self.outputs.absolute(),
-            "--start-timeout": timeouts.start_s,
-            "--step-timeout": timeouts.step_s,
-            "--checkpoint-timeout": timeouts.checkpoint_s,
-        }
-        # Where a rank is started again, it goes on from the newest checkpoint.
-        switches = {"--resume": self.checkpoint is not None, "--blocking": self.blocking}
-        return [*rank_arguments(flags), *(flag for flag, wanted in switches.items() if wanted)]
+        return rank_arguments(
+            device=self.device,
+            steps=steps,
+            report=scratch / "report.jsonl",
+            checkpoint=None if self.checkpoint is None else self.checkpoint.absolute(),
+            resume=self.checkpoint is not None,  # A rank that is started again goes on from the newest checkpoint.
+            blocking=self.blocking,
+            data=self.data,
+            seed=self.seed,
+            checkpoint_every=self.checkpoint_every,
+            trace=None if self.trace is None else scratch / "spans",
+            outputs=None if self.outputs is None else self.outputs.absolute(),
+            start_timeout=timeouts.start_s,
+            step_timeout=timeouts.step_s,
+            checkpoint_timeout=timeouts.checkpoint_s,
+        )
 
 
 def placement_note(device: str, ranks: int) -> str:

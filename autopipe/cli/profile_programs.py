@@ -75,17 +75,16 @@ def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int,
     read = read_for(request, None)
     wanted = sizes or tuple(size for size in (1, 2, 4, read.batch or 1) if (read.batch or size) % size == 0)
     found: list[tuple[int, Model]] = []
-    refused: AutopipeError | None = None
+    refused: list[AutopipeError] = []
     for size in dict.fromkeys(wanted):
         try:
             found.append((size, read if read.batch == size else read_for(request, size)))
         except AutopipeError as error:
             if sizes is not None:
                 raise
-            refused = refused or error
+            refused.append(error)
     if not found:
-        assert refused is not None
-        raise refused
+        raise refused[0]
     return tuple(found)
 
 

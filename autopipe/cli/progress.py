@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from autopipe.cli.output import Bar, Output, seconds_text
 from autopipe.ir.errors import ConfigurationError, InternalError
-from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, node_ranges
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule
@@ -16,44 +15,31 @@ from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import Observer, Request, pass_names
 
 
-def dumped(value: object) -> str:
+def dumped(value: object) -> Iterator[str]:
     """A graph node by node, a placement stage by stage, a schedule as its grid; anything else field by field."""
     match value:
-        case Model():
-            return "\n".join(_graph_lines(value.graph))
+        case Model(graph=graph):
+            yield f"graph {graph.name!r}, opset {graph.opset}"
+            yield from (f"input {each.name!r} {each.dtype.value} {list(each.shape)}" for each in graph.inputs)
+            for index, node in enumerate(graph.nodes):
+                shapes = ", ".join(str(list(graph.type_of(name).shape)) for name in node.outputs if name)
+                yield f"{index:5} {node.op} {node.name!r} ({', '.join(map(repr, node.inputs))}) -> {shapes}"
+            yield f"outputs {', '.join(map(repr, graph.outputs))}"
         case Problem():
-            return "\n".join(_work_lines(value))
+            yield "  node  class          forward GFLOP  backward GFLOP  forward MB  kept MB"
+            for index, work in enumerate(value.work):
+                flops = f"{work.forward_flops / 1e9:13.4f}  {work.backward_flops / 1e9:14.4f}"
+                sizes = f"{work.forward_bytes / 1e6:10.3f}  {work.kept_bytes / 1e6:7.3f}"
+                yield f"{index:6}  {work.kind:13}  {flops}  {sizes}"
         case Placement():
-            return "\n".join(_placement_lines(value))
+            for index, stage in enumerate(value.stages):
+                ranges = " ".join(f"{first}-{last - 1}" for first, last in node_ranges(stage.nodes))
+                yield f"stage {index}: devices {list(stage.devices)}, nodes {ranges}"
+                yield from (f"  node {node}: {' '.join(map(str, splits))}" for node, splits in stage.splits)
         case Schedule():
-            return value.grid()
+            yield value.grid()
         case _:
-            return pprint.pformat(value, width=120, compact=True)
-
-
-def _graph_lines(graph: Graph) -> Iterator[str]:
-    yield f"graph {graph.name!r}, opset {graph.opset}"
-    yield from (f"input {value.name!r} {value.dtype.value} {list(value.shape)}" for value in graph.inputs)
-    for index, node in enumerate(graph.nodes):
-        shapes = ", ".join(str(list(graph.type_of(name).shape)) for name in node.outputs if name)
-        yield f"{index:5} {node.op} {node.name!r} ({', '.join(map(repr, node.inputs))}) -> {shapes}"
-    yield f"outputs {', '.join(map(repr, graph.outputs))}"
-
-
-def _work_lines(problem: Problem) -> Iterator[str]:
-    yield "  node  class          forward GFLOP  backward GFLOP  forward MB  kept MB"
-    for index, work in enumerate(problem.work):
-        yield (
-            f"{index:6}  {work.kind:13}  {work.forward_flops / 1e9:13.4f}  {work.backward_flops / 1e9:14.4f}"
-            f"  {work.forward_bytes / 1e6:10.3f}  {work.kept_bytes / 1e6:7.3f}"
-        )
-
-
-def _placement_lines(placement: Placement) -> Iterator[str]:
-    for index, stage in enumerate(placement.stages):
-        ranges = " ".join(f"{first}-{last - 1}" for first, last in node_ranges(stage.nodes))
-        yield f"stage {index}: devices {list(stage.devices)}, nodes {ranges}"
-        yield from (f"  node {node}: {' '.join(map(str, splits))}" for node, splits in stage.splits)
+            yield pprint.pformat(value, width=120, compact=True)
 
 
 def names_of(request: Request) -> tuple[str, ...]:
@@ -86,7 +72,7 @@ class Watcher(Observer):
         self._bar.reach(self._furthest)
         self._output.detail(f"{name}: {seconds:.2f} s")
         if name in self._dump_after:
-            self._output.line(f"--- after {name}\n{dumped(value)}")
+            self._output.line("\n".join([f"--- after {name}", *dumped(value)]))
 
     def improved(self, step_s: float, bound_s: float) -> None:
         self._best = f", {seconds_text(step_s)} a step, at least {seconds_text(bound_s)}"

@@ -12,10 +12,12 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.drawing.picture import Picture, block_picture, plan_picture
-from autopipe.cli.drawing.report import Report, ScheduleResult, block_report, plan_report
+from autopipe.cli.drawing.report import Report, ScheduleResult, block_report, plan_report, report_page
+from autopipe.cli.drawing.svg import timeline_svg
 from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
+from autopipe.cli.drawing.trace import chrome_trace, orders_csv, read_measured
 from autopipe.cli.options import PATH, standard_options
-from autopipe.cli.output import Output, bytes_text, devices_text, plain_table
+from autopipe.cli.output import Output, bytes_text, check_writable, devices_text, plain_table, write_texts
 from autopipe.cli.plan_folder import open_plan, open_prediction
 from autopipe.cli.plan_text import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.ir.block_schedule import BlockSchedule, block_schedule_form, check_blocks, read_block_schedule
@@ -68,11 +70,6 @@ def show(
       autopipe show gpt.onnx.plan --tasks --rank 2
       autopipe show schedule.json --csv order.csv
     """
-    from autopipe.cli.drawing.report import report_page
-    from autopipe.cli.drawing.svg import timeline_svg
-    from autopipe.cli.drawing.trace import chrome_trace, orders_csv, read_measured
-    from autopipe.cli.output import check_writable, write_texts
-
     if rank is not None and not tasks:
         raise click.UsageError("--rank goes with --tasks")
     if measured is not None and trace is None:
@@ -304,31 +301,30 @@ def show_tasks(output: Output, folder: Path, rank: int | None) -> None:
 
 def task_graph_form(graph: TaskGraph) -> dict[str, object]:
     """One rank's task graph, all of it; a task's `id` is its place in the rank's order."""
+    tasks = []
+    for place, node in enumerate(graph.nodes):
+        optional = {"messages": node.messages, "group": node.group, "inside": node.inside, "what": node.what}
+        task = {
+            "id": place,
+            "kind": node.kind,
+            "name": node.name,
+            "stage": node.stage,
+            "micro_batch": node.micro_batch,
+            "bytes": node.bytes,
+            "after": node.after,
+            "memory_bytes": graph.held[place],
+        }
+        tasks.append(task | {key: value for key, value in optional.items() if value not in ((), "", None)})
     return {
         "rank": graph.rank,
         "static_memory_bytes": graph.static_bytes,
         "peak_memory_bytes": graph.peak_bytes,
-        "tasks": [_task_form(place, node, graph.held[place]) for place, node in enumerate(graph.nodes)],
+        "tasks": tasks,
         "loops": [
             {"section": each.section, "first": each.start, "tasks": each.end - each.start, "times": each.count}
             for each in graph.stretches
             if each.count > 1
         ],
-    }
-
-
-def _task_form(place: int, node: TaskNode, held: int) -> dict[str, object]:
-    optional = {"messages": node.messages, "group": node.group, "inside": node.inside, "what": node.what}
-    return {
-        "id": place,
-        "kind": node.kind,
-        "name": node.name,
-        "stage": node.stage,
-        "micro_batch": node.micro_batch,
-        "bytes": node.bytes,
-        "after": node.after,
-        "memory_bytes": held,
-        **{key: value for key, value in optional.items() if value not in ((), "", None)},
     }
 
 

@@ -177,17 +177,9 @@ class Verification:
         """Flags of a run of one step that leaves its record under this name."""
         folder = self.scratch / name
         folder.mkdir(exist_ok=True)
-        return rank_arguments(
-            {
-                "--device": self.device,
-                "--data": self.data or None,
-                "--seed": self.seed,
-                "--steps": 1,
-                "--record": folder,
-                "--report": folder / "report.jsonl",
-                "--outputs": folder / "outputs.npz",
-            }
-        )
+        files = {"report": folder / "report.jsonl", "outputs": folder / "outputs.npz"}
+        own = {"device": self.device, "data": self.data or None, "seed": self.seed}
+        return rank_arguments(steps=1, record=folder, **files, **own)
 
     def _losses(self, name: str) -> np.ndarray:
         return np.array(read_losses(self.scratch / name / "report.jsonl"))
@@ -209,7 +201,11 @@ class Verification:
         measured: Mapping[str, float] = {}
         if self.tolerance is None and any(not each.relative <= self.precision.limit for each in found):
             measured, told = responses(), note()
-        judged = [(each, self._limit(each, measured.get(each.tensor, 0.0))) for each in found]
+        judged = []
+        for each in found:
+            moved = measured.get(each.tensor, 0.0)
+            limit = self.precision.limit_of(each, moved if math.isfinite(moved) else 0.0)
+            judged.append((each, limit if self.tolerance is None else self.tolerance))
         worst, limit = max(
             judged,
             key=lambda pair: pair[0].relative / pair[1] if pair[1] else pair[0].relative,
@@ -217,11 +213,6 @@ class Verification:
         )
         response = measured.get(worst.tensor, 0.0)
         return Check(compared, reference, len(found), worst.tensor, worst.relative, limit, response, told)
-
-    def _limit(self, found: Difference, response: float) -> float:
-        if self.tolerance is not None:
-            return self.tolerance
-        return self.precision.limit_of(found, response if math.isfinite(response) else 0.0)
 
     def _run_moved(self, folder: Path, name: str) -> None:
         """One device's run for inputs and weights that are each one unit in the last place off, once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import colorsys
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -127,10 +128,7 @@ def step_picture(
     )
 
 
-def _by_device(bar: Bar) -> tuple[int, float, float]:
-    return bar.device, bar.start, bar.end
-
-
+_by_device = attrgetter("device", "start", "end")
 _TOLERANCE = 1e-2
 """Share of a period by which repetitions may differ and still count as alike."""
 

@@ -248,7 +248,10 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     limit = max((each for each in picture.limits if each is not None), default=0)
     full = limit if highest <= limit <= _NEAR * highest else highest
     yield Text(f"memory (a full bar is {picture.memory_text(full)}{', the limit' if full == limit else ''})"[:width])
-    labels = [_label(picture, *each) for each in zip(peaks, picture.limits, strict=True)]
+    labels = [f" {picture.memory_text(peak)}" for peak in peaks]
+    for row, room in enumerate(picture.limits):
+        if room is not None:
+            labels[row] += f" {'of' if peaks[row] <= room else 'over'} {picture.memory_text(room)}"
     if width - margin - max(map(len, labels), default=0) < _LEAST_COLUMNS:
         labels = [f" {picture.memory_text(peak)}" for peak in peaks]
     columns = max(4, width - margin - max(map(len, labels), default=0))
@@ -259,13 +262,6 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
         bars = _memory_bars(picture.memory[device], picture.end, columns, full)
         over = " over " in labels[device]
         yield Text.assemble(start, (bars, "cyan" if colour else ""), (labels[device], "red" if over and colour else ""))
-
-
-def _label(picture: Picture, peak: int, limit: int | None) -> str:
-    text = f" {picture.memory_text(peak)}"
-    if limit is None:
-        return text
-    return f"{text} {'of' if peak <= limit else 'over'} {picture.memory_text(limit)}"
 
 
 def _memory_bars(curve: Curve, end: float, columns: int, full: int) -> str:
