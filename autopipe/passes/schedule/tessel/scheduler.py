@@ -125,13 +125,12 @@ class _Search:
         for each in (KForwardsKBackwards(),) if self.stages.turns else published:
             yield self._judged(each.name, each.run(self.problem, placement)), 0.0
         for split, worth in ((False, 0.0), (True, _WORTH)) if self.problem.train else ((False, 0.0),):
-            found = self._searched(split, links=False)
-            if found is not None:
-                yield found, worth
-            if found is not None and found.messages_wait:
-                found = self._searched(split, links=True)
+            for links in (False, True):
+                found = self._searched(split, links)
                 if found is not None:
                     yield found, worth
+                if found is None or not found.messages_wait:
+                    break
 
     def _searched(self, split: bool, links: bool) -> _Candidate | None:
         """The searched order; None where memory does not suffice for a single unit."""

@@ -17,26 +17,8 @@ from typing import NamedTuple
 
 from autopipe.ir.block_schedule import BlockGraph, BlockSchedule, check_blocks
 from autopipe.ir.errors import ConfigurationError
-from autopipe.passes.schedule.tessel import periodic
-from autopipe.passes.schedule.tessel.model import (
-    Budget,
-    PeriodicStarts,
-    SearchOptions,
-    Starts,
-    compact,
-    fits,
-    frees_all,
-    heads,
-    makespan,
-    makespan_bound,
-    observed_state,
-    period_bound,
-    repetend_of,
-    reserved,
-    tails,
-    turn_of,
-    unroll,
-)
+from autopipe.passes.schedule.tessel import model, periodic
+from autopipe.passes.schedule.tessel.model import Budget, PeriodicStarts, SearchOptions, Starts
 from autopipe.passes.schedule.tessel.warmup_cooldown import StartWindow, complete, model_tasks, serial_order
 from autopipe.passes.solvers.cp_sat import Limit, OnSolution, Status, solve
 
@@ -53,7 +35,7 @@ def steady_state(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResul
     Raises InfeasibleError where memory does not suffice for them even one after the other."""
     best, bound = least_steady_period(graph, units, budget)
     budget.report(best.period, bound)
-    roomy = reserved(graph, units)
+    roomy = model.reserved(graph, units)
     best = periodic.tighten(roomy, best, best.period)
     best = _ask(roomy, budget, 0.2, lambda limit: periodic.least_latency(roomy, best, limit)).cyclic or best
     latency = best.latency(roomy)
@@ -65,8 +47,8 @@ def steady_state(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResul
 def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResult:
     """A steady state of the least period found, whatever its way and memory. Raises as `steady_state` does."""
     serial = serial_order(graph, units, budget.limit(0.2))
-    graph = reserved(graph, units)
-    bound = period_bound(graph)
+    graph = model.reserved(graph, units)
+    bound = model.period_bound(graph)
     budget.report(None, bound)
     best = periodic.construct(graph, bound, serial, budget)
     budget.report(best.period, bound)
@@ -74,7 +56,7 @@ def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> Period
         best = _rounded(graph, best, bound, budget)
     if best.period > bound:
         best, proven = _exact(graph, best, bound, budget)
-        bound = proven if frees_all(graph) else bound  # Other units may need less than `changes` say.
+        bound = proven if model.frees_all(graph) else bound  # Other units may need less than `changes` say.
     return PeriodicResult(best, bound)
 
 
@@ -83,7 +65,7 @@ def _rounded(graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget
     rounded = periodic.coarse(graph, bound)
     if rounded is None:
         return best
-    low = period_bound(rounded)
+    low = model.period_bound(rounded)
     found = _ask(graph, budget, 0.1, lambda limit: periodic.with_period(rounded, low, limit))
     if found.cyclic is None:
         known = periodic.tighten(rounded, best, low)
@@ -131,10 +113,10 @@ def shortest(
 ) -> tuple[Starts, int, float]:
     """The schedule of least makespan for the units of `known`, which it is no longer than: all in one problem. With the
     least makespan that may yet be possible, and the solver's work."""
-    horizon, low = makespan(graph, known), makespan_bound(graph, len(known))
+    horizon, low = model.makespan(graph, known), model.makespan_bound(graph, len(known))
     if low >= horizon:
         return known, horizon, 0.0
-    first, last = heads(graph), tails(graph)
+    first, last = model.heads(graph), model.tails(graph)
     windows = {
         (unit, index): StartWindow(first[index], horizon - block.time - last[index], known[unit][index])
         for unit in range(len(known))
@@ -150,8 +132,8 @@ def shortest(
     if not answer.found:
         return known, bound if answer.status is Status.UNKNOWN else horizon, answer.work
     count = len(graph.blocks)
-    found = compact(graph, [answer.values[at : at + count] for at in range(0, len(answer.values), count)])
-    return min(known, found, key=lambda each: makespan(graph, each)), bound, answer.work
+    found = model.compact(graph, [answer.values[at : at + count] for at in range(0, len(answer.values), count)])
+    return min(known, found, key=lambda each: model.makespan(graph, each)), bound, answer.work
 
 
 _FEW_BLOCKS = 64  # Blocks of all units together that are always solved at once as well.
@@ -172,11 +154,11 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
     budget = Budget(options or SearchOptions())
     cyclic, bound = steady_state(graph, units, budget)
     starts = complete(graph, cyclic, units, budget)
-    if not fits(graph, starts):
+    if not model.fits(graph, starts):
         # Units that free before they allocate can lean on the next ones in the steady state; the last one cannot.
         cyclic = periodic.one_at_a_time(graph, serial_order(graph, units, budget.limit(1.0)))
-        starts = unroll(graph, cyclic, units)
-    schedule = BlockSchedule(graph, starts, cyclic.period, bound, cyclic.period == bound, repetend_of(cyclic))
+        starts = model.unroll(graph, cyclic, units)
+    schedule = BlockSchedule(graph, starts, cyclic.period, bound, cyclic.period == bound, model.repetend_of(cyclic))
     schedule = _shortened(schedule, cyclic, budget)
     check_blocks(schedule)
     return replace(schedule, search_time_s=budget.used)
@@ -185,7 +167,7 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
 def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) -> BlockSchedule:
     """A shorter schedule that repeats further on or not at all, if there is one and few enough units do not repeat."""
     graph, units, unrolled = schedule.graph, schedule.units, budget.options.unrolled
-    bound, count = makespan_bound(graph, units), units * len(graph.blocks)
+    bound, count = model.makespan_bound(graph, units), units * len(graph.blocks)
     # So few units that all of them at once may do better, and so few blocks that they can be solved.
     few = count <= _FEW_BLOCKS or (count <= _MOST_BLOCKS and units <= 2 * max(cyclic.stages) + 2)
     # Units that programs may write out before a steady state.
@@ -199,7 +181,7 @@ def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) 
     if schedule.makespan > bound and budget.left >= 0 and few:
         starts, least, work = shortest(graph, schedule.starts, budget.limit(0.8))
         budget.work += work
-        length = makespan(graph, starts)
+        length = model.makespan(graph, starts)
         if length < schedule.makespan:
             return BlockSchedule(graph, starts, None, least, length == least)
     return schedule
@@ -207,16 +189,16 @@ def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) 
 
 def _list_schedule(known: BlockSchedule, few: bool, early: int) -> BlockSchedule | None:
     """The list schedule of the same units, where it is shorter and comes to the same period, or need not repeat."""
-    graph, bound = known.graph, makespan_bound(known.graph, known.units)
+    graph, bound = known.graph, model.makespan_bound(known.graph, known.units)
     starts = shortest_greedy(graph, known.units)
-    if starts is None or makespan(graph, starts) >= known.makespan:
+    if starts is None or model.makespan(graph, starts) >= known.makespan:
         return None
     middle = len(starts) // 2
 
     def settles(group: int) -> bool:
-        return early + group < middle and turn_of(starts, group, early, middle) is not None
+        return early + group < middle and model.turn_of(starts, group, early, middle) is not None
 
-    seen = observed_state(graph, starts)
+    seen = model.observed_state(graph, starts)
     if seen.repetend is not None and seen.period == known.period and (few or settles(1)):
         return replace(known, starts=starts, repetend=seen.repetend)
     repeats = seen.period == known.period and any(map(settles, range(2, _MOST_TOGETHER + 1)))
@@ -233,14 +215,14 @@ def shortest_greedy(graph: BlockGraph, units: int) -> Starts | None:
     """The shortest of the list schedules, and of equal ones that with fewest units in flight; None where none fits.
     Numbers in flight go from what one unit's length needs at full load to more than twice that; they are compared by
     fewer units where there are many."""
-    least = math.ceil(max(tails(graph)) / max(graph.loads))
+    least = math.ceil(max(model.tails(graph)) / max(graph.loads))
     best: tuple[int, int] | None = None
     for in_flight in range(least, 2 * least + 2, max(1, math.ceil((least + 2) / _TRIALS))):
         trial = min(units, _TRIAL_UNITS * in_flight)
         starts = greedy(graph, trial, in_flight)
         if starts is None:
             continue
-        excess = makespan(graph, starts) - makespan_bound(graph, trial)
+        excess = model.makespan(graph, starts) - model.makespan_bound(graph, trial)
         if best is None or excess < best[0]:
             best = excess, in_flight
         if not excess:
@@ -253,7 +235,7 @@ def greedy(graph: BlockGraph, units: int, in_flight: int) -> Starts | None:
     waiting for each other. Units are equal, so of each block only the oldest unit that has not started it is looked
     at."""
     blocks, members, ranks = graph.blocks, graph.members, []
-    for index, (block, tail) in enumerate(zip(blocks, tails(graph), strict=True)):
+    for index, (block, tail) in enumerate(zip(blocks, model.tails(graph), strict=True)):
         # Blocks that others wait for come before blocks that allocate, and these before the rest.
         ranks.append((1 if block.memory > 0 or not block.after else 0 if graph.following[index] else 2, -tail))
     starts = [[-1] * len(blocks) for _ in range(units)]

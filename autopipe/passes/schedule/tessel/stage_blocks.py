@@ -25,9 +25,6 @@ Turned = tuple[int, int]
 """A stage and one of its turns."""
 
 _SHARES = 1 << 16  # Parts that the room of the device with the least of it is counted in.
-_TRAINING = (Phase.FORWARD, Phase.BACKWARD)
-_SPLIT_TRAINING = (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
-_SENDING_BACK = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +48,10 @@ def stage_blocks(
     """The blocks of one unit, with no memory limit. Times are rounded up to whole ticks, so that what fits in ticks
     fits in seconds, or down (`up=False`) for bounds that nothing is shorter than; a block takes one tick at least.
     `split` takes each backward as two blocks."""
-    phases = (_SPLIT_TRAINING if split else _TRAINING) if train else (Phase.FORWARD,)
+    backwards = (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT) if split else (Phase.BACKWARD,)
     kinds = tuple(
         (stage, phase, turn)
-        for phase in phases
+        for phase in (Phase.FORWARD, *(backwards if train else ()))
         for stage in range(len(stages.stage_devices))
         for turn in range(stages.micro_batch_ratio_at(stage))
     )
@@ -83,7 +80,7 @@ def stage_blocks(
 def with_links(blocks: StageBlocks, stages: StageGraph, messages: Sequence[Message]) -> StageBlocks:
     """The same blocks with messages that take turns on their links: each directed link is one more device."""
     index = {kind: position for position, kind in enumerate(blocks.kinds)}
-    backward = next((phase for _, phase, _ in blocks.kinds if phase in _SENDING_BACK), None)
+    backward = next((phase for _, phase, _ in blocks.kinds if phase is not Phase.FORWARD), None)
     made = [replace(block, delays=()) for block in blocks.graph.blocks]
     links: dict[tuple[int, int], int] = {}
     for each, source, target in _in_unit(stages, messages):
