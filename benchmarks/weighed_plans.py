@@ -33,7 +33,7 @@ from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text, merged, r
 from autopipe.ir.plan import Choice
 from autopipe.ir.program import Program
 from autopipe.ir.timeline import Timeline
-from autopipe.passes.analysis.operators import element_bytes, uses_of
+from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.auto.choose import weigh
 from autopipe.passes.auto.search import CandidateTrial, ScheduleOutcome
 from autopipe.passes.lower.lower import lower
@@ -144,7 +144,7 @@ class Candidate:
         if self.program is None:
             return None
         problem = self.placed.problem
-        widths = element_bytes(problem.graph, uses_of(problem.graph), problem.precision)
+        widths = element_bytes(problem.graph, problem.precision)
         count, devices = problem.micro_batches, problem.cluster.size
         shard = problem.optimizer.shard
         found = communication_bytes(problem.graph, self.placed.placement, count, devices, problem.loss, widths, shard)

@@ -101,7 +101,7 @@ def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequ
 
 def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample]:
     """Samples to measure, of every node in order; equal ones are put together once."""
-    operations = Operations.of(model.graph, precision)
+    operations = Operations(model.graph, precision)
     known: dict[Hashable, tuple[Sample, ...]] = {}
     for index, work in enumerate(annotate(operations.graph, operations.precision)):
         if index in operations.absorbed:

@@ -287,7 +287,7 @@ def show_tasks(output: Output, folder: Path, rank: int | None) -> None:
         raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
     loss = problem.loss if problem.train else None
     program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard)
-    source = TaskSource.of(program, problem.graph, plan.placement, plan.prediction.stages)
+    source = TaskSource(program, problem.graph, plan.placement, plan.prediction.stages)
     if output.as_json:
         ranks = range(program.world_size) if rank is None else (rank,)
         output.result({"plan": folder, "ranks": [task_graph_form(source.graph(each)) for each in ranks]})

@@ -62,14 +62,12 @@ class Numbers:
     value: Value
     read: Callable[[Box], npt.NDArray[np.generic]]
 
-    def pieces(self) -> Iterator[bytes]:
-        """All of the tensor's bytes, row by row, no more than about PIECE at a time."""
+    def write(self, file: IO[bytes], progress: Progress) -> None:
+        """Write all of the tensor's bytes, row by row, no more than about PIECE at a time."""
         for box in _boxes(self.value.shape, PIECE // self.value.dtype.itemsize):
-            yield self.read(box).tobytes()
-
-    def renamed(self, name: str) -> Numbers:
-        """The same numbers under another name."""
-        return Numbers(dataclasses.replace(self.value, name=name), self.read)
+            piece = self.read(box).tobytes()
+            file.write(piece)
+            progress(len(piece))
 
     def computed(self, value: Value, folded: Folded) -> Numbers:
         """Tensor into which an exporter had folded operators, from the numbers of the parameter; a tensor that is only
@@ -77,10 +75,16 @@ class Numbers:
         """
         steps = folded.steps
         if not steps:
-            return self.renamed(value.name)
+            return Numbers(dataclasses.replace(self.value, name=value.name), self.read)
         if len(steps) == 1 and steps[0].operator == "Transpose":
             order = steps[0].numbers
-            return Numbers(value, lambda box: self.read(_back(box, order)).transpose(order))
+            back = np.argsort(order)
+
+            def moved(box: Box) -> npt.NDArray[np.generic]:
+                bounds = (tuple(each[place] for place in back) for each in (box.starts, box.stops))
+                return self.read(Box(*bounds)).transpose(order)
+
+            return Numbers(value, moved)
 
         @functools.cache
         def whole() -> npt.NDArray[np.generic]:
@@ -94,14 +98,6 @@ class Numbers:
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
 
         return Numbers(value, lambda box: whole()[box.slices].reshape(box.shape))
-
-
-def _back(box: Box, order: tuple[int, ...]) -> Box:
-    """The block of a tensor that is this block of it transposed."""
-    starts, stops = [0] * len(order), [0] * len(order)
-    for place, axis in enumerate(order):
-        starts[axis], stops[axis] = box.starts[place], box.stops[place]
-    return Box(tuple(starts), tuple(stops))
 
 
 def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
@@ -125,13 +121,15 @@ def kept_tensors(
 ) -> tuple[list[Numbers], list[Numbers]]:
     """Initializers and constants of `graph` without numbers there, but for those that are `trained`.
 
-    First those whose numbers lie in the file itself, then those in files beside it.
-
-    `graph` is that of the file of `source` without the numbers of its large tensors.
+    First those whose numbers lie in the file itself, then those in files beside it. `graph` is that of the file of
+    `source` without the numbers of its large tensors.
     """
+    tensors = [(tensor.name, tensor) for tensor in graph.initializer]
+    constants = (node for node in graph.node if node.op_type == "Constant")
+    tensors += ((node.output[0], each.t) for node in constants for each in node.attribute if each.name == "value")
     inside: list[Numbers] = []
     beside: list[Numbers] = []
-    for name, tensor in _tensors(graph):
+    for name, tensor in tensors:
         if name in trained or tensor.raw_data or tensor.float_data or tensor.double_data:
             continue
         if tensor.data_location == tensor.EXTERNAL:
@@ -142,16 +140,6 @@ def kept_tensors(
             value = Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
             (beside if place.file else inside).append(_stored(value, place, source.path))
     return inside, beside
-
-
-def _tensors(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
-    for tensor in graph.initializer:
-        yield tensor.name, tensor
-    for node in graph.node:
-        if node.op_type == "Constant":
-            for attribute in node.attribute:
-                if attribute.name == "value":
-                    yield node.output[0], attribute.t
 
 
 def _stored(value: Value, place: FileSlice, model: Path) -> Numbers:
@@ -171,16 +159,6 @@ ALIGNMENT: Final = 4096
 """Offset of each tensor in a data file, so that it can be mapped into memory."""
 
 
-def write_beside(file: IO[bytes], tensors: Sequence[Numbers], progress: Progress) -> dict[str, int]:
-    """Write the numbers of tensors into a data file; their offsets in it, by name."""
-    places: dict[str, int] = {}
-    for each in tensors:
-        file.write(bytes(-file.tell() % ALIGNMENT))
-        places[each.value.name] = file.tell()
-        _write(file, each, progress)
-    return places
-
-
 def write_model(
     file: IO[bytes],
     model: onnx.ModelProto,
@@ -196,9 +174,11 @@ def write_model(
     """
     graph = model.graph.SerializeToString()
     model.ClearField("graph")
-    nodes = [(_node_head(constants[each.value.name], each), each) for each in tensors if each.value.name in constants]
+    nodes = [
+        (_node_head(constants[each.value.name], each.value), each) for each in tensors if each.value.name in constants
+    ]
     initializers = [
-        (_initializer_head(each, data, places.get(each.value.name)), each)
+        (_initializer_head(each.value, data, places.get(each.value.name)), each)
         for each in tensors
         if each.value.name not in constants
     ]
@@ -207,19 +187,25 @@ def write_model(
     file.write(model.SerializeToString() + header(MODEL_GRAPH, size))
     for head, each in nodes:  # Before all others: these read nothing.
         file.write(head)
-        _write(file, each, progress)
+        each.write(file, progress)
     file.write(graph)
     for head, each in initializers:
         file.write(head)
         if each.value.name not in places:
-            _write(file, each, progress)
+            each.write(file, progress)
 
 
-def _initializer_head(numbers: Numbers, data: str, place: int | None) -> bytes:
+def _tensor_head(value: Value) -> bytes:
+    import onnx
+
+    head = onnx.TensorProto(name=value.name, data_type=NUMBERS[value.dtype], dims=value.shape)
+    return bytes(head.SerializeToString()) + header(TENSOR_RAW, value.bytes)
+
+
+def _initializer_head(value: Value, data: str, place: int | None) -> bytes:
     """An initializer up to its numbers, or all of it where they lie in the file `data`."""
     import onnx
 
-    value = numbers.value
     if place is None:
         head = _tensor_head(value)
         return header(GRAPH_INITIALIZER, len(head) + value.bytes) + head
@@ -230,35 +216,19 @@ def _initializer_head(numbers: Numbers, data: str, place: int | None) -> bytes:
     return framed(GRAPH_INITIALIZER, tensor.SerializeToString())
 
 
-def _node_head(node: onnx.NodeProto, numbers: Numbers) -> bytes:
+def _node_head(node: onnx.NodeProto, value: Value) -> bytes:
     """A Constant node up to its numbers."""
     import onnx
 
-    size = numbers.value.bytes
-    tensor = _tensor_head(numbers.value)
+    tensor = _tensor_head(value)
     attribute = onnx.AttributeProto(name="value", type=onnx.AttributeProto.TENSOR).SerializeToString()
-    attribute += header(ATTRIBUTE_TENSOR, len(tensor) + size) + tensor
+    attribute += header(ATTRIBUTE_TENSOR, len(tensor) + value.bytes) + tensor
     bare = onnx.NodeProto()
     bare.CopyFrom(node)
     del bare.attribute[:]
     head: bytes = bare.SerializeToString()
-    head += header(NODE_ATTRIBUTE, len(attribute) + size) + attribute
-    return header(GRAPH_NODE, len(head) + size) + head
-
-
-def _tensor_head(value: Value) -> bytes:
-    import onnx
-
-    head: bytes = onnx.TensorProto(
-        name=value.name, data_type=NUMBERS[value.dtype], dims=value.shape
-    ).SerializeToString()
-    return head + header(TENSOR_RAW, value.bytes)
-
-
-def _write(file: IO[bytes], numbers: Numbers, progress: Progress) -> None:
-    for piece in numbers.pieces():
-        file.write(piece)
-        progress(len(piece))
+    head += header(NODE_ATTRIBUTE, len(attribute) + value.bytes) + attribute
+    return header(GRAPH_NODE, len(head) + value.bytes) + head
 
 
 FIXED: Final = frozenset({"Constant", "ConstantOfShape"})
@@ -282,35 +252,29 @@ def file_tensors(
     found: dict[str, Numbers] = {}
     lacking: set[str] = set()
     for name, numbers in trained.items():
+        stored = bases[name].value if name in bases else held[name].value if name in held else None
+        own, is_read = numbers.value, name in read and name not in results and name not in given
+        if stored is not None and (stored.dtype, stored.shape) != (own.dtype, own.shape):
+            raise ModelError(
+                f"it was trained as {own.dtype.value}{list(own.shape)}, the file has"
+                f" {stored.dtype.value}{list(stored.shape)}",
+                where=f"parameter {name!r}",
+            )
         if name in bases:
-            _require_same_type(bases[name].value, numbers.value)
-        elif name in held:
-            _require_same_type(held[name].value, numbers.value)
-            found[name] = numbers
-        elif results.get(name) in FIXED:
-            found[name] = numbers
-        elif name in read and name not in results and name not in given:
-            found[name] = numbers
-            lacking.add(name)
-        else:
+            continue
+        if stored is None and results.get(name) not in FIXED and not is_read:
             raise ModelError(
                 "no tensor of the file holds this parameter: it was made while the model was read",
                 where=f"parameter {name!r}",
             )
+        found[name] = numbers
+        if stored is None and results.get(name) not in FIXED:
+            lacking.add(name)
     for name, each in folded.items():  # What is computed from another tensor stands behind it.
         base = found.get(each.source) if isinstance(each.source, str) else trained.get(each.source.value.name)
         if base is not None:
             found[name] = base.computed(each.value, each)
     return tuple(found.values()), frozenset(lacking)
-
-
-def _require_same_type(stored: Value, trained: Value) -> None:
-    if (stored.dtype, stored.shape) != (trained.dtype, trained.shape):
-        raise ModelError(
-            f"it was trained as {trained.dtype.value}{list(trained.shape)}, the file has"
-            f" {stored.dtype.value}{list(stored.shape)}",
-            where=f"parameter {trained.name!r}",
-        )
 
 
 INLINE_LIMIT: Final = 3 << 29
@@ -344,11 +308,11 @@ def write_trained(
     """Write the file `model` with the numbers of the parameters `trained`, by name, to `target`.
 
     Its nodes stay as they are, but for a ConstantOfShape that was trained: it becomes an initializer, as what the
-    exporter had merged become several. Where tensors
-    have more than `inline_limit` bytes in all, trained initializers lie in `target`.data; what else stands in the file
-    stays there: only so are masks known for what they are. Files appear whole or not at all, `target` last. `progress`
-    is told the bytes of every piece. Raises ModelError for a parameter that no tensor of the file is,
-    ConfigurationError where a file cannot be written or would take the place of the model's own.
+    exporter had merged become several. Where tensors have more than `inline_limit` bytes in all, trained initializers
+    lie in `target`.data; what else stands in the file stays there: only so are masks known for what they are. Files
+    appear whole or not at all, `target` last. `progress` is told the bytes of every piece. Raises ModelError for a
+    parameter that no tensor of the file is, ConfigurationError where a file cannot be written or would take the place
+    of the model's own.
     """
     import onnx
 
@@ -372,10 +336,14 @@ def write_trained(
     data = target.with_name(target.name + ".data")
     files = (target, data) if beside else (target,)
     _check_places(source, files)
+    places: dict[str, int] = {}
     try:
         with ExitStack() as stack:
             opened_files = {path: stack.enter_context(replacing(path)) for path in files}
-            places = write_beside(opened_files[data], beside, progress) if beside else {}
+            for each in beside:
+                opened_files[data].write(bytes(-opened_files[data].tell() % ALIGNMENT))
+                places[each.value.name] = opened_files[data].tell()
+                each.write(opened_files[data], progress)
             write_model(opened_files[target], proto, tensors, constants, data.name, places, progress)
     except OSError as error:
         raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error

@@ -32,7 +32,7 @@ from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.passes.analysis.constraints import resolved_constraints
 from autopipe.passes.analysis.micro_batches import check_portions
-from autopipe.passes.analysis.operators import element_bytes, uses_of
+from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work, coverage
@@ -471,7 +471,7 @@ def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[
     """Bytes that a step's exchanges move, by kind; None where the placement cannot be executed."""
     from autopipe.passes.lower.traffic import communication_bytes  # All of lowering, for the plan that is chosen.
 
-    widths = element_bytes(problem.graph, uses_of(problem.graph), problem.precision)
+    widths = element_bytes(problem.graph, problem.precision)
     loss, count, shard = problem.loss if problem.train else None, problem.micro_batches, problem.optimizer.shard
     try:
         found = communication_bytes(problem.graph, placement, count, problem.cluster.size, loss, widths, shard)

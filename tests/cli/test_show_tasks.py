@@ -30,7 +30,7 @@ def test_a_rank_on_the_screen(golden: Callable[[str, str], None], micro_batches:
     last = Stage((4, 5, 6, 7), (2, 3), 4, ((4, (Split("n", 2),)),))
     placement = Placement((Stage((0, 1), (0,), 4), Stage((2, 3), (1,), 4), last))
     program = lower(graph, placement, schedule_of(graph, placement, micro_batches), loss)
-    source = TaskSource.of(program, graph, placement, (COST,) * 3)
+    source = TaskSource(program, graph, placement, (COST,) * 3)
     text = "\n".join(str(line) for line in task_screen(source.graph(rank), "")) + "\n"
     golden(text, f"show/tasks_{micro_batches}_of_rank_{rank}.txt")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autopipe.ir.graph import Graph
-from autopipe.passes.analysis.micro_batches import input_ranges
+from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.frontend import CrossEntropy, read_model
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.random_checks import check_random, micro_batches_of

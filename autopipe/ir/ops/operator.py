@@ -112,6 +112,14 @@ class Signature:
     def constant(self, index: int) -> np.ndarray | None:
         return self.constants[index] if index < len(self.constants) else None
 
+    def sharded(self, operands: tuple[Value | None, ...], results: tuple[Value | None, ...]) -> Signature:
+        """The same use on local blocks: numbers stay known only where an operand is the whole constant."""
+        constants = tuple(
+            None if value is None or array is None or value.shape != array.shape else array
+            for value, array in zip(operands, self.constants, strict=True)
+        )
+        return replace(self, operands=operands, results=results, constants=constants)
+
 
 def signature_of(graph: Graph, node: Node) -> Signature:
     constants = [graph.constant(name) if name else None for name in node.inputs]

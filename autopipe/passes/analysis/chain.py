@@ -30,7 +30,6 @@ class Chain:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return len(self.cuts) - 1
 
     @staticmethod
@@ -90,31 +89,17 @@ def linear_order(graph: Graph) -> tuple[int, ...]:
     Such nodes (a transposed weight, a table of positions) would otherwise cross every cut above their reader.
     """
     floating = input_free_nodes(graph)
-    order: list[int] = []
-    done: set[int] = set()
-
-    def place(index: int) -> None:
+    order: dict[int, None] = {}
+    for index in (*(index for index in range(len(graph.nodes)) if index not in floating), *sorted(floating)):
         waiting = [index]
         while waiting:
             last = waiting[-1]
-            missing = [
-                producer
-                for name in graph.nodes[last].inputs
-                if name and (producer := graph.producer(name)) in floating and producer not in done
-            ]
+            producers = [graph.producer(name) for name in graph.nodes[last].inputs if name]
+            missing = [each for each in producers if each is not None and each in floating and each not in order]
             if missing:
-                waiting.extend(producer for producer in missing if producer is not None)
-                continue
-            waiting.pop()
-            if last not in done:
-                done.add(last)
-                order.append(last)
-
-    for index in range(len(graph.nodes)):
-        if index not in floating:
-            place(index)
-    for index in sorted(floating - done):
-        place(index)
+                waiting += missing
+            else:
+                order.setdefault(waiting.pop())
     return tuple(order)
 
 
@@ -200,14 +185,7 @@ def distinct_sums(count: int, items: Iterable[tuple[list[int], float]]) -> Matri
 
     An item is (its blocks ascending, weight). Each block counts where no earlier one of the item is in the range.
     """
-    weights = np.zeros((count + 1, count))
-    for blocks, weight in items:
-        before = -1
-        for block in blocks:
-            if block != before:
-                weights[before + 1, block] += weight
-                before = block
-    return _first_hits(weights, count)
+    return _first_hits(count, ((-1, blocks, weight) for blocks, weight in items))
 
 
 def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
@@ -215,29 +193,31 @@ def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) ->
 
     A value is (producing block, reading blocks ascending, weight).
     """
+    return _first_hits(count, values)
+
+
+def _first_hits(count: int, items: Iterable[tuple[int, list[int], float]]) -> Matrix:
+    """`[i, j]` = the sum over items of their weight, once, where blocks i to j - 1 hold any of an item's blocks.
+
+    An item is (a block before i, its blocks ascending, weight): each block counts where the one before is not in range.
+    """
     weights = np.zeros((count + 1, count))
-    for producer, readers, weight in values:
-        before = producer
-        for block in readers:
+    for before, blocks, weight in items:
+        for block in blocks:
             if block != before:
                 weights[before + 1, block] += weight
                 before = block
-    return _first_hits(weights, count)
+    reachable = np.cumsum(weights, axis=0)
+    prefix = np.concatenate((np.zeros((count + 1, 1)), np.cumsum(reachable, axis=1)), axis=1)
+    return np.maximum(prefix - np.diagonal(prefix)[:, None], 0.0)
 
 
 def outgoing_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
-    """`[i, j]` = the sum of the values that blocks i to j - 1 produce and block j or a later one reads, once each."""
+    """`[i, j]` = the sum of the values that blocks i to j - 1 produce and block j or a further one reads, once each."""
     weights = np.zeros((count, count + 1))
     for producer, readers, weight in values:
         if readers and readers[-1] > producer:
             weights[producer, readers[-1]] += weight
-    later = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
-    prefix = np.concatenate((np.zeros((1, count + 1)), np.cumsum(later, axis=0)))
+    read_from = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
+    prefix = np.concatenate((np.zeros((1, count + 1)), np.cumsum(read_from, axis=0)))
     return np.maximum(np.diagonal(prefix)[None, :] - prefix, 0.0)
-
-
-def _first_hits(weights: Matrix, count: int) -> Matrix:
-    """From weights by (block after the one before, block): those with the block in range and the one before not."""
-    reachable = np.cumsum(weights, axis=0)
-    prefix = np.concatenate((np.zeros((count + 1, 1)), np.cumsum(reachable, axis=1)), axis=1)
-    return np.maximum(prefix - np.diagonal(prefix)[:, None], 0.0)

@@ -43,76 +43,68 @@ def resolved_constraints(
     node, with the nearest name, for devices or pipelines that do not exist, for micro-batches that there cannot be, and
     for two that contradict each other on one node.
     """
-    positions = {node.name: index for index, node in enumerate(problem.graph.nodes)}
-    resolved = tuple(_wish(problem, constraint, positions) for constraint in problem.constraints)
+    resolved = tuple(_resolved(problem, constraint) for constraint in problem.constraints)
     for pipeline in range(pipelines):
-        _check_agreement(problem, [wish for wish in resolved if wish.constraint.pipeline == pipeline])
-    foreign = next((wish for wish in resolved if not 0 <= wish.constraint.pipeline < pipelines), None)
+        _check_agreement(problem, [each for each in resolved if each.constraint.pipeline == pipeline])
+    foreign = next((each for each in resolved if not 0 <= each.constraint.pipeline < pipelines), None)
     if foreign is not None:
         raise ConfigurationError(
             f"{foreign} is for pipeline {foreign.constraint.pipeline}, but this strategy makes {pipelines}",
             hint="strategy manual makes as many as constraints ask for",
         )
-    for wish in resolved:
-        _check_size(problem, wish, own_sizes)
+    largest = problem.micro_batch_size
+    for each in resolved:
+        size = each.constraint.micro_batch_size
+        if size not in (None, largest) and not own_sizes:
+            raise ConfigurationError(
+                f"{each} asks for micro-batches of {size} samples, but with this strategy all stages have those of "
+                f"{largest} samples",
+                hint="strategy manual makes stages with micro-batches of their own",
+            )
+        if size is not None and largest % size:
+            raise ConfigurationError(
+                f"{each} asks for micro-batches of {size} samples, which do not divide the step's of {largest}",
+                hint="set micro_batch_size to a multiple of all that constraints ask for",
+            )
     return resolved
 
 
 def required_sizes(problem: Problem, resolved: Sequence[ResolvedConstraint]) -> tuple[int, ...]:
     """The sizes that micro-batches may have: all that are open, or those that constraints ask for."""
-    asked = {wish.constraint.micro_batch_size for wish in resolved} - {None}
+    required = {each.constraint.micro_batch_size for each in resolved} - {None}
     open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
-    return tuple(size for size in open_sizes if size in asked) or open_sizes
-
-
-def _check_size(problem: Problem, wish: ResolvedConstraint, own_sizes: bool) -> None:
-    size, largest = wish.constraint.micro_batch_size, problem.micro_batch_size
-    if size is None or size == largest:
-        return
-    if not own_sizes:
-        raise ConfigurationError(
-            f"{wish} asks for micro-batches of {size} samples, but with this strategy all stages have those of "
-            f"{largest} samples",
-            hint="strategy manual makes stages with micro-batches of their own",
-        )
-    if largest % size:
-        raise ConfigurationError(
-            f"{wish} asks for micro-batches of {size} samples, which do not divide the step's of {largest}",
-            hint="set micro_batch_size to a multiple of all that constraints ask for",
-        )
+    return tuple(size for size in open_sizes if size in required) or open_sizes
 
 
 def _check_agreement(problem: Problem, resolved: list[ResolvedConstraint]) -> None:
-    for what, asked in _ASKED.items():
+    facets: dict[str, Callable[[ResolvedConstraint], object]] = {
+        "stages": lambda each: each.constraint.stage,
+        "devices": lambda each: each.devices,
+        "splits": lambda each: each.constraint.split,
+        "micro-batch sizes": lambda each: each.constraint.micro_batch_size,
+    }
+    for what, facet in facets.items():
         by_node: dict[int, ResolvedConstraint] = {}
-        for wish in resolved:
-            if asked(wish) is None:
-                continue
-            for node in wish.nodes:
-                other = by_node.setdefault(node, wish)
-                if asked(other) != asked(wish):
+        for each in resolved:
+            for node in each.nodes if facet(each) is not None else ():
+                other = by_node.setdefault(node, each)
+                if facet(other) != facet(each):
                     raise ConfigurationError(
-                        f"{other} and {wish} ask for different {what}",
+                        f"{other} and {each} ask for different {what}",
                         hint="let each node match only one of them",
                         where=repr(problem.graph.nodes[node].name),
                     )
 
 
-_ASKED: dict[str, Callable[[ResolvedConstraint], object]] = {
-    "stages": lambda wish: wish.constraint.stage,
-    "devices": lambda wish: wish.devices,
-    "splits": lambda wish: wish.constraint.split,
-    "micro-batch sizes": lambda wish: wish.constraint.micro_batch_size,
-}
-
-
-def _wish(problem: Problem, constraint: Constraint, positions: dict[str, int]) -> ResolvedConstraint:
+def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
+    graph, devices, size = problem.graph, constraint.devices, problem.cluster.size
     if constraint.nodes is not None:
+        positions = {node.name: index for index, node in enumerate(graph.nodes)}
         nodes = tuple(sorted(positions[name] for name in constraint.nodes))
     else:
-        nodes = _matching(problem.graph, constraint.match)
+        nodes = _matching(graph, constraint.match)
     if not nodes:
-        names = [node.name for node in problem.graph.nodes]
+        names = [node.name for node in graph.nodes]
         near = difflib.get_close_matches(constraint.match.removeprefix("re:"), names, n=1, cutoff=0.0)
         raise ConfigurationError(
             f"no node's name matches {constraint.match!r}",
@@ -121,10 +113,8 @@ def _wish(problem: Problem, constraint: Constraint, positions: dict[str, int]) -
         )
     if constraint.stage is not None and constraint.stage < 0:
         raise ConfigurationError(f"stage {constraint.stage} asked for {constraint.match!r} is below 0")
-    devices = constraint.devices
     if devices is None:
         return ResolvedConstraint(constraint, nodes, None)
-    size = problem.cluster.size
     unknown = [device for device in devices if not 0 <= device < size]
     if unknown:
         raise ConfigurationError(
@@ -150,25 +140,25 @@ def _matching(graph: Graph, match: str) -> tuple[int, ...]:
 def required_splits(resolved: Sequence[ResolvedConstraint], samples: SampleAxes) -> dict[int, tuple[Split, ...]]:
     """By node the splits, outer to inner, that `resolved` ask for; () where they ask for none on purpose.
 
-    Of a wish's axes a node is split along those that it has. Raises ConfigurationError, naming the wish and the node,
-    for axes that no node of the wish has, that cannot be split, or that the degrees do not divide.
+    Of a constraint's axes a node is split along those that it has. Raises ConfigurationError, naming the constraint and
+    the node, for axes that none of its nodes has, that cannot be split, or that the degrees do not divide.
     """
     found: dict[int, tuple[Split, ...]] = {}
-    for wish in resolved:
-        asked = wish.constraint.split
-        if asked is None:
+    for constraint in resolved:
+        splits, nodes = constraint.constraint.split, constraint.nodes
+        if splits is None:
             continue
-        for axis, _ in asked:
-            if not any(own_axis(samples, node, axis) for node in wish.nodes):
-                axes = ", ".join(each.name for each in samples.uses[wish.nodes[0]].space.axes)
+        for axis, _ in splits:
+            if not any(own_axis(samples, node, axis) for node in nodes):
+                axes = ", ".join(each.name for each in samples.uses[nodes[0]].space.axes)
                 raise ConfigurationError(
-                    f"{wish} splits axis {axis!r}, which none of its nodes has",
-                    hint=f"{samples.graph.nodes[wish.nodes[0]].name!r} has {axes or 'none'}",
+                    f"{constraint} splits axis {axis!r}, which none of its nodes has",
+                    hint=f"{samples.graph.nodes[nodes[0]].name!r} has {axes or 'none'}",
                 )
-        for node in wish.nodes:
-            own = [(name, degree) for axis, degree in asked if (name := own_axis(samples, node, axis)) is not None]
-            if own or not asked:
-                found[node] = checked_splits(str(wish), samples, node, own)
+        for node in nodes:
+            own = [(name, degree) for axis, degree in splits if (name := own_axis(samples, node, axis)) is not None]
+            if own or not splits:
+                found[node] = checked_splits(str(constraint), samples, node, own)
     return found
 
 
@@ -178,7 +168,7 @@ def own_axis(samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AX
     return name if any(each.name == name for each in samples.uses[node].space.axes) else None
 
 
-def checked_splits(who: str, samples: SampleAxes, node: int, asked: Sequence[tuple[str, int]]) -> tuple[Split, ...]:
+def checked_splits(who: str, samples: SampleAxes, node: int, splits: Sequence[tuple[str, int]]) -> tuple[Split, ...]:
     """A node's splits along axes that it has, outer to inner; those into one part are none.
 
     Raises ConfigurationError, naming `who` asks for them and the node, for an axis that stands twice, that cannot be
@@ -186,9 +176,9 @@ def checked_splits(who: str, samples: SampleAxes, node: int, asked: Sequence[tup
     """
     space = samples.uses[node].space
     where = repr(samples.graph.nodes[node].name)
-    for position, (name, degree) in enumerate(asked):
+    for position, (name, degree) in enumerate(splits):
         axis = space.axis(name)
-        if any(name == other for other, _ in asked[:position]):
+        if any(name == other for other, _ in splits[:position]):
             raise ConfigurationError(f"{who} splits axis {name!r} twice", f"{BATCH_AXIS!r} is the samples' axis", where)
         if degree < 1 or (degree > 1 and axis.kind is AxisKind.WHOLE):
             raise ConfigurationError(
@@ -202,11 +192,11 @@ def checked_splits(who: str, samples: SampleAxes, node: int, asked: Sequence[tup
                 hint=even_degree_hint(axis.extent, degree),
                 where=where,
             )
-    splits = tuple(Split(name, degree) for name, degree in asked if degree > 1)
-    if not are_blocks(space, splits):
+    found = tuple(Split(name, degree) for name, degree in splits if degree > 1)
+    if not are_blocks(space, found):
         raise ConfigurationError(
-            f"{who} splits {', '.join(map(str, splits))}, which leaves a device several blocks of a tensor",
+            f"{who} splits {', '.join(map(str, found))}, which leaves a device several blocks of a tensor",
             hint=f"its iteration space is {space}",
             where=where,
         )
-    return splits
+    return found

@@ -5,18 +5,14 @@ half: the gradients of parameters that cost a product of their own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
-from autopipe.ir.schedule import Phase, Schedule
 from autopipe.ir.space import Dimension, Windowed
-from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, element_bytes, narrows
-
-if TYPE_CHECKING:
-    from autopipe.ir.program import StageCode
+from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, element_bytes, narrows, uses_of
 
 
 @remembered(GRAPHS)
@@ -30,47 +26,26 @@ def differentiable_values(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
-def split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Schedule) -> tuple[StageCode, ...]:
-    """The same stages; where a task computes half a backward, with the nodes whose parameters' gradients can wait."""
-    split = {task.stage for order in schedule.tasks for task in order if task.phase is Phase.INPUT_GRADIENT}
-    return tuple(replace(code, deferred=_deferred(graph, code)) if code.stage in split else code for code in codes)
-
-
-def _deferred(graph: Graph, code: StageCode) -> tuple[int, ...]:
-    from autopipe.ir.program import Compute  # Costs ask for halves too, and know no programs.
-
-    computed = (each.node for each in code.operations if isinstance(each, Compute))
-    return tuple(node for node in computed if waiting_operands(graph, node))
-
-
-def waiting_operands(graph: Graph, node: int) -> tuple[int, ...]:
-    """Positions of the node's operands whose gradients the second half of a split backward computes.
+@remembered(GRAPHS)
+def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """For each node the positions of the operands whose gradients the second half of a split backward computes.
 
     They are parameters, or views of such, whose gradient costs a product or a lookup of its own (`Operator.weights`).
     A vector is none: its gradient is a sum, cheaper computed than waited for.
     """
-    return all_waiting_operands(graph)[node]
 
+    def is_weight(name: str) -> bool:
+        parameter = graph.parameter(viewed(graph, name))
+        if parameter is None or not parameter.trainable:
+            return False
+        return parameter.value.dtype.is_floating and len(parameter.value.shape) > 1
 
-@remembered(GRAPHS)
-def all_waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """The same for all nodes."""
-    return tuple(_waiting_at(graph, node) for node in graph.nodes)
-
-
-def _waiting_at(graph: Graph, node: Node) -> tuple[int, ...]:
-    row = operator_of(node)
-    if row is None or len(node.outputs) != 1:
-        return ()
-    places = (place for place in row.weights if place < len(node.inputs))
-    return tuple(place for place in places if _is_weight(graph, node.inputs[place]))
-
-
-def _is_weight(graph: Graph, name: str) -> bool:
-    parameter = graph.parameter(viewed(graph, name))
-    if parameter is None or not parameter.trainable:
-        return False
-    return parameter.value.dtype.is_floating and len(parameter.value.shape) > 1
+    found: list[tuple[int, ...]] = []
+    for node in graph.nodes:
+        row = operator_of(node)
+        weights = () if row is None or len(node.outputs) != 1 else row.weights
+        found.append(tuple(each for each in weights if each < len(node.inputs) and is_weight(node.inputs[each])))
+    return tuple(found)
 
 
 def viewed(graph: Graph, name: str) -> str:
@@ -121,9 +96,7 @@ class SavedTensor:
 
 
 @remembered(GRAPHS)
-def kept_values(
-    graph: Graph, uses: tuple[OpInstance, ...], precision: str = "fp32"
-) -> tuple[tuple[SavedTensor, ...], ...]:
+def kept_values(graph: Graph, precision: str = "fp32") -> tuple[tuple[SavedTensor, ...], ...]:
     """For each node what backward needs of it, at `precision`.
 
     Parameters, constants and graph inputs are there anyway and do not count, but the 16-bit copies that autocast makes
@@ -131,79 +104,60 @@ def kept_values(
     that reads it (PyTorch documentation, "Automatic Mixed Precision package", `cache_enabled`). A view keeps nothing;
     keeping a view keeps what it is a view of. Nodes through which no gradient flows keep nothing.
     """
-    keeper = _Keeper(graph, precision, differentiable_values(graph), element_bytes(graph, uses, precision))
-    return tuple(keeper.of(node, use) for node, use in zip(graph.nodes, uses, strict=True))
+    keeper = _Keeper(graph, precision)
+    return tuple(keeper.of(node, use) for node, use in zip(graph.nodes, uses_of(graph), strict=True))
 
 
 class _Keeper:
-    def __init__(self, graph: Graph, precision: str, gradient: frozenset[str], widths: dict[str, int]) -> None:
-        self.graph = graph
-        self.narrow = narrows(precision)
-        self.gradient = gradient
-        self.widths = widths
-        self.roots: dict[str, str] = {}
-        self.free = {value.name for value in graph.inputs}
+    def __init__(self, graph: Graph, precision: str) -> None:
+        self.graph, self.narrow = graph, narrows(precision)
+        self.gradient, self.widths = differentiable_values(graph), element_bytes(graph, precision)
         self.trained = {each.value.name for each in graph.parameters if each.trainable}
+        self.free = {value.name for value in graph.inputs}
         self.free |= {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants}
 
     def of(self, node: Node, use: OpInstance) -> tuple[SavedTensor, ...]:
-        """Tensors that one node keeps; nodes must be asked for in order."""
-        if use.row.kind == "view":
-            source = self.roots.get(node.inputs[0], node.inputs[0])
-            self.roots |= {name: source for name in node.outputs if name}
-            return ()
-        if not use.row.differentiable or self.gradient.isdisjoint(node.inputs):
+        """Tensors that a node keeps, each once."""
+        if use.row.kind == "view" or not use.row.differentiable or self.gradient.isdisjoint(node.inputs):
             return ()
         found: dict[tuple[str, int], SavedTensor] = {}
-        for what in use.row.keeps:
-            for kept in self._tensors(node, use, what):
-                found.setdefault(kept.key, kept)
+        for kept in self._tensors(node, use):
+            found.setdefault(kept.key, kept)
         return tuple(found.values())
 
-    def _tensors(self, node: Node, use: OpInstance, what: str) -> list[SavedTensor]:
-        if what in _BESIDE:
-            width, elements = _BESIDE[what], self.graph.type_of(node.outputs[0]).elements
-            return [SavedTensor((f"{node.outputs[0]}\0{what}", width), elements * width, use.space.results[0] or ())]
-        if what.startswith(">"):
-            position = int(what[1:])
-            names, dimensions = node.outputs, use.space.results
-            return self._tensor(names[position], dimensions[position], (), None) if position < len(names) else []
-        positions = range(len(node.inputs)) if what == "*" else [int(what)]
-        return [
-            kept
-            for position in positions
-            if position < len(node.inputs) and self._needs(node, use, position)
-            for kept in self._tensor(
-                node.inputs[position],
-                use.space.operands[position],
-                use.space.windows_of(position),
-                f"{node.outputs[0]}\0{position}" if self._casts(use) else None,
-            )
-        ]
-
-    def _casts(self, use: OpInstance) -> bool:
-        return self.narrow and use.row.kind in PRODUCT_KINDS
-
-    def _needs(self, node: Node, use: OpInstance, position: int) -> bool:
-        """A factor is needed for the gradients of the other factors only."""
-        if use.row.kind not in ("matmul", "convolution") and use.row.name != "Mul":
-            return True
-        return any(name in self.gradient for other, name in enumerate(node.inputs) if other != position)
+    def _tensors(self, node: Node, use: OpInstance) -> Iterator[SavedTensor]:
+        result = node.outputs[0]
+        # A factor is needed for the gradients of the other factors only.
+        multiplies = use.row.kind in ("matmul", "convolution") or use.row.name == "Mul"
+        casts = self.narrow and use.row.kind in PRODUCT_KINDS
+        for what in use.row.keeps:
+            if what in _BESIDE:
+                width, elements = _BESIDE[what], self.graph.type_of(result).elements
+                yield SavedTensor((f"{result}\0{what}", width), elements * width, use.space.results[0] or ())
+            elif what.startswith(">"):
+                place = int(what[1:])
+                if place < len(node.outputs):
+                    yield from self._tensor(node.outputs[place], use.space.results[place], (), None)
+            else:
+                for place in range(len(node.inputs)) if what == "*" else (int(what),):
+                    others = (name for other, name in enumerate(node.inputs) if other != place)
+                    if place >= len(node.inputs) or (multiplies and self.gradient.isdisjoint(others)):
+                        continue
+                    windows = use.space.windows_of(place)
+                    cast = f"{result}\0{place}" if casts else None
+                    yield from self._tensor(node.inputs[place], use.space.operands[place], windows, cast)
 
     def _tensor(
         self, name: str, dimensions: tuple[Dimension, ...] | None, windows: tuple[Windowed, ...], cast: str | None
-    ) -> list[SavedTensor]:
-        """Saved tensors of a value; `cast` names the copy that its reader makes of it, if it makes one."""
+    ) -> Iterator[SavedTensor]:
+        """A value, if it is kept; `cast` names the copy that its reader makes of it, if it makes one."""
         if not name:
-            return []
+            return
         through = tuple((window, self.graph.type_of(name).shape[window.dimension]) for window in windows)
-        root = self.roots.get(name, name)
-        value = self.graph.type_of(root)
-        width = self.widths[root]
+        root = viewed(self.graph, name)
+        value, width = self.graph.type_of(root), self.widths[root]
         if cast is not None and value.dtype.is_floating and width > 2:
-            return [
-                SavedTensor((root if root in self.trained else cast, 2), value.elements * 2, dimensions or (), through)
-            ]
-        if root in self.free:
-            return []
-        return [SavedTensor((root, width), value.elements * width, dimensions or (), through)]
+            key = root if root in self.trained else cast
+            yield SavedTensor((key, 2), value.elements * 2, dimensions or (), through)
+        elif root not in self.free:
+            yield SavedTensor((root, width), value.elements * width, dimensions or (), through)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import InfeasibleError, ModelError
-from autopipe.ir.graph import Graph, Node
+from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_block
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of, qualified_name, signature_of, use_keys
@@ -42,20 +42,15 @@ def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
     known: dict[Hashable, OpInstance] = {}
     found = []
     for node, key in zip(graph.nodes, use_keys(graph), strict=True):
-        use = known.get(key)
-        if use is None:
-            use = known[key] = _use(graph, node)
-        found.append(use)
+        if key not in known:
+            row = operator_of(node)
+            if row is None:
+                raise ModelError(f"operator {qualified_name(node)} is not supported", where=repr(node.name))
+            signature = signature_of(graph, node)
+            space = row.space(signature)
+            known[key] = OpInstance(row, space, row.flops(signature, space))
+        found.append(known[key])
     return tuple(found)
-
-
-def _use(graph: Graph, node: Node) -> OpInstance:
-    row = operator_of(node)
-    if row is None:
-        raise ModelError(f"operator {qualified_name(node)} is not supported", where=repr(node.name))
-    signature = signature_of(graph, node)
-    space = row.space(signature)
-    return OpInstance(row, space, row.flops(signature, space))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +128,15 @@ PRODUCT_KINDS = frozenset({"matmul", "convolution", "recurrent"})
 """Kinds of operators that autocast runs in the narrow type."""
 
 _FULL_KINDS = frozenset({"normalization", "reduction"})
-_HALF = frozenset({"bf16", "fp16"})
 
 
 def narrows(precision: str) -> bool:
     """True if products run in 16 bits."""
-    return precision in _HALF
+    return precision in ("bf16", "fp16")
 
 
 @remembered(GRAPHS)
-def element_bytes(graph: Graph, uses: tuple[OpInstance, ...], precision: str) -> dict[str, int]:
+def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
     """Bytes an element of every value, by name, when the graph runs at `precision`."""
     held = [each.value for each in graph.parameters] + [each.value for each in graph.constants]
     widths = {value.name: value.dtype.itemsize for value in (*graph.inputs, *held, *graph.values)}
@@ -150,7 +144,7 @@ def element_bytes(graph: Graph, uses: tuple[OpInstance, ...], precision: str) ->
         return widths
     floating = {name for name in widths if graph.type_of(name).dtype.is_floating}
     with_product = frozenset(bias_additions(graph).values())
-    for index, (node, use) in enumerate(zip(graph.nodes, uses, strict=True)):
+    for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
         if use.row.kind in _FULL_KINDS:
             continue
         width = 2

@@ -6,8 +6,9 @@ square root of n times what one keeps (Chen et al., "Training Deep Nets with Sub
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -15,7 +16,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.ir.program import Collective, Compute, Segment, StageCode
+from autopipe.ir.program import Collective, Compute, Operation, Segment, StageCode
 from autopipe.passes.analysis.gradients import differentiable_values, viewed
 
 _FINER = 2**0.5
@@ -39,22 +40,16 @@ def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
     """A function to the segments of a stage, from its nodes in the order in which they run, and the number of
     micro-batches that are taken to be held at a time (`Placement.length`): what passes between segments is there for
     each of them, what one segment keeps is there once."""
-    known: dict[tuple[tuple[int, ...], int], Segments] = {}
 
+    @functools.cache
     def cut(nodes: tuple[int, ...], held: int) -> Segments:
-        if (nodes, held) not in known:
-            known[nodes, held] = _segments(graph, nodes, held)
-        return known[nodes, held]
+        spans = _spans(graph, nodes)
+        cuts = best_cuts([_kept(graph, node) for node in nodes], _crossing(graph, nodes, spans), held)
+        passing = (name for name, (first, last) in spans.items() if any(first < cut <= last for cut in cuts))
+        ends = pairwise((0, *cuts, len(nodes)))
+        return Segments(tuple(nodes[begin:end] for begin, end in ends), frozenset(passing))
 
     return cut
-
-
-def _segments(graph: Graph, nodes: tuple[int, ...], held: int) -> Segments:
-    spans = _spans(graph, nodes)
-    cuts = best_cuts([_kept(graph, node) for node in nodes], _crossing(graph, nodes, spans), held)
-    ends = (0, *cuts, len(nodes))
-    passing = (name for name, (first, last) in spans.items() if any(first < cut <= last for cut in cuts))
-    return Segments(tuple(nodes[begin:end] for begin, end in pairwise(ends)), frozenset(passing))
 
 
 def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[int, ...]:
@@ -104,18 +99,18 @@ def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
 
     Views are left out, but for those of parameters: what passes has a gradient of its own, as large as a table.
     """
+
+    def root_of(name: str) -> str:
+        root = viewed(graph, name)
+        return name if graph.parameter(root) is not None else root
+
     found: dict[str, tuple[int, int]] = {}
     for position, index in enumerate(nodes):
         node = graph.nodes[index]
-        for root in {_root(graph, name) for name in node.inputs if name} & found.keys():
+        for root in {root_of(name) for name in node.inputs if name} & found.keys():
             found[root] = found[root][0], position
-        found |= {name: (position, position) for name in node.outputs if name and _root(graph, name) == name}
+        found |= {name: (position, position) for name in node.outputs if name and root_of(name) == name}
     return found
-
-
-def _root(graph: Graph, name: str) -> str:
-    root = viewed(graph, name)
-    return name if graph.parameter(root) is not None else root
 
 
 def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, int]]) -> list[int]:
@@ -124,17 +119,13 @@ def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, 
     steps = [0] * (len(nodes) + 1)
     for name, (first, last) in spans.items():
         if nodes[first] not in shared:
-            is_apart = _is_product_with_bias(graph, name, consumers.get(name, ()))
+            written, readers = graph.producer(name), [graph.nodes[reader].op for reader in consumers.get(name, ())]
+            # A product that nothing but an addition reads: torch computes both in one.
+            is_apart = readers == ["Add"] and written is not None and graph.nodes[written].op == "MatMul"
             size = graph.type_of(name).bytes * (_APART if is_apart else 1)
             steps[first + 1] += size
             steps[last + 1] -= size
     return list(accumulate(steps[:-1]))
-
-
-def _is_product_with_bias(graph: Graph, name: str, readers: tuple[int, ...]) -> bool:
-    """True if a value is a product that nothing but an addition reads: torch computes both in one."""
-    written, added = graph.producer(name), len(readers) == 1 and graph.nodes[readers[0]].op == "Add"
-    return added and written is not None and graph.nodes[written].op == "MatMul"
 
 
 def _kept(graph: Graph, index: int) -> int:
@@ -153,27 +144,23 @@ def flowing_values(code: StageCode, differentiable: frozenset[str]) -> set[str]:
     """
     read = (*code.inputs, *(value for _, value in code.parameters))
     wanting = {value.name for value in read if value.name in differentiable}
-    for operation in code.operations:
-        if _passes_gradients(operation) and not wanting.isdisjoint(operation.reads):
-            wanting.update(_floating(operation))
+    passing = [operation for operation in code.operations if _passes_gradients(operation)]
+    for operation in passing:
+        if not wanting.isdisjoint(operation.reads):
+            results = (operation.result,) if isinstance(operation, Collective) else operation.signature.results
+            wanting.update(value.name for value in results if value is not None and value.dtype.is_floating)
     flowing = wanting & {value.name for value in code.outputs}
-    for operation in reversed(code.operations):
-        if _passes_gradients(operation) and not flowing.isdisjoint(operation.writes):
+    for operation in reversed(passing):
+        if not flowing.isdisjoint(operation.writes):
             flowing.update(wanting.intersection(operation.reads))
     return flowing
 
 
-def _passes_gradients(operation: Compute | Collective) -> bool:
+def _passes_gradients(operation: Operation) -> bool:
     if isinstance(operation, Collective):
         return True
     row = operator_of(operation.signature.node)
     return row is not None and row.differentiable
-
-
-def _floating(operation: Compute | Collective) -> Iterable[str]:
-    """The results that can have a gradient."""
-    results = (operation.result,) if isinstance(operation, Collective) else operation.signature.results
-    return (value.name for value in results if value is not None and value.dtype.is_floating)
 
 
 def with_segments(graph: Graph, code: StageCode, differentiable: frozenset[str], held: int) -> StageCode:

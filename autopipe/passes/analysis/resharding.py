@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopipe.ir.graph import Graph, Node
@@ -32,23 +32,56 @@ from autopipe.ir.space import Space
 
 @lru_cache(maxsize=1 << 16)
 def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
-    """Steps that bring a value from `source`, whose blocks are even and no partial sums, to `target`."""
+    """Steps that bring a value from `source`, whose blocks are even and no partial sums, to `target`.
+
+    Cut first, so that less is gathered. Where the axes of one dimension go to another one as they are, and none else
+    leave, that is an all-to-all; what is neither goes from device to device.
+    """
     assert not source.is_partial and not source.windows, source
     if source == target:
         return ()
     if target.windows:
-        return (Relayout("redistribute" if _lacks(source, target) else "slice", source, target),)
-    atoms = _atoms(source, target)
-    if atoms is None:
+        both = (axis for layout in (source, target) for cut in layout.cuts for axis in cut)
+        group = math.lcm(*(axis.stride * axis.degree for axis in both))  # Places repeat from there on.
+        return (Relayout("redistribute" if lacking(source, target, group).any() else "slice", source, target),)
+    bounds = _chain(axis for layout in (source, target) for axes in layout.cuts for axis in axes)
+    if bounds is None:
         return (Relayout("redistribute", source, target),)
-    return tuple(_Change(source, target, *atoms).steps())
+    coming: dict[int, MeshAxes] = {}
+    leaving: dict[int, MeshAxes] = {}
+    for place, cuts in enumerate(zip(source.cuts, target.cuts, strict=True)):
+        have, want = (_split(axes, bounds) for axes in cuts)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(have, want, strict=False)))
+        if want[same:]:
+            coming[place] = want[same:]
+        if have[same:]:
+            leaving[place] = have[same:]
+    wanted = {axis for axes in target.cuts for axis in _split(axes, bounds)}
+    found: list[Relayout] = []
+    held = source
 
+    def cut(kind: str, place: int, axes: MeshAxes, *origin: int) -> None:
+        nonlocal held
+        cuts = (merged(target.cuts[each]) if each in (place, *origin) else own for each, own in enumerate(held.cuts))
+        result = replace(held, cuts=tuple(cuts))
+        found.append(Relayout(kind, held, result, merged(axes), place, *origin))
+        held = result
 
-def _lacks(source: Layout, target: Layout) -> bool:
-    """True if any device lacks anything."""
-    axes = [axis for layout in (source, target) for cut in layout.cuts for axis in cut]
-    group = math.lcm(*(axis.stride * axis.degree for axis in axes))  # Places repeat from there on.
-    return bool(lacking(source, target, group).any())
+    if all(place not in coming and wanted.isdisjoint(axes) for place, axes in leaving.items()):
+        for place, axes in coming.items():
+            cut("slice", place, axes)
+        for place, axes in leaving.items():
+            cut("all_gather", place, axes)
+        return tuple(found)
+    (origin, moving), *others = leaving.items()
+    if others or origin in coming or moving not in coming.values():
+        return (Relayout("redistribute", source, target),)
+    into = next(place for place, axes in coming.items() if axes == moving)
+    for place, axes in coming.items():
+        if place != into:
+            cut("slice", place, axes)
+    cut("all_to_all", into, moving, origin)
+    return tuple(found)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -130,80 +163,6 @@ def _shares(source: Layout, cuts: tuple[MeshAxes, ...], left: MeshAxes) -> Layou
     return Layout(source.shape, cuts, sums, means)
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A change of layout whose axes are spelled in common atoms: `have` and `want` list them by dimension."""
-
-    source: Layout
-    target: Layout
-    have: tuple[MeshAxes, ...]
-    want: tuple[MeshAxes, ...]
-
-    def steps(self) -> Iterator[Relayout]:
-        common = [_common(have, want) for have, want in zip(self.have, self.want, strict=True)]
-        leaving = {place: have[count:] for place, (have, count) in _rests(self.have, common) if have[count:]}
-        coming = {place: want[count:] for place, (want, count) in _rests(self.want, common) if want[count:]}
-        wanted = {axis for axes in self.want for axis in axes}
-        if all(place not in coming and wanted.isdisjoint(axes) for place, axes in leaving.items()):
-            yield from self._sliced_and_gathered(coming, leaving)
-        elif self._is_exchange(coming, leaving):
-            yield from self._exchanged(coming, leaving)
-        else:
-            yield Relayout("redistribute", self.source, self.target)
-
-    def _sliced_and_gathered(self, coming: dict[int, MeshAxes], leaving: dict[int, MeshAxes]) -> Iterator[Relayout]:
-        """Cut first, so that less is gathered."""
-        held = self.source
-        for place, axes in coming.items():
-            result = _with_cut(held, place, self.want[place])
-            yield Relayout("slice", held, result, merged(axes), place)
-            held = result
-        for place, axes in leaving.items():
-            result = _with_cut(held, place, self.want[place])
-            yield Relayout("all_gather", held, result, merged(axes), place)
-            held = result
-
-    def _is_exchange(self, coming: dict[int, MeshAxes], leaving: dict[int, MeshAxes]) -> bool:
-        """True if the axes of one dimension go to another one as they are, and none else leave."""
-        if len(leaving) != 1:
-            return False
-        ((origin, axes),) = leaving.items()
-        return origin not in coming and any(own == axes for own in coming.values())
-
-    def _exchanged(self, coming: dict[int, MeshAxes], leaving: dict[int, MeshAxes]) -> Iterator[Relayout]:
-        ((origin, axes),) = leaving.items()
-        place = next(place for place, own in coming.items() if own == axes)
-        others = {key: own for key, own in coming.items() if key != place}
-        held = self.source
-        for step in self._sliced_and_gathered(others, {}):
-            yield step
-            held = step.result
-        result = _with_cut(_with_cut(held, origin, self.want[origin]), place, self.want[place])
-        yield Relayout("all_to_all", held, result, merged(axes), place, origin)
-
-
-def _rests(spelled: tuple[MeshAxes, ...], common: list[int]) -> Iterator[tuple[int, tuple[MeshAxes, int]]]:
-    return enumerate(zip(spelled, common, strict=True))
-
-
-def _with_cut(layout: Layout, dimension: int, axes: MeshAxes) -> Layout:
-    cuts = (*layout.cuts[:dimension], merged(axes), *layout.cuts[dimension + 1 :])
-    return replace(layout, cuts=cuts)
-
-
-def _common(left: MeshAxes, right: MeshAxes) -> int:
-    """How many axes two lists begin with in common."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
-
-
-def _atoms(source: Layout, target: Layout) -> tuple[tuple[MeshAxes, ...], tuple[MeshAxes, ...]] | None:
-    """Both layouts' cuts in axes that either has whole or not at all; None where their axes do not nest."""
-    bounds = _chain(axis for layout in (source, target) for axes in layout.cuts for axis in axes)
-    if bounds is None:
-        return None
-    return tuple(_split(axes, bounds) for axes in source.cuts), tuple(_split(axes, bounds) for axes in target.cuts)
-
-
 def _chain(axes: Iterable[MeshAxis]) -> list[int] | None:
     """The strides at which axes begin and end, ascending; None where one does not divide the next."""
     found = sorted({bound for axis in axes for bound in (axis.stride, axis.stride * axis.degree)})
@@ -279,11 +238,29 @@ def with_exchanges(
     of one's own choice, and `shares` the scalars that may stay partial.
     """
     wanted = _wanted(nodes)
-    state = _Held(group, wanted, {name: [layout] for name, layout in taken.items()})
+    forms = {name: [layout] for name, layout in taken.items()}
+    """The forms in which the group has each value so far, the one it is known by first."""
+
+    def made(name: str, need: Layout) -> Iterator[Exchange]:
+        """The steps to a form from the one that lacks least of it."""
+        even = (have for have in forms[name] if not have.windows)
+        nearest = min(even, key=lambda have: int(lacking(have, need, group).max()))
+        for step in steps_between(nearest, need):
+            if step.result not in forms[name]:
+                yield Exchange(name, step)
+                forms[name].append(step.result)
+
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
-            if need is not None:
-                yield from state.brought(name, need)
+            if need is None or need in forms[name]:
+                continue
+            # Where a later node wants a form that this one is but a cut of, that one is made first.
+            further = (form for form in wanted.get(name, ()) if form not in forms[name] and form != need)
+            within = [form for form in further if not lacking(form, need, group).any()]
+            if within:
+                yield from made(name, max(within, key=lambda form: math.prod(form.local_shape())))
+            if need not in forms[name]:
+                yield from made(name, need)
         yield each
         for name, layout in zip(each.node.outputs, each.results, strict=True):
             if layout is None:
@@ -295,7 +272,7 @@ def with_exchanges(
                 for step in reductions(layout, next(iter(needs)) if alone else layout.reduced()):
                     yield Exchange(name, step)
                     held = step.result
-            state.forms[name] = [held]
+            forms[name] = [held]
 
 
 def _wanted(nodes: Sequence[NodeLayouts], left_out: Set[str] = frozenset()) -> dict[str, dict[Layout, None]]:
@@ -303,44 +280,6 @@ def _wanted(nodes: Sequence[NodeLayouts], left_out: Set[str] = frozenset()) -> d
     wanted: dict[str, dict[Layout, None]] = {}
     for each in nodes:
         for name, need in zip(each.node.inputs, each.operands, strict=True):
-            if need is None or name in left_out:
-                continue
-            if name in wanted:
-                wanted[name][need.even()] = None
-            else:
-                wanted[name] = {need.even(): None}
+            if need is not None and name not in left_out:
+                wanted.setdefault(name, {})[need.even()] = None
     return wanted
-
-
-@dataclass(slots=True)
-class _Held:
-    """The forms in which the group has each value so far, the one it is known by first, and those that are `wanted`."""
-
-    group: int
-    wanted: dict[str, dict[Layout, None]]
-    forms: dict[str, list[Layout]] = field(default_factory=dict)
-
-    def brought(self, name: str, need: Layout) -> Iterator[Exchange]:
-        """The exchanges that bring a value into the layout a node needs, where it is not there yet.
-
-        Where a later node wants a form that this one is but a cut of, that one is made first.
-        """
-        forms = self.forms[name]
-        if need in forms:
-            return
-        later = (form for form in self.wanted.get(name, ()) if form not in forms and form != need)
-        within = [form for form in later if not lacking(form, need, self.group).any()]
-        if within:
-            yield from self._made(name, max(within, key=lambda form: math.prod(form.local_shape())))
-        if need not in forms:
-            yield from self._made(name, need)
-
-    def _made(self, name: str, need: Layout) -> Iterator[Exchange]:
-        """The steps to a form from the one that lacks least of it."""
-        forms = self.forms[name]
-        even = (have for have in forms if not have.windows)
-        nearest = min(even, key=lambda have: int(lacking(have, need, self.group).max()))
-        for step in steps_between(nearest, need):
-            if step.result not in forms:
-                yield Exchange(name, step)
-                forms.append(step.result)

@@ -1,4 +1,4 @@
-"""Which nodes each stage really computes, and which values it must give."""
+"""Nodes that each stage really computes, and values that it must give."""
 
 from __future__ import annotations
 
@@ -25,26 +25,20 @@ def assign_nodes(graph: Graph, placement: Placement, wanted: tuple[str, ...]) ->
     Nodes that nothing wanted depends on are left out. A recomputed node (see `recomputed_nodes`) stands in every stage
     that needs its values.
     """
-    recomputed = recomputed_nodes(graph)
     live = live_nodes(graph, wanted)
     found: dict[int, StageNodes] = {}
     for pipeline in range(placement.pipelines):
-        found |= _assign_pipeline(graph, placement, pipeline, wanted, live, recomputed)
+        found |= _assign_pipeline(graph, placement, pipeline, wanted, live)
     return tuple(found[index] for index in range(len(placement.stages)))
 
 
 def _assign_pipeline(
-    graph: Graph,
-    placement: Placement,
-    pipeline: int,
-    wanted: tuple[str, ...],
-    live: tuple[int, ...],
-    recomputed: frozenset[int],
+    graph: Graph, placement: Placement, pipeline: int, wanted: tuple[str, ...], live: tuple[int, ...]
 ) -> dict[int, StageNodes]:
     """The same for the stages of one pipeline."""
-    stage_of = placement.stage_of(pipeline)
+    recomputed, every, stage_of = recomputed_nodes(graph), graph.sources(), placement.stage_of(pipeline)
     stages = {index: stage for index, stage in enumerate(placement.stages) if stage.pipeline == pipeline}
-    consumed: dict[int, set[int]] = {index: set() for index in stages}
+    computed: dict[int, set[int]] = {index: set() for index in stages}
     outputs: dict[int, dict[str, None]] = {index: {} for index in stages}
     for name in wanted:
         producer = graph.producer(name)
@@ -54,25 +48,27 @@ def _assign_pipeline(
         stage = stage_of[producer]
         outputs[stage][name] = None
         if producer in recomputed:
-            consumed[stage].add(producer)
-    every = graph.sources()
+            computed[stage].add(producer)
     for index in live:
         if index in recomputed:
             continue
         stage = stage_of[index]
-        consumed[stage].add(index)
+        computed[stage].add(index)
         for name, producer in every[index]:
             if producer in recomputed:
-                consumed[stage].add(producer)
+                computed[stage].add(producer)
             elif stage_of[producer] != stage:
                 outputs[stage_of[producer]][name] = None
+    for own in computed.values():  # Recomputed nodes bring all that they start from.
+        waiting = [node for node in own if node in recomputed]
+        while waiting:
+            sources = {producer for _, producer in every[waiting.pop()]} - own
+            own |= sources
+            waiting += sources
     return {
         number: StageNodes(
-            nodes=tuple(
-                (node, _splits(graph, placement, stage_of, node, stage))
-                for node in _with_recomputed(graph, consumed[number], recomputed)
-            ),
-            outputs=tuple(outputs[number]),
+            tuple((node, _splits(graph, placement, stage_of, node, stage)) for node in sorted(computed[number])),
+            tuple(outputs[number]),
         )
         for number, stage in stages.items()
     }
@@ -81,30 +77,12 @@ def _assign_pipeline(
 @remembered(GRAPHS)
 def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
     """The nodes that values which are wanted depend on, ascending."""
-    live = [False] * len(graph.nodes)
-    for name in wanted:
-        producer = graph.producer(name)
-        if producer is not None:
-            live[producer] = True
+    live = {producer for name in wanted if (producer := graph.producer(name)) is not None}
     every = graph.sources()
-    for index in range(len(live) - 1, -1, -1):
-        if live[index]:
-            for _, producer in every[index]:
-                live[producer] = True
-    return tuple(index for index, lives in enumerate(live) if lives)
-
-
-def _with_recomputed(graph: Graph, nodes: set[int], recomputed: frozenset[int]) -> list[int]:
-    """The nodes and, for the recomputed ones among them, everything those start from; ascending."""
-    found = set(nodes)
-    waiting = [node for node in nodes if node in recomputed]
-    every = graph.sources()
-    while waiting:
-        for _, producer in every[waiting.pop()]:
-            if producer not in found:
-                found.add(producer)
-                waiting.append(producer)
-    return sorted(found)
+    for index in reversed(range(len(graph.nodes))):
+        if index in live:
+            live.update(producer for _, producer in every[index])
+    return tuple(sorted(live))
 
 
 def _splits(graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage) -> tuple[Split, ...]:

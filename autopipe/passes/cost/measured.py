@@ -7,15 +7,15 @@ same class where there are none of the operator; of all where there are none of 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from autopipe.ir.batch import rebatched
 from autopipe.ir.cluster import Cluster, Device, Level, Link
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import Graph, Value
-from autopipe.ir.layout import Layout, is_block
+from autopipe.ir.graph import Graph
+from autopipe.ir.layout import is_block
 from autopipe.ir.measured_costs import (
     MESSAGES,
     Costs,
@@ -34,34 +34,24 @@ from autopipe.ir.plan import CostCoverage
 from autopipe.ir.problem import Measured, Problem, Work
 from autopipe.ir.space import AxisKind
 from autopipe.passes.analysis.gradients import differentiable_values
-from autopipe.passes.analysis.operators import OpInstance, bias_additions, uses_of
+from autopipe.passes.analysis.input_ranges import input_ranges
+from autopipe.passes.analysis.operators import bias_additions, uses_of
 from autopipe.passes.analysis.resharding import node_layouts
 from autopipe.passes.cost.roofline import annotate, node_seconds
 
 Splits = tuple[Split, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Operations:
     """The operations of a graph's nodes at a precision, whole and under splits."""
 
-    graph: Graph
-    precision: str
-    uses: tuple[OpInstance, ...]
-    gradients: frozenset[str]
-    """Values that gradients flow through."""
-    additions: dict[int, int]
-    """Products that code generation computes together with the addition of a bias, and those additions."""
-
-    @staticmethod
-    def of(graph: Graph, precision: str) -> Operations:
-        """Operations of `graph`."""
-        return Operations(graph, precision, uses_of(graph), differentiable_values(graph), bias_additions(graph))
-
-    @property
-    def absorbed(self) -> frozenset[int]:
+    def __init__(self, graph: Graph, precision: str) -> None:
+        self.graph, self.precision = graph, precision
+        self.uses, self._gradients = uses_of(graph), differentiable_values(graph)
+        self.additions = bias_additions(graph)
+        """Products that code generation computes together with the addition of a bias, and those additions."""
+        self.absorbed = frozenset(self.additions.values())
         """Nodes that are computed as a part of others."""
-        return frozenset(self.additions.values())
 
     def key(self, index: int) -> Hashable:
         """Equal for nodes that are the same operation."""
@@ -81,14 +71,13 @@ class Operations:
                     yield (Split(axis.name, degree),)
 
     def operation(self, index: int, splits: Splits = ()) -> Operation:
-        """Operation of a node on one device."""
         own = self._local(index, splits)
         operation = operation_of(own, self._flowing(index), self.precision)
         bias = self._bias(index, splits, own)
         if bias is None:
             return operation
         addition, place = bias
-        flows = addition.node.inputs[place] in self.gradients
+        flows = addition.node.inputs[place] in self._gradients
         return replace(
             operation,
             operator=f"{operation.operator}+{addition.node.op}",
@@ -102,15 +91,22 @@ class Operations:
         own = self._local(index, splits)
         bias = self._bias(index, splits, own)
         signatures = (own,) if bias is None else (own, bias[0])
+        read = [name for each in signatures for name in each.node.inputs]
+        operands = {value.name: value for value in own.operands if value is not None}
+        results = tuple(value for value in own.results if value is not None)
+        alone = Graph(own.node.name, own.opset, tuple(operands.values()), (), (), (own.node,), (), results)
+        below = {
+            each.value.name: each.below
+            for each in input_ranges(alone)
+            if each.below is not None and each.value.dtype.is_integer
+        }
         return Sample(
             operation=self.operation(index, splits),
             signatures=signatures,
             splits=splits,
-            below=tuple(_limits(own).items()),
-            wanted=tuple(name for each in signatures for name in each.node.inputs if name in self.gradients),
-            parameters=tuple(
-                name for each in signatures for name in each.node.inputs if self.graph.parameter(name) is not None
-            ),
+            below=tuple(below.items()),
+            wanted=tuple(name for name in read if name in self._gradients),
+            parameters=tuple(name for name in read if self.graph.parameter(name) is not None),
             kind=work.kind,
             flops=(work.forward_flops * share, work.backward_flops * share),
             moved_bytes=(work.forward_bytes * share, work.backward_bytes * share),
@@ -119,23 +115,23 @@ class Operations:
     def _flowing(self, index: int) -> tuple[int, ...]:
         """Places of the operands to which a node's backward gives gradients."""
         node = self.graph.nodes[index]
-        if not any(name in self.gradients for name in node.outputs):
+        if self._gradients.isdisjoint(node.outputs):
             return ()
-        return tuple(place for place, name in enumerate(node.inputs) if name in self.gradients)
+        return tuple(place for place, name in enumerate(node.inputs) if name in self._gradients)
 
     def _local(self, index: int, splits: Splits) -> Signature:
-        """A node's signature on one device: numbers stay known only where the operand is the whole constant."""
         signature = signature_of(self.graph, self.graph.nodes[index])
         if not splits:
             return signature
         form = node_layouts(self.graph, index, self.uses[index].space, splits, splits[0].degree)
-        operands = tuple(map(_local_value, signature.operands, form.operands))
-        constants = tuple(
-            None if value is None or array is None or value.shape != array.shape else array
-            for value, array in zip(operands, signature.constants, strict=True)
+        operands, results = (
+            tuple(
+                None if value is None or layout is None else replace(value, shape=layout.local_shape())
+                for value, layout in zip(values, layouts, strict=True)
+            )
+            for values, layouts in ((signature.operands, form.operands), (signature.results, form.results))
         )
-        results = tuple(map(_local_value, signature.results, form.results))
-        return replace(signature, operands=operands, results=results, constants=constants)
+        return signature.sharded(operands, results)
 
     def _bias(self, index: int, splits: Splits, product: Signature) -> tuple[Signature, int] | None:
         """The addition that is computed together with a product on one device, and the place of its bias."""
@@ -149,25 +145,6 @@ class Operations:
         operands = (result, bias) if place else (bias, result)
         results = (replace(whole.result(), shape=result.shape),)
         return replace(whole, operands=operands, results=results, constants=(None, None)), place
-
-
-def _local_value(value: Value | None, layout: Layout | None) -> Value | None:
-    return None if value is None or layout is None else replace(value, shape=layout.local_shape())
-
-
-def _limits(signature: Signature) -> dict[str, int]:
-    """Exclusive upper bounds of index operands, by operand."""
-    from autopipe.passes.analysis.micro_batches import input_ranges  # With programs; only what is measured asks.
-
-    node = signature.node
-    present = {value.name: value for value in signature.operands if value is not None}
-    results = tuple(value for value in signature.results if value is not None)
-    graph = Graph(node.name, signature.opset, tuple(present.values()), (), (), (node,), (), results)
-    return {
-        each.value.name: each.below
-        for each in input_ranges(graph)
-        if each.below is not None and each.value.dtype.is_integer
-    }
 
 
 _MOST_WAYS = 64
@@ -185,9 +162,9 @@ def costed_work(graph: Graph, precision: str, cluster: Cluster, costs: Costs | N
     work = annotate(graph, precision)
     if costs is None:
         return work
-    lookups = [_Lookup.of(device, _found(costs, cluster, device), precision) for device in cluster.kinds]
+    lookups = [_Lookup(device, _found(costs, cluster, device), precision) for device in cluster.kinds]
     degrees = range(2, min(cluster.size, _MOST_WAYS) + 1)
-    operations = Operations.of(graph, precision)
+    operations = Operations(graph, precision)
     products = {addition: product for product, addition in operations.additions.items()}
     known: dict[Hashable, tuple[Measured, ...]] = {}
     found = []
@@ -195,7 +172,9 @@ def costed_work(graph: Graph, precision: str, cluster: Cluster, costs: Costs | N
         product = products.get(index)
         key = operations.key(index), None if product is None else operations.key(product)
         if key not in known:
-            shares = tuple(_shares(operations, index if product is None else product, degrees))
+            place = index if product is None else product
+            cuts = [(), *operations.cuts(place, degrees)]
+            shares = [(1 / (cut[0].degree if cut else 1), operations.operation(place, cut)) for cut in cuts]
             own = (lookup.measured(each, shares) for lookup in lookups)
             # An addition that its product's call does takes nothing more.
             known[key] = tuple(own if product is None else (replace(one, points=_NOTHING) for one in own))
@@ -209,38 +188,33 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
     Raises ConfigurationError where a device of the cluster is not among those of `costs`.
     """
     own = {device: _found(costs, cluster, device) for device in cluster.kinds}
-    kinds = {device: _measured_device(device, found) for device, found in own.items()}
+    kinds = {}
+    for device, found in own.items():
+        messages = {each.kind: each.fit for each in found.exchanges if each.kind in MESSAGES}
+        kinds[device] = replace(
+            device,
+            tasks=found.tasks or device.tasks,
+            collectives=tuple(each for each in found.exchanges if each.kind not in MESSAGES),
+            post=messages.get("post"),
+            follow=messages.get("follow"),
+        )
     devices = tuple(kinds[device] for device in cluster.devices)
+
+    def measured(levels: tuple[Level, ...], exchanges: Sequence[ExchangeCost]) -> tuple[Level, ...]:
+        """The levels with what messages within a node were measured to take."""
+        sent = next((each.fit for each in exchanges if each.kind == "send" and each.fit.per_byte_s > 0), None)
+        if sent is None:
+            return levels
+        return (replace(levels[0], link=Link(sent.fixed_s, 1 / sent.per_byte_s)), *levels[1:])
+
     if not cluster.groups:
         exchanges = next((each.exchanges for each in own.values() if each.exchanges), ())
-        return replace(cluster, devices=devices, levels=_measured_levels(cluster.levels, exchanges))
-    groups = []
-    first = 0
+        return replace(cluster, devices=devices, levels=measured(cluster.levels, exchanges))
+    groups, first = [], 0
     for group in cluster.groups:
-        exchanges = own[cluster.devices[first]].exchanges
-        groups.append(replace(group, levels=_measured_levels(group.levels, exchanges)))
+        groups.append(replace(group, levels=measured(group.levels, own[cluster.devices[first]].exchanges)))
         first += group.size
     return replace(cluster, devices=devices, groups=tuple(groups))
-
-
-def _measured_device(device: Device, found: DeviceCosts) -> Device:
-    """The device with what was measured of its tasks, and of exchanges with others like it."""
-    messages = {each.kind: each.fit for each in found.exchanges if each.kind in MESSAGES}
-    return replace(
-        device,
-        tasks=found.tasks or device.tasks,
-        collectives=tuple(each for each in found.exchanges if each.kind not in MESSAGES),
-        post=messages.get("post"),
-        follow=messages.get("follow"),
-    )
-
-
-def _measured_levels(levels: tuple[Level, ...], exchanges: Sequence[ExchangeCost]) -> tuple[Level, ...]:
-    """The levels with what messages within a node were measured to take."""
-    sent = next((each.fit for each in exchanges if each.kind == "send" and each.fit.per_byte_s > 0), None)
-    if sent is None:
-        return levels
-    return (replace(levels[0], link=Link(sent.fixed_s, 1 / sent.per_byte_s)), *levels[1:])
 
 
 def coverage(problem: Problem) -> CostCoverage | None:
@@ -262,37 +236,21 @@ def _found(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts:
     return found
 
 
-def _shares(operations: Operations, index: int, degrees: Sequence[int]) -> Iterator[tuple[float, Operation]]:
-    """The node's operation whole, then under each split along one axis, with the share of it that each is."""
-    for splits in ((), *operations.cuts(index, degrees)):
-        yield 1.0 / (splits[0].degree if splits else 1), operations.operation(index, splits)
-
-
-@dataclass(frozen=True, slots=True)
 class _Lookup:
     """Measured times on one kind of device, by operation, and the ratio of its roofline to them."""
 
-    device: Device
-    precision: str
-    forward: dict[Operation, float]
-    """By operation whatever gradients it gives."""
-    backward: dict[Operation, float]
-    scales: dict[str, tuple[float, float]]
-    """How much longer than the roofline says, by operator, by class and, under "", for all."""
-    view: tuple[float, float]
-    """Seconds of views, for which a roofline has nothing."""
-
-    @staticmethod
-    def of(device: Device, costs: DeviceCosts, precision: str) -> _Lookup:
+    def __init__(self, device: Device, costs: DeviceCosts, precision: str) -> None:
         entries = [each for each in costs.operations if each.operation.precision == precision] or costs.operations
-        return _Lookup(
-            device=device,
-            precision=precision,
-            forward={_any_gradients(each.operation): each.forward.seconds for each in costs.operations},
-            backward={each.operation: each.backward.seconds for each in costs.operations if each.backward},
-            scales=_scales(entries, device, precision),
-            view=_view_seconds(entries),
-        )
+        self.device, self.precision = device, precision
+        self.forward = {_any_gradients(each.operation): each.forward.seconds for each in costs.operations}
+        """Seconds by operation, whatever gradients it gives."""
+        self.backward = {each.operation: each.backward.seconds for each in costs.operations if each.backward}
+        self.scales = _scales(entries, device, precision)
+        views = [each for each in entries if each.kind == "view"]
+        forward = [each.forward.seconds for each in views]
+        backward = [each.backward.seconds for each in views if each.backward]
+        self.view = float(np.mean(forward or [0.0])), float(np.mean(backward or [0.0]))
+        """Seconds of views, for which a roofline has nothing."""
 
     def measured(self, work: Work, shares: Sequence[tuple[float, Operation]]) -> Measured:
         """Time of a node on the device at the shares that were measured; the first is the whole node."""
@@ -307,7 +265,15 @@ class _Lookup:
                 return Measured(name, False, ((1.0, self.view[0], self.view[1] if work.backward_flops else 0.0),))
             return Measured(name, False, scale=self.scale(shares[0][1].operator, work.kind))
         points = sorted((share, *np.mean(each, axis=0).tolist()) for share, each in by_share.items())
-        return Measured(name, True, (*self._below(work, points[0]), *map(tuple, points)))
+        # A point at a much smaller share than any that was measured, as the roofline goes on from there.
+        least, forward, backward = points[0]
+        shares_below = np.array([least / _MOST_WAYS, least])
+        ratios = [
+            float(each[0] / each[1]) if each[1] else 1.0
+            for each in node_seconds([work, work], self.device, self.precision, shares_below)
+        ]
+        below = least / _MOST_WAYS, forward * ratios[0], backward * ratios[1]
+        return Measured(name, True, (below, *map(tuple, points)))
 
     def _seconds(self, work: Work, share: float, operation: Operation) -> tuple[float, float] | None:
         """Of forward and backward; where only forward was measured, backward is judged by the roofline."""
@@ -324,26 +290,9 @@ class _Lookup:
         """How much longer than the roofline says forward and backward take."""
         return self.scales.get(operator) or self.scales.get(f"class {kind}") or self.scales.get("", (1.0, 1.0))
 
-    def _below(self, work: Work, least: tuple[float, ...]) -> Iterator[tuple[float, float, float]]:
-        """A point at a much smaller share than any that was measured, as the roofline goes on from there."""
-        small = least[0] / _MOST_WAYS
-        shares = np.array([small, least[0]])
-        ratios = [
-            float(each[0] / each[1]) if each[1] else 1.0
-            for each in node_seconds([work, work], self.device, self.precision, shares)
-        ]
-        yield small, least[1] * ratios[0], least[2] * ratios[1]
-
 
 def _any_gradients(operation: Operation) -> Operation:
     return replace(operation, gradients=())
-
-
-def _view_seconds(entries: Sequence[OperationCost]) -> tuple[float, float]:
-    views = [each for each in entries if each.kind == "view"]
-    forward = [each.forward.seconds for each in views]
-    backward = [each.backward.seconds for each in views if each.backward]
-    return float(np.mean(forward or [0.0])), float(np.mean(backward or [0.0]))
 
 
 def _scales(entries: Sequence[OperationCost], device: Device, precision: str) -> dict[str, tuple[float, float]]:
@@ -359,11 +308,11 @@ def _scales(entries: Sequence[OperationCost], device: Device, precision: str) ->
             own[2:] = [each.backward.seconds, backward]
         for name in (each.operation.operator, f"class {each.kind}", ""):
             sums[name] = sums.get(name, np.zeros(4)) + own
-    return {name: (_ratio(*each[:2]), _ratio(*each[2:])) for name, each in sums.items()}
 
+    def ratio(measured: float, expected: float) -> float:
+        return measured / expected if measured and expected else 1.0
 
-def _ratio(measured: float, expected: float) -> float:
-    return measured / expected if measured and expected else 1.0
+    return {name: (ratio(*each[:2]), ratio(*each[2:])) for name, each in sums.items()}
 
 
 @remembered(GRAPHS)

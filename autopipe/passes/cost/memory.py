@@ -5,7 +5,8 @@ keeps under kFkB schedules (Jeon et al., "GraphPipe", 2024, section 6 and append
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
@@ -13,7 +14,8 @@ from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.program import BUCKET_BYTES
-from autopipe.passes.analysis.gradients import SavedTensor
+from autopipe.passes.analysis.gradients import kept_values, waiting_operands
+from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.analysis.recompute import cutter
 from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
 
@@ -30,7 +32,7 @@ class State:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     tensors: int = 0
-    """Number of the gradients."""
+    """Number of gradients."""
     updated_bytes: int = 0
     """Bytes of the gradients by which the device updates parameters: a share of them where shares are kept."""
     updates: int = 0
@@ -38,7 +40,6 @@ class State:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
@@ -84,92 +85,99 @@ def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
     for index, work in enumerate(works):
         for device in work.stage.devices:
             on_device[device] += (index,)
-    totals = {stages: _held_together(problem, [works[index] for index in stages], copies) for stages in set(on_device)}
+    totals = {}
+    for stages in set(on_device):
+        held: dict[str, int] = {}
+        for name, parts in (each for index in stages for each in works[index].parameter_parts):
+            held[name] = min(parts, held.get(name, parts))
+        totals[stages] = state_of(problem, held.items(), copies).total
     return tuple(totals[stages] for stages in on_device)
 
 
-def _held_together(problem: Problem, works: Iterable[StageWork], copies: Mapping[str, int]) -> int:
-    """Bytes of the state of what stages hold on one device."""
-    held: dict[str, int] = {}
-    for work in works:
-        for name, parts in work.parameters.items():
-            held[name] = min(parts, held.get(name, parts))
-    return state_of(problem, held.items(), copies).total
-
-
-def kept_bytes(work: StageWork, kept: tuple[tuple[SavedTensor, ...], ...]) -> int:
-    """Bytes on one device that backward keeps of one micro-batch, each value once."""
+def saved_bytes(problem: Problem, nodes: Iterable[StageNode]) -> dict[tuple[str, int], int]:
+    """Bytes on one device of each value that backward keeps of some nodes for one micro-batch, by its key."""
+    kept = kept_values(problem.graph, problem.precision)
     found: dict[tuple[str, int], int] = {}
-    for each in work.nodes:
+    for each in nodes:
         for value in kept[each.index]:
             local = value.local_bytes(each.sharing.degrees)
             found[value.key] = max(local, found.get(value.key, 0))
-    return sum(found.values())
+    return found
 
 
-def recomputed_bytes(
-    work: StageWork, kept: tuple[tuple[SavedTensor, ...], ...], widths: dict[str, int], held: int
-) -> tuple[int, int]:
+def waiting_bytes(work: StageWork) -> int:
+    """Bytes on one device, for one micro-batch, that wait for the second half of a split backward: what its operators
+    keep, and the gradients of their results."""
+    graph, waiting = work.problem.graph, waiting_operands(work.problem.graph)
+    widths = element_bytes(graph, work.problem.precision)
+    nodes = [each for each in work.nodes if waiting[each.index]]
+    gradients = 0
+    for each in nodes:
+        result, layout = each.node.outputs[0], each.sharing.results[0]
+        gradients += graph.type_of(result).elements * widths[result] // (layout.parts if layout is not None else 1)
+    return sum(saved_bytes(work.problem, nodes).values()) + gradients
+
+
+def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
     """Bytes on one device of a stage that recomputes: of the values between its segments for each micro-batch, and the
     most that there is besides while a segment's backward runs; `held` micro-batches are in flight. The second counts
     activations brought back for the nodes still to come, gradients of the node at work, and those of the segment's
     results, which stay until it is done.
     """
-    segments = cutter(work.problem.graph)(tuple(each.index for each in work.nodes), held)
+    graph, precision = work.problem.graph, work.problem.precision
+    kept, widths = kept_values(graph, precision), element_bytes(graph, precision)
+    segments = cutter(graph)(tuple(each.index for each in work.nodes), held)
     nodes = {each.index: each for each in work.nodes}
     most = passing = 0
     for indices in segments.nodes:
-        own = [nodes[index] for index in indices]
         written: dict[str, int] = {}
-        for each in own:
-            written |= _local_sizes(each.node.outputs, each.sharing.written, widths)
+        found: dict[tuple[str, int], int] = {}
+        brought_back = largest = 0
+        for each in (nodes[index] for index in indices):
+            written |= each.written_bytes(widths)
+            for value in kept[each.index]:
+                before, local = found.get(value.key, 0), value.local_bytes(each.sharing.degrees)
+                if local > before:
+                    found[value.key] = local
+                    brought_back += local - before
+            largest = max(largest, brought_back + _gradient_bytes(graph, each, widths))
         given = sum(size for name, size in written.items() if name in segments.passing or name in work.given)
-        most = max(most, given + _segment_bytes(work.problem.graph, own, kept, widths))
+        most = max(most, given + largest)
         passing += sum(size for name, size in written.items() if name in segments.passing)
     return passing, most
 
 
-def _segment_bytes(
-    graph: Graph, nodes: Iterable[StageNode], kept: tuple[tuple[SavedTensor, ...], ...], widths: dict[str, int]
-) -> int:
-    found: dict[tuple[str, int], int] = {}
-    brought_back = most = 0
-    for each in nodes:
-        for value in kept[each.index]:
-            before, local = found.get(value.key, 0), value.local_bytes(each.sharing.degrees)
-            if local > before:
-                found[value.key] = local
-                brought_back += local - before
-        most = max(most, brought_back + _gradients_of(graph, each, widths))
-    return most
+def message_bytes(work: StageWork, crossing: Set[str]) -> tuple[int, int]:
+    """Bytes on one device of the values that it receives from other stages for one micro-batch, and of those it sends,
+    which are among `crossing`."""
+    graph = work.problem.graph
+    received, sent = (
+        sum(graph.type_of(name).bytes // work.parts[name] for name in names)
+        for names in (work.received, work.given.keys() & crossing)
+    )
+    return received, sent
 
 
-def received_bytes(graph: Graph, work: StageWork) -> int:
-    """Bytes on one device of the values that other stages send for one micro-batch."""
-    return sum(graph.type_of(name).bytes // parts for name, parts in work.received.items())
-
-
-def sent_bytes(graph: Graph, work: StageWork, crossing: frozenset[str]) -> int:
-    """Bytes on one device of the values it sends to other stages, which are among `crossing`, for one micro-batch."""
-    return sum(graph.type_of(name).bytes // parts for name, parts in work.given.items() if name in crossing)
-
-
-def gradient_workspace(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
+def gradient_workspace(work: StageWork) -> int:
     """Bytes of gradients alive at once in backward: at most about those of the largest node's operands and results."""
-    return max((_gradients_of(graph, each, widths) for each in work.nodes), default=0)
+    graph = work.problem.graph
+    widths = element_bytes(graph, work.problem.precision)
+    return max((_gradient_bytes(graph, each, widths) for each in work.nodes), default=0)
 
 
-def _gradients_of(graph: Graph, each: StageNode, widths: dict[str, int]) -> int:
+def _gradient_bytes(graph: Graph, each: StageNode, widths: Mapping[str, int]) -> int:
     """Bytes of the gradients of a node's results and operands, parameters not among them."""
     if each.use.row.kind == "view":
         return 0
-    written = _local_sizes(each.node.outputs, each.sharing.written, widths)
-    read = _local_sizes(each.node.inputs, each.sharing.read, widths)
-    return sum(written.values()) + sum(size for name, size in read.items() if graph.producer(name) is not None)
+    read = each.read_bytes(widths)
+    operands = sum(size for name, size in read.items() if graph.producer(name) is not None)
+    return sum(each.written_bytes(widths).values()) + operands
 
 
-def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
+def live_bytes(work: StageWork) -> int:
     """The most bytes of values that one forward holds at once, each freed after its last use."""
+    graph = work.problem.graph
+    widths = element_bytes(graph, work.problem.precision)
     roots: dict[str, str] = {}
     last: dict[str, int] = {}
     for position, each in enumerate(work.nodes):
@@ -181,24 +189,19 @@ def live_bytes(graph: Graph, work: StageWork, widths: dict[str, int]) -> int:
             roots |= {name: source for name in each.node.outputs if name}
             last[source] = position
     last |= {roots.get(name, name): len(work.nodes) for name in work.given}
-    ends: dict[int, list[str]] = {}
+    ends: defaultdict[int, list[str]] = defaultdict(list)
     for name, position in last.items():
-        ends.setdefault(position, []).append(name)
-    sizes: dict[str, int] = {name: graph.type_of(name).bytes // parts for name, parts in work.received.items()}
+        ends[position].append(name)
+    sizes = {name: graph.type_of(name).bytes // work.parts[name] for name in work.received}
     used = most = sum(sizes.values())
     for position, each in enumerate(work.nodes):
         if each.use.row.kind != "view":
-            written = _local_sizes(each.node.outputs, each.sharing.written, widths)
+            written = each.written_bytes(widths)
             sizes |= written
             used += sum(written.values())
             most = max(most, used)
-        used -= sum(sizes.pop(name, 0) for name in ends.get(position, ()))
+        used -= sum(sizes.pop(name, 0) for name in ends[position])
     return most
-
-
-def _local_sizes(names: tuple[str, ...], elements: tuple[int | None, ...], widths: dict[str, int]) -> dict[str, int]:
-    """Bytes on one device of the tensors that a node reads or writes."""
-    return {name: count * widths[name] for name, count in zip(names, elements, strict=True) if count is not None}
 
 
 def table_2(k: int, size: int, next_k: int, next_size: int, next_in_flight: int) -> int:

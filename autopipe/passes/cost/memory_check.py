@@ -64,9 +64,22 @@ def fitted(problem: Problem, placement: Placement) -> Placement:
     Raises InfeasibleError, naming stage, device and by how much, where a device's memory does not hold its stages under
     any schedule; whether it does under the one that is chosen shows when that is simulated.
     """
+
+    def overfull(used: Sequence[int]) -> list[int]:
+        return [device for device, need in enumerate(used) if need > problem.memory_of(device)]
+
     while True:
         costs = stage_costs(problem, placement)
-        relieved = _relieving(problem, placement, costs, _overfull(problem, device_memory(problem, placement, costs)))
+        if not problem.train or problem.recompute != "auto":
+            break
+        # For each overfull device the stage that keeps most and does not recompute yet.
+        kept = [cost.kept_bytes * count for cost, count in zip(costs, in_flight(problem, placement), strict=True)]
+        plain = [index for index, stage in enumerate(placement.stages) if not stage.recompute]
+        choices = (
+            [index for index in plain if device in placement.stages[index].devices]
+            for device in overfull(device_memory(problem, placement, costs))
+        )
+        relieved = {max(choice, key=lambda index: kept[index]) for choice in choices if choice}
         if not relieved:
             break
         placement = Placement(
@@ -76,16 +89,11 @@ def fitted(problem: Problem, placement: Placement) -> Placement:
             )
         )
     least = least_memory(problem, placement, costs)
-    overfull = _overfull(problem, least)
-    if overfull:
-        worst = max(overfull, key=lambda device: least[device] - problem.memory_of(device))
+    if too_full := overfull(least):
+        worst = max(too_full, key=lambda device: least[device] - problem.memory_of(device))
         stages = [index for index, stage in enumerate(placement.stages) if worst in stage.devices]
         raise out_of_memory(problem, stages, len(placement.stages), worst, least[worst])
     return placement
-
-
-def _overfull(problem: Problem, used: tuple[int, ...]) -> list[int]:
-    return [device for device, need in enumerate(used) if need > problem.memory_of(device)]
 
 
 def least_memory(problem: Problem, placement: Placement, costs: tuple[StageCost, ...]) -> tuple[int, ...]:
@@ -99,18 +107,6 @@ def least_memory(problem: Problem, placement: Placement, costs: tuple[StageCost,
             kept[device, stage.pipeline] += cost.kept_bytes
             passing[device] = max(passing[device], cost.kept_bytes + cost.transient_bytes, kept[device, stage.pipeline])
     return tuple(held + most for held, most in zip(always, passing, strict=True))
-
-
-def _relieving(
-    problem: Problem, placement: Placement, costs: tuple[StageCost, ...], overfull: list[int]
-) -> frozenset[int]:
-    """For each overfull device the stage that keeps most and does not recompute yet, where it may."""
-    if not problem.train or problem.recompute != "auto":
-        return frozenset()
-    kept = [cost.kept_bytes * count for cost, count in zip(costs, in_flight(problem, placement), strict=True)]
-    plain = [index for index, stage in enumerate(placement.stages) if not stage.recompute]
-    choices = ([index for index in plain if device in placement.stages[index].devices] for device in overfull)
-    return frozenset(max(choice, key=lambda index: kept[index]) for choice in choices if choice)
 
 
 def device_memory(problem: Problem, placement: Placement, costs: tuple[StageCost, ...]) -> tuple[int, ...]:
@@ -149,9 +145,6 @@ def size_text(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-_HINT = "set cluster.straddle to true, or take a strategy that makes stages: pipedream, graphpipe, tepdist or grid"
-
-
 def equal_device_runs(cluster: Cluster) -> tuple[range, ...]:
     """The longest runs of neighbouring devices that one stage may have: of one kind, or all where stages may straddle.
 
@@ -171,33 +164,30 @@ def describe_kinds(cluster: Cluster, devices: Iterable[int]) -> str:
 
 
 def may_share(problem: Problem, devices: Sequence[int]) -> bool:
-    """True if a stage may have all of these devices: of one kind, or straddling kinds as it is asked to."""
+    """True if a stage may have all of these devices: of one kind, or straddling kinds as constraints say."""
     cluster = problem.cluster
     if cluster.straddle or len(cluster.kinds_among(devices)) == 1:
         return True
-    asked = (each.devices or range(cluster.size) for each in problem.constraints if each.devices is not None)
-    return any(set(each) == set(devices) for each in asked)
+    groups = (each.devices or range(cluster.size) for each in problem.constraints if each.devices is not None)
+    return any(set(each) == set(devices) for each in groups)
 
 
 def check_one_kind(problem: Problem, strategy: str) -> None:
     """Raise InfeasibleError where a strategy's one stage on all devices would straddle kinds without being asked to."""
-    cluster = problem.cluster
-    if not may_share(problem, range(cluster.size)):
-        raise InfeasibleError(
-            f"{strategy} would put one stage on devices of different kinds: "
-            f"{describe_kinds(cluster, range(cluster.size))}",
-            hint=_HINT,
-        )
+    _check_kinds(problem, range(problem.cluster.size), f"{strategy} would put one stage on devices")
 
 
 def check_kinds(problem: Problem, placement: Placement) -> None:
     """Raise InfeasibleError for a stage that straddles kinds without being asked to."""
-    if len(equal_device_runs(problem.cluster)) == 1:
-        return
-    for index, stage in enumerate(placement.stages):
-        if not may_share(problem, stage.devices):
-            raise InfeasibleError(
-                f"stage {index} would have devices of different kinds: "
-                f"{describe_kinds(problem.cluster, stage.devices)}",
-                hint=_HINT,
-            )
+    if len(equal_device_runs(problem.cluster)) > 1:
+        for index, stage in enumerate(placement.stages):
+            _check_kinds(problem, stage.devices, f"stage {index} would have devices")
+
+
+def _check_kinds(problem: Problem, devices: Sequence[int], who: str) -> None:
+    if not may_share(problem, devices):
+        raise InfeasibleError(
+            f"{who} of different kinds: {describe_kinds(problem.cluster, devices)}",
+            hint="set cluster.straddle to true, or take a strategy that makes stages: pipedream, graphpipe, tepdist or "
+            "grid",
+        )

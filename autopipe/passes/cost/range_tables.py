@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from autopipe.ir.cluster import Device, Link
-from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import (
     Chain,
@@ -18,6 +19,7 @@ from autopipe.passes.analysis.chain import (
     outgoing_sums,
     range_maxima,
     range_sums,
+    values_between,
 )
 from autopipe.passes.analysis.gradients import kept_values
 from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
@@ -26,6 +28,9 @@ from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, task_seconds, update_line
 from autopipe.passes.cost.stage_work import updated_part
 
+_Item = TypeVar("_Item")
+_Sized = tuple[list[int], float]
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -33,6 +38,14 @@ class Shared:
 
     cut: Matrix
     whole: Matrix
+
+    @staticmethod
+    def of(sums: Callable[[int, list[_Item]], Matrix], chain: Chain, items: Iterable[tuple[bool, _Item]]) -> Shared:
+        """Sums over items, each with whether replicas share it out."""
+        parts: dict[bool, list[_Item]] = {True: [], False: []}
+        for cut, item in items:
+            parts[cut].append(item)
+        return Shared(sums(chain.blocks, parts[True]), sums(chain.blocks, parts[False]))
 
     def local(self, degree: int) -> Matrix:
         """Bytes on one of `degree` replicas."""
@@ -80,9 +93,14 @@ class Tables:
 
         A stage receives activations from the stages before it and, in training, gradients from those after it.
         """
-        found = _message_seconds(self.received.local(degree), self.arriving, before)
+
+        def message_seconds(sizes: Matrix, values: Matrix, link: Link | None) -> Matrix:
+            seconds: Matrix = np.zeros_like(sizes)
+            return seconds if link is None else values * link.latency_s + sizes / link.bandwidth_bytes_per_s
+
+        found = message_seconds(self.received.local(degree), self.arriving, before)
         if self.problem.train:
-            found = found + _message_seconds(self.sent.local(degree), self.leaving, after)
+            found = found + message_seconds(self.sent.local(degree), self.leaving, after)
             count = self.problem.micro_batches
             line = update_line(device, self.problem.optimizer.states)
             updated = self.gradients * updated_part(self.problem, degree)
@@ -111,88 +129,51 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
     """All matrices of a problem's chain; `samples` are those of its graph, where they are known already."""
     graph = problem.graph
     samples = samples or sample_axes(graph)
-    values = list(_crossing(problem, chain))
-    widths = element_bytes(graph, samples.uses, problem.precision)
-    state, optimizer, gradients = _parameters(problem, chain)
-
-    def shared(build, items: list) -> Shared:  # type: ignore[no-untyped-def,type-arg]
-        cut = [item[1:] for item in items if item[0]]
-        whole = [item[1:] for item in items if not item[0]]
-        return Shared(build(chain.blocks, cut), build(chain.blocks, whole))
-
-    located = [(samples.carries(name), *rest) for name, *rest in values]
-    return Tables(
-        problem,
-        chain,
-        samples,
-        received=shared(incoming_sums, located),
-        sent=shared(outgoing_sums, located),
-        arriving=incoming_sums(chain.blocks, [(block, readers, 1.0) for _, block, readers, _ in values]),
-        leaving=outgoing_sums(chain.blocks, [(block, readers, 1.0) for _, block, readers, _ in values]),
-        kept=shared(distinct_sums, list(_kept(problem, chain, samples))),
-        workspace=_workspace(problem, chain, samples, widths),
-        state=state,
-        optimizer=optimizer,
-        gradients=gradients,
-    )
-
-
-def _message_seconds(sizes: Matrix, values: Matrix, link: Link | None) -> Matrix:
-    if link is None:
-        return np.zeros_like(sizes)
-    seconds: Matrix = values * link.latency_s + sizes / link.bandwidth_bytes_per_s
-    return seconds
-
-
-def _crossing(problem: Problem, chain: Chain) -> Iterable[tuple[str, int, list[int], float]]:
-    """(value, producing block, reading blocks, bytes) of every value that a cut could have to send."""
-    graph = problem.graph
-    recomputed = recomputed_nodes(graph)
-    for name, readers in graph.consumers().items():
-        producer = graph.producer(name)
-        if producer is None or producer in recomputed:
-            continue
-        block = int(chain.block_of[producer])
-        blocks = sorted({int(chain.block_of[reader]) for reader in readers if reader not in recomputed})
-        if blocks and blocks[-1] > block:
-            yield name, block, blocks, float(graph.type_of(name).bytes)
-
-
-def _parameters(problem: Problem, chain: Chain) -> tuple[Matrix, Matrix, Matrix]:
-    """Bytes of parameters and gradients, of the optimizer's state, and of gradients alone."""
-    graph = problem.graph
-    consumers = graph.consumers()
+    block_of: dict[int, int] = dict(enumerate(chain.block_of.tolist()))
+    messages = [
+        (samples.carries(name), (block, readers, float(graph.type_of(name).bytes)))
+        for name, block, readers in values_between(graph, block_of)
+    ]
+    counts = [(block, readers, 1.0) for _, (block, readers, _) in messages]
     state, optimizer, gradients = [], [], []
     for parameter in graph.parameters:
         name = parameter.value.name
-        blocks = sorted({int(chain.block_of[reader]) for reader in consumers.get(name, ())})
+        blocks = sorted({block_of[reader] for reader in graph.consumers().get(name, ())})
         figures = state_of(problem, ((name, 1),))
         state.append((blocks, float(figures.total - figures.optimizer_bytes)))
         optimizer.append((blocks, float(figures.optimizer_bytes)))
         gradients.append((blocks, float(figures.gradient_bytes)))
-    return (
-        distinct_sums(chain.blocks, state),
-        distinct_sums(chain.blocks, optimizer),
-        distinct_sums(chain.blocks, gradients),
+    return Tables(
+        problem,
+        chain,
+        samples,
+        received=Shared.of(incoming_sums, chain, messages),
+        sent=Shared.of(outgoing_sums, chain, messages),
+        arriving=incoming_sums(chain.blocks, counts),
+        leaving=outgoing_sums(chain.blocks, counts),
+        kept=Shared.of(distinct_sums, chain, _kept(problem, block_of, samples)),
+        workspace=_workspace(problem, chain, samples),
+        state=distinct_sums(chain.blocks, state),
+        optimizer=distinct_sums(chain.blocks, optimizer),
+        gradients=distinct_sums(chain.blocks, gradients),
     )
 
 
-def _kept(problem: Problem, chain: Chain, samples: SampleAxes) -> Iterable[tuple[bool, list[int], float]]:
-    """(whether replicas share it out, blocks that keep it, bytes) of everything kept."""
-    blocks: dict[tuple[str, int], list[int]] = {}
+def _kept(problem: Problem, block_of: Mapping[int, int], samples: SampleAxes) -> list[tuple[bool, _Sized]]:
+    """(whether replicas share it out, (blocks that keep it, bytes)) of everything kept."""
+    blocks: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     facts: dict[tuple[str, int], tuple[bool, float]] = {}
-    for index, found in enumerate(kept_values(problem.graph, samples.uses, problem.precision)):
+    for index, found in enumerate(kept_values(problem.graph, problem.precision)):
         for kept in found:
-            blocks.setdefault(kept.key, []).append(int(chain.block_of[index]))
+            blocks[kept.key].add(block_of[index])
             cut = any(samples.axes[index] in dimension for dimension in kept.dimensions)
             facts.setdefault(kept.key, (cut, float(kept.bytes)))
-    for key, (cut, size) in facts.items():
-        yield cut, sorted(set(blocks[key])), size
+    return [(cut, (sorted(blocks[key]), size)) for key, (cut, size) in facts.items()]
 
 
-def _workspace(problem: Problem, chain: Chain, samples: SampleAxes, widths: dict[str, int]) -> Shared:
+def _workspace(problem: Problem, chain: Chain, samples: SampleAxes) -> Shared:
     """The largest task's passing memory: gradients of a node's tensors, or without training what is alive around it."""
-    graph = problem.graph
+    graph, widths = problem.graph, element_bytes(problem.graph, problem.precision)
     most = {True: np.zeros(chain.blocks), False: np.zeros(chain.blocks)}
     for index, (node, use) in enumerate(zip(graph.nodes, samples.uses, strict=True)):
         if use.row.kind == "view":

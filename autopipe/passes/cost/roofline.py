@@ -5,8 +5,7 @@ Williams, Waterman, Patterson, "Roofline", Communications of the ACM 52(4), 2009
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,13 +27,42 @@ def node_seconds(
     """Seconds of forward and of backward of each node on `device`, which does `shares` of it (1 / degree).
 
     Products use the peak of `precision`, other operators that of fp32. Views take no time, and no backward of a node
-    without gradients does. What was measured on the device counts in place of that (`Work.measured`). Raises
-    ConfigurationError where the device states no figure for an operator class.
+    without gradients does. What was measured on the device counts in place of that (`Work.measured`); between measured
+    shares time is linear. Raises ConfigurationError where the device states no figure for an operator class.
     """
-    forward, backward = _roofline(work, device, precision, shares)
+    rates = {kind: _rates(device, precision, kind) for kind in {each.kind for each in work}}
+    figures = np.array(
+        [
+            (each.forward_flops, each.forward_bytes, each.backward_flops, each.backward_bytes, *rates[each.kind])
+            for each in work
+        ],
+        dtype=float,
+    ).reshape(-1, 7)
+    flops, moved, back_flops, back_moved, peak, bandwidth, latency = figures.T
+    forward = np.maximum(flops * shares / peak, moved * shares / bandwidth) + latency
+    # A product launches a kernel for each factor's gradient: two where backward computes twice what forward does.
+    launches = np.where(back_flops > 1.5 * flops, 2.0, 1.0) * (back_moved > 0)
+    backward = np.maximum(back_flops * shares / peak, back_moved * shares / bandwidth) + launches * latency
     if any(each.measured for each in work):
-        _measure(work, device.name, np.broadcast_to(shares, len(work)), forward, backward)
+        own = np.broadcast_to(shares, len(work))
+        for index, found in ((index, found) for index, each in enumerate(work) for found in each.measured):
+            if found.device == device.name and found.points:
+                at, forward_s, backward_s = zip(*found.points, strict=True)
+                forward[index] = np.interp(own[index], at, forward_s)
+                backward[index] = np.interp(own[index], at, backward_s)
+            elif found.device == device.name:
+                forward[index] *= found.scale[0]
+                backward[index] *= found.scale[1]
     return forward, backward
+
+
+def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, float]:
+    """FLOP/s, bytes/s and seconds a launch for one kind of operator."""
+    if kind == "view":
+        return np.inf, np.inf, 0.0
+    fraction = device.fraction(kind)
+    peak = device.peak(precision if kind in PRODUCT_KINDS else "fp32")
+    return peak * fraction, device.bandwidth_bytes_per_s * fraction, device.launch_latency_s
 
 
 def mean_seconds(problem: Problem) -> tuple[Seconds, Seconds]:
@@ -70,39 +98,6 @@ class StepSeconds:
                 each.append(forward * (1 + problem.recomputes_all) + (backward if problem.train else 0.0))
             self._known[key] = np.where(self._is_live, np.minimum.reduce(each), 0.0)
         return self._known[key]
-
-
-def _measure(work: Sequence[Work], device: str, shares: np.ndarray, forward: Seconds, backward: Seconds) -> None:
-    """Put what was measured in place of the roofline's seconds; between measured shares time is linear."""
-    for index, each in enumerate(work):
-        for found in each.measured:
-            if found.device == device and found.points:
-                at, ahead, back = zip(*found.points, strict=True)
-                forward[index] = np.interp(shares[index], at, ahead)
-                backward[index] = np.interp(shares[index], at, back)
-            elif found.device == device:
-                forward[index] *= found.scale[0]
-                backward[index] *= found.scale[1]
-
-
-def _roofline(
-    work: Sequence[Work], device: Device, precision: str, shares: float | np.ndarray
-) -> tuple[Seconds, Seconds]:
-    """Seconds by the device's data sheet."""
-    rates = {kind: _rates(device, precision, kind) for kind in {each.kind for each in work}}
-    figures = np.array(
-        [
-            (each.forward_flops, each.forward_bytes, each.backward_flops, each.backward_bytes, *rates[each.kind])
-            for each in work
-        ],
-        dtype=float,
-    ).reshape(-1, 7)
-    flops, moved, back_flops, back_moved, peak, bandwidth, latency = figures.T
-    forward = np.maximum(flops * shares / peak, moved * shares / bandwidth) + latency
-    # A product launches a kernel for each factor's gradient: two where backward computes twice what forward does.
-    launches = np.where(back_flops > 1.5 * flops, 2.0, 1.0) * (back_moved > 0)
-    backward = np.maximum(back_flops * shares / peak, back_moved * shares / bandwidth) + launches * latency
-    return forward, backward
 
 
 def accumulate_seconds(device: Device, gradient_bytes: float, tensors: int = 1) -> float:
@@ -158,18 +153,6 @@ def waiting_seconds(device: Device, operators: int) -> float:
     return 0.0 if device.tasks is None else device.tasks.waiting_s * operators
 
 
-def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, float]:
-    """FLOP/s, bytes/s and seconds a launch for one kind of operator."""
-    if kind == "view":
-        return np.inf, np.inf, 0.0
-    fraction = device.fraction(kind)
-    peak = device.peak(precision if kind in PRODUCT_KINDS else "fp32")
-    return peak * fraction, device.bandwidth_bytes_per_s * fraction, device.launch_latency_s
-
-
-_NO_WORK = ("view",)
-
-
 def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
     """The work of every node, in order, with the widths its tensors have at `precision`.
 
@@ -177,9 +160,15 @@ def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
     Raises ModelError for an operator without a row.
     """
     uses = uses_of(graph)
-    widths = element_bytes(graph, uses, precision)
-    sizes = {name: float(width * graph.type_of(name).elements) for name, width in widths.items()}
-    return _annotated(graph, uses, sizes, [use.flops for use in uses], _kept_bytes(graph, uses, precision))
+    sizes = {
+        name: float(width * graph.type_of(name).elements) for name, width in element_bytes(graph, precision).items()
+    }
+    kept, seen = [], set[tuple[str, int]]()
+    for values in kept_values(graph, precision):  # Bytes count at the first node that makes backward keep them.
+        new = {each.key: each.bytes for each in values if each.key not in seen}
+        seen |= new.keys()
+        kept.append(sum(new.values()))
+    return _annotated(graph, sizes, [use.flops for use in uses], kept)
 
 
 def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: float) -> tuple[Work, ...]:
@@ -187,76 +176,48 @@ def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: flo
 
     It leaves open what backward keeps.
     """
-    widths = element_bytes(graph, samples.uses, precision)
     sizes = {
         name: width * graph.type_of(name).elements * (share if samples.carries(name) else 1.0)
-        for name, width in widths.items()
+        for name, width in element_bytes(graph, precision).items()
     }
     flops = [use.flops * (share if own else 1.0) for use, own in zip(samples.uses, samples.batch.nodes, strict=True)]
-    return _annotated(graph, samples.uses, sizes, flops, itertools.repeat(0))
-
-
-def _kept_bytes(graph: Graph, uses: tuple[OpInstance, ...], precision: str) -> Iterator[int]:
-    """Bytes of values that each node makes backward keep, counted at the first node that does."""
-    seen: set[tuple[str, int]] = set()
-    for kept in kept_values(graph, uses, precision):
-        new = {each.key: each.bytes for each in kept if each.key not in seen}
-        seen |= new.keys()
-        yield sum(new.values())
+    return _annotated(graph, sizes, flops, [0] * len(flops))
 
 
 def _annotated(
-    graph: Graph, uses: tuple[OpInstance, ...], sizes: dict[str, float], flops: list[float], kept: Iterator[int]
+    graph: Graph, sizes: Mapping[str, float], flops: Sequence[float], kept: Sequence[int]
 ) -> tuple[Work, ...]:
+    """The work of every node, of what its values' bytes, its FLOPs, and the bytes that backward keeps of it are."""
     gradient = differentiable_values(graph)
     found = []
-    for node, use, count, kept_bytes in zip(graph.nodes, uses, flops, kept, strict=False):
-        moved = 0 if use.row.kind in _NO_WORK else _moved(node, use, sizes)
-        share = _gradient_share(node, use, gradient)
+    for node, use, count, kept_bytes in zip(graph.nodes, uses_of(graph), flops, kept, strict=True):
+        read = {name: sizes[name] for name in node.inputs if name}
+        written = sum(sizes[name] for name in node.outputs if name)
+        moved, cleared = float(sum(read.values()) + written), 0.0
+        if use.row.kind == "memory":
+            # Copies read no more than they write: a lookup reads the rows it returns. But the gradient of a table is as
+            # large as the table: backward writes zeros where only parts were read.
+            moved = float(sum(min(size, written) for size in read.values()) + written)
+            cleared = sum(max(0.0, size - written) for name, size in read.items() if name in gradient)
+        moved = 0 if use.row.kind == "view" else moved
+        share = 0.0
+        if use.row.differentiable and not gradient.isdisjoint(node.inputs):
+            operands = factors(node, use) if use.row.kind in ("matmul", "convolution") else ()
+            share = sum(name in gradient for name in operands) / len(operands) if operands else 1.0
         found.append(
             Work(
                 kind=use.row.kind,
                 forward_flops=count,
                 backward_flops=use.row.backward * count * share,
                 forward_bytes=moved,
-                backward_bytes=(use.row.backward * moved + _cleared(node, use, sizes, gradient)) * share,
+                backward_bytes=(use.row.backward * moved + cleared) * share,
                 kept_bytes=kept_bytes,
             )
         )
     return tuple(found)
 
 
-def _moved(node: Node, use: OpInstance, sizes: dict[str, float]) -> float:
-    """Bytes read and written by forward. Copies read no more than they write: a lookup reads the rows it returns."""
-    read = [sizes[name] for name in dict.fromkeys(node.inputs) if name]
-    written = sum(sizes[name] for name in node.outputs if name)
-    if use.row.kind == "memory":
-        read = [min(size, written) for size in read]
-    return float(sum(read) + written)
-
-
-def _cleared(node: Node, use: OpInstance, sizes: dict[str, float], gradient: frozenset[str]) -> float:
-    """Bytes of zeros that backward writes where a copy read only parts: the gradient of a table is as large as it."""
-    if use.row.kind != "memory":
-        return 0.0
-    written = sum(sizes[name] for name in node.outputs if name)
-    return sum(max(0.0, sizes[name] - written) for name in dict.fromkeys(node.inputs) if name in gradient)
-
-
-def _gradient_share(node: Node, use: OpInstance, gradient: frozenset[str]) -> float:
-    """The part of a full backward that is done: 0 without gradients, 1/2 for a product with one factor's."""
-    if not use.row.differentiable or gradient.isdisjoint(node.inputs):
-        return 0.0
-    if use.row.kind not in ("matmul", "convolution"):
-        return 1.0
-    found = factors(node, use)
-    return sum(name in gradient for name in found) / len(found)
-
-
 def factors(node: Node, use: OpInstance) -> tuple[str, ...]:
     """Operands that the gradients of others need; a bias or a mask is none."""
-    return tuple(name for position, name in enumerate(node.inputs) if name and _is_factor(use, position))
-
-
-def _is_factor(use: OpInstance, position: int) -> bool:
-    return "*" in use.row.keeps or str(position) in use.row.keeps
+    keeps = use.row.keeps
+    return tuple(name for place, name in enumerate(node.inputs) if name and ("*" in keeps or str(place) in keeps))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
@@ -21,6 +22,7 @@ from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import Signature, joint_splits
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import OpInstance, uses_of
 from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, node_layouts, taken_layouts, with_exchanges
 from autopipe.passes.analysis.stage_nodes import assign_nodes
@@ -54,34 +56,49 @@ class NodeSharing:
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
-    """One node on one stage."""
-
     index: int
     node: Node
     use: OpInstance
     sharing: NodeSharing
 
+    @property
+    def layouts(self) -> NodeLayouts:
+        return NodeLayouts(self.index, self.node, self.sharing.operands, self.sharing.results)
+
+    def read_bytes(self, widths: Mapping[str, int]) -> dict[str, int]:
+        """Bytes on one device of what it reads; `widths` are bytes an element."""
+        return _local_bytes(self.node.inputs, self.sharing.read, widths)
+
+    def written_bytes(self, widths: Mapping[str, int]) -> dict[str, int]:
+        """Bytes on one device of what it writes."""
+        return _local_bytes(self.node.outputs, self.sharing.written, widths)
+
+
+def _local_bytes(names: tuple[str, ...], elements: tuple[int | None, ...], widths: Mapping[str, int]) -> dict[str, int]:
+    return {name: count * widths[name] for name, count in zip(names, elements, strict=True) if count is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """A stage's nodes in topological order, recomputed ones included, and what its group holds of what they read.
+    """A stage's nodes in topological order, recomputed ones included, and how its group holds what they read and give.
 
     `problem` is the problem on the stage's own micro-batches: nodes and layouts are of its graph. `given` are values it
-    computes that others want, `received` those that other stages compute, `parameters` those it reads, each with the
-    number of parts in which the group holds it; `layouts` says how it holds parameters, `given_layouts` and
-    `received_layouts` the others. Nodes that want one in different layouts, or stages a parameter, make every device
-    hold it whole.
+    computes that others want, `received` those that other stages compute, `parameters` those it reads. Nodes that want
+    one in different layouts, or stages a parameter, make every device hold it whole.
     """
 
     stage: Stage
     problem: Problem
     nodes: tuple[StageNode, ...]
-    given: dict[str, int]
-    received: dict[str, int]
-    parameters: dict[str, int]
-    layouts: dict[str, Layout]
-    given_layouts: dict[str, Layout]
-    received_layouts: dict[str, Layout]
+    given: dict[str, Layout]
+    received: dict[str, Layout]
+    parameters: dict[str, Layout]
+    parts: dict[str, int]
+    """In how many parts the group holds each of those."""
+
+    @property
+    def parameter_parts(self) -> list[tuple[str, int]]:
+        return [(name, self.parts[name]) for name in self.parameters]
 
 
 @remembered(2)
@@ -89,78 +106,32 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     """The work of each stage, in order: nodes that no wanted output depends on are left out."""
     graph = problem.graph
     plans = assign_nodes(graph, placement, problem.wanted)
-    problems = problems_of_stages(problem, placement)
-    by_size = {own.micro_batch_size: own.graph for own in problems}
-    assigners = {size: _assigner(own) for size, own in by_size.items()}
-    assigned = [
-        tuple(assigners[own.micro_batch_size](index, splits, len(stage.devices)) for index, splits in plan.nodes)
-        for stage, own, plan in zip(placement.stages, problems, plans, strict=True)
-    ]
-    taken = [
-        taken_layouts(own.graph, list(map(layouts_as, nodes))) for own, nodes in zip(problems, assigned, strict=True)
-    ]
-    torn = _torn(graph, taken)
-    return tuple(
-        _stage_work(own, stage, nodes, plan.outputs, _whole(graph, read, torn))
-        for own, stage, plan, nodes, read in zip(problems, placement.stages, plans, assigned, taken, strict=True)
-    )
-
-
-def problems_of_stages(problem: Problem, placement: Placement) -> tuple[Problem, ...]:
-    """For each stage the problem on its own micro-batches; equal sizes share one."""
-    sizes = [stage.micro_batch_size for stage in placement.stages]
-    by_size = {size: resized(problem, size) for size in sizes}
-    return tuple(by_size[size] for size in sizes)
-
-
-def layouts_as(each: StageNode) -> NodeLayouts:
-    """The node with its layouts, as exchanges are found by."""
-    return NodeLayouts(each.index, each.node, each.sharing.operands, each.sharing.results)
-
-
-def _whole(graph: Graph, layouts: dict[str, Layout], names: frozenset[str]) -> dict[str, Layout]:
-    """The layouts with those of `names` whole."""
-    return layouts | {name: replicated(graph.type_of(name).shape) for name in names & layouts.keys()}
-
-
-def _stage_work(
-    problem: Problem, stage: Stage, nodes: tuple[StageNode, ...], outputs: tuple[str, ...], read: dict[str, Layout]
-) -> StageWork:
-    graph = problem.graph
-    written = {
-        name: layout
-        for each in nodes
-        for name, layout in zip(each.node.outputs, each.sharing.results, strict=True)
-        if layout is not None
-    }
-    layouts = {name: layout for name, layout in read.items() if graph.parameter(name) is not None}
-    given = {name: written[name] for name in outputs if name in written}
-    received = {name: layout for name, layout in read.items() if graph.producer(name) is not None}
-    return StageWork(
-        stage=stage,
-        problem=problem,
-        nodes=nodes,
-        given=_parts(given),
-        received=_parts(received),
-        parameters=_parts(layouts),
-        layouts=layouts,
-        given_layouts=given,
-        received_layouts=received,
-    )
-
-
-def _parts(layouts: dict[str, Layout]) -> dict[str, int]:
-    return {name: layout.parts for name, layout in layouts.items()}
-
-
-def _torn(graph: Graph, read: list[dict[str, Layout]]) -> frozenset[str]:
-    """Parameters that stages would cut differently: all of them hold these whole."""
-    wanted: dict[str, set[tuple[int, ...]]] = {}
-    for layouts in read:
-        for name, layout in layouts.items():
-            if graph.parameter(name) is not None:
-                wanted.setdefault(name, set()).add(layout.local_shape())
-    return frozenset(name for name, found in wanted.items() if len(found) > 1)
+    problems = {size: resized(problem, size) for size in (stage.micro_batch_size for stage in placement.stages)}
+    assigners = {size: _assigner(own.graph) for size, own in problems.items()}
+    works = []
+    cut: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for stage, plan in zip(placement.stages, plans, strict=True):
+        own, assign = problems[stage.micro_batch_size], assigners[stage.micro_batch_size]
+        nodes = tuple(assign(index, splits, len(stage.devices)) for index, splits in plan.nodes)
+        taken = taken_layouts(own.graph, [each.layouts for each in nodes])
+        written = {
+            name: layout
+            for each in nodes
+            for name, layout in zip(each.node.outputs, each.sharing.results, strict=True)
+            if layout is not None
+        }
+        given = {name: written[name] for name in plan.outputs if name in written}
+        received = {name: layout for name, layout in taken.items() if graph.producer(name) is not None}
+        parameters = {name: layout for name, layout in taken.items() if graph.parameter(name) is not None}
+        for name, layout in parameters.items():
+            cut[name].add(layout.local_shape())
+        parts = {name: layout.parts for name, layout in (given | received | parameters).items()}
+        works.append(StageWork(stage, own, nodes, given, received, parameters, parts))
+    whole = {name: replicated(graph.type_of(name).shape) for name, shapes in cut.items() if len(shapes) > 1}
+    for work in works:  # Parameters that stages would cut differently: all of them hold these whole.
+        for name in work.parameters.keys() & whole.keys():
+            work.parameters[name], work.parts[name] = whole[name], 1
+    return tuple(works)
 
 
 @remembered(GRAPHS)
@@ -186,46 +157,37 @@ def _sharing(graph: Graph, index: int, use: OpInstance, splits: tuple[Split, ...
     # An axis that the node lacks only shares its work: code generation refuses it, by name.
     own = tuple(split for split in splits if split.axis in names)
     form = node_layouts(graph, index, use.space, own, group)
-    share = 1.0 / math.prod(degrees.values())
     read, written = (
         tuple(None if layout is None else layout.local_elements for layout in layouts)
         for layouts in (form.operands, form.results)
     )
-    return NodeSharing(degrees, share, form.operands, form.results, read, written)
+    return NodeSharing(degrees, 1.0 / math.prod(degrees.values()), form.operands, form.results, read, written)
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeSeconds:
-    """Seconds of one micro-batch's collectives inside a stage."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-
-    def __add__(self, other: ExchangeSeconds) -> ExchangeSeconds:
-        return ExchangeSeconds(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
-
-
-def exchange_seconds(graph: Graph, cluster: Cluster, work: StageWork, gradient: Set[str]) -> ExchangeSeconds:
-    """The collectives of a stage; `gradient` are the values that gradients flow through."""
-    devices = work.stage.devices
+def exchange_seconds(work: StageWork) -> tuple[float, float]:
+    """Seconds of one micro-batch's collectives inside a stage, forwards and backwards."""
+    graph, cluster, devices = work.problem.graph, work.problem.cluster, work.stage.devices
+    forward = backward = 0.0
     if len(devices) < 2 or not work.stage.splits:
-        return ExchangeSeconds()
-    total = ExchangeSeconds()
-    for exchange in exchanges_of(graph, work):
+        return forward, backward
+    differentiable = differentiable_values(graph)
+    for exchange in exchanges_of(work):
         width = graph.type_of(exchange.value).dtype.itemsize
         seconds = relayout_seconds(cluster, devices, exchange.step, width)
-        total += ExchangeSeconds(seconds, seconds * (exchange.value in gradient))
+        forward += seconds
+        backward += seconds * (exchange.value in differentiable)
     for each in work.nodes:
         if joint_splits(each.use.space, each.sharing.degrees):
-            total += statistics_seconds(
-                cluster, devices, each.use, signature_of(graph, each.node), each.sharing.degrees
-            )
-    return total
+            signature = signature_of(graph, each.node)
+            there, back = statistics_seconds(cluster, devices, each.use, signature, each.sharing.degrees)
+            forward += there
+            backward += back
+    return forward, backward
 
 
-def exchanges_of(graph: Graph, work: StageWork) -> Iterable[Exchange]:
+def exchanges_of(work: StageWork) -> Iterator[Exchange]:
     """The changes of layout that lowering makes between a stage's nodes."""
-    nodes = list(map(layouts_as, work.nodes))
+    graph, nodes = work.problem.graph, [each.layouts for each in work.nodes]
     shares = work.given.keys() - graph.consumers().keys()
     steps = with_exchanges(nodes, taken_layouts(graph, nodes), work.given.keys(), shares, len(work.stage.devices))
     return (step for step in steps if isinstance(step, Exchange))
@@ -233,16 +195,16 @@ def exchanges_of(graph: Graph, work: StageWork) -> Iterable[Exchange]:
 
 def statistics_seconds(
     cluster: Cluster, devices: tuple[int, ...], use: OpInstance, signature: Signature, degrees: Mapping[str, int]
-) -> ExchangeSeconds:
-    """Seconds of the statistics that a node split by `degrees`, along joint axes among others, exchanges."""
-    forward = backward = 0.0
+) -> tuple[float, float]:
+    """Seconds, forwards and backwards, of the statistics that a node exchanges which is split by `degrees`, along joint
+    axes among others."""
+    seconds = {False: 0.0, True: 0.0}
     mesh: MeshAxes = ()
     for told in use.row.statistics(signature, use.space, degrees):
         mesh = mesh or mesh_of([Split(*item) for item in degrees.items()], len(devices))
         over = merged([place for axis, place in zip(degrees, mesh, strict=True) if axis in told.axes])
-        seconds = told.times * reduction_cost(cluster, devices, told.kind, over).seconds(told.bytes)
-        forward, backward = (forward, backward + seconds) if told.backward else (forward + seconds, backward)
-    return ExchangeSeconds(forward, backward)
+        seconds[told.backward] += told.times * reduction_cost(cluster, devices, told.kind, over).seconds(told.bytes)
+    return seconds[False], seconds[True]
 
 
 def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int = 0) -> Cost:
@@ -268,19 +230,18 @@ def updated_part(problem: Problem, copies: float) -> float:
 @remembered(2)
 def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
     """The devices, ascending, that hold the same block of each parameter, over all stages; of its parts the first."""
-    found: dict[str, list[tuple[int, ...]]] = {}
+    found: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for work in works:
-        alike: dict[Layout, tuple[int, ...]] = {}
-        for name, layout in work.layouts.items():
-            if layout not in alike:
+        groups: dict[Layout, tuple[int, ...]] = {}
+        for name, layout in work.parameters.items():
+            if layout not in groups:
                 places = layout.like_first(len(work.stage.devices))
-                alike[layout] = tuple(sorted(work.stage.devices[place] for place in places))
-            found.setdefault(name, []).append(alike[layout])
-    return {name: groups[0] if len(groups) == 1 else _united(groups) for name, groups in found.items()}
-
-
-def _united(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted(frozenset().union(*groups)))
+                groups[layout] = tuple(sorted(work.stage.devices[place] for place in places))
+            found[name].append(groups[layout])
+    return {
+        name: holding[0] if len(holding) == 1 else tuple(sorted(frozenset().union(*holding)))
+        for name, holding in found.items()
+    }
 
 
 def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:

@@ -6,7 +6,8 @@ a product's backward, to its second half (Qi et al., "Zero Bubble Pipeline Paral
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Set
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,24 +17,18 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem, Work
-from autopipe.passes.analysis.gradients import (
-    SavedTensor,
-    all_waiting_operands,
-    differentiable_values,
-    kept_values,
-    viewed,
-    views,
-)
+from autopipe.ir.timeline import StagePrediction
+from autopipe.passes.analysis.gradients import differentiable_values, kept_values, viewed, views, waiting_operands
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, element_bytes, uses_of
 from autopipe.passes.cost.memory import (
     State,
     gradient_workspace,
-    kept_bytes,
     live_bytes,
-    received_bytes,
+    message_bytes,
     recomputed_bytes,
-    sent_bytes,
+    saved_bytes,
     state_of,
+    waiting_bytes,
 )
 from autopipe.passes.cost.roofline import (
     accumulate_seconds,
@@ -61,7 +56,7 @@ class StageSignatures:
     nodes: tuple[int, ...]
     """A number for each node: its work, what it keeps but for names, how many values it reads and writes."""
     named: tuple[tuple[str, ...], ...]
-    """For each node what it reads ("" where absent), writes, and keeps."""
+    """For each node what it reads ("" where it reads nothing), writes, and keeps."""
     values: dict[str, tuple[int, str]]
     """For each value a number, and what it is a view of."""
 
@@ -69,8 +64,7 @@ class StageSignatures:
 @remembered(GRAPHS)
 def signatures_in(graph: Graph, work: tuple[Work, ...], precision: str) -> StageSignatures:
     """The nodes and values of a graph with such work."""
-    uses, waiting = uses_of(graph), all_waiting_operands(graph)
-    kept, widths = kept_values(graph, uses, precision), element_bytes(graph, uses, precision)
+    kept, widths, waiting = kept_values(graph, precision), element_bytes(graph, precision), waiting_operands(graph)
     gradient, consumers = differentiable_values(graph), graph.consumers()
     numbers: dict[Hashable, int] = {}
 
@@ -99,7 +93,7 @@ def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
     some stage receives.
     """
     problem = work.problem
-    alike = signatures_in(problem.graph, problem.work, problem.precision)
+    signatures = signatures_in(problem.graph, problem.work, problem.precision)
     numbers = {"": 0}
     told = {""}
     found: list[Hashable] = []
@@ -109,17 +103,16 @@ def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
             found.append(numbers[name])
             return
         told.add(name)
-        own, root = alike.values[name]
-        parts = work.parameters.get(name), work.received.get(name), work.given.get(name)
+        own, root = signatures.values[name]
         places = (numbers.setdefault(each, len(numbers)) for each in (name, root))
-        found.append((*places, own, parts, name in crossing))
+        found.append((*places, own, work.parts.get(name), name in crossing))
 
     for name in work.given:
         add(name)
     found.append(len(work.given))
     for each in work.nodes:
-        found += id(each.sharing), alike.nodes[each.index]
-        for name in alike.named[each.index]:
+        found += id(each.sharing), signatures.nodes[each.index]
+        for name in signatures.named[each.index]:
             add(name)
     return id(problem), work.stage.recompute, reach(problem.cluster, work.stage.devices), tuple(found)
 
@@ -129,7 +122,7 @@ def weight_shares(graph: Graph) -> NDArray[np.float64]:
     """For each node the part of its backward that is left to the second half."""
     uses, gradient = uses_of(graph), differentiable_values(graph)
     shares = np.zeros(len(graph.nodes))
-    for index, waiting in enumerate(all_waiting_operands(graph)):
+    for index, waiting in enumerate(waiting_operands(graph)):
         if waiting and uses[index].row.kind not in PRODUCT_KINDS:
             shares[index] = 1.0
         elif waiting:
@@ -137,79 +130,32 @@ def weight_shares(graph: Graph) -> NDArray[np.float64]:
     return shares
 
 
-def waiting_state(problem: Problem, work: StageWork) -> State:
+def waiting_state(work: StageWork) -> State:
     """The parameters of a stage that have their gradients from the second half alone."""
-    graph = problem.graph
-    every, roots = all_waiting_operands(graph), views(graph)
+    graph = work.problem.graph
+    every, roots = waiting_operands(graph), views(graph)
     waiting: set[str] = set()
     flowing: set[str] = set()
     for each in work.nodes:
-        if each.use.row.kind == "view":
-            continue
-        places = every[each.index]
-        for place, name in enumerate(each.node.inputs):
-            (waiting if place in places else flowing).add(roots.get(name, name))
+        if each.use.row.kind != "view":
+            for place, name in enumerate(each.node.inputs):
+                (waiting if place in every[each.index] else flowing).add(roots.get(name, name))
     names = waiting - flowing
-    return state_of(problem, ((name, count) for name, count in work.parameters.items() if name in names))
-
-
-def weight_kept_bytes(
-    graph: Graph, work: StageWork, kept: tuple[tuple[SavedTensor, ...], ...], widths: dict[str, int]
-) -> int:
-    """Bytes on one device that wait for the second half: what those operators keep, and the gradients of results."""
-    operands: dict[tuple[str, int], int] = {}
-    gradients = 0
-    waiting = all_waiting_operands(graph)
-    for each in work.nodes:
-        if not waiting[each.index]:
-            continue
-        for value in kept[each.index]:
-            local = value.local_bytes(each.sharing.degrees)
-            operands[value.key] = max(local, operands.get(value.key, 0))
-        result = each.node.outputs[0]
-        layout = each.sharing.results[0]
-        gradients += graph.type_of(result).elements * widths[result] // (layout.parts if layout is not None else 1)
-    return sum(operands.values()) + gradients
+    return state_of(work.problem, ((name, count) for name, count in work.parameter_parts if name in names))
 
 
 @dataclass(frozen=True, slots=True)
-class StageCost:
-    """One stage on one of its devices, which all do the same."""
+class StageCost(StagePrediction):
+    """One stage on one of its devices, which all do the same.
 
-    forward_s: float
-    """Seconds of one micro-batch's forward, collectives inside the stage included."""
-    backward_s: float
-    """Seconds of one micro-batch's backward, adding up gradients included (on average: the first has nothing to add
-    to); with recomputation the second forward too. 0 without training."""
-    weight_gradient_s: float
-    """Seconds of a split backward's second half: of the backward, what gives the gradients of costly parameters."""
-    split_s: float
-    """Seconds of a micro-batch that splitting its backward costs."""
-    gradient_s: float
-    """Seconds, once a step, to sum gradients over all devices, of any stage, that hold the same parameters; where each
-    updates a share, to gather the parameters again, too."""
-    update_s: float
-    """Seconds of the optimizer's update, of all parameters or the device's share, once a step."""
-    parameter_bytes: int
-    """Bytes of parameters, like those of gradients and optimizer state without what an earlier stage of the device
-    holds, too."""
-    gradient_bytes: int
-    optimizer_bytes: int
-    kept_bytes: int
-    """Bytes held from a micro-batch's forward to its backward; with recomputation only what the stage received and what
-    passes between its segments."""
-    weight_kept_bytes: int
-    """Bytes held from the first half of a split backward to the second."""
-    transient_bytes: int
-    """Bytes that come and go within one task: what recomputation brings back of one segment, gradients on their way;
-    without training the largest live set of forward."""
-    buffer_bytes: int
+    Adding up gradients counts on average: the first micro-batch has nothing to add to. What an earlier stage of the
+    device holds of parameters, gradients and optimizer state, too, does not count.
+    """
+
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
     """Buffers of what is received and sent for one micro-batch, and in training of its gradients."""
-
-    @property
-    def static_bytes(self) -> int:
-        """Bytes there all through a step."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
 
     def memory_bytes(self, in_flight: int) -> int:
         """Most bytes in use with `in_flight` micro-batches between forward and backward."""
@@ -232,92 +178,99 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     Raises ConfigurationError or ModelError where the graph's batch cannot be cut into those.
     """
     works = stage_work(problem, placement)
-    owned = _owned(works)
     holders = holders_of(works)
     copies = {name: len(devices) for name, devices in holders.items()}
-    groups = _gradient_groups(problem, owned, holders)
     crossing = frozenset(name for work in works for name in work.received)
-    problems = {work.problem.micro_batch_size: work.problem for work in works}
-    known = {size: _Tensors.of(own) for size, own in problems.items()}
-    states = (state_of(problem, own.items(), copies) for own in owned)
     costed: dict[Hashable, StageCost] = {}
     found = []
-    for work, state, gradients in zip(works, states, groups, strict=True):
+    for work, owned in zip(works, _owned(works), strict=True):
+        state = state_of(problem, owned.items(), copies)
         key = (content_of(work, crossing), state) if len(works) > 1 else state
         if key not in costed:
-            costed[key] = _stage_cost(work, state, known[work.problem.micro_batch_size], crossing, placement.length)
-        found.append(replace(costed[key], gradient_s=_gradient_seconds(problem, gradients)))
+            costed[key] = _stage_cost(work, state, crossing, placement.length)
+        found.append(replace(costed[key], gradient_s=_gradient_seconds(problem, owned, holders)))
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensors:
-    """Facts on the tensors of a graph, for all stages that run it."""
-
-    kept: tuple[tuple[SavedTensor, ...], ...]
-    """For each node what backward needs of it."""
-    widths: dict[str, int]
-    """Bytes of an element."""
-    differentiable: frozenset[str]
-
-    @staticmethod
-    def of(problem: Problem) -> _Tensors:
-        graph = problem.graph
-        uses = uses_of(graph)
-        kept = kept_values(graph, uses, problem.precision)
-        return _Tensors(kept, element_bytes(graph, uses, problem.precision), differentiable_values(graph))
+def _owned(works: Sequence[StageWork]) -> list[dict[str, int]]:
+    """For each stage the parameters, with their parts, that some of its devices hold for no earlier stage."""
+    found = []
+    held: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
+    for work in works:
+        devices = frozenset(work.stage.devices)
+        found.append({name: parts for name, parts in work.parameter_parts if not held[name] >= devices})
+        for name in found[-1]:
+            held[name] |= devices
+    return found
 
 
-def _stage_cost(
-    work: StageWork,
-    state: State,
-    tensors: _Tensors,
-    crossing: frozenset[str],
-    held: int,
-) -> StageCost:
-    """All but the sum of gradients, which depends on where else the same parameters are."""
-    problem, widths = work.problem, tensors.widths
-    graph, recompute = problem.graph, work.stage.recompute and problem.train
+def _gradient_seconds(problem: Problem, owned: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]) -> float:
+    """Seconds, once a step, in which the gradients of a stage's parameters are summed, each by all that hold it.
+
+    These are of any stages; of one held in parts, those with one part. Where each updates a share, parameters are
+    gathered again, too.
+    """
+    groups: defaultdict[tuple[int, ...], list[tuple[str, int]]] = defaultdict(list)
+    for name, count in owned.items():
+        if len(holders[name]) > 1:
+            groups[holders[name]].append((name, count))
+    states = ((group, state_of(problem, names)) for group, names in groups.items())
+    return sum(
+        (
+            exchange_of_gradients(problem, group, state.tensors).seconds(state.gradient_bytes)
+            for group, state in states
+            if state.gradient_bytes
+        ),
+        0.0,
+    )
+
+
+def _stage_cost(work: StageWork, state: State, crossing: Set[str], held: int) -> StageCost:
+    """All but the sum of gradients, which depends on where else the same parameters are.
+
+    `held` micro-batches are in flight where the stage recomputes.
+    """
+    problem, graph, train = work.problem, work.problem.graph, work.problem.train
+    devices, recompute = problem.cluster.kinds_among(work.stage.devices), work.stage.recompute and work.problem.train
     forward, backward, weight_gradient = _compute_seconds(work)
-    exchange = exchange_seconds(graph, problem.cluster, work, tensors.differentiable)
-    backward += _accumulate_seconds(work, state_of(problem, work.parameters.items()))
-    weight_gradient += _accumulate_seconds(work, waiting_state(problem, work))
-    received, sent = received_bytes(graph, work), sent_bytes(graph, work, crossing)
-    post = _post_seconds(work, crossing, received + sent)
-    keeps = transient = 0
-    if problem.train:
-        if recompute:
-            passing, transient = recomputed_bytes(work, tensors.kept, widths, held)
-            keeps = received + passing
-        else:
-            keeps, transient = kept_bytes(work, tensors.kept), gradient_workspace(graph, work, widths)
+    exchange = exchange_seconds(work)
+    added, waiting = state_of(problem, work.parameter_parts), waiting_state(work)
+    repeats = 1 - 1 / problem.micro_batches
+    backward += repeats * max(accumulate_seconds(each, added.gradient_bytes, added.tensors) for each in devices)
+    weight_gradient += repeats * max(
+        accumulate_seconds(each, waiting.gradient_bytes, waiting.tensors) for each in devices
+    )
+    received, sent = message_bytes(work, crossing)
+    messages = len(work.received) + len(work.given.keys() & crossing)
+    post = max(posting_seconds(device, messages, received + sent) for device in devices)
+    deferred = sum(bool(waiting_operands(graph)[each.index]) for each in work.nodes)
+    if not train:
+        kept, transient = 0, live_bytes(work)
+    elif recompute:
+        passing, transient = recomputed_bytes(work, held)
+        kept = received + passing
     else:
-        transient = live_bytes(graph, work, widths)
+        kept, transient = sum(saved_bytes(problem, work.nodes).values()), gradient_workspace(work)
+    whole_backward = backward + exchange[1] + post + recompute * (forward + exchange[0]) if train else 0.0
+    weight_gradient = weight_gradient if train else 0.0
+    buffers = (received + sent) * (2 if train else 1)
+    states = problem.optimizer.states
     return StageCost(
-        forward_s=forward + exchange.forward_s + post,
-        backward_s=(backward + exchange.backward_s + post + recompute * (forward + exchange.forward_s))
-        if problem.train
-        else 0.0,
-        weight_gradient_s=weight_gradient if problem.train else 0.0,
-        split_s=_split_seconds(work) if problem.train else 0.0,
-        gradient_s=0.0,
-        update_s=_update_seconds(work, state),
+        forward_s=forward + exchange[0] + post,
+        backward_s=whole_backward,
+        input_gradient_s=whole_backward - weight_gradient,
+        weight_gradient_s=weight_gradient,
+        split_s=max(waiting_seconds(device, deferred) for device in devices) if train else 0.0,
+        update_s=max(update_seconds(device, state.updated_bytes, states, state.updates) for device in devices),
         parameter_bytes=state.parameter_bytes,
+        static_bytes=state.total + buffers,
+        kept_bytes=kept,
+        weight_kept_bytes=waiting_bytes(work) if train else 0,
+        transient_bytes=transient,
         gradient_bytes=state.gradient_bytes,
         optimizer_bytes=state.optimizer_bytes,
-        kept_bytes=keeps,
-        weight_kept_bytes=weight_kept_bytes(graph, work, tensors.kept, widths) if problem.train else 0,
-        transient_bytes=transient,
-        buffer_bytes=(received + sent) * (2 if problem.train else 1),
+        buffer_bytes=buffers,
     )
-
-
-def _gradient_seconds(problem: Problem, gradients: Mapping[tuple[int, ...], State]) -> float:
-    each = (
-        exchange_of_gradients(problem, group, state.tensors).seconds(state.gradient_bytes)
-        for group, state in gradients.items()
-    )
-    return sum(each, 0.0)
 
 
 def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
@@ -325,7 +278,7 @@ def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
     problem = work.problem
     nodes = [problem.work[each.index] for each in work.nodes]
     shares = np.array([each.sharing.share for each in work.nodes])
-    devices = {problem.cluster.devices[device] for device in work.stage.devices}
+    devices = problem.cluster.kinds_among(work.stage.devices)
     seconds = [node_seconds(nodes, device, problem.precision, shares) for device in devices]
     starts = [task_seconds(device) for device in devices]
     forward, backward = (
@@ -334,62 +287,3 @@ def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
     )
     halves = weight_shares(problem.graph)[[each.index for each in work.nodes]]
     return forward, backward, max(float((each * halves).sum()) for _, each in seconds)
-
-
-def _split_seconds(work: StageWork) -> float:
-    """Seconds that a split backward takes longer, on the slowest device."""
-    waiting = all_waiting_operands(work.problem.graph)
-    count = sum(bool(waiting[each.index]) for each in work.nodes)
-    return max(waiting_seconds(work.problem.cluster.devices[device], count) for device in work.stage.devices)
-
-
-def _post_seconds(work: StageWork, crossing: frozenset[str], size: int) -> float:
-    """Seconds of a device's own time that posting a micro-batch's messages takes, where that was measured."""
-    messages = len(work.received) + len(work.given.keys() & crossing)
-    devices = (work.problem.cluster.devices[device] for device in work.stage.devices)
-    return max(posting_seconds(device, messages, size) for device in devices)
-
-
-def _accumulate_seconds(work: StageWork, state: State) -> float:
-    """Seconds a micro-batch of adding up gradients, on the slowest device."""
-    devices = (work.problem.cluster.devices[device] for device in work.stage.devices)
-    repeats = 1 - 1 / work.problem.micro_batches
-    return repeats * max(accumulate_seconds(device, state.gradient_bytes, state.tensors) for device in devices)
-
-
-def _update_seconds(work: StageWork, state: State) -> float:
-    problem = work.problem
-    devices = (problem.cluster.devices[device] for device in work.stage.devices)
-    size, states, tensors = state.updated_bytes, problem.optimizer.states, state.updates
-    return max(update_seconds(device, size, states, tensors) for device in devices)
-
-
-def _owned(works: Iterable[StageWork]) -> list[dict[str, int]]:
-    """For each stage the parameters, with their parts, that some of its devices hold for no earlier stage."""
-    found = []
-    held: dict[str, frozenset[int]] = {}
-    for work in works:
-        devices = frozenset(work.stage.devices)
-        own = {name: parts for name, parts in work.parameters.items() if not held.get(name, frozenset()) >= devices}
-        for name in own:
-            held[name] = held[name] | devices if name in held else devices
-        found.append(own)
-    return found
-
-
-def _gradient_groups(
-    problem: Problem, owned: list[dict[str, int]], holders: Mapping[str, tuple[int, ...]]
-) -> list[dict[tuple[int, ...], State]]:
-    """For each stage what there is of gradients by the group of devices that sums them.
-
-    The group of a parameter is all devices that hold it, over all stages; of one held in parts, those with one part.
-    """
-    found = []
-    for held in owned:
-        groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
-        for name, count in held.items():
-            if len(holders[name]) > 1:
-                groups.setdefault(holders[name], []).append((name, count))
-        states = {group: state_of(problem, names) for group, names in groups.items()}
-        found.append({group: state for group, state in states.items() if state.gradient_bytes})
-    return found

@@ -17,6 +17,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import degree_of
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import (
+    Compute,
     DataInput,
     Instruction,
     Loop,
@@ -28,19 +29,14 @@ from autopipe.ir.program import (
     RankCode,
     Section,
     Shard,
+    StageCode,
     StageOnRank,
     Verb,
 )
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.passes.analysis.gradients import differentiable_values, split_backwards
-from autopipe.passes.analysis.micro_batches import (
-    check_portions,
-    input_ranges,
-    micro_batch_size,
-    stage_graphs,
-    stage_micro_batches,
-    with_numbered_constants,
-)
+from autopipe.passes.analysis.gradients import differentiable_values, waiting_operands
+from autopipe.passes.analysis.input_ranges import input_ranges
+from autopipe.passes.analysis.micro_batches import check_portions, micro_batch_size, stage_graphs, stage_micro_batches
 from autopipe.passes.analysis.recompute import with_segments
 from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.lower.deadlock_check import prove
@@ -49,12 +45,10 @@ from autopipe.passes.lower.messages import (
     RankPeers,
     SendingOrders,
     channels_of,
-    held_messages,
     postings,
-    sending_orders,
     transfer_pieces,
 )
-from autopipe.passes.lower.shard import Demands, ShardedStage, parameter_shards, shard_stage, torn_parameters
+from autopipe.passes.lower.shard import ShardedStage, parameter_shards, shard_stage, torn_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +67,35 @@ class Parts:
 def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None) -> Parts:
     """The parts of the program that trains with `loss`, or gives all of the graph's outputs.
 
+    A parameter that stages would cut differently is held whole by all of them: its gradient is a sum over equal blocks.
     Raises CodegenError for splits and micro-batches that cannot be executed.
     """
     wanted = wanted_values(graph, loss)
-    turns, graphs = stage_micro_batches(graph, placement), stage_graphs(graph, placement)
-    stages = _sharded(graph, placement, graphs, wanted)
-    codes = with_numbered_constants([stage.code for stage in stages], graphs, graph)
-    stages = tuple(
-        replace(stage, code=replace(code, turns=each)) for stage, code, each in zip(stages, codes, turns, strict=True)
-    )
-    differentiable = differentiable_values(graph) if loss is not None else frozenset()
-    if loss is not None:
-        cut = (
-            with_segments(own, stage.code, differentiable, placement.length)
-            for own, stage in zip(graphs, stages, strict=True)
+    ratios, graphs = stage_micro_batches(graph, placement), stage_graphs(graph, placement)
+    assigned = assign_nodes(graph, placement, wanted)
+    shares, batch = frozenset(wanted) - graph.consumers().keys(), batch_axes_of(graph)
+
+    def sharded(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
+        return tuple(
+            shard_stage(own, number, stage, nodes, whole, shares, batch)
+            for number, (own, stage, nodes) in enumerate(zip(graphs, placement.stages, assigned, strict=True))
         )
-        stages = tuple(replace(stage, code=code) for stage, code in zip(stages, cut, strict=True))
+
+    stages = sharded(frozenset())
+    torn = torn_parameters(stages)
+    stages = sharded(torn) if torn else stages
+    differentiable = differentiable_values(graph) if loss is not None else frozenset()
+    numbers = {id(constant): index for index, constant in enumerate(graph.constants)}
+    finished = []
+    for own, stage, ratio in zip(graphs, stages, ratios, strict=True):
+        code = replace(stage.code, turns=ratio)
+        if own is not graph:  # Constants are numbered over all graphs; those of `graph` keep their places in it.
+            constants = [(numbers.setdefault(id(each), len(numbers)), each) for _, each in code.constants]
+            code = replace(code, constants=tuple(sorted(constants, key=lambda each: each[0])))
+        if loss is not None:
+            code = with_segments(own, code, differentiable, placement.length)
+        finished.append(replace(stage, code=code))
+    stages = tuple(finished)
     pieces = transfer_pieces(graph, placement, stages, differentiable)
     return Parts(graphs, stages, pieces, parameter_shards(graph, devices, stages), differentiable)
 
@@ -96,28 +103,6 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None)
 def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
     """Results of a program: its loss, or all of the graph's outputs."""
     return (loss,) if loss is not None else tuple(dict.fromkeys(graph.outputs))
-
-
-def _sharded(
-    graph: Graph, placement: Placement, graphs: tuple[Graph, ...], wanted: Sequence[str]
-) -> tuple[ShardedStage, ...]:
-    """The stages' local forwards, each of its own of `graphs`.
-
-    A parameter that stages would cut differently is held whole by all of them: its gradient is a sum over equal blocks.
-    """
-    assigned = assign_nodes(graph, placement, tuple(wanted))
-    shares = frozenset(wanted) - graph.consumers().keys()
-    batch = batch_axes_of(graph)
-
-    def shard(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
-        return tuple(
-            shard_stage(own, number, stage, nodes, Demands(whole, shares), batch)
-            for number, (own, stage, nodes) in enumerate(zip(graphs, placement.stages, assigned, strict=True))
-        )
-
-    stages = shard(frozenset())
-    torn = torn_parameters(stages)
-    return shard(torn) if torn else stages
 
 
 def lower(
@@ -136,14 +121,17 @@ def lower(
     Raises CodegenError where the placement or the schedule cannot be executed, or the program could not run to its end,
     InfeasibleError where stages' own micro-batches would change what is computed.
     """
-    _check_loss(graph, loss)
+    if loss is not None and math.prod(graph.type_of(loss).shape) != 1:
+        shape = list(graph.type_of(loss).shape)
+        raise CodegenError(f"the loss {loss!r} has shape {shape}", hint="it must be one number")
+    if loss is not None and graph.producer(loss) is None:
+        raise CodegenError(f"the loss {loss!r} is not computed by the model", hint="name a value that a node writes")
     if placement.devices > schedule.devices:
         raise CodegenError(f"the placement uses {placement.devices} devices, the schedule has {schedule.devices}")
     check_portions(graph, placement)
     parts = parts_of(graph, placement, schedule.devices, loss)
-    stages, codes = parts.stages, tuple(stage.code for stage in parts.stages)
-    batch = batch_axes_of(graph)
-    wired = _wired(graph, stages, parts.pieces, schedule.devices)
+    codes, batch = tuple(stage.code for stage in parts.stages), batch_axes_of(graph)
+    wired = _wired(graph, parts, schedule.devices)
     steps = _steps(wired, schedule, tuple(code.turns for code in codes))
     program = Program(
         world_size=schedule.devices,
@@ -154,11 +142,11 @@ def lower(
         parameters=graph.parameters,
         inputs=input_ranges(graph),
         outputs=tuple(_output(parts, name, batch) for name in wanted_values(graph, loss)),
-        stages=split_backwards(graph, codes, schedule),
+        stages=_split_backwards(graph, codes, schedule),
         ranks=tuple(
-            RankCode(rank, tuple(wired[rank]), parts.shards[rank], *step.sections) for rank, step in enumerate(steps)
+            RankCode(rank, tuple(wired[rank]), parts.shards[rank], *step) for rank, (step, _) in enumerate(steps)
         ),
-        channels=channels_of(parts.pieces, codes, [step.held for step in steps]),
+        channels=channels_of(parts.pieces, codes, [held for _, held in steps]),
         shard=shard and loss is not None,
     )
     if proven:
@@ -166,51 +154,45 @@ def lower(
     return program
 
 
-def _check_loss(graph: Graph, loss: str | None) -> None:
-    if loss is None:
-        return
-    if math.prod(graph.type_of(loss).shape) != 1:
-        raise CodegenError(
-            f"the loss {loss!r} has shape {list(graph.type_of(loss).shape)}", hint="it must be one number"
-        )
-    if graph.producer(loss) is None:
-        raise CodegenError(f"the loss {loss!r} is not computed by the model", hint="name a value that a node writes")
+def _split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Schedule) -> tuple[StageCode, ...]:
+    """The same stages; where a task computes half a backward, with the nodes whose parameters' gradients can wait."""
+    split = {task.stage for order in schedule.tasks for task in order if task.phase is Phase.INPUT_GRADIENT}
+    waiting = waiting_operands(graph)
+
+    def deferred(code: StageCode) -> tuple[int, ...]:
+        computed = (each.node for each in code.operations if isinstance(each, Compute))
+        return tuple(node for node in computed if waiting[node])
+
+    return tuple(replace(code, deferred=deferred(code)) if code.stage in split else code for code in codes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A rank's step in three sections, and what it holds of messages."""
-
-    sections: tuple[Section, Section, Section]
-    held: HeldMessages
+_Step = tuple[tuple[Section, Section, Section], HeldMessages]
+"""A rank's step in three sections, and what it holds of messages."""
 
 
-def _steps(wired: list[list[StageOnRank]], schedule: Schedule, turns: tuple[int, ...]) -> list[_Step]:
-    """The step of every rank."""
-    orders = sending_orders(schedule, turns)
+def _steps(wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]) -> list[_Step]:
+    orders = SendingOrders(schedule, ratios)
     known: dict[tuple[tuple[Task, ...], RankPeers], _Step] = {}
     found = []
-    for rank, tasks in enumerate(schedule.tasks):
-        key = (tasks, _peers(rank, wired[rank]))
+    for stages, tasks in zip(wired, schedule.tasks, strict=True):
+        key = tasks, RankPeers.of(stages)
         if key not in known:  # The ranks of a group mostly do the same.
             flat = instructions(*key, orders)
-            known[key] = _Step(sections(flat, turns), held_messages(flat))
+            known[key] = sections(flat, ratios), HeldMessages(flat)
         found.append(known[key])
     return found
 
 
-def _wired(
-    graph: Graph, stages: tuple[ShardedStage, ...], pieces: tuple[MessageBlock, ...], devices: int
-) -> list[list[StageOnRank]]:
+def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
     """For each rank its stages, each with what it reads, receives and sends."""
     given = {value.name for value in graph.inputs}
     receives: dict[tuple[int, int], list[MessageBlock]] = defaultdict(list)
     sends: dict[tuple[int, int], list[MessageBlock]] = defaultdict(list)
-    for piece in pieces:
+    for piece in parts.pieces:
         receives[piece.target_stage, piece.target_rank].append(piece)
         sends[piece.source_stage, piece.source_rank].append(piece)
     found: list[list[StageOnRank]] = [[] for _ in range(devices)]
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(parts.stages):
         for position, rank in enumerate(stage.code.devices):
             data = (DataInput(name, need.box(position)) for name, need in stage.inputs.items() if name in given)
             wires = tuple(receives[number, rank]), tuple(sends[number, rank])
@@ -218,38 +200,21 @@ def _wired(
     return found
 
 
-def _peers(rank: int, wired: list[StageOnRank]) -> RankPeers:
-    """Peers of the rank."""
-    sends: set[tuple[int, Verb]] = set()
-    receives: set[tuple[int, Verb, int]] = set()
-    for stage in wired:
-        for piece in stage.receives:
-            if piece.source_rank != rank:
-                receives.add((stage.stage, Verb.RECEIVE, piece.source_stage))
-                if piece.needs_gradient:
-                    sends.add((stage.stage, Verb.SEND_GRADIENT))
-        for piece in stage.sends:
-            if piece.target_rank != rank:
-                sends.add((stage.stage, Verb.SEND))
-                if piece.needs_gradient:
-                    receives.add((stage.stage, Verb.RECEIVE_GRADIENT, piece.target_stage))
-    return RankPeers(frozenset(sends), frozenset(receives))
-
-
 def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
-    giving = sorted((stage for stage in parts.stages if name in stage.outputs), key=lambda stage: stage.code.pipeline)
-    places = {stage.code.pipeline: _place(stage, name) for stage in reversed(giving)}
-    graph = parts.graphs[giving[0].code.stage]
-    return Output(graph.type_of(name), _batch_axis(graph, name, batch), tuple(places[each] for each in sorted(places)))
-
-
-def _place(stage: ShardedStage, name: str) -> OutputPlace:
-    layout, devices = stage.outputs[name], stage.code.devices
-    boxes = tuple(OutputShard(rank, layout.box(position)) for position, rank in enumerate(devices))
-    different = layout.parts * degree_of(layout.sums)
-    position = [value.name for value in stage.code.outputs].index(name)
-    combine = "sum" if layout.is_partial else "concat"
-    return OutputPlace(stage.code.stage, position, combine, len(devices) // different, boxes)
+    giving: dict[int, ShardedStage] = {}
+    for stage in parts.stages:
+        if name in stage.outputs:
+            giving.setdefault(stage.code.pipeline, stage)
+    places = []
+    for _, stage in sorted(giving.items()):
+        layout, devices = stage.outputs[name], stage.code.devices
+        boxes = tuple(OutputShard(rank, layout.box(position)) for position, rank in enumerate(devices))
+        copies = len(devices) // (layout.parts * degree_of(layout.sums))
+        position = [value.name for value in stage.code.outputs].index(name)
+        combine = "sum" if layout.is_partial else "concat"
+        places.append(OutputPlace(stage.code.stage, position, combine, copies, boxes))
+    graph = parts.graphs[places[0].stage]
+    return Output(graph.type_of(name), _batch_axis(graph, name, batch), tuple(places))
 
 
 def _batch_axis(graph: Graph, name: str, batch: BatchAxes) -> int | None:
@@ -264,89 +229,71 @@ def _batch_axis(graph: Graph, name: str, batch: BatchAxes) -> int | None:
     return 0 if graph.type_of(name).shape[:1] == (1,) else dict(graph.batch_axes).get(name)
 
 
-_COMPUTE = {
-    Phase.FORWARD: Verb.FORWARD,
-    Phase.BACKWARD: Verb.BACKWARD,
-    Phase.INPUT_GRADIENT: Verb.INPUT_GRADIENT,
-    Phase.WEIGHT_GRADIENT: Verb.WEIGHT_GRADIENT,
+_TASK_VERBS = {
+    Phase.FORWARD: (Verb.FORWARD, Verb.SEND),
+    Phase.BACKWARD: (Verb.BACKWARD, Verb.SEND_GRADIENT),
+    Phase.INPUT_GRADIENT: (Verb.INPUT_GRADIENT, Verb.SEND_GRADIENT),
+    Phase.WEIGHT_GRADIENT: (Verb.WEIGHT_GRADIENT, None),
 }
-_AFTER = {
-    Phase.FORWARD: Verb.SEND,
-    Phase.BACKWARD: Verb.SEND_GRADIENT,
-    Phase.INPUT_GRADIENT: Verb.SEND_GRADIENT,
-}
-"""How a task's results leave; the gradients of parameters stay."""
+"""How a task is computed, and how its results leave; the gradients of parameters stay."""
 
 
-def instructions(tasks: Sequence[Task], talking: RankPeers, orders: SendingOrders) -> tuple[Instruction, ...]:
+def instructions(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders) -> tuple[Instruction, ...]:
     """The rank's instructions for a step: its tasks, with receives before them (see `postings`) and sends behind."""
     found: list[Instruction] = []
-    for task, asked in zip(tasks, postings(tasks, talking, orders), strict=True):
-        found += asked
-        found.append(Instruction(_COMPUTE[task.phase], task.stage, task.micro_batch))
-        after = _AFTER.get(task.phase)
-        if after is not None and (task.stage, after) in talking.sends:
-            found.append(Instruction(after, task.stage, task.micro_batch))
+    for task, received in zip(tasks, postings(tasks, peers, orders), strict=True):
+        compute, send = _TASK_VERBS[task.phase]
+        found += received
+        found.append(Instruction(compute, task.stage, task.micro_batch))
+        if send is not None and (task.stage, send) in peers.sends:
+            found.append(Instruction(send, task.stage, task.micro_batch))
     return tuple(found)
 
 
-def sections(flat: Sequence[Instruction], turns: Sequence[int] = ()) -> tuple[Section, Section, Section]:
+def sections(flat: Sequence[Instruction], ratios: Sequence[int] = ()) -> tuple[Section, Section, Section]:
     """Warm-up, repetend and cool-down: the loop that covers most, what stands before it and after, rolled up too.
 
-    `turns` are the micro-batches that each stage makes of one of the program's, where that is not one.
+    `ratios` are the micro-batches that each stage makes of one of the program's, where that is not one.
     """
-    period = math.lcm(*turns)
-    units = {stage: period // each for stage, each in enumerate(turns)}
+    units = {stage: math.lcm(*ratios) // each for stage, each in enumerate(ratios)}
     before, loop, after = _parted(flat, units)
-    if loop is None:
-        return tuple(flat), (), ()
-    return _rolled(before, units), (loop,), _rolled(after, units)
+    return (_rolled(before, units), loop, _rolled(after, units)) if loop else (tuple(flat), (), ())
 
 
 def _rolled(flat: Sequence[Instruction], units: Mapping[int, int]) -> Section:
     before, loop, after = _parted(flat, units)
-    if loop is None:
-        return tuple(flat)
-    return (*_rolled(before, units), loop, *_rolled(after, units))
-
-
-def _parted(
-    flat: Sequence[Instruction], units: Mapping[int, int]
-) -> tuple[Sequence[Instruction], Loop | None, Sequence[Instruction]]:
-    """The loop that covers most, and what stands before it and after.
-
-    `units` are the lengths of stages' micro-batches, so that what moves on together moves by one distance.
-    """
-    found = _longest_loop(flat, units)
-    if found is None:
-        return flat, None, ()
-    start, length, count, distance = found
-    body = tuple(flat[start : start + length])
-    strides = tuple(distance // units.get(each.stage, 1) for each in body)
-    loop = Loop(body, count, strides[0], () if len(set(strides)) == 1 else strides)
-    return flat[:start], loop, flat[start + length * count :]
+    return (*_rolled(before, units), *loop, *_rolled(after, units)) if loop else tuple(flat)
 
 
 _LONGEST_BODY = 2048
 """A group of micro-batches of Chimera or of interleaved 1F1B on 32 devices takes some hundred instructions."""
 
 
-def _longest_loop(flat: Sequence[Instruction], units: Mapping[int, int]) -> tuple[int, int, int, int] | None:
-    """(start, body length, count, distance) of the loop that covers most, the shortest body among equals."""
+def _parted(
+    flat: Sequence[Instruction], units: Mapping[int, int]
+) -> tuple[Sequence[Instruction], tuple[Loop, ...], Sequence[Instruction]]:
+    """The loop that covers most, the shortest body among equals, if there is any; what stands before it and after.
+
+    `units` are the lengths of stages' micro-batches, so that what moves on together moves by one distance.
+    """
     kinds: dict[tuple[int, Verb, int | None], int] = {}
     keys = ((each.stage, each.verb, each.source) for each in flat)
     codes = np.array([kinds.setdefault(key, len(kinds)) for key in keys], np.int32)
     indices = np.array([each.micro_batch * units.get(each.stage, 1) for each in flat], np.int64)
-    best: tuple[int, int, int, int] | None = None
-    covered = 0
+    covered = start = size = distance = 0
     for length in range(1, min(_LONGEST_BODY, len(flat) // 2) + 1):
         same = codes[length:] == codes[:-length]
         if np.count_nonzero(same) < max(length, covered + 1 - length):
             continue  # too few for a loop that covers more
-        start, count, distance = _longest_run(same, indices, length)
+        first, count, moved = _longest_run(same, indices, length)
         if length * count > covered:
-            best, covered = (start, length, count, distance), length * count
-    return best
+            covered, start, size, distance = length * count, first, length, moved
+    if not covered:
+        return flat, (), ()
+    body = tuple(flat[start : start + size])
+    strides = tuple(distance // units.get(each.stage, 1) for each in body)
+    loop = Loop(body, covered // size, strides[0], () if len(set(strides)) == 1 else strides)
+    return flat[:start], (loop,), flat[start + covered :]
 
 
 def _longest_run(same: np.ndarray, indices: np.ndarray, length: int) -> tuple[int, int, int]:

@@ -7,28 +7,18 @@ receive's posting to the end of the last task that may use it; that many buffers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.graph import Graph, Value
-from autopipe.ir.layout import Box, holders_by_box
+from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import (
-    Channel,
-    Instruction,
-    Loop,
-    MessageBlock,
-    Program,
-    RankCode,
-    StageCode,
-    StageOnRank,
-    Verb,
-)
+from autopipe.ir.program import Channel, Instruction, MessageBlock, StageCode, StageOnRank, Verb
 from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, Task, sharing
-from autopipe.ir.task_graph import MessageEnd
-from autopipe.passes.analysis.micro_batches import Shared, shared_blocks
+from autopipe.passes.analysis.micro_batches import block_transfers, shared_blocks
 from autopipe.passes.lower.shard import ShardedStage
 
 
@@ -45,106 +35,68 @@ def transfer_pieces(
     pieces: list[MessageBlock] = []
     for target, stage in enumerate(stages):
         for name, need in stage.inputs.items():
-            if graph.producer(name) is not None:
-                source = producers[stage.code.pipeline, name]
-                hold = stages[source].outputs[name]
-                sent, received = (sizes[source], hold.shape), (sizes[target], need.shape)
-                for shared in shared_blocks(graph, batch, name, sent, received):
-                    pieces.extend(_value_pieces(name, source, target, stages, shared, name in differentiable))
-    return tuple(replace(piece, channel=channel) for channel, piece in enumerate(pieces))
-
-
-def _value_pieces(
-    name: str, source: int, target: int, stages: tuple[ShardedStage, ...], shared: Shared, needs_gradient: bool
-) -> list[MessageBlock]:
-    senders, receivers = stages[source].code.devices, stages[target].code.devices
-    hold, need = stages[source].outputs[name], stages[target].inputs[name]
-    if hold.is_partial:
-        raise CodegenError(f"{name!r} leaves stage {source} as partial sums")
-    held = [(box, [senders[place] for place in places]) for box, places in holders_by_box(hold, len(senders))]
-    found: dict[Box, list[tuple[Box, list[int], Box]]] = {}
-    for own, _ in holders_by_box(need, len(receivers)):
-        wanted = own.intersect(shared.received)
-        if wanted is not None:
-            wanted = wanted.beside(shared.received, shared.sent)
-            meeting = ((box, holders, box.intersect(wanted)) for box, holders in held)
-            found[own] = [(box, holders, common) for box, holders, common in meeting if common is not None]
-    pieces = []
-    for position, receiver in enumerate(receivers):
-        own = need.box(position)
-        # Copies are asked of the holders in turn, so that no one sender serves all receivers.
-        for box, holders, common in found.get(own, ()):
-            sender = receiver if receiver in holders else holders[position % len(holders)]
-            pieces.append(
-                MessageBlock(
-                    channel=0,
-                    tensor=name,
-                    source_stage=source,
-                    target_stage=target,
-                    source_rank=sender,
-                    target_rank=receiver,
-                    sent=common.within(box),
-                    received=common.beside(shared.sent, shared.received).within(own),
-                    needs_gradient=needs_gradient,
-                    source_turn=shared.source_turn,
-                    target_turn=shared.target_turn,
-                )
-            )
-    return pieces
+            if graph.producer(name) is None:
+                continue
+            source = producers[stage.code.pipeline, name]
+            hold, senders = stages[source].outputs[name], stages[source].code.devices
+            blocks = shared_blocks(graph, batch, name, (sizes[source], hold.shape), (sizes[target], need.shape))
+            if hold.is_partial:
+                raise CodegenError(f"{name!r} leaves stage {source} as partial sums")
+            for shared in blocks:
+                for sender, receiver, sent, received in block_transfers(
+                    hold, need, senders, stage.code.devices, shared
+                ):
+                    piece = MessageBlock(
+                        channel=len(pieces),
+                        tensor=name,
+                        source_stage=source,
+                        target_stage=target,
+                        source_rank=sender,
+                        target_rank=receiver,
+                        sent=sent,
+                        received=received,
+                        needs_gradient=name in differentiable,
+                        source_turn=shared.source_turn,
+                        target_turn=shared.target_turn,
+                    )
+                    pieces.append(piece)
+    return tuple(pieces)
 
 
 _FIRST_USES = {Verb.RECEIVE: (Verb.FORWARD,), Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT)}
 _LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
 
-_Asked = tuple[int, Verb, int | None]
+_Receive = tuple[int, Verb, int | None]
 """Stage, verb and source of a receive."""
 
 
-@dataclass(frozen=True, slots=True)
 class HeldMessages:
-    """How long a rank holds messages, by the receive that asks for them: each micro-batch's, from and to which place
-    among the rank's instructions.
+    """How long a rank holds messages, from the place of their receive among its instructions to that of their last use:
+    the first task that uses them where they are put together into a tensor, the last where they are used as they came.
     """
 
-    in_blocks: dict[_Asked, list[tuple[int, int, int]]]
-    whole: dict[_Asked, list[tuple[int, int, int]]]
-    _known: dict[tuple[_Asked, bool, MicroBatchSlice], int] = field(default_factory=dict, repr=False)
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self._spans: dict[tuple[_Receive, bool], list[tuple[int, int, int]]] = defaultdict(list)
+        self._known: dict[tuple[_Receive, bool, MicroBatchSlice], int] = {}
+        places = {(each.verb, each.stage, each.micro_batch): place for place, each in enumerate(instructions)}
+        for place, each in enumerate(instructions):
+            if each.verb in _FIRST_USES:
+                for whole, uses in ((False, _FIRST_USES[each.verb]), (True, _LAST_USES)):
+                    end = max(places.get((use, each.stage, each.micro_batch), place) for use in uses)
+                    self._spans[(each.stage, each.verb, each.source), whole].append((each.micro_batch, place, end))
 
-    def of(self, stage: int, verb: Verb, source: int, whole: bool, turn: MicroBatchSlice) -> int:
-        """The most messages held at once of those that `stage` receives in `turn` from stage `source`, in whole tensors
-        or in blocks.
-        """
-        return max(self._most((stage, verb, each), whole, turn) for each in (source, None))
+    def most(self, stage: int, verb: Verb, source: int, whole: bool, turn: MicroBatchSlice) -> int:
+        """The most held at once of what `stage` receives in `turn` from stage `source`, in whole tensors or blocks."""
+        return max(self._overlapping((stage, verb, each), whole, turn) for each in (source, None))
 
-    def _most(self, asked: _Asked, whole: bool, turn: MicroBatchSlice) -> int:
-        key = asked, whole, turn
+    def _overlapping(self, receive: _Receive, whole: bool, turn: MicroBatchSlice) -> int:
+        key = receive, whole, turn
         if key not in self._known:
-            spans = (self.whole if whole else self.in_blocks).get(asked, [])
-            self._known[key] = _most_at_once((start, end) for each, start, end in spans if turn.has(each))
+            spans = [each[1:] for each in self._spans.get((receive, whole), ()) if turn.has(each[0])]
+            # One that begins where another ends does not overlap it.
+            changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
+            self._known[key] = max(accumulate(change for _, change in changes), default=0)
         return self._known[key]
-
-
-def held_messages(instructions: Sequence[Instruction]) -> HeldMessages:
-    """Messages that one rank's instructions make it hold."""
-    places = {(each.verb, each.stage, each.micro_batch): place for place, each in enumerate(instructions)}
-    held = HeldMessages({}, {})
-    for place, each in enumerate(instructions):
-        if each.verb in _FIRST_USES:
-            asked = each.stage, each.verb, each.source
-            for spans, uses in ((held.in_blocks, _FIRST_USES[each.verb]), (held.whole, _LAST_USES)):
-                end = max(places.get((use, each.stage, each.micro_batch), place) for use in uses)
-                spans.setdefault(asked, []).append((each.micro_batch, place, end))
-    return held
-
-
-def _most_at_once(spans: Iterable[tuple[int, int]]) -> int:
-    """How many spans overlap at most; one that begins where another ends does not overlap it."""
-    changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
-    most = now = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
-    return most
 
 
 def channels_of(
@@ -156,221 +108,112 @@ def channels_of(
         source, target = piece.source_rank, piece.target_rank
         if source == target:
             continue
-        whole = piece.received.shape == _shape(stages[piece.target_stage].inputs, piece.tensor)
-        buffers = held[target].of(piece.target_stage, Verb.RECEIVE, piece.source_stage, whole, piece.target_turn)
+        whole = is_whole(stages, piece, gradient=False)
+        buffers = held[target].most(piece.target_stage, Verb.RECEIVE, piece.source_stage, whole, piece.target_turn)
         gradients = 0
         if piece.needs_gradient:
-            whole = piece.sent.shape == _shape(stages[piece.source_stage].outputs, piece.tensor)
             verb, turn = Verb.RECEIVE_GRADIENT, piece.source_turn
-            gradients = held[source].of(piece.source_stage, verb, piece.target_stage, whole, turn)
+            whole = is_whole(stages, piece, gradient=True)
+            gradients = held[source].most(piece.source_stage, verb, piece.target_stage, whole, turn)
         found.append(Channel(piece.channel, source, target, buffers, gradients))
     return tuple(found)
 
 
-def _shape(values: Iterable[Value], name: str) -> tuple[int, ...]:
-    return next(value.shape for value in values if value.name == name)
+def is_whole(stages: Sequence[StageCode], piece: MessageBlock, gradient: bool) -> bool:
+    """True if a message is used as it came, not put together with others into a tensor of their own."""
+    values = stages[piece.source_stage].outputs if gradient else stages[piece.target_stage].inputs
+    box = piece.sent if gradient else piece.received
+    return box.shape == next(value.shape for value in values if value.name == piece.tensor)
 
 
-ASKED_FOR = {
+RECEIVED_BY = {
     Phase.FORWARD: Verb.RECEIVE,
     Phase.BACKWARD: Verb.RECEIVE_GRADIENT,
     Phase.INPUT_GRADIENT: Verb.RECEIVE_GRADIENT,
 }
-"""How a task asks for what it needs; a task of the same kind on another stage sends it."""
+"""How a task's input is received; a task of the same kind on another stage sends it."""
 
 
-@dataclass(frozen=True, slots=True)
 class SendingOrders:
-    """The order in which each stage sends; the devices of a stage run its tasks together, so it has but one."""
+    """The order in which each stage of a schedule sends; the devices of a stage run its tasks together, so it has one.
 
-    sent: Mapping[tuple[int, Verb], tuple[int, ...]]
-    """By stage and verb of the receivers, the micro-batches in that order."""
-    turns: tuple[int, ...]
-    """Micro-batches that each stage makes of one of the program's."""
+    `ratios` are the micro-batches that each stage makes of one of the program's.
+    """
+
+    def __init__(self, schedule: Schedule, ratios: tuple[int, ...]) -> None:
+        self._ratios = ratios
+        self._sent: dict[tuple[int, Verb], dict[int, None]] = defaultdict(dict)
+        for order in schedule.tasks:
+            for task in order:
+                if task.phase in RECEIVED_BY:
+                    self._sent[task.stage, RECEIVED_BY[task.phase]][task.micro_batch] = None
 
     def reaching(self, stage: int, verb: Verb, source: int) -> tuple[int, ...]:
-        """The micro-batches of `stage` in the order in which all is there that they need of `source`."""
-        sent = self.sent.get((source, verb), ())
-        own, other = self.turns[stage], self.turns[source]
+        """The micro-batches of `stage` in the order in which all is there that they need of `source`.
+
+        A stage whose pipeline gets no micro-batch, since the step has too few, sends nothing.
+        """
+        sent = tuple(self._sent.get((source, verb), ()))
+        own, other = self._ratios[stage], self._ratios[source]
         if own == other:
             return sent
-        latest: dict[int, int] = {}
-        for place, micro_batch in enumerate(sent):
-            for reached in sharing(micro_batch, other, own):
-                latest[reached] = place
-        return tuple(sorted(latest, key=lambda each: (latest[each], each)))
+        last = {reached: place for place, each in enumerate(sent) for reached in sharing(each, other, own)}
+        return tuple(sorted(last, key=lambda each: (last[each], each)))
 
 
 @dataclass(frozen=True, slots=True)
 class RankPeers:
-    """Ranks that a rank exchanges messages with; values between its own stages are handed over, not sent."""
+    """Messages that a rank exchanges with others; values between its own stages are handed over, not sent."""
 
     sends: frozenset[tuple[int, Verb]]
     """(stage, verb) that send anything."""
     receives: frozenset[tuple[int, Verb, int]]
     """(stage, verb, stage that sends) of all that comes from other ranks."""
 
+    @staticmethod
+    def of(wired: Iterable[StageOnRank]) -> RankPeers:
+        sends: set[tuple[int, Verb]] = set()
+        receives: set[tuple[int, Verb, int]] = set()
+        for stage in wired:
+            for piece in (*stage.receives, *stage.sends):
+                if piece.source_rank == piece.target_rank:
+                    continue
+                if piece.target_stage == stage.stage:
+                    receives.add((stage.stage, Verb.RECEIVE, piece.source_stage))
+                    if piece.needs_gradient:
+                        sends.add((stage.stage, Verb.SEND_GRADIENT))
+                else:
+                    sends.add((stage.stage, Verb.SEND))
+                    if piece.needs_gradient:
+                        receives.add((stage.stage, Verb.RECEIVE_GRADIENT, piece.target_stage))
+        return RankPeers(frozenset(sends), frozenset(receives))
 
-def sending_orders(schedule: Schedule, turns: tuple[int, ...]) -> SendingOrders:
-    """The order in which each stage of a schedule sends."""
-    found: dict[tuple[int, Verb], dict[int, None]] = {}
-    for order in schedule.tasks:
-        for task in order:
-            verb = ASKED_FOR.get(task.phase)
-            if verb is not None:
-                found.setdefault((task.stage, verb), {})[task.micro_batch] = None
-    return SendingOrders({key: tuple(order) for key, order in found.items()}, turns)
 
+def postings(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders) -> list[list[Instruction]]:
+    """For each task the receives that the rank posts before the task computes.
 
-def postings(tasks: Sequence[Task], talking: RankPeers, orders: SendingOrders) -> list[list[Instruction]]:
-    """For each task what the rank asks for before the task computes.
-
-    What a task needs is asked for one task ahead, so that it travels while the previous task computes; earlier where
-    the sender sends something before it that is asked for earlier.
+    What a task needs is received one task ahead, so that it travels while the previous task computes; earlier where
+    the sender sends something before it that is received earlier. All sources of a stage are received from at once
+    where they send in one order.
     """
     used = {
-        (task.stage, verb, task.micro_batch): position
+        (task.stage, RECEIVED_BY[task.phase], task.micro_batch): position
         for position, task in enumerate(tasks)
-        if (verb := ASKED_FOR.get(task.phase)) is not None
+        if task.phase in RECEIVED_BY
     }
+    sources: dict[tuple[int, Verb], list[int]] = {}
+    for stage, verb, source in sorted(peers.receives, key=lambda each: (each[0], each[1].value, each[2])):
+        sources.setdefault((stage, verb), []).append(source)
     due: list[tuple[int, Instruction]] = []
-    for stage, verb, source, order in _sources(talking, orders):
-        latest = len(tasks)
-        asked = []
-        for micro_batch in reversed(order):
-            latest = min(latest, used[stage, verb, micro_batch])
-            asked.append((latest, Instruction(verb, stage, micro_batch, source)))
-        due += reversed(asked)
+    for (stage, verb), several in sources.items():
+        sent: dict[int | None, tuple[int, ...]] = {each: orders.reaching(stage, verb, each) for each in several}
+        if len(set(sent.values())) == 1:
+            sent = {None: sent[several[0]]}
+        for one, order in sent.items():
+            places = [used[stage, verb, micro_batch] for micro_batch in order]
+            latest = list(accumulate(reversed(places), min))[::-1]
+            due += [(place, Instruction(verb, stage, each, one)) for place, each in zip(latest, order, strict=True)]
     found: list[list[Instruction]] = [[] for _ in tasks]
     for position, instruction in sorted(due, key=lambda each: each[0]):
         found[max(position - 1, 0)].append(instruction)
     return found
-
-
-def _sources(talking: RankPeers, orders: SendingOrders) -> Iterator[tuple[int, Verb, int | None, tuple[int, ...]]]:
-    """(stage, verb, source, order) of what is asked for at once: all sources together where they send in one order."""
-    sources: dict[tuple[int, Verb], list[int]] = {}
-    for stage, verb, source in sorted(talking.receives, key=lambda each: (each[0], each[1].value, each[2])):
-        sources.setdefault((stage, verb), []).append(source)
-    for (stage, verb), several in sources.items():
-        # A stage whose pipeline gets no micro-batch, since the step has too few, sends nothing.
-        sent = {source: orders.reaching(stage, verb, source) for source in several}
-        if len(set(sent.values())) == 1:
-            yield stage, verb, None, sent[several[0]]
-        else:
-            yield from ((stage, verb, source, order) for source, order in sent.items())
-
-
-class MessageEnds:
-    """The messages of a program's sends and receives."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._apart = {rank.rank: _requested_separately(rank) for rank in program.ranks}
-        """By rank, the receives that ask for what one stage sends."""
-
-    def received(self, wired: StageOnRank, asked: Instruction) -> tuple[MessageEnd, ...]:
-        """Messages of a receive."""
-        if asked.verb is Verb.RECEIVE:
-            return tuple(
-                MessageEnd(
-                    piece.source_rank, piece.channel, piece.tensor, self._bytes(piece),
-                    f"{piece.source_stage}SEND_F{self._source(piece, asked.micro_batch)}",
-                )
-                for piece in _between_ranks(wired.receives)
-                if asked.source in (None, piece.source_stage) and piece.target_turn.has(asked.micro_batch)
-            )  # fmt: skip
-        return tuple(
-            MessageEnd(
-                piece.target_rank, piece.channel, piece.tensor, self._bytes(piece),
-                f"{piece.target_stage}SEND_B{self._target(piece, asked.micro_batch)}",
-            )
-            for piece in _between_ranks(wired.sends)
-            if piece.needs_gradient
-            and asked.source in (None, piece.target_stage)
-            and piece.source_turn.has(asked.micro_batch)
-        )  # fmt: skip
-
-    def sent(self, wired: StageOnRank, sent: Instruction) -> tuple[MessageEnd, ...]:
-        """Messages of a send."""
-        if sent.verb is Verb.SEND:
-            return tuple(
-                MessageEnd(
-                    piece.target_rank, piece.channel, piece.tensor, self._bytes(piece),
-                    self._receive(piece, False, self._target(piece, sent.micro_batch)),
-                )
-                for piece in _between_ranks(wired.sends)
-                if piece.source_turn.has(sent.micro_batch)
-            )  # fmt: skip
-        return tuple(
-            MessageEnd(
-                piece.source_rank, piece.channel, piece.tensor, self._bytes(piece),
-                self._receive(piece, True, self._source(piece, sent.micro_batch)),
-            )
-            for piece in _between_ranks(wired.receives)
-            if piece.needs_gradient and piece.target_turn.has(sent.micro_batch)
-        )  # fmt: skip
-
-    def handed(self, wired: StageOnRank, backward: bool, micro_batch: int) -> Iterator[tuple[int, int]]:
-        """The stages of this same rank that give a task something, each with its micro-batch."""
-        for piece in wired.sends if backward else wired.receives:
-            if piece.source_rank == piece.target_rank and (piece.needs_gradient or not backward):
-                if backward and piece.source_turn.has(micro_batch):
-                    yield piece.target_stage, self._target(piece, micro_batch)
-                elif not backward and piece.target_turn.has(micro_batch):
-                    yield piece.source_stage, self._source(piece, micro_batch)
-
-    def receive_name(self, stage: int, gradient: bool, micro_batch: int, source: int | None) -> str:
-        """A receive's name: `2RECV_F0`, with `@1` behind it where it asks for what stage 1 alone sends."""
-        apart = "" if source is None else f"@{source}"
-        return f"{stage}RECV_{'B' if gradient else 'F'}{micro_batch}{apart}"
-
-    def _receive(self, piece: MessageBlock, gradient: bool, micro_batch: int) -> str:
-        """The receive, on the other rank, of a message."""
-        rank, stage, source = piece.target_rank, piece.target_stage, piece.source_stage
-        verb = Verb.RECEIVE
-        if gradient:
-            rank, stage, source, verb = piece.source_rank, source, stage, Verb.RECEIVE_GRADIENT
-        apart = (verb, stage, source) in self._apart[rank]
-        return self.receive_name(stage, gradient, micro_batch, source if apart else None)
-
-    @staticmethod
-    def _source(piece: MessageBlock, micro_batch: int) -> int:
-        """The sender's micro-batch of the message for one of the receiver's."""
-        return piece.source_turn.micro_batch(piece.target_turn.message(micro_batch))
-
-    @staticmethod
-    def _target(piece: MessageBlock, micro_batch: int) -> int:
-        """The receiver's micro-batch of the message of one of the sender's."""
-        return piece.target_turn.micro_batch(piece.source_turn.message(micro_batch))
-
-    def _bytes(self, piece: MessageBlock) -> int:
-        value = _value(self._program.stages[piece.source_stage].outputs, piece.tensor)
-        return piece.sent.elements * value.dtype.itemsize
-
-
-def is_whole(program: Program, wired: StageOnRank, message: MessageEnd, gradient: bool) -> bool:
-    """True if a message is used as it came, not put together with others into a tensor of their own."""
-    code = program.stages[wired.stage]
-    pieces = wired.sends if gradient else wired.receives
-    piece = next(each for each in pieces if each.channel == message.channel)
-    if gradient:
-        return piece.sent.shape == _value(code.outputs, piece.tensor).shape
-    return piece.received.shape == _value(code.inputs, piece.tensor).shape
-
-
-def _between_ranks(pieces: Iterable[MessageBlock]) -> Iterator[MessageBlock]:
-    return (piece for piece in pieces if piece.source_rank != piece.target_rank)
-
-
-def _value(values: Iterable[Value], name: str) -> Value:
-    return next(value for value in values if value.name == name)
-
-
-def _requested_separately(rank: RankCode) -> frozenset[tuple[Verb, int, int]]:
-    found = set()
-    for item in (*rank.warm_up, *rank.repetend, *rank.cool_down):
-        for each in item.body if isinstance(item, Loop) else (item,):
-            if each.source is not None:
-                found.add((each.verb, each.stage, each.source))
-    return frozenset(found)

@@ -8,18 +8,19 @@ is the sum over the ranks that hold it, whatever is split.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from autopipe.ir.batch import BatchAxes, Samples
+from autopipe.ir.batch import BatchAxes
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.graph import Constant, Graph, Node, Value
+from autopipe.ir.graph import Graph, Node, Value
 from autopipe.ir.layout import Box, Layout, are_blocks, even_degree_hint, holders_by_box, mesh_of, replicated
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, Spaces, qualified_name, signature_of
-from autopipe.ir.ops.operator import Signature, joint_splits
+from autopipe.ir.ops.operator import joint_splits
 from autopipe.ir.placement import Split, Stage
-from autopipe.ir.program import Collective, Compute, Operation, Shard, StageCode
+from autopipe.ir.program import Collective, Compute, Shard, StageCode
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, node_layouts, taken_layouts, with_exchanges
 from autopipe.passes.analysis.stage_nodes import StageNodes
@@ -35,52 +36,61 @@ class ShardedStage:
     outputs: dict[str, Layout]
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """One node of the stage with its space and splits."""
-
-    index: int
-    node: Node
-    signature: Signature
-    space: Space
-    splits: tuple[Split, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Demands:
-    """Requirements of the rest of the program on the layouts of a stage."""
-
-    whole: frozenset[str] = frozenset()
-    """Parameters that every device must hold whole."""
-    shares: frozenset[str] = frozenset()
-    """Scalars that nothing computes with: they may leave the stage as partial sums (a loss is added up when it is
-    reported)."""
-
-
 def shard_stage(
-    graph: Graph, number: int, stage: Stage, nodes: StageNodes, demands: Demands, batch: BatchAxes
+    graph: Graph,
+    number: int,
+    stage: Stage,
+    nodes: StageNodes,
+    whole: frozenset[str],
+    shares: frozenset[str],
+    batch: BatchAxes,
 ) -> ShardedStage:
     """The local forward of `stage` computing `nodes`; `batch` says where samples are in the program's micro-batches.
 
-    Partial results are reduced at once, to the whole or to shards, but for the shares that `demands` allows. Raises
+    Every device holds the parameters in `whole` whole. Partial results are reduced at once, to the whole or to shards,
+    but for the scalars in `shares`, which nothing computes with: a loss is added up when it is reported. Raises
     CodegenError for splits that cannot be executed.
     """
     group = len(stage.devices)
-    uses = tuple(_use(graph, index, splits, group) for index, splits in nodes.nodes)
-    forms = tuple(node_layouts(graph, use.index, use.space, use.splits, group) for use in uses)
-    taken = taken_layouts(graph, forms, demands.whole)
-    worker = _Sharding(graph, stage, taken, nodes.outputs, demands.shares, batch)
-    worker.place(uses, forms)
-    return worker.finish(number)
-
-
-def _use(graph: Graph, index: int, splits: tuple[Split, ...], group: int) -> _Use:
-    node = graph.nodes[index]
-    signature = signature_of(graph, node)
-    space = _spaces(graph)[index]
-    splits = tuple(split for split in splits if split.degree > 1)
-    _check_splits(node, space, splits, group)
-    return _Use(index, node, signature, space, splits)
+    splits_of = {index: tuple(split for split in splits if split.degree > 1) for index, splits in nodes.nodes}
+    spaces = _spaces(graph)
+    for index, splits in splits_of.items():
+        _check_splits(graph.nodes[index], spaces[index], splits, group)
+    forms = [node_layouts(graph, index, spaces[index], splits, group) for index, splits in splits_of.items()]
+    taken = taken_layouts(graph, forms, whole)
+    for name in nodes.outputs:
+        if name not in taken and graph.producer(name) is None:
+            taken[name] = replicated(graph.type_of(name).shape)
+    steps = tuple(with_exchanges(forms, taken, frozenset(nodes.outputs), shares, group))
+    reduced = {step.value for step in steps if isinstance(step, Exchange) and step.step.source.is_partial}
+    held = _LocalValues(graph, taken)
+    operations = tuple(
+        _collective(step, held)
+        if isinstance(step, Exchange)
+        else _compute(graph, step, spaces[step.index], splits_of[step.index], group, held, reduced, batch)
+        for step in steps
+    )
+    indices, constant_indices = _indices(graph)
+    local = {name: held.values[name, layout] for name, layout in taken.items()}
+    arguments = [name for name in taken if name not in indices and name not in constant_indices]
+    constants = (constant_indices[name] for name in taken if name in constant_indices)
+    code = StageCode(
+        stage=number,
+        devices=stage.devices,
+        inputs=tuple(local[name] for name in arguments),
+        outputs=tuple(held.values[name, held.layouts[name]] for name in nodes.outputs),
+        parameters=tuple(sorted((indices[name], local[name]) for name in taken if name in indices)),
+        constants=tuple((index, graph.constants[index]) for index in constants),
+        operations=operations,
+        recompute=stage.recompute,
+        pipeline=stage.pipeline,
+    )
+    return ShardedStage(
+        code=code,
+        inputs={name: taken[name] for name in arguments},
+        parameters={name: layout for name, layout in taken.items() if name in indices},
+        outputs={name: held.layouts[name] for name in nodes.outputs},
+    )
 
 
 @remembered(GRAPHS)
@@ -90,159 +100,93 @@ def _spaces(graph: Graph) -> Spaces:
 
 def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: int) -> None:
     """Raise CodegenError unless the splits leave every device of the group an equal block of the node's work."""
-    wanted = " ".join(map(str, splits))
+    wanted, where = " ".join(map(str, splits)), repr(node.name)
     if group % math.prod(split.degree for split in splits) or len({split.axis for split in splits}) < len(splits):
         raise CodegenError(
             f"a node split as {wanted} over {group} devices cannot be executed",
             hint="each axis can be split once, and the product of all degrees must divide the number of devices",
-            where=repr(node.name),
+            where=where,
         )
     for split in splits:
-        _check_split(node, space, split)
+        axis = next((axis for axis in space.axes if axis.name == split.axis), None)
+        if axis is None:
+            names = " ".join(axis.name for axis in space.axes) or "none"
+            raise CodegenError(f"{node.op} has no axis {split.axis!r}", hint=f"it has {names}", where=where)
+        if axis.kind is AxisKind.WHOLE:
+            raise CodegenError(f"{node.op} cannot be split along {axis.name!r}", where=where)
+        if axis.extent % split.degree:
+            raise CodegenError(
+                f"axis {axis.name!r} of {node.op} has extent {axis.extent}: "
+                f"{split.degree} devices cannot share it equally",
+                hint=even_degree_hint(axis.extent, split.degree),
+                where=where,
+            )
     if not are_blocks(space, splits):
-        raise CodegenError(f"a share of {wanted} of {node.op} is not one block of its tensors", where=repr(node.name))
+        raise CodegenError(f"a share of {wanted} of {node.op} is not one block of its tensors", where=where)
 
 
-def _check_split(node: Node, space: Space, split: Split) -> None:
-    """Raise CodegenError unless the axis is there and can be cut into equal parts."""
-    axis = next((axis for axis in space.axes if axis.name == split.axis), None)
-    if axis is None:
-        names = " ".join(axis.name for axis in space.axes) or "none"
-        raise CodegenError(f"{node.op} has no axis {split.axis!r}", hint=f"it has {names}", where=repr(node.name))
-    if axis.kind is AxisKind.WHOLE:
-        raise CodegenError(f"{node.op} cannot be split along {axis.name!r}", where=repr(node.name))
-    if axis.extent % split.degree:
-        raise CodegenError(
-            f"axis {axis.name!r} of {node.op} has extent {axis.extent}: {split.degree} devices cannot share it equally",
-            hint=even_degree_hint(axis.extent, split.degree),
-            where=repr(node.name),
-        )
-
-
-def _joint(use: _Use) -> tuple[tuple[str, ...], ...]:
-    """The sets of split axes that the node's operator asks a group for: each joint one, and those it tells over."""
-    degrees = {split.axis: split.degree for split in use.splits}
-    alone = [(axis,) for axis in joint_splits(use.space, degrees)]
-    told = OPERATORS[qualified_name(use.node)].statistics(use.signature, use.space, degrees) if alone else ()
-    return tuple(dict.fromkeys((*alone, *(each.axes for each in told))))
-
-
-@dataclass(slots=True)
-class _Sharding:
-    """The operations of a stage as they are put together.
-
-    `values` has each form of a value that the group holds: the first, by which it is known, under its own name.
+class _LocalValues:
+    """One device's block of each form of a value that the group holds: the form by which it is known, in `layouts`,
+    goes by the value's own name.
     """
 
-    graph: Graph
-    stage: Stage
-    taken: dict[str, Layout]
-    outputs: tuple[str, ...]
-    shares: frozenset[str]
-    batch: BatchAxes
-    operations: list[Operation] = field(default_factory=list)
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    values: dict[tuple[str, Layout], Value] = field(default_factory=dict)
-    spelled: set[str] = field(default_factory=set)
+    def __init__(self, graph: Graph, taken: Mapping[str, Layout]) -> None:
+        self.graph = graph
+        self.layouts: dict[str, Layout] = {}
+        self.values: dict[tuple[str, Layout], Value] = {}
+        self._derived: set[str] = set()
+        for name, layout in taken.items():
+            self.add(name, layout)
 
-    def __post_init__(self) -> None:
-        for name in self.outputs:
-            if name not in self.taken and self.graph.producer(name) is None:
-                self.taken[name] = replicated(self.graph.type_of(name).shape)
-        for name, layout in self.taken.items():
-            self._hold(name, layout, name)
-
-    def _hold(self, name: str, layout: Layout, spelled: str) -> Value:
-        """A form of the value in that layout, called `spelled`."""
-        value = self.graph.type_of(name)
-        local = Value(spelled, value.dtype, layout.local_shape())
-        self.values[name, layout] = local
-        if spelled == name:
+    def add(self, name: str, layout: Layout, form: str | None = None) -> Value:
+        """The value in that layout, under its own name; as a `form` of it under one that no value of the model has."""
+        local = name
+        if form is None:
             self.layouts[name] = layout
-        return local
-
-    def place(self, uses: tuple[_Use, ...], forms: tuple[NodeLayouts, ...]) -> None:
-        """Add the operations of all nodes and the exchanges between them."""
-        by_index = {use.index: use for use in uses}
-        group = len(self.stage.devices)
-        steps = tuple(with_exchanges(forms, self.taken, frozenset(self.outputs), self.shares, group))
-        reduced = {step.value for step in steps if isinstance(step, Exchange) and step.step.source.is_partial}
-        for step in steps:
-            if isinstance(step, NodeLayouts):
-                self._compute(by_index[step.index], step, reduced)
-            else:
-                self._exchange(step)
-
-    def _compute(self, use: _Use, form: NodeLayouts, reduced: set[str]) -> None:
-        operands = tuple(
-            None if layout is None else self.values[name, layout]
-            for name, layout in zip(use.node.inputs, form.operands, strict=True)
-        )
-        results = tuple(
-            None if layout is None else self._computed(name, layout, reduced)
-            for name, layout in zip(use.node.outputs, form.results, strict=True)
-        )
-        signature = replace(use.signature, operands=operands, results=results, constants=self._constants(use, operands))
-        mesh = mesh_of(use.splits, len(self.stage.devices))
-        self.operations.append(Compute(use.index, signature, use.splits, mesh, _joint(use), self._samples(use.node)))
-
-    def _samples(self, node: Node) -> Samples | None:
-        """Where samples are counted in what a random node draws."""
-        if not OPERATORS[qualified_name(node)].random:
-            return None
-        return self.batch.of(next(filter(None, node.outputs)))
-
-    def _computed(self, name: str, layout: Layout, reduced: set[str]) -> Value:
-        return self._hold(name, layout, self._derived(name, "partial") if name in reduced else name)
-
-    def _constants(self, use: _Use, operands: tuple[Value | None, ...]) -> tuple:  # type: ignore[type-arg]
-        """Numbers stay known only where the operand is the whole constant."""
-        return tuple(
-            None if value is None or array is None or value.shape != array.shape else array
-            for value, array in zip(operands, use.signature.constants, strict=True)
-        )
-
-    def _exchange(self, exchange: Exchange) -> None:
-        step = exchange.step
-        source = self.values[exchange.value, step.source]
-        is_first = step.source.is_partial and not step.result.is_partial
-        spelled = exchange.value if is_first else self._derived(exchange.value, step.kind)
-        self.operations.append(Collective(source, self._hold(exchange.value, step.result, spelled), step))
-
-    def _derived(self, name: str, what: str) -> str:
-        """A name for another form of a value that no value of the model has."""
-        found = f"{name}\0{what}"
-        while self.graph.has(found) or found in self.spelled:
-            found += "\0"
-        self.spelled.add(found)
+        else:
+            local = f"{name}\0{form}"
+            while self.graph.has(local) or local in self._derived:
+                local += "\0"
+            self._derived.add(local)
+        found = self.values[name, layout] = Value(local, self.graph.type_of(name).dtype, layout.local_shape())
         return found
 
-    def finish(self, number: int) -> ShardedStage:
-        graph = self.graph
-        held = {name: self.values[name, layout] for name, layout in self.taken.items()}
-        indices, constant_indices = _indices(graph)
-        arguments = [name for name in held if name not in indices and name not in constant_indices]
-        parameters = sorted((indices[name], held[name]) for name in held if name in indices)
-        code = StageCode(
-            stage=number,
-            devices=self.stage.devices,
-            inputs=tuple(held[name] for name in arguments),
-            outputs=tuple(self.values[name, self.layouts[name]] for name in self.outputs),
-            parameters=tuple(parameters),
-            constants=self._local_constants(constant_indices),
-            operations=tuple(self.operations),
-            recompute=self.stage.recompute,
-            pipeline=self.stage.pipeline,
-        )
-        return ShardedStage(
-            code=code,
-            inputs={name: self.taken[name] for name in arguments},
-            parameters={name: layout for name, layout in self.taken.items() if name in indices},
-            outputs={name: self.layouts[name] for name in self.outputs},
-        )
 
-    def _local_constants(self, indices: dict[str, int]) -> tuple[tuple[int, Constant], ...]:
-        return tuple((indices[name], self.graph.constants[indices[name]]) for name in self.taken if name in indices)
+def _collective(exchange: Exchange, held: _LocalValues) -> Collective:
+    step = exchange.step
+    is_first = step.source.is_partial and not step.result.is_partial
+    result = held.add(exchange.value, step.result, None if is_first else step.kind)
+    return Collective(held.values[exchange.value, step.source], result, step)
+
+
+def _compute(
+    graph: Graph,
+    form: NodeLayouts,
+    space: Space,
+    splits: tuple[Split, ...],
+    group: int,
+    held: _LocalValues,
+    reduced: set[str],
+    batch: BatchAxes,
+) -> Compute:
+    """A node on its group's blocks; its results that are `reduced` behind it are partial."""
+    node, whole = form.node, signature_of(graph, form.node)
+    row = OPERATORS[qualified_name(node)]
+    operands = tuple(
+        None if layout is None else held.values[name, layout]
+        for name, layout in zip(node.inputs, form.operands, strict=True)
+    )
+    results = tuple(
+        None if layout is None else held.add(name, layout, "partial" if name in reduced else None)
+        for name, layout in zip(node.outputs, form.results, strict=True)
+    )
+    signature = whole.sharded(operands, results)
+    degrees = {split.axis: split.degree for split in splits}
+    joint: list[tuple[str, ...]] = [(axis,) for axis in joint_splits(space, degrees)]
+    if joint:  # The operator asks its group along each joint axis, and along those that it exchanges statistics over.
+        joint += (each.axes for each in row.statistics(whole, space, degrees))
+    samples = batch.of(next(filter(None, node.outputs))) if row.random else None
+    return Compute(form.index, signature, splits, mesh_of(splits, group), tuple(dict.fromkeys(joint)), samples)
 
 
 @remembered(GRAPHS)
@@ -259,19 +203,17 @@ def parameter_shards(graph: Graph, devices: int, stages: tuple[ShardedStage, ...
 
     No parameter may be torn (see `torn_parameters`).
     """
-    indices = {parameter.value.name: index for index, parameter in enumerate(graph.parameters)}
-    holders: dict[tuple[int, Box], set[int]] = {}
-    users: dict[tuple[int, Box], set[int]] = {}
+    indices, _ = _indices(graph)
+    holders: dict[tuple[int, Box], set[int]] = defaultdict(set)
+    users: dict[tuple[int, Box], set[int]] = defaultdict(set)
     for name, holding, box, stage in _blocks(stages):
-        holders.setdefault((indices[name], box), set()).update(holding)
-        users.setdefault((indices[name], box), set()).add(stage)
+        holders[indices[name], box].update(holding)
+        users[indices[name], box].add(stage)
     shards: list[list[Shard]] = [[] for _ in range(devices)]
     for (index, box), ranks in sorted(holders.items(), key=lambda item: (item[0][0], sorted(item[1]))):
-        stages_using = users[index, box]
-        home = min(stages_using) if len(stages_using) == 1 else None
-        if home is not None and ranks != set(stages[home].code.devices):
-            home = None
-        shard = Shard(index, box, tuple(sorted(ranks)), home)
+        home = min(users[index, box])
+        is_home = len(users[index, box]) == 1 and ranks == set(stages[home].code.devices)
+        shard = Shard(index, box, tuple(sorted(ranks)), home if is_home else None)
         for rank in ranks:
             shards[rank].append(shard)
     return tuple(map(tuple, shards))
@@ -279,14 +221,13 @@ def parameter_shards(graph: Graph, devices: int, stages: tuple[ShardedStage, ...
 
 def torn_parameters(stages: tuple[ShardedStage, ...]) -> frozenset[str]:
     """Parameters of which a rank would hold two blocks, or whose blocks overlap without being equal."""
-    boxes: dict[str, dict[Box, set[int]]] = {}
+    boxes: dict[str, dict[Box, set[int]]] = defaultdict(lambda: defaultdict(set))
     torn: set[str] = set()
     for name, holding, box, _ in _blocks(stages):
-        others = boxes.setdefault(name, {})
-        for other, ranks in others.items():
+        for other, ranks in boxes[name].items():
             if other != box and (not ranks.isdisjoint(holding) or other.intersect(box) is not None):
                 torn.add(name)
-        others.setdefault(box, set()).update(holding)
+        boxes[name][box].update(holding)
     return frozenset(torn)
 
 

@@ -2,183 +2,170 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import members
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import Instruction, Loop, Program, RankCode, StageCode, Verb, buckets_of
-from autopipe.ir.task_graph import LoopedTasks, TaskGraph, TaskNode
+from autopipe.ir.program import Instruction, Loop, MessageBlock, Program, RankCode, StageCode, Verb, buckets_of
+from autopipe.ir.task_graph import LoopedTasks, MessageEnd, TaskGraph, TaskNode
 from autopipe.ir.timeline import StagePrediction
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.micro_batches import stage_graphs
 from autopipe.passes.analysis.recompute import running_again
-from autopipe.passes.lower.messages import MessageEnds, is_whole
+from autopipe.passes.lower.messages import is_whole
 from autopipe.passes.lower.traffic import StageExchange, held_together, stage_exchanges
 
-
-class Memory:
-    """Bytes in use after each task so far, of stages that take what is predicted."""
-
-    def __init__(self, stages: Iterable[StagePrediction]) -> None:
-        self.static = sum(each.static_bytes for each in stages)
-        """All through a step."""
-        self.held: list[int] = []
-        self._used = self.static
-
-    def add(self, change: int, meanwhile: int) -> None:
-        """A task that takes `change` (gives back, below 0) for good, and `meanwhile` more while it runs."""
-        self._used += change
-        self.held.append(self._used + meanwhile)
-
-    @staticmethod
-    def taken(cost: StagePrediction, verb: Verb, train: bool) -> tuple[int, int]:
-        """Bytes that a computation allocates for later tasks, and only while it runs."""
-        if verb is Verb.FORWARD:
-            return (cost.kept_bytes, 0) if train else (0, cost.transient_bytes)
-        if verb is Verb.INPUT_GRADIENT:
-            more = max(cost.weight_kept_bytes - cost.kept_bytes, 0)
-            return more, max(cost.transient_bytes - more, 0)
-        return 0, 0 if verb is Verb.WEIGHT_GRADIENT else cost.transient_bytes
-
-    @staticmethod
-    def freed(cost: StagePrediction, verb: Verb, train: bool) -> int:
-        """Bytes that no task uses after a computation."""
-        if not train or verb is Verb.FORWARD:
-            return 0
-        if verb is Verb.INPUT_GRADIENT:
-            return max(cost.kept_bytes - cost.weight_kept_bytes, 0)
-        return cost.weight_kept_bytes if verb is Verb.WEIGHT_GRADIENT else cost.kept_bytes
+_LETTERS = {Verb.FORWARD: "F", Verb.BACKWARD: "B", Verb.INPUT_GRADIENT: "I", Verb.WEIGHT_GRADIENT: "W"}
+_RECEIVES, _OF_GRADIENTS = (Verb.RECEIVE, Verb.RECEIVE_GRADIENT), (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
 
 
-_COMPUTES = {
-    Verb.FORWARD: "F",
-    Verb.BACKWARD: "B",
-    Verb.INPUT_GRADIENT: "I",
-    Verb.WEIGHT_GRADIENT: "W",
-}
-
-
-@dataclass(frozen=True, slots=True)
 class TaskSource:
-    """Source of the task graphs of all ranks of a program."""
+    """Source of the task graphs of all ranks of a lowered plan; `costs` are the predictions of its stages."""
 
-    program: Program
-    costs: Sequence[StagePrediction]
-    exchanges: tuple[dict[Verb, tuple[StageExchange, ...]], ...]
-    """Collectives of the group of each stage for one micro-batch, by verb, in order."""
-    ends: MessageEnds
-
-    @staticmethod
-    def of(program: Program, graph: Graph, placement: Placement, costs: Sequence[StagePrediction]) -> TaskSource:
-        """That of a lowered plan; `costs` are the predictions of its stages."""
+    def __init__(self, program: Program, graph: Graph, placement: Placement, costs: Sequence[StagePrediction]) -> None:
+        self.program, self.costs = program, costs
         differentiable = differentiable_values(graph) if program.train else frozenset[str]()
-        graphs = stage_graphs(graph, placement)
-        exchanges = tuple(
+        self.exchanges = [
             _by_verb(code, tuple(stage_exchanges(own, code, differentiable, {})))
-            for own, code in zip(graphs, program.stages, strict=True)
-        )
-        return TaskSource(program, costs, exchanges, MessageEnds(program))
+            for own, code in zip(stage_graphs(graph, placement), program.stages, strict=True)
+        ]
+        """Collectives of the group of each stage for one micro-batch, by verb, in order."""
+        self.one_source = {
+            (rank.rank, each.verb, each.stage, each.source)
+            for rank in program.ranks
+            for item in (*rank.warm_up, *rank.repetend, *rank.cool_down)
+            for each in (item.body if isinstance(item, Loop) else (item,))
+        }
+        """Receives, by rank, verb, stage and the one stage that they are from."""
 
     def graph(self, rank: int) -> TaskGraph:
-        """The task graph of one rank."""
         return _Builder(self, self.program.ranks[rank]).build()
 
 
 class _Builder:
-    """The tasks of one rank, one after the other."""
+    """The tasks of one rank, one after the other, and the bytes in use after each."""
 
     def __init__(self, source: TaskSource, code: RankCode) -> None:
-        self.source = source
-        self.program = source.program
-        self.code = code
+        self.source, self.program, self.code = source, source.program, code
         self.nodes: list[TaskNode] = []
-        self.memory = Memory([source.costs[each.stage] for each in code.stages])
+        self.static_bytes = self.used_bytes = sum(source.costs[each.stage].static_bytes for each in code.stages)
+        self.held: list[int] = []
         self.wired = {each.stage: each for each in code.stages}
+        self.whole = {
+            (piece.channel, gradient)
+            for each in code.stages
+            for gradient, pieces in ((False, each.receives), (True, each.sends))
+            for piece in pieces
+            if is_whole(self.program.stages, piece, gradient)
+        }
+        """Channels, and whether of gradients, whose messages are used as they came."""
         self.done: dict[tuple[int, str, int], int] = {}
         """By stage, F, B (the whole or its first half) or W, and micro-batch, where the task is."""
-        self.asked: dict[tuple[int, int, bool], list[int]] = {}
+        self.received: defaultdict[tuple[int, int, bool], list[int]] = defaultdict(list)
         """By stage, micro-batch, and whether of gradients, where its receives are."""
         self.added: dict[int, int] = {}
         """Where a stage's gradients were added up last."""
 
     def build(self) -> TaskGraph:
-        stretches = [*self._sections(), self._end()]
-        held, static = tuple(self.memory.held), self.memory.static
-        return TaskGraph(self.code.rank, tuple(self.nodes), held, static, tuple(stretches))
+        stretches = (*self._sections(), self._end())
+        return TaskGraph(self.code.rank, tuple(self.nodes), tuple(self.held), self.static_bytes, stretches)
 
     def _sections(self) -> Iterator[LoopedTasks]:
         code = self.code
         for title, section in (("warm-up", code.warm_up), ("repetend", code.repetend), ("cool-down", code.cool_down)):
             for item in section:
-                start = last = len(self.nodes)
-                if isinstance(item, Instruction):
-                    self._add(item)
-                    yield LoopedTasks(title, start, len(self.nodes), last=last)
-                    continue
-                end = start
-                for turn in range(item.count):
+                loop = item if isinstance(item, Loop) else Loop((item,), 1)
+                start = end = last = len(self.nodes)
+                for turn in range(loop.count):
                     last = len(self.nodes)
-                    for each in _moved(item, turn):
-                        self._add(each)
+                    for each, stride in zip(loop.body, loop.strides or (loop.stride,) * len(loop.body), strict=True):
+                        self._add(each.shifted(turn * stride))
                     end = end if turn else len(self.nodes)
-                yield LoopedTasks(title, start, end, item.count, None if item.strides else item.stride, last)
+                yield LoopedTasks(title, start, end, loop.count, None if loop.strides else loop.stride, last)
 
-    def _add(self, instruction: Instruction) -> None:
-        match instruction.verb:
-            case Verb.RECEIVE | Verb.RECEIVE_GRADIENT:
-                self._receive(instruction)
-            case Verb.SEND | Verb.SEND_GRADIENT:
-                self._send(instruction)
-            case _:
-                self._compute(instruction)
-
-    def _node(self, node: TaskNode, change: int = 0, meanwhile: int = 0) -> int:
-        """Put a task at the end, with what it makes memory hold more from now on, and while it runs; where it is."""
+    def _node(self, node: TaskNode, allocated: int = 0, passing: int = 0) -> int:
+        """Put a task at the end, with the bytes that it allocates for good and while it runs; where it is."""
         self.nodes.append(node)
-        self.memory.add(change, meanwhile)
+        self.used_bytes += allocated
+        self.held.append(self.used_bytes + passing)
         return len(self.nodes) - 1
 
-    def _receive(self, instruction: Instruction) -> None:
-        stage, micro_batch = instruction.stage, instruction.micro_batch
-        gradient = instruction.verb is Verb.RECEIVE_GRADIENT
-        messages = self.source.ends.received(self.wired[stage], instruction)
-        name = self.source.ends.receive_name(stage, gradient, micro_batch, instruction.source)
-        size = sum(each.bytes for each in messages)
-        place = self._node(TaskNode("receive", name, stage, micro_batch, size, messages=messages))
-        self.asked.setdefault((stage, micro_batch, gradient), []).append(place)
-
-    def _send(self, instruction: Instruction) -> None:
-        stage, micro_batch = instruction.stage, instruction.micro_batch
-        gradient = instruction.verb is Verb.SEND_GRADIENT
-        messages = self.source.ends.sent(self.wired[stage], instruction)
-        name = f"{stage}SEND_{'B' if gradient else 'F'}{micro_batch}"
-        size = sum(each.bytes for each in messages)
-        after = (self.done[stage, "B" if gradient else "F", micro_batch],)
-        self._node(TaskNode("send", name, stage, micro_batch, size, after, messages))
-
-    def _compute(self, instruction: Instruction) -> None:
+    def _add(self, instruction: Instruction) -> None:
         verb, stage, micro_batch = instruction.verb, instruction.stage, instruction.micro_batch
-        letter, cost = _COMPUTES[verb], self.source.costs[stage]
+        if verb in _LETTERS:
+            self._compute(verb, stage, micro_batch)
+            return
+        gradient = verb in _OF_GRADIENTS
+        messages = tuple(self._messages(instruction))
+        size = sum(each.bytes for each in messages)
+        if verb in _RECEIVES:
+            name = _receive_name(stage, gradient, micro_batch, instruction.source)
+            place = self._node(TaskNode("receive", name, stage, micro_batch, size, messages=messages))
+            self.received[stage, micro_batch, gradient].append(place)
+        else:
+            letter = "B" if gradient else "F"
+            after = (self.done[stage, letter, micro_batch],)
+            self._node(
+                TaskNode("send", f"{stage}SEND_{letter}{micro_batch}", stage, micro_batch, size, after, messages)
+            )
+
+    def _messages(self, instruction: Instruction) -> Iterator[MessageEnd]:
+        """The messages of a send or a receive, each with the rank and the task at its other end."""
+        verb, stage = instruction.verb, instruction.stage
+        gradient, receives = verb in _OF_GRADIENTS, verb in _RECEIVES
+        for piece, other, number in self._pieces(stage, instruction.micro_batch, gradient, receives):
+            peer = piece.target_rank if piece.source_stage == stage else piece.source_rank
+            if peer == self.code.rank or instruction.source not in (None, other):
+                continue
+            if receives:
+                task = f"{other}SEND_{'B' if gradient else 'F'}{number}"
+            else:
+                key = peer, Verb.RECEIVE_GRADIENT if gradient else Verb.RECEIVE, other, stage
+                task = _receive_name(other, gradient, number, stage if key in self.source.one_source else None)
+            values = self.program.stages[piece.source_stage].outputs
+            width = next(value.dtype.itemsize for value in values if value.name == piece.tensor)
+            yield MessageEnd(peer, piece.channel, piece.tensor, piece.sent.elements * width, task)
+
+    def _pieces(
+        self, stage: int, micro_batch: int, gradient: bool, receives: bool
+    ) -> Iterator[tuple[MessageBlock, int, int]]:
+        """The blocks that a stage receives or sends for a micro-batch, each with the other end's stage and micro-batch.
+
+        Gradients go the other way: a stage receives those of what it sends.
+        """
+        wired = self.wired[stage]
+        for piece in wired.receives if receives is not gradient else wired.sends:
+            own, other, there = piece.target_turn, piece.source_turn, piece.source_stage
+            if receives is gradient:
+                own, other, there = other, own, piece.target_stage
+            if own.has(micro_batch) and (piece.needs_gradient or not gradient):
+                yield piece, there, other.micro_batch(own.message(micro_batch))
+
+    def _compute(self, verb: Verb, stage: int, micro_batch: int) -> None:
+        letter = _LETTERS[verb]
+        allocated, passing, freed = _memory(self.source.costs[stage], verb, self.program.train)
         after = tuple(sorted(self._needed(verb, stage, micro_batch)))
-        kept, meanwhile = Memory.taken(cost, verb, self.program.train)
-        place = self._node(
-            TaskNode(verb.value, f"{stage}{letter}{micro_batch}", stage, micro_batch, after=after), kept, meanwhile
-        )
+        node = TaskNode(verb.value, f"{stage}{letter}{micro_batch}", stage, micro_batch, after=after)
+        place = self._node(node, allocated, passing)
         self.done[stage, "B" if letter == "I" else letter, micro_batch] = place
         if letter == "B":
             self.done[stage, "W", micro_batch] = place
-        self._collectives(verb, stage, micro_batch, place)
-        if verb is not Verb.FORWARD:
-            self._accumulate(verb, stage, micro_batch, place)
-        freed = Memory.freed(cost, verb, self.program.train)
+        for number, each in enumerate(self.source.exchanges[stage].get(verb, ())):
+            code, what = self.program.stages[stage], f"{each.kind} of {each.value.partition(chr(0))[0]}"
+            group, size = _group(code, each, self.code.rank), each.bytes // len(code.devices)
+            name = f"{node.name}/{number}"
+            self._node(TaskNode("collective", name, stage, micro_batch, size, group=group, inside=place, what=what))
+        size = _gradient_bytes(self.program, self.program.stages[stage], verb) if verb is not Verb.FORWARD else 0
+        if size:  # Autograd adds the gradients of parameters to what is there of the micro-batches before.
+            after = (place, self.added[stage]) if stage in self.added else (place,)
+            name = f"{stage}ACC{'' if letter == 'B' else f'_{letter}'}{micro_batch}"
+            self.added[stage] = self._node(TaskNode("accumulate", name, stage, micro_batch, size, tuple(sorted(after))))
         if freed:
             what = f"what {stage}{'I' if letter == 'W' else 'F'}{micro_batch} kept"
-            self._node(
-                TaskNode("free", f"FREE {stage}{letter}{micro_batch}", stage, micro_batch, freed, (place,), what=what),
-                -freed,
-            )
+            name = f"FREE {node.name}"
+            self._node(TaskNode("free", name, stage, micro_batch, freed, (place,), what=what), -freed)
         self._free_messages(verb, stage, micro_batch, place)
 
     def _needed(self, verb: Verb, stage: int, micro_batch: int) -> set[int]:
@@ -186,46 +173,26 @@ class _Builder:
         if verb is Verb.WEIGHT_GRADIENT:
             return {self.done[stage, "B", micro_batch]}
         backward = verb is not Verb.FORWARD
-        found = set(self.asked.get((stage, micro_batch, backward), ()))
+        found = set(self.received[stage, micro_batch, backward])
         if backward:
             found.add(self.done[stage, "F", micro_batch])
-        for giver, number in self.source.ends.handed(self.wired[stage], backward, micro_batch):
-            found.add(self.done[giver, "B" if backward else "F", number])
+        for piece, giver, number in self._pieces(stage, micro_batch, backward, receives=True):
+            if piece.source_rank == piece.target_rank:
+                found.add(self.done[giver, "B" if backward else "F", number])
         return found
-
-    def _collectives(self, verb: Verb, stage: int, micro_batch: int, place: int) -> None:
-        """Collectives of a task's group while it runs."""
-        code, task = self.program.stages[stage], self.nodes[place].name
-        for number, each in enumerate(self.source.exchanges[stage].get(verb, ())):
-            group, size = _group(code, each, self.code.rank), each.bytes // len(code.devices)
-            what = f"{each.kind} of {each.value.partition(chr(0))[0]}"
-            name = f"{task}/{number}"
-            self._node(TaskNode("collective", name, stage, micro_batch, size, group=group, inside=place, what=what))
-
-    def _accumulate(self, verb: Verb, stage: int, micro_batch: int, place: int) -> None:
-        """Autograd adds the gradients of parameters to what is there of the micro-batches before."""
-        size = _gradient_bytes(self.program, self.program.stages[stage], verb)
-        if size:
-            after = (place, self.added[stage]) if stage in self.added else (place,)
-            half = {Verb.INPUT_GRADIENT: "_I", Verb.WEIGHT_GRADIENT: "_W"}.get(verb, "")
-            name = f"{stage}ACC{half}{micro_batch}"
-            self.added[stage] = self._node(TaskNode("accumulate", name, stage, micro_batch, size, tuple(sorted(after))))
 
     def _free_messages(self, verb: Verb, stage: int, micro_batch: int, place: int) -> None:
         """Buffers that are free again for the messages that come next: see `channels`. They are there all the time."""
-        ends = {Verb.FORWARD: not self.program.train, Verb.INPUT_GRADIENT: False}.get(verb, True)
+        is_last = {Verb.FORWARD: not self.program.train, Verb.INPUT_GRADIENT: False}.get(verb, True)
         for gradient in (False, True):
-            for asked in self.asked.get((stage, micro_batch, gradient), ()):
-                receive = self.nodes[asked]
-                first = (verb is Verb.FORWARD) is not gradient and verb is not Verb.WEIGHT_GRADIENT
-                size = sum(
-                    each.bytes
-                    for each in receive.messages
-                    if (ends if is_whole(self.program, self.wired[stage], each, gradient) else first)
-                )
+            is_first = (verb is Verb.FORWARD) is not gradient and verb is not Verb.WEIGHT_GRADIENT
+            for received in self.received[stage, micro_batch, gradient]:
+                receive = self.nodes[received]
+                ends = (is_last if (each.channel, gradient) in self.whole else is_first for each in receive.messages)
+                size = sum(each.bytes for each, is_end in zip(receive.messages, ends, strict=True) if is_end)
                 if size:
-                    what = f"buffers of {receive.name}"
-                    self._node(TaskNode("free", f"FREE {receive.name}", stage, micro_batch, size, (place,), what=what))
+                    name, what = f"FREE {receive.name}", f"buffers of {receive.name}"
+                    self._node(TaskNode("free", name, stage, micro_batch, size, (place,), what=what))
 
     def _end(self) -> LoopedTasks:
         """Sums of gradients over ranks, each as soon as what it adds up is there, the update, and what the ranks gather
@@ -247,6 +214,26 @@ class _Builder:
         return LoopedTasks("end", start, len(self.nodes), last=start)
 
 
+def _receive_name(stage: int, gradient: bool, micro_batch: int, source: int | None) -> str:
+    """A receive's name: `2RECV_F0`, with `@1` behind it where it is of what stage 1 alone sends."""
+    return f"{stage}RECV_{'B' if gradient else 'F'}{micro_batch}{'' if source is None else f'@{source}'}"
+
+
+def _memory(cost: StagePrediction, verb: Verb, train: bool) -> tuple[int, int, int]:
+    """Bytes that a computation allocates for later tasks, only while it runs, and those that no task uses after it."""
+    kept, waiting, passing = cost.kept_bytes, cost.weight_kept_bytes, cost.transient_bytes
+    match verb:
+        case Verb.FORWARD:
+            return (kept, 0, 0) if train else (0, passing, 0)
+        case Verb.INPUT_GRADIENT:
+            more = max(waiting - kept, 0)
+            return more, max(passing - more, 0), max(kept - waiting, 0)
+        case Verb.WEIGHT_GRADIENT:
+            return 0, 0, waiting
+        case _:
+            return 0, passing, kept
+
+
 def _by_verb(code: StageCode, every: tuple[StageExchange, ...]) -> dict[Verb, tuple[StageExchange, ...]]:
     """A stage's exchanges; a segment that runs again exchanges again before its backward does."""
     forward, backward = ([each for each in every if each.backward is way] for way in (False, True))
@@ -256,11 +243,6 @@ def _by_verb(code: StageCode, every: tuple[StageExchange, ...]) -> dict[Verb, tu
         found += [each for each in forward if each.segment == number and number in again]
         found += [each for each in reversed(backward) if each.segment == number]
     return {Verb.FORWARD: tuple(forward), Verb.BACKWARD: tuple(found), Verb.INPUT_GRADIENT: tuple(found)}
-
-
-def _moved(loop: Loop, turn: int) -> Iterator[Instruction]:
-    strides = loop.strides or (loop.stride,) * len(loop.body)
-    return (each.shifted(turn * stride) for each, stride in zip(loop.body, strides, strict=True))
 
 
 def _group(code: StageCode, exchange: StageExchange, rank: int) -> tuple[int, ...]:
@@ -279,12 +261,12 @@ def _trained(program: Program, parameter: int) -> int:
 def _gradient_bytes(program: Program, code: StageCode, verb: Verb) -> int:
     """Bytes of the gradients of a stage's parameters that a backward, or one of its halves, gives."""
     nodes = set(code.deferred)
-    later = {
+    deferred = {
         name for operation in code.operations if getattr(operation, "node", None) in nodes for name in operation.reads
     }
     found = 0
     for index, value in code.parameters:
-        waits = value.name in later and len(value.shape) > 1
+        waits = value.name in deferred and len(value.shape) > 1
         if verb is Verb.BACKWARD or waits is (verb is Verb.WEIGHT_GRADIENT):
             found += _trained(program, index) * value.elements
     return found
@@ -293,13 +275,13 @@ def _gradient_bytes(program: Program, code: StageCode, verb: Verb) -> int:
 def _exchanged(program: Program, code: RankCode) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
     """Bytes of gradients by the stage whose last backward completes them, if one does, and the ranks that add them."""
     blocks = tuple(held_together(program.parameters, code.shards))
-    found: dict[tuple[int | None, tuple[int, ...]], int] = {}
+    found: defaultdict[tuple[int | None, tuple[int, ...]], int] = defaultdict(int)
     if program.shard:
         for bucket in buckets_of(blocks):
-            found[bucket.home, bucket.ranks] = found.get((bucket.home, bucket.ranks), 0) + bucket.bytes
-        return found
-    for block in blocks:
-        found[block.home, block.ranks] = found.get((block.home, block.ranks), 0) + block.elements * block.itemsize
+            found[bucket.home, bucket.ranks] += bucket.bytes
+    else:
+        for block in blocks:
+            found[block.home, block.ranks] += block.elements * block.itemsize
     return found
 
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from autopipe.ir.graph import Graph, Parameter
 from autopipe.ir.layout import MeshAxes, lacking
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
-from autopipe.ir.ops.operator import Statistic
 from autopipe.ir.placement import Placement
-from autopipe.ir.program import Block, Collective, Compute, Operation, Shard, StageCode, buckets_of, by_kind, transposed
+from autopipe.ir.program import Block, Collective, Operation, Shard, StageCode, buckets_of, by_kind, transposed
 from autopipe.passes.analysis.recompute import flowing_values, running_again
-from autopipe.passes.lower.lower import Parts, parts_of
+from autopipe.passes.lower.lower import parts_of
 
 
 def held_together(parameters: Sequence[Parameter], shards: Iterable[Shard]) -> Iterator[Block]:
@@ -60,11 +59,18 @@ def communication_bytes(
     parts = parts_of(graph, placement, devices, loss)
     total: Counter[str] = Counter()
     for own, stage in zip(parts.graphs, parts.stages, strict=True):
-        moved = _stage_bytes(own, stage.code, parts.differentiable, widths or {})
         times = len(range(stage.code.pipeline, micro_batches * stage.code.turns, placement.pipelines))
-        for kind, size in moved.items():
-            total[kind] += times * size
-    total["send"] = _sent_bytes(graph, parts, placement, micro_batches)
+        again = running_again(stage.code)
+        for each in stage_exchanges(own, stage.code, parts.differentiable, widths or {}):
+            repeats = 1 + (not each.backward and each.segment in again)
+            total[each.kind] += times * repeats * each.bytes
+    total["send"] = 0
+    for piece in parts.pieces:
+        if piece.source_rank != piece.target_rank:
+            code = parts.stages[piece.source_stage].code
+            times = len(range(code.pipeline, micro_batches * code.turns, placement.pipelines * piece.source_turn.of))
+            size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
+            total["send"] += times * (1 + piece.needs_gradient) * size
     if loss is not None:
         total += end_bytes(graph.parameters, parts.shards, shard)
     return by_kind(total)
@@ -104,67 +110,32 @@ def _exchanges(
 ) -> Iterator[StageExchange]:
     group = len(code.devices)
     for operation in operations:
-        if isinstance(operation, Collective):
-            size = _elements(operation, group) * _width(operation, widths)
-            exchange = StageExchange(operation.kind, size, False, operation.source.name, operation.relayout.over)
-            if operation.kind != "slice":
-                yield exchange
-            if operation.result.name in flowing and operation.kind != "slice":
+        if isinstance(operation, Collective) and operation.kind != "slice":
+            source = operation.source
+            width = widths.get(source.name.partition("\0")[0], source.dtype.itemsize)  # Whichever form of the value.
+            size = _elements(operation, group) * width
+            exchange = StageExchange(operation.kind, size, False, source.name, operation.relayout.over)
+            yield exchange
+            if operation.result.name in flowing:
                 yield replace(exchange, kind=transposed(operation.kind), backward=True)
-        elif operation.joint:
+        elif not isinstance(operation, Collective) and operation.joint:
             signature = signature_of(graph, graph.nodes[operation.node])
             row = OPERATORS[qualified_name(signature.node)]
             degrees = {split.axis: split.degree for split in operation.splits}
+            operands = operation.signature.operands
             for told in row.statistics(signature, row.space(signature), degrees):
-                if not told.backward or _is_reduced_on_return(operation, told, flowing):
+                # In backward where a gradient that comes back goes to an operand through which the exchange is made.
+                through = (operands[index] for index in told.through if index < len(operands))
+                returns = any(value is not None and value.name in flowing for value in through)
+                if not told.backward or (returns and not flowing.isdisjoint(operation.writes)):
                     size, over = group * told.times * told.bytes, operation.mesh_of(told.axes)
                     yield StageExchange(told.kind, size, told.backward, operation.writes[0], over, told.times)
-
-
-def _stage_bytes(
-    graph: Graph, code: StageCode, differentiable: frozenset[str], widths: Mapping[str, int]
-) -> Counter[str]:
-    """One micro-batch's forward and backward inside a stage's group, what runs again counted twice."""
-    again = running_again(code)
-    found: Counter[str] = Counter()
-    for each in stage_exchanges(graph, code, differentiable, widths):
-        found[each.kind] += each.bytes * (1 + (not each.backward and each.segment in again))
-    return found
-
-
-def _is_reduced_on_return(operation: Compute, told: Statistic, flowing: Set[str]) -> bool:
-    """True if a gradient that comes back to an operator goes where it makes the exchange."""
-    operands = operation.signature.operands
-    through = (operands[index] for index in told.through if index < len(operands))
-    return not flowing.isdisjoint(operation.writes) and any(
-        value is not None and value.name in flowing for value in through
-    )
-
-
-def _width(operation: Collective, widths: Mapping[str, int]) -> int:
-    """Bytes of an element of the value that is exchanged, whichever form of it."""
-    return widths.get(operation.source.name.partition("\0")[0], operation.source.dtype.itemsize)
 
 
 def _elements(operation: Collective, group: int) -> int:
     """Elements that all devices of the group count for a collective."""
     step = operation.relayout
-    if step.kind == "slice":
-        return 0
     if step.kind == "redistribute":
         return int(lacking(step.source, step.result, group).sum())
     counted = operation.result if step.kind == "all_gather" else operation.source
     return group * math.prod(counted.shape)
-
-
-def _sent_bytes(graph: Graph, parts: Parts, placement: Placement, micro_batches: int) -> int:
-    """Messages of a step between the devices of different stages, and their gradients."""
-    total = 0
-    for piece in parts.pieces:
-        if piece.source_rank != piece.target_rank:
-            code = parts.stages[piece.source_stage].code
-            sent = range(code.pipeline, micro_batches * code.turns, placement.pipelines * piece.source_turn.of)
-            times = len(sent)
-            size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
-            total += times * (1 + piece.needs_gradient) * size
-    return total

@@ -16,7 +16,7 @@ from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import linear_order, values_between
 from autopipe.passes.analysis.gradients import differentiable_values
-from autopipe.passes.analysis.operators import element_bytes, uses_of
+from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.partition.downsets import downset_levels, membership
 
@@ -122,7 +122,7 @@ def flow_of(problem: Problem) -> tuple[Flow, Places]:
     forward, backward = mean_seconds(problem)
     turns = 2.0 if problem.recompute == "full" and problem.train else 1.0
     seconds = turns * forward + (backward if problem.train else 0.0)
-    widths = element_bytes(graph, uses_of(graph), problem.precision)
+    widths = element_bytes(graph, problem.precision)
     returned = differentiable_values(graph) if problem.train else frozenset()
     values = []
     for name, source, readers in values_between(graph, place):

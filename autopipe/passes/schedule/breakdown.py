@@ -18,7 +18,6 @@ from autopipe.ir.plan import Breakdown
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule
 from autopipe.ir.timeline import Prediction
-from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stage_work import exchange_seconds, stage_work
 from autopipe.passes.cost.stages import stage_costs
@@ -55,7 +54,7 @@ def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) 
     found = []
     for work, predicted in zip(works, prediction.stages, strict=True):
         own, stage = work.problem, work.stage
-        exchange = exchange_seconds(own.graph, own.cluster, work, differentiable_values(own.graph))
+        there, back = exchange_seconds(work)
         repeated = np.array([1 - 1 / max(1.0, copies[stage.pipeline, each.index]) for each in work.nodes])
         shares = np.array([each.sharing.share for each in work.nodes])
         nodes = [own.work[each.index] for each in work.nodes]
@@ -63,7 +62,7 @@ def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) 
         seconds = [node_seconds(nodes, kind, own.precision, shares) for kind in kinds]
         forward, backward = (max(float((each[way] * repeated).sum()) for each in seconds) for way in (0, 1))
         again = predicted.forward_s if stage.recompute and own.train else 0.0
-        parts = TaskParts(exchange.forward_s, 0.0, forward), TaskParts(exchange.backward_s, again, backward)
+        parts = TaskParts(there, 0.0, forward), TaskParts(back, again, backward)
         found.append(StageParts(*parts))
     return tuple(found)
 

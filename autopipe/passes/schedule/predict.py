@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from fractions import Fraction
 from functools import partial
+from operator import attrgetter
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.placement import Placement
@@ -13,7 +15,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import MicroBatchSlice, Task, micro_batch_ratios
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.analysis.gradients import differentiable_values
-from autopipe.passes.analysis.micro_batches import Shared, shared_blocks
+from autopipe.passes.analysis.micro_batches import Shared, block_transfers, shared_blocks
 from autopipe.passes.cost.stage_work import StageWork, stage_work
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.schedule.orders import Ticks
@@ -71,21 +73,13 @@ def _parts(sender: StageWork, receiver: StageWork, name: str, shared: Shared) ->
     """(sender, receiver, bytes) for each part of what two turns share."""
     value = sender.problem.graph.type_of(name)
     if sender.stage.micro_batch_size == receiver.stage.micro_batch_size:
-        groups = sender.stage.devices, sender.given[name], receiver.stage.devices, receiver.received[name]
+        groups = sender.stage.devices, sender.parts[name], receiver.stage.devices, receiver.parts[name]
         for source, target, share in _slices(*groups):
             yield source, target, round(value.bytes * share)
         return
-    hold, need = sender.given_layouts[name], receiver.received_layouts[name]
-    held = [hold.box(position) for position in range(len(sender.stage.devices))]
-    for position, target in enumerate(receiver.stage.devices):
-        wanted = need.box(position).intersect(shared.received)
-        for box in dict.fromkeys(held) if wanted is not None else ():
-            assert wanted is not None
-            common = box.intersect(wanted.beside(shared.received, shared.sent))
-            if common is not None:
-                holders = [each for each, own in zip(sender.stage.devices, held, strict=True) if own == box]
-                source = target if target in holders else holders[position % len(holders)]
-                yield source, target, common.elements * value.dtype.itemsize
+    layouts = sender.given[name], receiver.received[name]
+    for source, target, sent, _ in block_transfers(*layouts, sender.stage.devices, receiver.stage.devices, shared):
+        yield source, target, sent.elements * value.dtype.itemsize
 
 
 def _slices(
@@ -104,6 +98,9 @@ def _slices(
             yield receiver if receiver in holders else holders[position % copies], receiver, share
 
 
+_figures = attrgetter(*(field.name for field in fields(StagePrediction)))
+
+
 def predict(problem: Problem, placement: Placement) -> Prediction:
     """Seconds and bytes of every stage and every message."""
     return predicted(problem, placement, stage_costs(problem, placement))
@@ -111,12 +108,12 @@ def predict(problem: Problem, placement: Placement) -> Prediction:
 
 def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Prediction:
     """The same where it is known what the stages cost."""
-    return Prediction(tuple(map(_stage, costs)), stage_messages(problem, placement))
+    return Prediction(tuple(StagePrediction(*_figures(cost)) for cost in costs), stage_messages(problem, placement))
 
 
 def task_ticks(problem: Problem, placement: Placement) -> Ticks:
     """The length of each task by the cost model. Whole numbers, so that a steady state repeats exactly."""
-    return ticks_of([_stage(cost) for cost in stage_costs(problem, placement)])
+    return ticks_of(stage_costs(problem, placement))
 
 
 def ticks_of(stages: Sequence[StagePrediction]) -> Ticks:
@@ -126,20 +123,3 @@ def ticks_of(stages: Sequence[StagePrediction]) -> Ticks:
         return max(1, round(stages[task.stage].seconds(task.phase) * 1e9))
 
     return ticks
-
-
-def _stage(cost: StageCost) -> StagePrediction:
-    return StagePrediction(
-        forward_s=cost.forward_s,
-        backward_s=cost.backward_s,
-        input_gradient_s=cost.backward_s - cost.weight_gradient_s,
-        weight_gradient_s=cost.weight_gradient_s,
-        split_s=cost.split_s,
-        gradient_s=cost.gradient_s,
-        update_s=cost.update_s,
-        parameter_bytes=cost.parameter_bytes,
-        static_bytes=cost.static_bytes,
-        kept_bytes=cost.kept_bytes,
-        weight_kept_bytes=cost.weight_kept_bytes,
-        transient_bytes=cost.transient_bytes,
-    )

@@ -140,8 +140,7 @@ class StageContext:
             for row, own in enumerate(splits):
                 if any(split.axis in joint for split in own):
                     degrees = {split.axis: split.degree for split in own}
-                    seconds = statistics_seconds(self.problem.cluster, self.devices, use, signature, degrees)
-                    found[row] = seconds.forward_s, seconds.backward_s
+                    found[row] = statistics_seconds(self.problem.cluster, self.devices, use, signature, degrees)
         return self._statistics[key]
 
     def holding(self, name: str, layouts: Sequence[Layout]) -> tuple[Floats, Floats, Integers]:
@@ -184,7 +183,7 @@ def stage_context(
         for position, (name, words) in enumerate(zip(graph.nodes[node].inputs, operands, strict=True)):
             if name:
                 readers.setdefault(name, {}).setdefault((node, words or ()), (node, position))
-    saved = kept_values(graph, samples.uses, problem.precision) if problem.train else ()
+    saved = kept_values(graph, problem.precision) if problem.train else ()
     seen: dict[tuple[str, int], tuple[int, SavedTensor]] = {}
     kept: dict[int, tuple[SavedTensor, ...]] = {}
     kept_again = []
@@ -201,7 +200,7 @@ def stage_context(
         readers={name: tuple(each.values()) for name, each in readers.items()},
         kept=kept,
         kept_again=tuple(kept_again),
-        widths=element_bytes(graph, samples.uses, problem.precision),
+        widths=element_bytes(graph, problem.precision),
         layouts=LayoutTable(len(devices)),
         reshard=ReshardTable(problem.cluster, devices),
     )

@@ -5,18 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.passes.cost import communication
-from autopipe.passes.cost.communication import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, send
+from autopipe.passes.cost.communication import all_gather, all_reduce, reduce_scatter
 from tests.passes.cost.graphs import cluster
 
 FAST, SLOW = 1e10, 1e9
-COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast)
-
-
-def test_a_message_is_affine_in_its_size() -> None:
-    toy = cluster(8, 4)
-    assert send(toy, 0, 1, 1e6) == pytest.approx(1e-6 + 1e6 / FAST)
-    assert send(toy, 0, 4, 1e6) == pytest.approx(1e-5 + 1e6 / SLOW)
-    assert send(toy, 2, 2, 1e6) == 0
+COLLECTIVES = (all_reduce, all_gather, reduce_scatter)
 
 
 def test_large_all_reduce_is_a_ring_and_small_one_a_tree() -> None:
@@ -57,7 +50,7 @@ def test_collectives_never_beat_the_bytes_that_must_move(collective, group, size
     toy = cluster(16, 4)
     count = len(group)
     cost = collective(toy, tuple(group))
-    received = {all_reduce: 2 * (count - 1) / count, broadcast: 1.0}.get(collective, (count - 1) / count)
+    received = (2 if collective is all_reduce else 1) * (count - 1) / count
     assert cost.seconds(size) >= received * size / FAST * 0.999
     assert cost.seconds(size) < cost.seconds(size * more) <= more * cost.seconds(size) * 1.001
     assert cost.seconds_each(communication.np.array([size]))[0] == pytest.approx(cost.seconds(size))

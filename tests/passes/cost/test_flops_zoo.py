@@ -13,7 +13,7 @@ from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.configs import zoo
 from autopipe.ir.graph import Graph, Value
 from autopipe.ir.space import AxisKind
-from autopipe.passes.analysis.micro_batches import input_ranges
+from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, uses_of
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend.read import read_model

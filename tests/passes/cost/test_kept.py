@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autopipe.passes.analysis.gradients import kept_values
-from autopipe.passes.analysis.operators import uses_of
 from tests.distributed.support.builder import Builder
 
 
@@ -13,7 +12,7 @@ def test_of_an_image_read_through_windows_the_rows_that_they_read() -> None:
     weight = builder.parameter((2, 2, 3, 3))
     made = builder.node("Conv", hidden, weight, pads=(1, 1, 1, 1), strides=(1, 2), dilations=(1, 1))
     graph = builder.graph(builder.mean_square(made))
-    (kept,) = (each for each in kept_values(graph, uses_of(graph))[2] if each.key[0] == hidden)
+    (kept,) = (each for each in kept_values(graph)[2] if each.key[0] == hidden)
     row = 4 * 2 * 6 * 8
     assert kept.bytes == 8 * row
     assert kept.local_bytes({}) == kept.local_bytes({"o0": 1}) == 8 * row
@@ -29,7 +28,7 @@ def test_autocast_copies_a_value_for_each_product_that_reads_it_and_a_weight_onc
     weight = builder.parameter((16, 16))
     once, again = builder.node("MatMul", read, weight), builder.node("MatMul", read, weight)
     graph = builder.graph(builder.mean_square(builder.node("Add", once, again)))
-    at = {precision: kept_values(graph, uses_of(graph), precision) for precision in ("fp32", "bf16")}
+    at = {precision: kept_values(graph, precision) for precision in ("fp32", "bf16")}
     copies = {each.key: each.bytes for index in (1, 2) for each in at["bf16"][index]}
     assert sorted(copies.values()) == sorted([2 * 16 * 16, 2 * 8 * 16, 2 * 8 * 16])
     assert [each.key for index in (1, 2) for each in at["fp32"][index]] == [(read, 8)] * 2, "no copies"
@@ -41,5 +40,5 @@ def test_a_bias_that_is_added_with_a_product_leaves_16_bits() -> None:
     together = builder.node("Relu", builder.node("Add", product, builder.parameter((32,))))
     alone = builder.node("Relu", builder.node("Add", together, builder.parameter((32,))))
     graph = builder.graph(builder.mean_square(alone))
-    kept = {each.key[0]: each.bytes for node in kept_values(graph, uses_of(graph), "bf16") for each in node}
+    kept = {each.key[0]: each.bytes for node in kept_values(graph, "bf16") for each in node}
     assert (kept[together], kept[alone]) == (2 * 8 * 32, 8 * 8 * 32)

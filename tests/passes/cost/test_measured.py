@@ -23,7 +23,7 @@ from autopipe.ir.measured_costs import (
 )
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
-from autopipe.passes.cost.communication import all_gather, all_reduce, send
+from autopipe.passes.cost.communication import all_gather, all_reduce
 from autopipe.passes.cost.measured import Operations, costed_work, coverage, measured_cluster, resized
 from autopipe.passes.cost.roofline import annotate, node_seconds
 from autopipe.passes.cost.stages import stage_costs
@@ -41,7 +41,7 @@ def costs_of(graph: Graph, *times: float, degrees: tuple[int, ...] = (), **more:
 
 
 def _costs(graph: Graph, times: tuple[float, ...], degrees: tuple[int, ...]) -> Iterator[OperationCost]:
-    operations, work = Operations.of(graph, "fp32"), annotate(graph)
+    operations, work = Operations(graph, "fp32"), annotate(graph)
     for index, seconds in enumerate(times):
         for splits in ((), *operations.cuts(index, degrees)):
             spent = seconds * (0.75 if splits else 1.0)
@@ -112,7 +112,7 @@ def test_a_bias_is_a_part_of_its_product() -> None:
     builder = Builder(8, 16)
     product = builder.linear("x", 32)
     graph = builder.finish(builder.add(product, builder.parameter("bias", (32,))))
-    operations = Operations.of(graph, "fp32")
+    operations = Operations(graph, "fp32")
     assert operations.absorbed == {1}
     assert operations.operation(0).operator == "MatMul+Add"
     assert operations.operation(0).operands == ("float32[8,16]", "float32[16,32]", "float32[32]")
@@ -162,8 +162,8 @@ def test_exchanges_take_what_was_measured() -> None:
     fits = {"send": Affine(1.0, 0.25), "all_reduce": Affine(2.0, 0.5), "reduce_scatter": Affine(5.0, 0.5)}
     exchanges = tuple(ExchangeCost(kind, 2, fit, ()) for kind, fit in fits.items())
     machines = measured_cluster(cluster(8, per_node=4), costs_of(GRAPH, 1.0, exchanges=exchanges))
-    assert send(machines, 0, 1, 100) == pytest.approx(26)
-    assert send(machines, 0, 4, 100) == pytest.approx(send(cluster(8, per_node=4), 0, 4, 100)), "between nodes"
+    assert machines.link(0, 1).seconds(100) == pytest.approx(26)
+    assert machines.link(0, 4) == cluster(8, per_node=4).link(0, 4), "between nodes"
     assert all_reduce(machines, (0, 1)).seconds(100) == pytest.approx(52)
     assert all_reduce(machines, (0, 1)).seconds(0) == 0
     assert all_gather(machines, (0, 1)).seconds(100) == pytest.approx(1 + 0.25 * 50), "by the link where not measured"

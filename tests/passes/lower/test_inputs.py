@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Value
-from autopipe.passes.analysis.micro_batches import input_ranges
+from autopipe.passes.analysis.input_ranges import input_ranges
 
 INT = DType.INT64
 

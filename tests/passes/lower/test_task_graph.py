@@ -35,7 +35,7 @@ def lowered(case: Case, costs: tuple[StagePrediction, ...] | None = None) -> tup
     """The program of a case and the task graphs of its ranks."""
     program = lower(case.graph, case.placement, case.schedule, case.loss)
     costs = costs or (StagePrediction(1.0),) * len(program.stages)
-    source = TaskSource.of(program, case.graph, case.placement, costs)
+    source = TaskSource(program, case.graph, case.placement, costs)
     return program, [source.graph(rank) for rank in range(program.world_size)]
 
 
@@ -196,7 +196,7 @@ def test_shares_are_reduced_updated_and_gathered(case: Case) -> None:
     """With the optimizer's state in shares: the bytes that are predicted move, and each number is updated once."""
     program, _ = lowered(case)
     program = replace(program, shard=True)
-    source = TaskSource.of(program, case.graph, case.placement, (StagePrediction(1.0),) * len(program.stages))
+    source = TaskSource(program, case.graph, case.placement, (StagePrediction(1.0),) * len(program.stages))
     graphs = [source.graph(rank) for rank in range(program.world_size)]
     size: Counter[str] = Counter()
     for graph in graphs:

@@ -19,9 +19,8 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import Blocks, values_between
-from autopipe.passes.analysis.gradients import kept_values
-from autopipe.passes.analysis.operators import SampleAxes, sample_axes, uses_of
-from autopipe.passes.cost.memory import state_of
+from autopipe.passes.analysis.operators import SampleAxes, sample_axes
+from autopipe.passes.cost.memory import saved_bytes, state_of
 from autopipe.passes.cost.roofline import update_line
 from autopipe.passes.cost.stage_work import exchange_of_gradients, stage_work, updated_part
 from autopipe.passes.cost.stages import stage_costs
@@ -150,15 +149,10 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
     pairs = zip(blocks.nodes, sharing.splits, strict=True)
     placement = Placement(tuple(Stage(nodes, devices, problem.micro_batch_size, splits) for nodes, splits in pairs))
     costs = stage_costs(problem, placement)
-    kept_by_node = kept_values(problem.graph, uses_of(problem.graph), problem.precision)
     kept, state, gradients, cut_gradients = [], [], [], []
     for work in stage_work(problem, placement):
-        own: dict[tuple[str, int], int] = {}
-        for each in work.nodes:
-            for value in kept_by_node[each.index]:
-                own[value.key] = max(value.local_bytes(each.sharing.degrees), own.get(value.key, 0))
-        kept.append(own)
-        parts = work.parameters.items()
+        kept.append(saved_bytes(problem, work.nodes))
+        parts = work.parameter_parts
         copies = {name: {name: sharing.devices // count} for name, count in parts}
         state.append({name: state_of(problem, [(name, count)], copies[name]).total for name, count in parts})
         sizes = {name: state_of(problem, [(name, count)]).gradient_bytes for name, count in parts}

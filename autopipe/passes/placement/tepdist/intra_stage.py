@@ -55,7 +55,7 @@ class IntraStageSearch:
         self.resolved = resolved_constraints(problem)
         self.required = required_splits(self.resolved, self.samples) if self.resolved else {}
         self._gradient = differentiable_values(graph) if problem.train else frozenset()
-        self._widths = element_bytes(graph, self.samples.uses, problem.precision)
+        self._widths = element_bytes(graph, problem.precision)
         self._found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = {}
 
     def key(self, nodes: Sequence[int], devices: Sequence[int], options: StageOptions) -> Hashable:

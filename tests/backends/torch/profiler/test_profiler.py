@@ -38,7 +38,7 @@ GRAPH = perceptron([16, 8, 8])
 
 def samples(graph: Graph) -> list[Sample]:
     """Of all nodes, in order."""
-    operations, work = Operations.of(graph, "fp32"), annotate(graph)
+    operations, work = Operations(graph, "fp32"), annotate(graph)
     return [operations.sample(index, each) for index, each in enumerate(work) if index not in operations.absorbed]
 
 
@@ -77,7 +77,7 @@ def test_a_product_and_its_bias_run_as_one(tmp_path: Path) -> None:
 
 
 def test_shares_of_every_split_run_by_themselves(tmp_path: Path) -> None:
-    operations, work = Operations.of(GRAPH, "fp32"), annotate(GRAPH)
+    operations, work = Operations(GRAPH, "fp32"), annotate(GRAPH)
     lap = [
         operations.sample(index, work[index], splits) for index in range(4) for splits in operations.cuts(index, (2,))
     ]

@@ -1,0 +1,259 @@
+"""Which numbers a graph's inputs may hold, by where they are used: indices stay below the rows of their table, labels
+below the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopipe.ir.graph import Graph, Node, Value
+from autopipe.ir.ops.movement import slices
+from autopipe.ir.ops.operator import Signature, positive, signature_of
+from autopipe.ir.program import InputBounds, InputRange
+
+_MASK_LIMIT = 2
+"""A whole number that indexes nothing is a mask: 0 or 1."""
+_MOST_ELEMENTS = 1 << 22
+"""Elements of an input beyond which its parts are not told apart."""
+_MOST_VISITS = 1000
+"""Values that an input is followed to."""
+_MOST_PARTS = 1 << 10
+"""Parts of an input with bounds of their own; a recommender has a few dozen."""
+_UNBOUNDED = 1 << 62
+
+_KEEPING = frozenset(["Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"])
+"""Operators whose result holds all elements of its operand."""
+_CHANGING = frozenset(["Abs", "Clip", "Max", "Min", "Mod", "Where"])
+"""Operators behind which numbers are others than those given, but no larger for small ones: good for drawing numbers,
+not for refusing any."""
+_MOVING = _KEEPING | _CHANGING | {"Concat", "Gather", "Slice", "Split"}
+_LOSSES = frozenset(["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
+
+Numbers = npt.NDArray[np.int64]
+
+
+def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
+    """One entry a graph input."""
+    batch_axes = dict(graph.batch_axes)
+    found = []
+    for value in graph.inputs:
+        axis = batch_axes.get(value.name)
+        if value.dtype.is_floating and not _becomes_whole(graph, value):
+            found.append(InputRange(value, axis, None))
+            continue
+        uses = _InputUses(graph, value)
+        least = int(uses.drawn.below.min(initial=_UNBOUNDED))
+        # There is always one number left to draw.
+        below = None if value.dtype.is_floating else _MASK_LIMIT if least == _UNBOUNDED else max(least, 1)
+        drawn = uses.drawn.parts(value, axis, widest=False)
+        if len(drawn) == 1 and drawn[0].least <= 0:
+            everything = below, (0,) * len(value.shape), value.shape
+            drawn = () if (drawn[0].below, drawn[0].starts, drawn[0].stops) == everything else drawn
+        found.append(InputRange(value, axis, below, drawn, uses.taken.parts(value, axis, widest=True), uses.ignored))
+    return tuple(found)
+
+
+def _becomes_whole(graph: Graph, value: Value) -> bool:
+    """True if a floating-point input is cast to whole numbers somewhere: exporters of tables write indices so."""
+    waiting, seen = [value.name], {value.name}
+    while waiting and len(seen) < _MOST_VISITS:
+        for index in graph.consumers().get(waiting.pop(), ()):
+            node = graph.nodes[index]
+            for name in filter(None, node.outputs if node.op in _MOVING else ()):
+                if graph.type_of(name).dtype.is_integer:
+                    return True
+                if name not in seen:
+                    seen.add(name)
+                    waiting.append(name)
+    return False
+
+
+class _Bounds:
+    """The tightest bounds so far, of each element of an input or of all together."""
+
+    def __init__(self, elements: int) -> None:
+        self.least, self.below = np.full(elements, -_UNBOUNDED), np.full(elements, _UNBOUNDED)
+
+    def tighten(self, places: Numbers | None, least: Numbers, below: Numbers) -> None:
+        """Bound the elements at `places`, all where None, all with bounds of their own."""
+        if places is None:
+            np.maximum(self.least, least.max(initial=-_UNBOUNDED), out=self.least)
+            np.minimum(self.below, below.min(initial=_UNBOUNDED), out=self.below)
+            return
+        real = places >= 0
+        np.maximum.at(self.least, places[real], np.broadcast_to(least, places.shape)[real])
+        np.minimum.at(self.below, places[real], np.broadcast_to(below, places.shape)[real])
+
+    def parts(self, value: Value, batch_axis: int | None, widest: bool) -> tuple[InputBounds, ...]:
+        """The bounded parts of an input, each a block and one for all samples: by its tightest sample, or its widest.
+
+        Elements with the same bounds that make up no block are left out.
+        """
+        if not self.below.size:
+            return ()
+        shape = value.shape if self.below.size == value.elements else (1,) * len(value.shape)
+        least, below = self.least.reshape(shape), self.below.reshape(shape)
+        if batch_axis is not None:
+            low, high = (np.min, np.max) if widest else (np.max, np.min)
+            least, below = low(least, batch_axis, keepdims=True), high(below, batch_axis, keepdims=True)
+        pairs = np.unique(np.stack([least.reshape(-1), below.reshape(-1)]), axis=1).T
+        found = []
+        for first, stop in pairs.tolist() if len(pairs) <= _MOST_PARTS else ():
+            if stop == _UNBOUNDED and first == -_UNBOUNDED:
+                continue
+            there = np.argwhere((least == first) & (below == stop))
+            starts, stops = there.min(axis=0, initial=_UNBOUNDED), there.max(axis=0, initial=-1) + 1
+            if np.prod(stops - starts) != len(there) or stop <= first:
+                continue
+            stops = np.where(np.asarray(least.shape) == 1, value.shape, stops)
+            found.append(InputBounds(first, stop, tuple(starts.tolist()), tuple(stops.tolist())))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """Where an input has come to: a value that holds its elements, moved and shifted."""
+
+    name: str
+    places: Numbers | None
+    """For each element of the value the input's that it holds, -1 where it is none; None where all are in it."""
+    shift: Numbers
+    """Sum of what was added to them."""
+    exact: bool
+    """True if they are the input's own numbers, but for the shift."""
+
+
+class _InputUses:
+    """Bounds on the numbers of one input, from every use that they come to."""
+
+    def __init__(self, graph: Graph, value: Value) -> None:
+        places = np.arange(value.elements).reshape(value.shape) if value.elements <= _MOST_ELEMENTS else None
+        size = 1 if places is None else value.elements
+        self.drawn, self.taken = _Bounds(size), _Bounds(size)
+        """Bounds of drawn and of given numbers."""
+        self.ignored: int | None = None
+        """The label that counts for nothing."""
+        waiting, visits = [_Path(value.name, places, np.zeros((), np.int64), exact=True)], 0
+        while waiting and visits < _MOST_VISITS:
+            path, visits = waiting.pop(), visits + 1
+            for index in graph.consumers().get(path.name, ()):
+                node = graph.nodes[index]
+                for slot in (slot for slot, name in enumerate(node.inputs) if name == path.name):
+                    limits = _limits(signature_of(graph, node), slot)
+                    if limits is None:
+                        waiting += _further(graph, node, slot, path)
+                    else:
+                        self._bound(node, path, *limits)
+
+    def _bound(self, node: Node, path: _Path, least: int | Numbers, below: int | Numbers) -> None:
+        """Take down the range of an operand that is an index or a label."""
+        bounds = [np.asarray(bound, np.int64) - path.shift for bound in (least, below)]
+        self.drawn.tighten(path.places, *bounds)
+        if path.exact and node.op != "OneHot":  # whose rows of other numbers are empty
+            self.taken.tighten(path.places, *bounds)
+        if node.op in _LOSSES and node.has("ignore_index") and not path.shift.any():
+            self.ignored = node.integer("ignore_index")
+
+
+def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
+    """The values that hold the same numbers behind a node, unless they become something else there."""
+    if node.op in ("Add", "Sub"):
+        yield from _shifted(graph, node, slot, path)
+    if node.op not in _MOVING or node.domain:
+        return
+    signature = signature_of(graph, node)
+    exact = path.exact and node.op not in _CHANGING
+    for result, value in enumerate(signature.results):
+        if value is None or not (value.dtype.is_integer or value.dtype.is_floating):
+            continue
+        if path.places is None:
+            if not path.shift.ndim:
+                yield _Path(value.name, None, path.shift, exact and node.op in _KEEPING)
+            continue
+        places = _moved(signature, slot, result, path.places)
+        shift = _moved(signature, slot, result, np.broadcast_to(path.shift, path.places.shape))
+        if places is not None and shift is not None:
+            yield _Path(value.name, places, shift if shift.any() else np.zeros((), np.int64), exact)
+
+
+def _shifted(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
+    """The sum of a path and known numbers, or their difference."""
+    constant = graph.constant(node.inputs[1 - slot])
+    negated = node.op == "Sub" and slot == 1
+    if constant is None or negated or not constant.array.size or not constant.value.dtype.is_integer:
+        return
+    result = graph.type_of(node.outputs[0])
+    shift = path.shift + constant.array.astype(np.int64) * (1 if node.op == "Add" else -1)
+    if path.places is not None:
+        places = np.broadcast_to(path.places, result.shape)
+        yield _Path(result.name, places, np.broadcast_to(shift, result.shape), path.exact)
+    elif constant.array.size == 1:
+        yield _Path(result.name, None, shift, path.exact)
+
+
+def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numbers | None:
+    """An operand's elements in a result's places, -1 where it holds others; None where it holds none of them."""
+    node, shape = signature.node, signature.result(result).shape
+    match node.op:
+        case "Concat":
+            axis = positive(node.integer("axis"), moved.ndim)
+            start = sum(signature.operand(before).shape[axis] for before in range(slot))
+            whole = np.full(shape, -1)
+            whole[(slice(None),) * axis + (slice(start, start + moved.shape[axis]),)] = moved
+            return whole
+        case "Max" | "Min":
+            return np.broadcast_to(moved, shape)
+        case "Where":
+            return np.broadcast_to(moved, shape) if slot else None
+        case _ if slot:
+            return None
+        case "Expand" | "Clip" | "Mod":
+            return np.broadcast_to(moved, shape)
+        case "Gather":  # Of known indices: exporters write `x[:, 3]` so.
+            indices, axis = signature.constant(1), positive(node.integer("axis"), max(moved.ndim, 1))
+            return None if indices is None else np.take(moved, indices, axis)
+        case "Slice":
+            for axis, (first, count, step) in enumerate(slices(signature)):
+                moved = np.take(moved, first + step * np.arange(count), axis)
+            return moved
+        case "Split":
+            axis = positive(node.integer("axis"), moved.ndim)
+            start = sum(each.shape[axis] for each in signature.results[:result] if each is not None)
+            return np.take(moved, np.arange(start, start + shape[axis]), axis)
+        case "Tile":
+            return np.tile(moved, [whole // part for whole, part in zip(shape, moved.shape, strict=True)])
+        case "Transpose":
+            return moved.transpose(node.integers("perm", tuple(reversed(range(moved.ndim)))))
+        case _:
+            return moved.reshape(shape)
+
+
+def _limits(signature: Signature, slot: int) -> tuple[int | Numbers, int | Numbers] | None:
+    """The range [least, below) of an operand's numbers, if they are indices or labels."""
+    node = signature.node
+    match node.op:
+        case "Gather" | "GatherElements" | "Scatter" | "ScatterElements" if slot == 1 and signature.operand(0).shape:
+            # They may count from a table's end, but not those of an embedding.
+            table = signature.operand(0)
+            axis = positive(node.integer("axis"), len(table.shape))
+            embeds = node.op == "Gather" and axis == 0 and len(table.shape) == 2 and table.dtype.is_floating
+            return (0 if embeds else -table.shape[axis]), table.shape[axis]
+        case "GatherND" | "ScatterND" if slot == 1:
+            first, shape = node.integer("batch_dims"), signature.operand(1).shape
+            extents = np.asarray(signature.operand(0).shape[first : first + shape[-1]], np.int64)
+            return np.broadcast_to(-extents, shape), np.broadcast_to(extents, shape)
+        case "SoftmaxCrossEntropyLoss" | "NegativeLogLikelihoodLoss" if slot == 1:
+            return 0, signature.operand(0).shape[1]
+        case "OneHot" if slot == 0 and (depth := signature.constant(1)) is not None:
+            return 0, int(depth.reshape(-1)[0])
+        case "RotaryEmbedding" if slot == (1 if node.domain else 3):  # Places in tables of sines and cosines.
+            table, data = signature.operand(2 if node.domain else 1), signature.operand(0)
+            # From the one position that the contributed operator may be given the others count on.
+            starts = bool(node.domain) and signature.operand(1).elements == 1
+            return 0, table.shape[0] - (data.shape[-2] - 1 if starts else 0)
+        case _:
+            return None
