@@ -103,7 +103,7 @@ def _collective(cluster: Cluster, kind: str, group: Sequence[int], beside: Seque
 
 
 def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[Affine]:
-    """The ways of a collective among so many members at each level, innermost first.
+    """The ways of a collective; `levels` are the members and the link of each level, innermost first.
 
     An all-reduce is a reduce-scatter at each inner level, an all-reduce of the shards over the outer ones, and an
     all-gather back.

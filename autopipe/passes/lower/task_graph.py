@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import members
@@ -15,7 +15,7 @@ from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.micro_batches import stage_graphs
 from autopipe.passes.analysis.recompute import running_again
 from autopipe.passes.lower.messages import is_whole
-from autopipe.passes.lower.traffic import StageExchange, held_together, stage_exchanges
+from autopipe.passes.lower.traffic import StageExchange, exchanged_gradients, held_together, stage_exchanges
 
 _LETTERS = {Verb.FORWARD: "F", Verb.BACKWARD: "B", Verb.INPUT_GRADIENT: "I", Verb.WEIGHT_GRADIENT: "W"}
 _RECEIVES, _OF_GRADIENTS = (Verb.RECEIVE, Verb.RECEIVE_GRADIENT), (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
@@ -201,7 +201,7 @@ class _Builder:
         if self.program.train and self.code.stages:
             added = tuple(sorted(self.added.values()))
             sums: list[int] = []
-            exchanged = _exchanged(self.program, self.code)
+            exchanged = exchanged_gradients(self.program.parameters, self.code.shards, self.program.shard)
             what = "shares" if self.program.shard else ""
             for (home, group), size in exchanged.items():
                 after = (self.added[home],) if home in self.added else added
@@ -269,19 +269,6 @@ def _gradient_bytes(program: Program, code: StageCode, verb: Verb) -> int:
         waits = value.name in deferred and len(value.shape) > 1
         if verb is Verb.BACKWARD or waits is (verb is Verb.WEIGHT_GRADIENT):
             found += _trained(program, index) * value.elements
-    return found
-
-
-def _exchanged(program: Program, code: RankCode) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
-    """Bytes of gradients by the stage whose last backward completes them, if one does, and the ranks that add them."""
-    blocks = tuple(held_together(program.parameters, code.shards))
-    found: defaultdict[tuple[int | None, tuple[int, ...]], int] = defaultdict(int)
-    if program.shard:
-        for bucket in buckets_of(blocks):
-            found[bucket.home, bucket.ranks] += bucket.bytes
-    else:
-        for block in blocks:
-            found[block.home, block.ranks] += block.elements * block.itemsize
     return found
 
 

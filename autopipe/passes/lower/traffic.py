@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -25,21 +25,20 @@ def held_together(parameters: Sequence[Parameter], shards: Iterable[Shard]) -> I
             yield Block(shard.parameter, shard.box.elements, dtype.value, dtype.itemsize, ranks, shard.home)
 
 
-def end_bytes(parameters: Sequence[Parameter], shards: Sequence[Sequence[Shard]], shared: bool) -> Counter[str]:
-    """Bytes by kind (`ir/program.py`) that all ranks exchange at the end of a step; `shards` are theirs by rank.
+def exchanged_gradients(
+    parameters: Sequence[Parameter], shards: Iterable[Shard], shared: bool
+) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
+    """Bytes of gradients by the stage whose last backward completes them, if one does, and the ranks that add them up.
 
-    What is `shared` out is filled up to equal shares: as much is scattered of gradients as is gathered of parameters.
+    What is `shared` out is filled up to equal shares.
     """
-    total: Counter[str] = Counter()
-    for rank, own in enumerate(shards):
-        first = (shard for shard in own if shard.gradient_ranks[0] == rank)  # Each group once.
-        blocks = tuple(held_together(parameters, first))
-        if shared:
-            size = sum(len(bucket.ranks) * bucket.bytes for bucket in buckets_of(blocks))
-            total += Counter(gradient=size, parameter=size)
-        else:
-            total["gradient"] += sum(len(block.ranks) * block.elements * block.itemsize for block in blocks)
-    return total
+    blocks = tuple(held_together(parameters, shards))
+    found: defaultdict[tuple[int | None, tuple[int, ...]], int] = defaultdict(int)
+    for bucket in buckets_of(blocks) if shared else ():
+        found[bucket.home, bucket.ranks] += bucket.bytes
+    for block in () if shared else blocks:
+        found[block.home, block.ranks] += block.elements * block.itemsize
+    return found
 
 
 def communication_bytes(
@@ -71,8 +70,12 @@ def communication_bytes(
             times = len(range(code.pipeline, micro_batches * code.turns, placement.pipelines * piece.source_turn.of))
             size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
             total["send"] += times * (1 + piece.needs_gradient) * size
-    if loss is not None:
-        total += end_bytes(graph.parameters, parts.shards, shard)
+    for rank, own_shards in enumerate(parts.shards if loss is not None else ()):
+        first = (each for each in own_shards if each.gradient_ranks[0] == rank)  # Each group once.
+        exchanged = exchanged_gradients(graph.parameters, first, shard)
+        size = sum(len(ranks) * count for (_, ranks), count in exchanged.items())
+        # As much is scattered of gradients as is gathered of parameters.
+        total += Counter(gradient=size, parameter=size * shard)
     return by_kind(total)
 
 
