@@ -168,7 +168,7 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
     """Seconds of one micro-batch's collectives inside a stage, forwards and backwards."""
     graph, cluster, devices = work.problem.graph, work.problem.cluster, work.stage.devices
     forward = backward = 0.0
-    if len(devices) < 2 or not work.stage.splits:
+    if len(devices) < 2 or not any(each.sharing.degrees for each in work.nodes):
         return forward, backward
     differentiable = differentiable_values(graph)
     for exchange in exchanges_of(work):
