@@ -30,6 +30,7 @@ from autopipe.ir.schedule import (
     Schedule,
     StageGraph,
     Task,
+    WrongScheduleError,
     micro_batch_ratios,
     on_each_device,
     pipelines_of,
@@ -40,8 +41,8 @@ from autopipe.ir.timeline import Message, Prediction, Timeline
 FORMAT = "autopipe.plan/1"
 PLAN_FILE = "plan.json"
 SCHEDULE_FILE = "schedule.json"
-_SHOWN = 6
-"""Cells on either side of a marked one."""
+_AROUND = 6
+"""Cells of an order that an error has on either side of the wrong one."""
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Message))[:-2]
 _SLICE_COLUMNS = ("source_turn", "source_turns", "target_turn", "target_turns")
 """Columns of messages behind the others, where stages have micro-batches of different sizes."""
@@ -125,19 +126,14 @@ def _schedule_of(path: Path, stages: StageGraph, train: bool) -> Schedule:
         raise ConfigurationError(message, where=str(path))
     try:
         schedule.verify(dataclasses.replace(stages, devices=schedule.devices), train)
-    except InfeasibleError as error:
-        reason, _, grid = error.message.partition("\n")
-        raise ConfigurationError(f"{reason}: {_marked(grid)}", "plan again", f"{path}: {error.where}") from error
+    except WrongScheduleError as error:
+        cells = [str(task) for task in schedule.tasks[error.device]] or ["it has no tasks"]
+        start, stop = max(0, error.position - _AROUND), error.position + _AROUND + 1
+        if schedule.tasks[error.device]:
+            cells[error.position] = f"[{cells[error.position]}]"
+        shown = " ".join([*["..."] * (start > 0), *cells[start:stop], *["..."] * (stop < len(cells))])
+        raise ConfigurationError(f"{error.reason}: {shown}", "plan again", f"{path}: {error.where}") from error
     return schedule
-
-
-def _marked(grid: str) -> str:
-    """The marked cell of a grid with those around it, on one line."""
-    cells = next(line for line in grid.splitlines() if "[" in line or line.endswith(": ")).split()
-    place = next((index for index, cell in enumerate(cells) if cell.startswith("[")), 0)
-    around = cells[max(1, place - _SHOWN) : place + _SHOWN + 1]
-    before, after = place - _SHOWN > 1, place + _SHOWN + 1 < len(cells)
-    return " ".join([*["..."] * before, *around, *["..."] * after]) or "it has no tasks"
 
 
 _BLOCK = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")

@@ -157,7 +157,9 @@ class Transformer(TransformerModel):
         layer = Layer(
             self.hidden, self.heads, self.feed_forward, norm_first=False, bias=False, activation="Relu", init=init
         )
-        waves = self._sinusoids(graph)
+        with graph.scope("positions"):  # [sequence, hidden]: sines, then cosines, of position / 10000^(2 i / hidden).
+            angle = graph.angles(self.sequence, self.hidden // 2, 10000)
+            waves = graph.op("Concat", graph.op("Sin", angle), graph.op("Cos", angle), axis=-1)
         memory = self._embedded(graph, "source_embedding", source, waves)
         memory = transformer(graph, "encoder", self.layers, layer, memory)
         mask = causal_mask(graph, self.sequence)
@@ -172,12 +174,6 @@ class Transformer(TransformerModel):
         with graph.scope(name):
             scaled = graph.op("Mul", data, graph.constant(math.sqrt(self.hidden)))
             return graph.op("Add", scaled, waves)
-
-    def _sinusoids(self, graph: GraphBuilder) -> ir.Value:
-        """[sequence, hidden]: sines, then cosines, of position / 10000^(2 i / hidden)."""
-        with graph.scope("positions"):
-            angle = graph.angles(self.sequence, self.hidden // 2, 10000)
-            return graph.op("Concat", graph.op("Sin", angle), graph.op("Cos", angle), axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -465,16 +465,13 @@ class Llama(TransformerModel):
             inner_bias=False,
             activation="SwiGLU",
         )
-        mask, rotation = causal_mask(graph, self.sequence), self._rotation(graph)
+        mask = causal_mask(graph, self.sequence)
+        with graph.scope("rotary"):
+            angle = graph.angles(self.sequence, self.head_size // 2, self.rotary_base)
+            angle = graph.op("Concat", angle, angle, axis=-1)
+            rotation = Rotation(graph.op("Cos", angle), graph.op("Sin", angle))
         attend = partial(attention, mask=mask, rotation=rotation, length=self.sequence)
         data = transformer(graph, "layers", self.layers, layer, data, attend=attend)
         data = norm(graph, "norm", data, self.hidden)
         logits = graph.linear("head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
         graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
-
-    def _rotation(self, graph: GraphBuilder) -> Rotation:
-        """Of position times frequency base^(-2 i / head_size)."""
-        with graph.scope("rotary"):
-            angle = graph.angles(self.sequence, self.head_size // 2, self.rotary_base)
-            angle = graph.op("Concat", angle, angle, axis=-1)
-            return Rotation(graph.op("Cos", angle), graph.op("Sin", angle))

@@ -47,8 +47,7 @@ def attention(signature: Signature) -> NotationLine:
         depth, values = query[2] // heads, value[2] // groups
     scores = (query[0], heads, query[-2], past + key[-2])
     mask = aligned(signature.operand(3).shape if signature.present(3) else (), scores, ["b", "(h r)", "q", "t!"])
-    others = [mask, "b h p! d", "b h p v", "b"][: len(signature.operands) - 3]
-    results = [result, "b h t! d", "b h t v", "b (h r) q t"][: len(signature.results)]
+    others, results = [mask, "b h p! d", "b h p v", "b"], [result, "b h t! d", "b h t v", "b (h r) q t"]
     extents = {"h": groups, "r": heads // groups, "d": depth, "v": values}
     return notate(signature, [*first, *others], results, **extents)
 
@@ -99,7 +98,7 @@ def _skip_layer_norm(signature: Signature) -> NotationLine:
     skip = [word if extent > 1 else "1" for word, extent in zip(words[-len(shape) :], shape, strict=True)]
     vectors = [[words[-1]]] * (len(signature.operands) - 2)
     statistics = [*words[:-1], "1"]
-    return notate(signature, [words, skip, *vectors], [words, statistics, statistics, words][: len(signature.results)])
+    return notate(signature, [words, skip, *vectors], [words, statistics, statistics, words])
 
 
 def _rotary_embedding(signature: Signature) -> NotationLine:

@@ -36,10 +36,8 @@ def broadcast(signature: Signature) -> NotationLine:
     )
 
 
-def first_operand(signature: Signature) -> NotationLine:
-    """`*x, 1 … -> *x`: operands after the first are settings, or types to take over."""
-    words = names(signature.rank, "x")
-    return notate(signature, [words], [words])
+first_operand = notated("*x -> *x")
+"""Operands after the first are settings, or types to take over."""
 
 
 def pointwise(
@@ -105,10 +103,6 @@ ACTIVATION = (
 )
 
 
-def _filled(signature: Signature) -> NotationLine:
-    return notate(signature, [], [names(len(signature.result().shape))])
-
-
 def _made(name: str, static: tuple[int, ...] = (), cost: float = 0.0) -> Operator:
     """Numbers that depend on their place: not to be split."""
     flops: Callable[..., float] = per_result(cost) if cost else no_flops
@@ -116,7 +110,7 @@ def _made(name: str, static: tuple[int, ...] = (), cost: float = 0.0) -> Operato
 
 
 GENERATION = (
-    Operator("ConstantOfShape", _filled, "memory", backward=0.0, static=(0,), differentiable=False),
+    Operator("ConstantOfShape", notated("-> *d"), "memory", backward=0.0, static=(0,), differentiable=False),
     *map(_made, ("Constant", "EyeLike", "Shape", "Size")),
     _made("Range", (0, 1, 2)),
     _made("HannWindow", (0,), 6.0),
@@ -126,18 +120,9 @@ GENERATION = (
 )
 
 
-def _grid_sample(signature: Signature) -> NotationLine:
-    points = names(signature.rank - 2, "p")
-    return notate(signature, [["b", "c", *["1"] * len(points)], ["b", *points, "1"]], [["b", "c", *points]])
-
-
-def _affine_grid(signature: Signature) -> NotationLine:
-    return notate(signature, ["b 1 1", "1"], [["b", *unindexed(signature.result().shape[1:])]])
-
-
 SAMPLING = (
-    Operator("GridSample", _grid_sample, "memory", per_result(12.0), keeps=("0", "1")),
-    Operator("AffineGrid", _affine_grid, "memory", per_result(6.0), static=(1,)),
+    Operator("GridSample", notated("b c *1, b *p 1 -> b c *p"), "memory", per_result(12.0), keeps=("0", "1")),
+    Operator("AffineGrid", notated("b 1 1, 1 -> b *1"), "memory", per_result(6.0), static=(1,)),
 )
 
 
@@ -155,15 +140,10 @@ def linear(signature: Signature) -> NotationLine:
     return notate(signature, [marked(words, [axis] if blocked else [], "!"), *others], [words])
 
 
-def _dynamic(signature: Signature) -> NotationLine:
-    words = [f"{word}!" for word in signature.words]
-    return notate(signature, [words], [words, "", ""])
-
-
 QUANTIZATION = (
     Operator("QuantizeLinear", linear, "elementwise", per_result(4.0), differentiable=False),
     Operator("DequantizeLinear", linear, "elementwise", per_result(2.0), differentiable=False),
-    Operator("DynamicQuantizeLinear", _dynamic, "reduction", per_result(6.0), differentiable=False),
+    Operator("DynamicQuantizeLinear", notated("*d! -> *d, ,"), "reduction", per_result(6.0), differentiable=False),
 )
 
 
@@ -178,10 +158,6 @@ def transformed_axis(signature: Signature) -> int:
 def _dft(signature: Signature) -> NotationLine:
     words = replaced(signature.words, [transformed_axis(signature), signature.rank - 1])
     return notate(signature, [words], [words])
-
-
-def _stft(signature: Signature) -> NotationLine:
-    return notate(signature, [["d0", *unindexed(signature.operand(0).shape[1:])]], ["d0 1 1 1"])
 
 
 def _transform_flops(signature: Signature, space: Space) -> float:
@@ -204,7 +180,7 @@ def _det_flops(signature: Signature, space: Space) -> float:
 
 SPECTRAL = (
     Operator("DFT", _dft, "elementwise", _transform_flops, static=(1, 2)),
-    Operator("STFT", _stft, "elementwise", _transform_flops, keeps=("2",), static=(1, 3)),
+    Operator("STFT", notated("d0 *1 -> d0 1 1 1"), "elementwise", _transform_flops, keeps=("2",), static=(1, 3)),
     Operator("Det", _det, "elementwise", _det_flops, keeps=("0", ">0")),
 )
 
@@ -221,10 +197,6 @@ def _drawn(
     name: str, notation: Callable[[Signature], NotationLine], cost: float, kind: str = "elementwise"
 ) -> Operator:
     return Operator(name, notation, kind, per_result(_DRAW + cost), random=True, differentiable=False)
-
-
-def _randomness_made(signature: Signature) -> NotationLine:
-    return notate(signature, [], [names(len(signature.result().shape), "x")])
 
 
 def is_active(signature: Signature) -> bool:
@@ -250,9 +222,9 @@ RANDOM = (
         random=True,
     ),
     _drawn("Bernoulli", first_operand, 2),
-    _drawn("RandomUniform", _randomness_made, 2),
+    _drawn("RandomUniform", notated("-> *x"), 2),
     _drawn("RandomUniformLike", first_operand, 2),
-    _drawn("RandomNormal", _randomness_made, 30),
+    _drawn("RandomNormal", notated("-> *x"), 30),
     _drawn("RandomNormalLike", first_operand, 30),
     _drawn("Multinomial", notated("b c! -> b 1"), 0, "reduction"),
 )

@@ -52,11 +52,6 @@ def _concat(signature: Signature) -> NotationLine:
     return notate(signature, [words] * len(signature.operands), [words])
 
 
-def _split(signature: Signature) -> NotationLine:
-    """`a 1 -> a 1, a 1`."""
-    return changed(signature, [signature.axis()])
-
-
 def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
     """Range that Slice takes of each dimension: first index, number of elements, step (which may be negative)."""
     shape = signature.operand(0).shape
@@ -65,20 +60,15 @@ def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
         axes = signature.node.integers("axes", tuple(range(len(starts))))
         steps: tuple[int, ...] = (1,) * len(starts)
     else:
-        starts, ends = _integers(signature, 1), _integers(signature, 2)
-        axes = _integers(signature, 3) or tuple(range(len(starts)))
-        steps = _integers(signature, 4) or (1,) * len(starts)
+        starts, ends = signature.integers(1), signature.integers(2)
+        axes = signature.integers(3) or tuple(range(len(starts)))
+        steps = signature.integers(4) or (1,) * len(starts)
     taken = [(0, extent, 1) for extent in shape]
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         axis = positive(axis, len(shape))
         span = range(*slice(start, end, step).indices(shape[axis]))
         taken[axis] = (span.start, len(span), step)
     return tuple(taken)
-
-
-def _integers(signature: Signature, index: int) -> tuple[int, ...]:
-    array = signature.constant(index)
-    return () if array is None else tuple(int(each) for each in array.reshape(-1))
 
 
 def _slice(signature: Signature) -> NotationLine:
@@ -88,7 +78,7 @@ def _slice(signature: Signature) -> NotationLine:
 
 def padding(signature: Signature) -> tuple[tuple[int, int], ...]:
     """Elements that Pad adds before and after, for each dimension; negative ones are taken away."""
-    flat = signature.node.integers("pads") if signature.constant(1) is None else _integers(signature, 1)
+    flat = signature.node.integers("pads") if signature.constant(1) is None else signature.integers(1)
     axes = axes_of(signature, 3) or tuple(range(signature.rank))
     pads = [(0, 0)] * signature.rank
     for position, axis in enumerate(axes):
@@ -123,18 +113,12 @@ def _reverse_sequence(signature: Signature) -> NotationLine:
     return notate(signature, [marked(words, [time], "!"), [words[batch]]], [words])
 
 
-def _trilu(signature: Signature) -> NotationLine:
-    """`*b r& c& -> *b r c`: devices know where their rows and columns are."""
-    return along(signature, [signature.rank - 2, signature.rank - 1], "&")
+def _col2im(signature: Signature) -> NotationLine:
+    return notate(signature, ["b (c k!) 1"], ["b c *1"], k=math.prod(signature.integers(2)))
 
 
 def _compress(signature: Signature) -> NotationLine:
     return changed(signature, [signature.axis()]) if signature.node.has("axis") else opaque(signature)
-
-
-def _col2im(signature: Signature) -> NotationLine:
-    spatial = unindexed(signature.result().shape[2:])
-    return notate(signature, ["b (c k!) 1", "1", "1"], [["b", "c", *spatial]], k=math.prod(_integers(signature, 2)))
 
 
 MOVEMENT = (
@@ -142,7 +126,7 @@ MOVEMENT = (
     Operator("Transpose", _transpose, "view"),
     Operator("Expand", _expand, "view", static=(1,)),
     Operator("Concat", _concat, "memory"),
-    Operator("Split", _split, "view", static=(1,)),
+    Operator("Split", lambda use: changed(use, [use.axis()]), "view", static=(1,)),
     Operator("Slice", _slice, "view", static=(1, 2, 3, 4)),
     Operator("Pad", _pad, "memory", static=(1, 2, 3)),
     Operator("Tile", _tile, "memory", static=(1,)),
@@ -150,7 +134,8 @@ MOVEMENT = (
     Operator("DepthToSpace", _depth_to_space, "memory"),
     Operator("SpaceToDepth", _space_to_depth, "memory"),
     Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",)),
-    Operator("Trilu", _trilu, "memory", static=(1,)),
+    # Devices know where their rows and columns are.
+    Operator("Trilu", lambda use: along(use, [use.rank - 2, use.rank - 1], "&"), "memory", static=(1,)),
     Operator("Compress", _compress, "memory", static=(1,)),
     Operator("Col2Im", _col2im, "memory", static=(1, 2)),
 )
@@ -244,7 +229,14 @@ def regroup(signature: Signature) -> NotationLine:
             axes = [(f"a{len(extents) + index}", factor) for index, factor in enumerate(factors)]
             extents += axes
             for words, shape, dimensions in ((left, source, sources), (right, target, targets)):
-                _assign(words, shape, dimensions, iter(axes))
+                rest = iter(axes)
+                for dimension in dimensions if axes else ():
+                    group, size = [], 1
+                    while size < shape[dimension]:
+                        name, extent = next(rest)
+                        group.append(name)
+                        size *= extent
+                    words[dimension] = group[0] if len(group) == 1 else f"({' '.join(group)})"
     return notate(signature, [left], [right], **dict(extents))
 
 
@@ -268,24 +260,8 @@ def _segments(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[li
 def _refine(source: Sequence[int], target: Sequence[int]) -> list[int]:
     """Factors of the common refinement, outer to inner; [] where there is none."""
     cuts = sorted({*itertools.accumulate(source, int.__mul__), *itertools.accumulate(target, int.__mul__)})
-    factors = []
-    for outer, inner in itertools.pairwise([1, *cuts]):
-        if inner % outer:
-            return []
-        factors.append(inner // outer)
-    return factors
-
-
-def _assign(words: list[str], shape: Sequence[int], dimensions: list[int], axes: Iterator[tuple[str, int]]) -> None:
-    for dimension in dimensions:
-        group: list[tuple[str, int]] = []
-        while math.prod(extent for _, extent in group) < shape[dimension]:
-            axis = next(axes, None)
-            if axis is None:
-                return
-            group.append(axis)
-        joined = " ".join(name for name, _ in group)
-        words[dimension] = joined if len(group) == 1 else f"({joined})"
+    pairs = list(itertools.pairwise([1, *cuts]))
+    return [] if any(inner % outer for outer, inner in pairs) else [inner // outer for outer, inner in pairs]
 
 
 REGROUP = (
@@ -360,10 +336,8 @@ def resize(signature: Signature) -> NotationLine:
     """`*d i -> *d o` with i and o whole. Raises ModelError for a word that ONNX does not define."""
     for name, words in _WORDS.items():
         if signature.node.has(name) and signature.node.text(name) not in words:
-            raise ModelError(
-                f"Resize has {name} {signature.node.text(name)!r}, not {', '.join(sorted(words))}",
-                where=repr(signature.node.name),
-            )
+            message = f"Resize has {name} {signature.node.text(name)!r}, not {', '.join(sorted(words))}"
+            raise ModelError(message, where=repr(signature.node.name))
     source, result = signature.words, signature.words
     for axis in (each.axis for each in resized_axes(signature)):
         source[axis], result[axis] = f"i{axis}!", f"o{axis}!"

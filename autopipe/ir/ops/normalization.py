@@ -18,6 +18,7 @@ from autopipe.ir.ops.operator import (
     no_flops,
     no_statistics,
     notate,
+    notated,
     per_result,
     per_row,
     points,
@@ -39,15 +40,10 @@ def trains(signature: Signature) -> bool:
     return any(value is not None for value in signature.results[1:])
 
 
-def _image(signature: Signature, mark: str) -> list[str]:
-    """Rows, columns and so on of the first operand, with a mark."""
-    return [f"i{axis}{mark}" for axis in range(signature.rank - 2)]
-
-
 def batch_norm(signature: Signature) -> NotationLine:
     """`n c *i, c, c, c, c -> n c *i, c, c`; with the batch's own statistics all devices' samples count."""
     mark = "=" if trains(signature) else ""
-    first = [f"n{mark}", "c", *_image(signature, mark)]
+    first = f"n{mark} c *i{mark}"
     return notate(signature, [first, "c", "c", "c", "c"], [first, "c"])
 
 
@@ -66,16 +62,8 @@ def layer_norm(signature: Signature) -> NotationLine:
 def group_norm(signature: Signature) -> NotationLine:
     """`n (g c=) *i=, (g c), (g c) -> n (g c) *i`; before opset 21 scale and bias are one a group."""
     groups, channels = signature.node.integer("num_groups"), signature.operand(0).shape[1]
-    spatial = _image(signature, "=")
     scale = "(g c)" if signature.operand(1).shape == (channels,) else "g"
-    tensors = ["n", "(g c=)", *spatial], scale, scale
-    return notate(signature, tensors, [["n", "(g c)", *spatial]], g=groups, c=channels // groups)
-
-
-def instance_norm(signature: Signature) -> NotationLine:
-    """`n c *i=, c, c -> n c *i`."""
-    first = ["n", "c", *_image(signature, "=")]
-    return notate(signature, [first, "c", "c"], [first])
+    return notate(signature, ["n (g c=) *i=", scale, scale], ["n (g c) *i"], g=groups, c=channels // groups)
 
 
 def variance_axes(signature: Signature) -> tuple[int, ...]:
@@ -122,7 +110,7 @@ NORMALIZATION = (
     _normalization("RMSNormalization", layer_norm, 5.0, _NORM),
     _normalization("SimplifiedLayerNormalization", layer_norm, 5.0, _NORM),
     _normalization("GroupNormalization", group_norm, 8.0),
-    _normalization("InstanceNormalization", instance_norm, 8.0),
+    _normalization("InstanceNormalization", notated("n c *i=, c, c -> n c *i"), 8.0),
     _normalization(
         "MeanVarianceNormalization",
         lambda signature: along(signature, variance_axes(signature), "="),
@@ -246,10 +234,8 @@ def class_loss(signature: Signature) -> NotationLine:
     some are left out, devices with a part of the labels each add up the weights that the mean divides by.
     """
     mark = {"none": "", "sum": "+", "mean": "&" if weighs_labels(signature) else "~"}[reduction(signature)]
-    labels = [f"n{mark}", *(f"d{axis}{mark}" for axis in range(signature.rank - 2))]
-    scores = [labels[0], "c&", *labels[1:]]
-    weights = [["1"]] if signature.present(2) else []
-    return notate(signature, [scores, labels, *weights], [labels if reduction(signature) == "none" else [], scores])
+    labels, scores = f"n{mark} *d{mark}", f"n{mark} c& *d{mark}"
+    return notate(signature, [scores, labels, "1"], [labels if reduction(signature) == "none" else "", scores])
 
 
 def label_axes(signature: Signature) -> tuple[str, ...]:

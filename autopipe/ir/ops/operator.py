@@ -6,6 +6,7 @@ A row is data and small pure functions. How an operator is spelled in PyTorch is
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -112,6 +113,11 @@ class Signature:
     def constant(self, index: int) -> np.ndarray | None:
         return self.constants[index] if index < len(self.constants) else None
 
+    def integers(self, index: int) -> tuple[int, ...]:
+        """The same as whole numbers, flat; () where they are not known."""
+        array = self.constant(index)
+        return () if array is None else tuple(int(each) for each in array.reshape(-1))
+
     def sharded(self, operands: tuple[Value | None, ...], results: tuple[Value | None, ...]) -> Signature:
         """The same use on local blocks: numbers stay known only where an operand is the whole constant."""
         constants = tuple(
@@ -143,7 +149,23 @@ class NotationLine:
 
 
 Words = str | Sequence[str]
-"""How notation spells a tensor: a word for each dimension, or all of them one blank apart."""
+"""How notation spells a tensor: a word for each dimension, or all of them one blank apart, in which `*x!` stands for
+axes x0! x1! … of the dimensions that no other word spells, and `*1` for as many without an axis."""
+_WORD = re.compile(r"\([^)]*\)|\[[^\]]*\]|\S+")
+
+
+def _spelled(value: Value | None, words: Words | None) -> str:
+    if value is None or words is None:
+        return "?" if value is None else " ".join(unindexed(value.shape))
+    if not isinstance(words, str):
+        return " ".join(words)
+    found = _WORD.findall(words)
+    for place, word in enumerate(found):
+        if word.startswith("*"):
+            name, count = word[1:].rstrip("!+~&="), len(value.shape) - len(found) + 1
+            run = ["1"] * count if name == "1" else names(count, name)
+            return " ".join([*found[:place], *(each + word[1 + len(name) :] for each in run), *found[place + 1 :]])
+    return words
 
 
 def notate(
@@ -153,16 +175,12 @@ def notate(
     fill: float = 0.0,
     **extents: int,
 ) -> NotationLine:
-    """A line for the tensors that are there: further operands are settings, which no axis indexes; all further results
-    are as the last one."""
-
-    def spelled(value: Value | None, words: Words | None) -> str:
-        words = unindexed(value.shape if value else ()) if words is None else words
-        return "?" if value is None else words if isinstance(words, str) else " ".join(words)
-
-    left = [spelled(*each) for each in zip_longest(signature.operands, operands)]
-    last = [results[-1]] * (len(signature.results) - len(results))
-    right = [spelled(*each) for each in zip_longest(signature.results, [*results, *last][: len(signature.results)])]
+    """A line for the tensors that are there, of which optional ones may be fewer: operands behind the given ones are
+    settings, which no axis indexes; results behind the given ones are as the last one."""
+    sides = zip_longest(signature.operands, operands[: len(signature.operands)])
+    left = [_spelled(value, words) for value, words in sides]
+    last = len(results) - 1
+    right = [_spelled(value, results[min(place, last)]) for place, value in enumerate(signature.results)]
     return NotationLine(f"{', '.join(left)} -> {', '.join(right)}", tuple(extents.items()), fill)
 
 
@@ -253,7 +271,10 @@ class Operator:
 
 
 def notated(text: str) -> Callable[[Signature], NotationLine]:
-    return lambda signature: NotationLine(text)
+    """The same line for every use, as `notate` takes it."""
+    left, _, right = text.partition("->")
+    operands, results = ([words.strip() for words in side.split(",") if side.strip()] for side in (left, right))
+    return lambda signature: notate(signature, operands, results or [""])
 
 
 def per_point(coefficient: float) -> Callable[[Signature, Space], float]:
@@ -316,9 +337,8 @@ def axes_of(signature: Signature, operand: int) -> tuple[int, ...] | None:
     """Axes given as attribute `axes` or, in later opsets, as a static operand; counted from the front. Those of
     operators that add dimensions count in the result. None where neither is given."""
     rank = max(signature.rank, len(signature.result().shape))
-    array = signature.constant(operand)
-    if array is not None:
-        given = tuple(int(axis) for axis in array.reshape(-1))
+    if signature.constant(operand) is not None:
+        given = signature.integers(operand)
     elif signature.node.has("axes"):
         given = signature.node.integers("axes")
     else:

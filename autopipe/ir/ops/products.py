@@ -21,12 +21,11 @@ from autopipe.ir.ops.operator import (
     Words,
     aligned,
     joint_splits,
-    marked,
     names,
     notate,
+    notated,
     per_point,
     points,
-    replaced,
     unindexed,
     window_of,
 )
@@ -157,11 +156,6 @@ PRODUCTS = (
 )
 
 
-def spatial(prefix: str, count: int) -> str:
-    """Names of `count` spatial axes that stay whole."""
-    return " ".join(f"{prefix}{axis}!" for axis in range(count))
-
-
 def windowed(
     signature: Signature, kernel: tuple[int, ...], splits: Callable[[SpatialWindow], Sequence[bool]]
 ) -> tuple[str, str]:
@@ -179,52 +173,43 @@ def conv(signature: Signature) -> NotationLine:
     weight = signature.operand(1).shape
     read, written = windowed(signature, weight[2:], lambda window: (True,) * len(window.kernel))
     c = "c&" if signature.present(2) else "c+"
-    tensors = [f"n (g {c}) {read}", f"(g m) c {spatial('k', len(weight) - 2)}", "(g m)"]
-    extents = _channels(signature, 1)
-    return notate(signature, tensors[: len(signature.operands)], [f"n (g m) {written}"], **extents)
+    tensors = f"n (g {c}) {read}", "(g m) c *k!", "(g m)"
+    return notate(signature, tensors, [f"n (g m) {written}"], **_channels(signature, 1))
 
 
 def conv_transpose(signature: Signature) -> NotationLine:
     """`n (g c) *i, (g c) m *k, (g m) -> n (g m) *o`."""
     weight = signature.operand(1).shape
-    groups = signature.node.integer("group", 1)
-    rank = len(weight) - 2
-    c = "c&" if signature.present(2) else "c+"
-    tensors = [f"n (g {c}) {spatial('i', rank)}", f"(g c) m {spatial('k', rank)}", "(g m)"][: len(signature.operands)]
+    groups, c = signature.node.integer("group", 1), "c&" if signature.present(2) else "c+"
     extents = {"g": groups, "c": weight[0] // groups, "m": weight[1]}
-    return notate(signature, tensors, [f"n (g m) {spatial('o', rank)}"], **extents)
+    return notate(signature, [f"n (g {c}) *i!", "(g c) m *k!", "(g m)"], ["n (g m) *o!"], **extents)
 
 
 def conv_integer(signature: Signature) -> NotationLine:
     """As Conv, with zero points; channels are split only by batch and with one zero point for all."""
-    rank = len(signature.operand(1).shape) - 2
-    tensors: list[Words] = [f"n (g c+) {spatial('i', rank)}", f"(g m) c {spatial('k', rank)}"]
+    tensors: list[Words] = ["n (g c+) *i!", "(g m) c *k!"]
     if len(signature.operands) > 3 and signature.operand(3).shape not in ((), (1,)):
         point = signature.operands[2]
         tensors += [unindexed(point.shape if point else ()), "(g m)"]
-    return notate(signature, tensors, [f"n (g m) {spatial('o', rank)}"], **_channels(signature, 1))
+    return notate(signature, tensors, ["n (g m) *o!"], **_channels(signature, 1))
 
 
 def conv_quantized(signature: Signature) -> NotationLine:
     """QLinearConv: as Conv with bias; scale and zero point of the weights may be one a channel."""
     extents = _channels(signature, 3)
-    rank = len(signature.operand(3).shape) - 2
     tensors: list[Words] = []
     for index, value in enumerate(signature.operands):
         shape = value.shape if value else ()
         is_channels = index in (4, 5, 8) and shape == (extents["g"] * extents["m"],)
         tensors.append("(g m)" if is_channels else unindexed(shape))
-    tensors[0], tensors[3] = f"n (g c) {spatial('i', rank)}", f"(g m) c {spatial('k', rank)}"
-    return notate(signature, tensors, [f"n (g m) {spatial('o', rank)}"], **extents)
+    tensors[0], tensors[3] = "n (g c) *i!", "(g m) c *k!"
+    return notate(signature, tensors, ["n (g m) *o!"], **extents)
 
 
 def deform_conv(signature: Signature) -> NotationLine:
     """`n c *i, m c *k, n *offset *o, m, n *mask *o -> n m *o`; m is split where there is one group."""
-    rank = len(signature.operand(1).shape) - 2
     m, c = ("m", "c!") if signature.node.integer("group", 1) == 1 else ("m!", "d!")
-    image, result = f"n c! {spatial('i', rank)}", spatial("o", rank)
-    tensors = [image, f"{m} {c} {spatial('k', rank)}", f"n q! {result}", m, f"n r! {result}"]
-    return notate(signature, tensors[: len(signature.operands)], [f"n {m} {result}"])
+    return notate(signature, ["n c! *i!", f"{m} {c} *k!", "n q! *o!", m, "n r! *o!"], [f"n {m} *o!"])
 
 
 def _channels(signature: Signature, weight: int) -> dict[str, int]:
@@ -277,23 +262,10 @@ def _even_divisors(signature: Signature, window: SpatialWindow, indexed: bool) -
     )
 
 
-def _global(mark: str) -> Callable[[Signature], NotationLine]:
-    """`n c *i -> n c *1`; the largest of whole numbers stays whole."""
-
-    def line(signature: Signature) -> NotationLine:
-        own = "!" if mark == "=" and not signature.operand(0).dtype.is_floating else mark
-        spatial = range(2, signature.rank)
-        words = ["n", "c", *(f"i{axis - 2}" for axis in spatial)]
-        return notate(signature, [marked(words, spatial, own)], [replaced(words, spatial)])
-
-    return line
-
-
-def _unpool(signature: Signature) -> NotationLine:
-    """Indices count in the whole tensor, so nothing is split."""
-    rank = signature.rank - 2
-    source = f"n! c! {spatial('i', rank)}"
-    return notate(signature, [source, source], [f"n c {spatial('o', rank)}"])
+def _global_largest(signature: Signature) -> NotationLine:
+    """`n c *i= -> n c *1`; of whole numbers nothing is split."""
+    mark = "=" if signature.operand(0).dtype.is_floating else "!"
+    return notate(signature, [f"n c *i{mark}"], ["n c *1"])
 
 
 def _window_flops(signature: Signature, space: Space) -> float:
@@ -308,12 +280,13 @@ POOLING = (
     Operator("MaxPool", pool, "reduction", _window_flops, 1.0, keeps=("0", "places")),
     Operator("AveragePool", pool, "reduction", _window_flops, 1.0),
     Operator("LpPool", pool, "reduction", _window_flops, 2.0, keeps=("0", ">0")),
-    Operator("GlobalAveragePool", _global("~"), "reduction", _source_flops, 1.0),
+    Operator("GlobalAveragePool", notated("n c *i~ -> n c *1"), "reduction", _source_flops, 1.0),
     Operator(
-        "GlobalMaxPool", _global("="), "reduction", _source_flops, keeps=("0", ">0"), statistics=extreme_statistics
+        "GlobalMaxPool", _global_largest, "reduction", _source_flops, keeps=("0", ">0"), statistics=extreme_statistics
     ),
-    Operator("GlobalLpPool", _global("!"), "reduction", _source_flops, 2.0, keeps=("0", ">0")),
-    Operator("MaxUnpool", _unpool, "memory", keeps=("1",), static=(2,)),
+    Operator("GlobalLpPool", notated("n c *i! -> n c *1"), "reduction", _source_flops, 2.0, keeps=("0", ">0")),
+    # Indices of MaxUnpool count in the whole tensor.
+    Operator("MaxUnpool", notated("n! c! *i!, n! c! *i! -> n c *o!"), "memory", keeps=("1",), static=(2,)),
 )
 
 
@@ -346,7 +319,7 @@ def recurrent(signature: Signature) -> NotationLine:
     else:
         data, before, state, whole = "s! b i!", "e! b k!", "e! b h&", "s! e! b h&"
     operands = [data, "e! gh! i!", "e! gh! k!", "e! gates!", "b", before, state, "e! peepholes!"]
-    return notate(signature, operands[: len(signature.operands)], [whole, state])
+    return notate(signature, operands, [whole, state])
 
 
 def _flops(signature: Signature, space: Space) -> float:
