@@ -11,7 +11,7 @@ from autopipe.cli.output import Output, plain_table
 from autopipe.cli.request import chosen_scheduler, chosen_strategy
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration, resolve_cluster
-from autopipe.configs.yaml_source import format_bytes
+from autopipe.configs.yaml_source import BYTES
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import encode
 
@@ -83,7 +83,7 @@ def clusters(output: Output) -> None:
             kind = f"{size} x {device.name}" if cluster.groups else device.name
             rates = [each.link.bandwidth_bytes_per_s for each in (*levels, *cluster.levels)]
             links = " / ".join(f"{rate / 1e9:g}" for rate in rates)
-            fp32, memory = f"{device.peak('fp32') / 1e12:g}", format_bytes(device.memory_bytes)
+            fp32, memory = f"{device.peak('fp32') / 1e12:g}", BYTES.format(device.memory_bytes)
             table.add_row(label, kind, memory, fp32, f"{device.bandwidth_bytes_per_s / 1e9:g}", links)
             label, first = "", first + size
     output.result({"clusters": entries}, table)

@@ -27,8 +27,9 @@ from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, read_file, read_setting, read_text, read_word
 from autopipe.ir import problem
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.codec import Above, AtLeast, AtMost, FilePath, Origin, Rest, Shape, encode, keys, unwrap
+from autopipe.ir.codec import Above, AtLeast, FilePath, Index, Origin, Rest, Shape, encode, keys, unwrap
 from autopipe.ir.errors import ConfigurationError, quote
+from autopipe.ir.problem import Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +54,15 @@ def build(choice: Choice, schema: type[Shape], path: str) -> Shape:
     return convert(Entry(dict(choice.options), Place(path)), schema, path)
 
 
-Count = Annotated[int, AtLeast(1), AtMost(2**40)]
-Rate = Annotated[float, AtLeast(0)]
-
-
 @dataclass(frozen=True, slots=True)
 class Model:
     """The model and what its file leaves open."""
 
     path: Annotated[str, FilePath()] | None = None
     """The ONNX file, where the command line does not name it."""
-    dims: tuple[tuple[str, Count], ...] = ()
+    dims: tuple[tuple[str, Size], ...] = ()
     """Extents of symbolic dimensions by name, such as `{seq: 128}`."""
-    batch_axes: tuple[tuple[str, Annotated[int, AtLeast(0)] | None], ...] = ()
+    batch_axes: tuple[tuple[str, Index | None], ...] = ()
     """The batch axis by name of the input; `null` for an input without one. Axis 0 where an input is not listed."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained: globs over their names, or regular expressions after `re:`."""
@@ -92,30 +89,17 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
+class Optimizer(problem.Optimizer):
     """How parameters are updated, as torch's SGD and AdamW do it."""
 
-    name: Literal["sgd", "adamw"] = "sgd"
-    """The algorithm."""
-    lr: Rate = 0.01
-    """Learning rate."""
-    momentum: Rate = 0.0
-    """Momentum of `sgd`."""
-    weight_decay: Rate = 0.0
-    """Weight decay: added to the gradient by `sgd`, decoupled from it by `adamw`."""
-    betas: tuple[Rate, Rate] = (0.9, 0.999)
-    """Decay rates of `adamw`'s averages, below 1."""
-    eps: Annotated[float, Above(0)] = 1e-8
-    """Term added to `adamw`'s denominator."""
-    shard: bool | None = None
+    shard: bool | None = None  # type: ignore[assignment]
     """Share out what the optimizer keeps among the devices that hold the same parameters, and the update with it
     (ZeRO-1); `null` leaves it to strategy `auto`, and is `false` under any other."""
 
     def for_problem(self) -> problem.Optimizer:
         """The same as the passes know it, with `shard` where it is left open off."""
-        return problem.Optimizer(
-            self.name, self.lr, self.momentum, self.weight_decay, self.betas, self.eps, bool(self.shard)
-        )
+        settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return problem.Optimizer(**{**settings, "shard": bool(self.shard)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,31 +123,18 @@ class ClusterChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(problem.Constraint):
     """A decision about the nodes whose name matches: obeyed, or refused with the reason."""
 
-    match: str
-    """A glob over names of nodes, or a regular expression after `re:`."""
-    stage: Annotated[int, AtLeast(0)] | None = None
-    """The stage the nodes are in."""
-    devices: Literal["all"] | tuple[Annotated[int, AtLeast(0)], ...] | None = None
+    written: ClassVar = ("match", "stage", "devices", "split", "pipeline", "micro_batch_size")
+
+    devices: Literal["all"] | tuple[Index, ...] | None = None  # type: ignore[assignment]
     """The devices the nodes run on."""
-    split: tuple[tuple[str, Count], ...] | None = None
-    """Degrees by axis of the iteration space, outer to inner over the stage's devices, such as `{b: 2, n: 4}`; devices
-    that the degrees leave over compute the same. `{}` splits nothing."""
-    pipeline: Annotated[int, AtLeast(0)] = 0
-    """Which of several pipelines this is for. Each holds the whole model in stages of its own, numbered from 0, and
-    they take micro-batches in turn."""
-    micro_batch_size: Count | None = None
-    """Samples of a micro-batch of the nodes' stage, a divisor of those of the step's micro-batches. Strategy `manual`
-    follows it."""
 
     def for_problem(self) -> problem.Constraint:
         """The same as the passes know it, where no devices stand for all of them."""
-        devices = () if self.devices == "all" else self.devices
-        return problem.Constraint(
-            self.match, self.stage, devices, self.split, self.pipeline, micro_batch_size=self.micro_batch_size
-        )
+        settings = {name: getattr(self, name) for name in self.written}
+        return problem.Constraint(**{**settings, "devices": () if self.devices == "all" else self.devices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +146,11 @@ class Configuration:
     """The model and what its file leaves open."""
     mode: Literal["train", "infer"] | None = field(default=None, metadata={"flag": "--mode"})
     """Train or infer; `train` where the graph or `loss` gives a loss, else `infer`."""
-    batch_size: Count | None = field(default=None, metadata={"flag": "--batch-size"})
+    batch_size: Size | None = field(default=None, metadata={"flag": "--batch-size"})
     """Samples of one step; the batch of one evaluation of the graph times `micro_batches` where it is not given."""
-    micro_batches: Count | Literal["auto"] = field(default="auto", metadata={"flag": "--micro-batches"})
+    micro_batches: Size | Literal["auto"] = field(default="auto", metadata={"flag": "--micro-batches"})
     """Evaluations of the graph in one step; `auto` lets autopipe choose."""
-    micro_batch_size: Count | None = field(default=None, metadata={"flag": "--micro-batch-size"})
+    micro_batch_size: Size | None = field(default=None, metadata={"flag": "--micro-batch-size"})
     """Samples of one evaluation of the graph, in place of `micro_batches`."""
     loss: str | Loss | None = None
     """Name of the scalar output to minimise, or a loss to add to the graph."""
@@ -210,7 +181,7 @@ class Configuration:
     """Memory of each device that may be used; all of it where it is not given."""
     time_limit: Annotated[float, SECONDS, Above(0)] | None = field(default=None, metadata={"flag": "--time-limit"})
     """Time that each search may take."""
-    seed: Annotated[int, AtLeast(0)] = 0
+    seed: Index = 0
     """Seed of searches, and of random weights, data and masks."""
 
 
@@ -248,8 +219,7 @@ def check(configuration: Configuration, document: Entry) -> None:
 def _check_constraint(constraint: Constraint, gpus: int | None, path: str, where: str) -> None:
     _check_pattern(constraint.match, f"{path}.match", where)
     devices = constraint.devices
-    decided = constraint.stage, devices, constraint.split, constraint.micro_batch_size
-    if all(each is None for each in decided):
+    if all(each is None for each in (constraint.stage, devices, constraint.split, constraint.micro_batch_size)):
         hint = "give it stage, devices, split or micro_batch_size"
         raise ConfigurationError(f"{path} decides nothing", hint, where)
     if not isinstance(devices, tuple):
@@ -309,7 +279,12 @@ def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequenc
     `words` are flags, of `OPTION_FLAGS` too, with their words, `dims` the words of `--dim NAME=EXTENT`, `assignments`
     those of `--set KEY=VALUE`. Raises ConfigurationError for a word without `=` or a key without a name.
     """
-    found = [_flag_setting(flag, word) for flag, word in words.items()]
+    found: list[Setting] = []
+    for flag, word in words.items():
+        key, is_path = flags().get(flag, ""), "." in word or "/" in word
+        inner = {"cluster": "file" if is_path else "preset", "strategy": "name", "schedule": "name"}.get(key)
+        path = OPTION_FLAGS[flag][0] if flag in OPTION_FLAGS else (key, inner) if inner else (key,)
+        found.append((path, read_word(word, f"{flag} {word}")))
     for text in dims:
         name, value = _assignment(text, "--dim", "NAME=EXTENT")
         found.append((("model", "dims", name), read_word(value, f"--dim {text}")))
@@ -334,15 +309,6 @@ def override(documents: Sequence[Entry], given: Sequence[Setting]) -> Entry:
     for document in (*documents, over):
         merged = _lay(merged, document, Configuration)
     return merged
-
-
-def _flag_setting(flag: str, word: str) -> Setting:
-    entry, key = read_word(word, f"{flag} {word}"), flags().get(flag, "")
-    if flag in OPTION_FLAGS:
-        return OPTION_FLAGS[flag][0], entry
-    if key == "cluster":
-        return (key, "file" if "." in word or "/" in word else "preset"), entry
-    return ((key, "name") if key in ("strategy", "schedule") else (key,)), entry
 
 
 def _assignment(text: str, flag: str, form: str) -> tuple[str, str]:

@@ -288,8 +288,3 @@ BYTES = Unit("B", "a size", "14GiB", whole=True)
 BYTES_PER_SECOND = Unit("B/s", "a rate", "900GB/s")
 FLOPS = Unit("FLOP/s", "a rate", "15.7TFLOP/s")
 SECONDS = Unit("s", "a time", "5us or 10s")
-
-
-def format_bytes(size: int) -> str:
-    """A size in the largest unit that writes it exactly, such as `14GiB`."""
-    return BYTES.format(size)

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from autopipe.ir.errors import AutopipeError
 
-Asked = ParamSpec("Asked")
+Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -17,7 +17,7 @@ GRAPHS = 32
 """Graphs about which answers are kept: those of one model on micro-batches of different sizes."""
 
 
-def remembered(most: int) -> Callable[[Callable[Asked, Answer]], Callable[Asked, Answer]]:
+def remembered(most: int) -> Callable[[Callable[Arguments, Answer]], Callable[Arguments, Answer]]:
     """Makes a pure function keep its last `most` answers.
 
     A graph, a problem or a placement is known by identity, since comparing it would cost more than some answers do;
@@ -25,11 +25,11 @@ def remembered(most: int) -> Callable[[Callable[Asked, Answer]], Callable[Asked,
     who gets them; errors are not kept.
     """
 
-    def remembering(function: Callable[Asked, Answer]) -> Callable[Asked, Answer]:
+    def remembering(function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
         known: OrderedDict[Hashable, tuple[object, Answer]] = OrderedDict()
 
         @functools.wraps(function)
-        def answer(*args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
+        def answer(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
             key = (*map(_named, args), *((name, _named(value)) for name, value in kwargs.items()))
             found = known.get(key)
             if found is None:

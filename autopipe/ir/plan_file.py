@@ -72,8 +72,8 @@ def plan_digest(plan: Plan) -> str:
     """SHA-256 of what was decided and for which graph. Search times, what the strategy noted and the file's path do not
     count."""
     form = plan_form(dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, notes=())))
-    decided = {key: form[key] for key in ("graph_digest", "mode", "batch_size", "placement", "predictions")}
-    return hashlib.sha256((json.dumps(decided, sort_keys=True) + plan.schedule.grid()).encode()).hexdigest()
+    chosen = {key: form[key] for key in ("graph_digest", "mode", "batch_size", "placement", "predictions")}
+    return hashlib.sha256((json.dumps(chosen, sort_keys=True) + plan.schedule.grid()).encode()).hexdigest()
 
 
 def read_plan(folder: Path) -> Plan:
@@ -131,8 +131,8 @@ def _schedule_of(path: Path, stages: StageGraph, train: bool) -> Schedule:
         start, stop = max(0, error.position - _AROUND), error.position + _AROUND + 1
         if schedule.tasks[error.device]:
             cells[error.position] = f"[{cells[error.position]}]"
-        shown = " ".join([*["..."] * (start > 0), *cells[start:stop], *["..."] * (stop < len(cells))])
-        raise ConfigurationError(f"{error.reason}: {shown}", "plan again", f"{path}: {error.where}") from error
+        text = " ".join([*["..."] * (start > 0), *cells[start:stop], *["..."] * (stop < len(cells))])
+        raise ConfigurationError(f"{error.reason}: {text}", "plan again", f"{path}: {error.where}") from error
     return schedule
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.codec import Above, Amount, AtLeast, AtMost, Index
 from autopipe.ir.graph import Graph
 from autopipe.ir.measured_costs import Costs
+
+Size = Annotated[int, AtLeast(1), AtMost(2**40)]
 
 
 class Mode(enum.Enum):
@@ -53,15 +57,20 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """How parameters are updated: names and fields as torch's SGD and AdamW have them."""
+    """How parameters are updated, as torch's SGD and AdamW do it."""
 
-    name: str = "sgd"
-    """`sgd` or `adamw`."""
-    lr: float = 0.01
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    name: Literal["sgd", "adamw"] = "sgd"
+    """The algorithm."""
+    lr: Amount = 0.01
+    """Learning rate."""
+    momentum: Amount = 0.0
+    """Momentum of `sgd`."""
+    weight_decay: Amount = 0.0
+    """Weight decay: added to the gradient by `sgd`, decoupled from it by `adamw`."""
+    betas: tuple[Amount, Amount] = (0.9, 0.999)
+    """Decay rates of `adamw`'s averages, below 1."""
+    eps: Annotated[float, Above(0)] = 1e-8
+    """Term added to `adamw`'s denominator."""
     shard: bool = False
     """True if devices that hold the same block of a parameter keep a share of its state each, and update that share
     (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020,
@@ -78,22 +87,25 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A user's wish for the nodes whose name matches: obeyed, or refused with the reason.
-
-    `match` is a glob, or a regular expression after `re:`. Stage, devices and split are None where the user leaves
-    them open; devices () are all of them. `split` is degrees by axis of the iteration space, outer to inner over the
-    stage's devices; under () every device computes the nodes whole. `pipeline` says which of several pipelines the
-    wish is for: see `Placement`. Where `nodes` is given, the wish is for the nodes of these names and no others, and
-    `match` says in words where it comes from. `micro_batch_size` is the samples of a micro-batch of the nodes' stage.
-    """
+    """A decision about the nodes whose name matches: obeyed, or refused with the reason. What is None is left open."""
 
     match: str
-    stage: int | None = None
-    devices: tuple[int, ...] | None = None
-    split: tuple[tuple[str, int], ...] | None = None
-    pipeline: int = 0
+    """A glob over names of nodes, or a regular expression after `re:`."""
+    stage: Index | None = None
+    """The stage the nodes are in."""
+    devices: tuple[Index, ...] | None = None
+    """The devices the nodes run on; () for all."""
+    split: tuple[tuple[str, Size], ...] | None = None
+    """Degrees by axis of the iteration space, outer to inner over the stage's devices, such as `{b: 2, n: 4}`; devices
+    that the degrees leave over compute the same. `{}` splits nothing."""
+    pipeline: Index = 0
+    """Which of several pipelines this is for. Each holds the whole model in stages of its own, numbered from 0, and
+    they take micro-batches in turn."""
     nodes: tuple[str, ...] | None = None
-    micro_batch_size: int | None = None
+    """Where given, it is for the nodes of these names and no others, and `match` says where it comes from."""
+    micro_batch_size: Size | None = None
+    """Samples of a micro-batch of the nodes' stage, a divisor of those of the step's micro-batches. Strategy `manual`
+    follows it."""
 
 
 @dataclass(frozen=True, slots=True)

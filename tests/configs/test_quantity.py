@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.configs.yaml_source import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, format_bytes
+from autopipe.configs.yaml_source import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_rates_and_times() -> None:
 
 @given(st.integers(0, 2**62))
 def test_a_size_is_printed_exactly(size: int) -> None:
-    assert BYTES.parse(format_bytes(size)) == size
+    assert BYTES.parse(BYTES.format(size)) == size
 
 
 def test_a_size_is_printed_in_the_largest_exact_unit() -> None:
-    assert [format_bytes(size) for size in (14 * 2**30, 10**9, 1536, 1000, 7)] == ["14GiB", "1GB", "1536B", "1kB", "7B"]
+    assert [BYTES.format(size) for size in (14 * 2**30, 10**9, 1536, 1000, 7)] == ["14GiB", "1GB", "1536B", "1kB", "7B"]

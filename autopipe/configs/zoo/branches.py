@@ -62,21 +62,19 @@ class TwoBranch(ZooModel):
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        data = graph.op("Concat", *(self._branch(graph, index) for index in range(self.branches)), axis=-1)
-        width = self.branches * self.hidden
-        classify_mean(graph, data, width, self.classes, lecun(width), self.loss)
-
-    def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
-        data = graph.input(f"input_{index}", self.sequence, self.hidden)
         layer = Layer(self.hidden, self.heads, init=lecun(self.hidden))
-        with graph.scope(f"branches.{index}"):
-            for repeat in range(self.repeats):
-                with graph.scope(f"blocks.{repeat}"):
+        joined = []
+        for index in range(self.branches):
+            data = graph.input(f"input_{index}", self.sequence, self.hidden)
+            for repeat in range(self.repeats):  # Without residuals.
+                with graph.scope(f"branches.{index}"), graph.scope(f"blocks.{repeat}"):
                     data = attention(graph, "attention", layer, data)
                     data = graph.linear("up", data, self.hidden, self.feed_forward, init=kaiming(self.hidden))
                     data, init = graph.op("Relu", data), lecun(self.feed_forward)
                     data = graph.linear("down", data, self.feed_forward, self.hidden, init=init)
-        return data
+            joined.append(data)
+        width = self.branches * self.hidden
+        classify_mean(graph, graph.op("Concat", *joined, axis=-1), width, self.classes, lecun(width), self.loss)
 
 
 COMMON: Settings = {"vocabulary": 30522, "sequence": 128, "image": 224, "patch": 16}
@@ -202,17 +200,16 @@ class MultiModalTransformer(ZooModel):
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        joined = [self._branch(graph, index) for index in range(self.branches)]
+        layer = Layer(self.hidden, self.heads, self.feed_forward)
+        joined = []
+        for index in range(self.branches):
+            data = graph.input(f"modality_{index}", self.sequence, self.embedding)
+            with graph.scope(f"branches.{index}"):
+                data = graph.linear("projection", data, self.embedding, self.hidden, init=SPREAD)
+                data = transformer(graph, "layers", self.layers, layer, data)
+                joined.append(graph.layer_norm("norm", data, self.hidden))
         data = graph.op("Concat", *joined, axis=-1) if self.branches > 1 else joined[0]
         classify_mean(graph, data, self.branches * self.hidden, self.classes, SPREAD, self.loss)
-
-    def _branch(self, graph: GraphBuilder, index: int) -> ir.Value:
-        data = graph.input(f"modality_{index}", self.sequence, self.embedding)
-        layer = Layer(self.hidden, self.heads, self.feed_forward)
-        with graph.scope(f"branches.{index}"):
-            data = graph.linear("projection", data, self.embedding, self.hidden, init=SPREAD)
-            data = transformer(graph, "layers", self.layers, layer, data)
-            return graph.layer_norm("norm", data, self.hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
