@@ -115,19 +115,19 @@ def _one_device(planned: PlanResult, name: str, loss: str | None) -> ProgramFile
 
 def _stage_title(program: Program, stage: StageCode) -> str:
     devices = ("devices " if len(stage.devices) > 1 else "device ") + ", ".join(map(str, stage.devices))
-    size = f", {_own_size(program, stage)}" if stage.turns > 1 else ""
+    size = f", {_own_size(program, stage)}" if stage.ratio > 1 else ""
     return f"Stage {stage.stage} of {len(program.stages)}, on {devices}{size}."
 
 
 def _own_size(program: Program, stage: StageCode) -> str:
-    return f"{program.micro_batches * stage.turns} micro-batches of {program.micro_batch_size // stage.turns}"
+    return f"{program.micro_batches * stage.ratio} micro-batches of {program.micro_batch_size // stage.ratio}"
 
 
 def _rank_title(planned: PlanResult, program: Program, rank: RankCode) -> str:
     """Docstring of a rank's file: the figures to check the rank against the timeline."""
     summary = planned.plan.summary
     own = [program.stages[each.stage] for each in rank.stages]
-    stages = [f"{each.stage} ({_own_size(program, each)})" if each.turns > 1 else str(each.stage) for each in own]
+    stages = [f"{each.stage} ({_own_size(program, each)})" if each.ratio > 1 else str(each.stage) for each in own]
     memory = summary.peak_memory_bytes[rank.rank] / 2**20
     row = [str(task) for task in planned.plan.schedule.tasks[rank.rank]]
     if len(row) > 2 * _ROW_TASKS:

@@ -120,7 +120,7 @@ def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Pla
 
 def _schedule_of(path: Path, stages: StageGraph, train: bool) -> Schedule:
     """The schedule in `path`, which must be able to run."""
-    schedule = read_schedule(path, stages.stage_devices, stages.turns)
+    schedule = read_schedule(path, stages.stage_devices, stages.ratios)
     if schedule.devices < stages.devices:
         message = f"tasks are for {schedule.devices} devices, the placement has {stages.devices}"
         raise ConfigurationError(message, where=str(path))
@@ -147,11 +147,11 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     is what it adds: a forward what it keeps, a backward, or its halves together, as much less."""
     schedule, stages = plan.schedule, plan.prediction.stages
     proof = None if schedule.period is None else schedule.proof
-    turns = micro_batch_ratios(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
+    ratios = micro_batch_ratios(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
     distinct = {id(order): order for order in schedule.tasks}.values()  # Devices of a group mostly have one.
 
     def kind_of(task: Task) -> Kind:
-        return task.stage, task.phase, task.micro_batch % turns[task.stage]
+        return task.stage, task.phase, task.micro_batch % ratios[task.stage]
 
     found = {kind_of(task) for order in distinct for task in order}
     kinds = sorted(found, key=lambda kind: ("FBIW".index(kind[1].value), kind[0], kind[2]))
@@ -166,18 +166,18 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
             Phase.WEIGHT_GRADIENT: -own.weight_kept_bytes,
         }[phase]
         block = {
-            "name": f"{stage}{phase.value}" + (f".{turn}" if turns[stage] > 1 else ""),
+            "name": f"{stage}{phase.value}" + (f".{turn}" if ratios[stage] > 1 else ""),
             "devices": list(plan.placement.stages[stage].devices),
             "time": own.seconds(phase),
             "memory": memory if plan.mode == "train" else 0,
-            "after": sorted(index[kind] for kind in _before(plan, turns, (stage, phase, turn)) if kind in index),
+            "after": sorted(index[kind] for kind in _before(plan, ratios, (stage, phase, turn)) if kind in index),
         }
         blocks.append(block)
     starts = {(span.device, span.task): span.start for span in timeline.own_spans}
     lanes = timeline.lanes or tuple((device,) for device in range(schedule.devices))
     orders = [
         order_form(
-            (index[kind_of(task)], task.micro_batch // turns[task.stage], round(starts[devices[0], task], 12))
+            (index[kind_of(task)], task.micro_batch // ratios[task.stage], round(starts[devices[0], task], 12))
             for task in schedule.tasks[devices[0]]
         )
         for devices in lanes
@@ -200,13 +200,13 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     }
 
 
-def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], turns: tuple[int, ...]) -> Schedule:
+def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], ratios: tuple[int, ...]) -> Schedule:
     """Order of tasks in `path`, for stages on these devices with these numbers of micro-batches a unit (() where all
     have one). Raises ConfigurationError with file and key."""
     record = read_record(path, SCHEDULE_FORMAT)
-    turns = turns or (1,) * len(stage_devices)
-    kinds = [_kind_of(block, stage_devices, turns) for block in record.at("blocks").items()]
-    orders = tuple(_orders_of(record.at("tasks"), kinds, turns))
+    ratios = ratios or (1,) * len(stage_devices)
+    kinds = [_kind_of(block, stage_devices, ratios) for block in record.at("blocks").items()]
+    orders = tuple(_orders_of(record.at("tasks"), kinds, ratios))
     if len(orders) != (devices := record.get("devices", Count)):
         record.at("tasks").refuse(f"one list for each of {devices} devices")
     return Schedule(
@@ -218,7 +218,7 @@ def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], turns:
     )
 
 
-def _orders_of(tasks: JsonRecord, kinds: list[Kind], turns: tuple[int, ...]) -> Iterator[tuple[Task, ...]]:
+def _orders_of(tasks: JsonRecord, kinds: list[Kind], ratios: tuple[int, ...]) -> Iterator[tuple[Task, ...]]:
     """The order of each device: one and the same where lists are equal, as they are within groups of devices."""
 
     def task_of(record: JsonRecord) -> Task:
@@ -226,7 +226,7 @@ def _orders_of(tasks: JsonRecord, kinds: list[Kind], turns: tuple[int, ...]) -> 
         if block >= len(kinds):
             record.at("block").refuse(f"the index of one of {len(kinds)} blocks")
         stage, phase, turn = kinds[block]
-        return Task(stage, phase, unit * turns[stage] + turn)
+        return Task(stage, phase, unit * ratios[stage] + turn)
 
     known: list[tuple[object, tuple[Task, ...]]] = []
     for each in tasks.items():
@@ -237,13 +237,13 @@ def _orders_of(tasks: JsonRecord, kinds: list[Kind], turns: tuple[int, ...]) -> 
         yield order
 
 
-def _before(plan: Plan, turns: tuple[int, ...], kind: Kind) -> list[Kind]:
+def _before(plan: Plan, ratios: tuple[int, ...], kind: Kind) -> list[Kind]:
     """The blocks that a block waits for on the same unit, which may have a later stage's backward whole or split."""
     stage, phase, turn = kind
     edges = plan.prediction.edges
 
     def overlapping(other: int, phase: Phase) -> list[Kind]:
-        return [(other, phase, number) for number in sharing(turn, turns[stage], turns[other])]
+        return [(other, phase, number) for number in sharing(turn, ratios[stage], ratios[other])]
 
     if phase is Phase.FORWARD:
         return [each for source, target in edges if target == stage for each in overlapping(source, phase)]
@@ -255,13 +255,13 @@ def _before(plan: Plan, turns: tuple[int, ...], kind: Kind) -> list[Kind]:
     return [(stage, Phase.FORWARD, turn), *gradients]
 
 
-def _kind_of(record: JsonRecord, stage_devices: tuple[tuple[int, ...], ...], turns: tuple[int, ...]) -> Kind:
+def _kind_of(record: JsonRecord, stage_devices: tuple[tuple[int, ...], ...], ratios: tuple[int, ...]) -> Kind:
     match = _BLOCK.fullmatch(record.get("name", str))
     if match is None or int(match[1]) >= len(stage_devices):
         record.at("name").refuse(f"a stage below {len(stage_devices)} and a phase, such as 0F")
     stage, turn = int(match[1]), int(match[3] or 0)
-    if turn >= turns[stage]:
-        record.at("name").refuse(f"one of {turns[stage]} turns of stage {stage}, counted from 0")
+    if turn >= ratios[stage]:
+        record.at("name").refuse(f"one of {ratios[stage]} turns of stage {stage}, counted from 0")
     if record.get("devices", tuple[Index, ...]) != stage_devices[stage]:
         record.at("devices").refuse(f"the devices of stage {stage}: {list(stage_devices[stage])}")
     return stage, Phase(match[2]), turn

@@ -105,7 +105,7 @@ class StageCode:
     recompute: bool = False
     pipeline: int = 0
     """Of the placement's pipelines the one it belongs to."""
-    turns: int = 1
+    ratio: int = 1
     """Micro-batches that it makes of each of the program's, of samples in equal number."""
     deferred: tuple[int, ...] = ()
     """Nodes whose parameters' gradients are left to the second half of a split backward."""
@@ -329,7 +329,7 @@ class Program:
         """The micro-batches that a stage runs in a step: m runs on pipeline m mod their number."""
         code = self.stages[stage]
         pipelines = 1 + max(each.pipeline for each in self.stages)
-        return range(code.pipeline, self.micro_batches * code.turns, pipelines)
+        return range(code.pipeline, self.micro_batches * code.ratio, pipelines)
 
 
 BUCKET_BYTES = 25 * 2**20

@@ -90,7 +90,7 @@ class Proof:
 class Schedule:
     """For each device the tasks it runs, in order. A task of a stage on several devices is in each one's list.
 
-    `micro_batches` are the step's: of these a stage may run several of its own for one (`StageGraph.turns`).
+    `micro_batches` are the step's: of these a stage may run several of its own for one (`StageGraph.ratios`).
 
     `repetends`, where known, marks the steady state of each device's list. `period` is the simulated length of one
     repetition in seconds or in the scheduler's own units, and `proof` what a search proved of it.
@@ -211,7 +211,7 @@ class StageGraph:
     """(source, target), sorted, each once; both ends in one pipeline."""
     pipelines: tuple[int, ...] = ()
     """The pipeline of each stage; () where there is but one."""
-    turns: tuple[int, ...] = ()
+    ratios: tuple[int, ...] = ()
     """Micro-batches that each stage runs for one of the problem's; () where all stages run those of the problem."""
 
     @staticmethod
@@ -235,7 +235,7 @@ class StageGraph:
         return 1 + max(self.pipelines, default=0)
 
     def micro_batch_ratio_at(self, stage: int) -> int:
-        return self.turns[stage] if self.turns else 1
+        return self.ratios[stage] if self.ratios else 1
 
     def sharing(self, stage: int, micro_batch: int, other: int) -> range:
         """The micro-batches of another stage that have samples of a stage's micro-batch."""
@@ -243,9 +243,9 @@ class StageGraph:
 
     def micro_batches_of(self, stage: int, micro_batches: int) -> range:
         """The micro-batches that a stage runs where the problem has `micro_batches`. Of several pipelines, m runs on
-        pipeline m mod their number; there is but one where stages take turns."""
-        if self.turns:
-            return range(micro_batches * self.turns[stage])
+        pipeline m mod their number; there is but one where stages have ratios of their own."""
+        if self.ratios:
+            return range(micro_batches * self.ratios[stage])
         first = self.pipelines[stage] if self.pipelines else 0
         return range(first, micro_batches, self.pipeline_count)
 
@@ -276,9 +276,9 @@ def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int
     return tuple(micro_batch_size // size for size in sizes)
 
 
-def sharing(number: int, turns: int, other_turns: int) -> range:
-    """The numbers of the `other_turns` parts of something that meet part `number` of its `turns`, both counted on."""
-    return range(number * other_turns // turns, -(-(number + 1) * other_turns // turns))
+def sharing(number: int, parts: int, other_parts: int) -> range:
+    """The numbers of the `other_parts` parts of something that meet part `number` of its `parts`, both counted on."""
+    return range(number * other_parts // parts, -(-(number + 1) * other_parts // parts))
 
 
 def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
@@ -306,7 +306,7 @@ class _Needs:
     def __init__(self, graph: StageGraph, orders: Sequence[Sequence[Task]]) -> None:
         self.before: dict[int, list[int]] = {}
         self.after: dict[int, list[int]] = {}
-        self.turns = graph.turns
+        self.ratios = graph.ratios
         for source, target in graph.edges:
             self.before.setdefault(target, []).append(source)
             self.after.setdefault(source, []).append(target)
@@ -332,9 +332,9 @@ class _Needs:
 
     def _sharing(self, task: Task, other: int) -> Sequence[int]:
         """The micro-batches of another stage that have samples of the task's."""
-        if not self.turns:
+        if not self.ratios:
             return (task.micro_batch,)
-        return sharing(task.micro_batch, self.turns[task.stage], self.turns[other])
+        return sharing(task.micro_batch, self.ratios[task.stage], self.ratios[other])
 
 
 def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int) -> None:

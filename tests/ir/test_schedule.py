@@ -92,7 +92,7 @@ def test_pipelines_take_micro_batches_in_turn():
         schedule("0F0 0F1 3F1", "2F1 1F0", micro_batches=2).verify(two_ways, False)
 
 
-UNEQUAL = StageGraph(2, ((0,), (1,)), ((0, 1),), turns=(2, 1))
+UNEQUAL = StageGraph(2, ((0,), (1,)), ((0, 1),), ratios=(2, 1))
 
 
 def test_a_larger_micro_batch_waits_for_the_smaller_ones_with_its_samples():
@@ -114,7 +114,7 @@ def test_what_can_run_is_what_an_order_of_samples_allows(data):
     phases = (Phase.FORWARD, Phase.BACKWARD)
     tasks = [Task(stage, phase, number) for stage in (0, 1) for phase in phases for number in range(turns[stage])]
     order = data.draw(st.permutations(tasks)) if data.draw(st.booleans()) else by_end(tasks, turns)
-    graph = StageGraph(1, ((0,), (0,)), ((0, 1),), turns=turns)
+    graph = StageGraph(1, ((0,), (0,)), ((0, 1),), ratios=turns)
     done: set[Task] = set()
     good = True
     for task in order:

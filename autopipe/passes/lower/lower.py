@@ -88,7 +88,7 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None)
     numbers = {id(constant): index for index, constant in enumerate(graph.constants)}
     finished = []
     for own, stage, ratio in zip(graphs, stages, ratios, strict=True):
-        code = replace(stage.code, turns=ratio)
+        code = replace(stage.code, ratio=ratio)
         if own is not graph:  # Constants are numbered over all graphs; those of `graph` keep their places in it.
             constants = [(numbers.setdefault(id(each), len(numbers)), each) for _, each in code.constants]
             code = replace(code, constants=tuple(sorted(constants, key=lambda each: each[0])))
@@ -132,7 +132,7 @@ def lower(
     parts = parts_of(graph, placement, schedule.devices, loss)
     codes, batch = tuple(stage.code for stage in parts.stages), batch_axes_of(graph)
     wired = _wired(graph, parts, schedule.devices)
-    steps = _steps(wired, schedule, tuple(code.turns for code in codes))
+    steps = _steps(wired, schedule, tuple(code.ratio for code in codes))
     program = Program(
         world_size=schedule.devices,
         train=loss is not None,

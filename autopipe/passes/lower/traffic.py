@@ -58,7 +58,7 @@ def communication_bytes(
     parts = parts_of(graph, placement, devices, loss)
     total: Counter[str] = Counter()
     for own, stage in zip(parts.graphs, parts.stages, strict=True):
-        times = len(range(stage.code.pipeline, micro_batches * stage.code.turns, placement.pipelines))
+        times = len(range(stage.code.pipeline, micro_batches * stage.code.ratio, placement.pipelines))
         again = running_again(stage.code)
         for each in stage_exchanges(own, stage.code, parts.differentiable, widths or {}):
             repeats = 1 + (not each.backward and each.segment in again)
@@ -67,7 +67,7 @@ def communication_bytes(
     for piece in parts.pieces:
         if piece.source_rank != piece.target_rank:
             code = parts.stages[piece.source_stage].code
-            times = len(range(code.pipeline, micro_batches * code.turns, placement.pipelines * piece.source_turn.of))
+            times = len(range(code.pipeline, micro_batches * code.ratio, placement.pipelines * piece.source_turn.of))
             size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
             total["send"] += times * (1 + piece.needs_gradient) * size
     for rank, own_shards in enumerate(parts.shards if loss is not None else ()):

@@ -141,7 +141,7 @@ def is_chain(graph: StageGraph) -> bool:
     return (
         len(set(groups)) == len(groups)
         and set(graph.edges) >= set(itertools.pairwise(range(len(graph.stage_devices))))
-        and not graph.turns
+        and not graph.ratios
         and graph.pipeline_count == 1
     )
 

@@ -35,7 +35,7 @@ def own_sizes_plan(sizes, micro_batches=6, model="/models/gpt.onnx"):
     """A chain whose stages take 1 s forward and 2 s backward for each sample of a micro-batch of their own."""
     groups, most = tuple((stage,) for stage in range(len(sizes))), max(sizes)
     turns, edges = tuple(most // size for size in sizes), tuple((a, a + 1) for a in range(len(sizes) - 1))
-    graph = StageGraph(len(sizes), groups, edges, turns=turns)
+    graph = StageGraph(len(sizes), groups, edges, ratios=turns)
     predicted = tuple(StagePrediction(1.0 * size, 2.0 * size, kept_bytes=size) for size in sizes)
     messages = tuple(
         Message(a, b, a, b, 2**10, 2**10, 0.0, 0.0, MicroBatchSlice(own, turns[a]), MicroBatchSlice(other, turns[b]))

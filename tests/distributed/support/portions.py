@@ -13,7 +13,7 @@ Samples = range
 
 def samples_of(stages: StageGraph, task: Task) -> Samples:
     """The samples of a task, in units of which every stage's micro-batches are whole numbers."""
-    units = math.lcm(*(stages.turns or (1,))) // stages.micro_batch_ratio_at(task.stage)
+    units = math.lcm(*(stages.ratios or (1,))) // stages.micro_batch_ratio_at(task.stage)
     return range(task.micro_batch * units, (task.micro_batch + 1) * units)
 
 

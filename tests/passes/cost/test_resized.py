@@ -44,9 +44,9 @@ def placed(whole, sizes):
 
 def test_stages_take_turns_where_their_micro_batches_are_smaller():
     whole = problem(perceptron([16] * 4), cluster(2))
-    assert StageGraph.of(whole, placed(whole, (8, 8))).turns == ()
+    assert StageGraph.of(whole, placed(whole, (8, 8))).ratios == ()
     stages = StageGraph.of(whole, placed(whole, (2, 8)))
-    assert stages.turns == (4, 1)
+    assert stages.ratios == (4, 1)
     assert [stages.micro_batches_of(stage, 3) for stage in (0, 1)] == [range(12), range(3)]
 
 

@@ -49,14 +49,14 @@ def free_messages(graph: StageGraph) -> tuple[Message, ...]:
 
 def samples_of(graph: StageGraph, stage: int, micro_batch: int) -> set[int]:
     """The samples of a stage's micro-batch, in units that make all of them whole."""
-    size = math.lcm(*graph.turns) // graph.micro_batch_ratio_at(stage)
+    size = math.lcm(*graph.ratios) // graph.micro_batch_ratio_at(stage)
     return set(range(micro_batch * size, (micro_batch + 1) * size))
 
 
 def with_turns(graph: StageGraph) -> strategies.SearchStrategy[StageGraph]:
     """The graph with as many turns of each stage as may be, or none."""
     counts = strategies.tuples(*[strategies.sampled_from((1, 2, 3, 4))] * len(graph.stage_devices))
-    return (strategies.just(()) | counts).map(lambda turns: dataclasses.replace(graph, turns=turns))
+    return (strategies.just(()) | counts).map(lambda turns: dataclasses.replace(graph, ratios=turns))
 
 
 @strategies.composite

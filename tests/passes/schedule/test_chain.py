@@ -63,5 +63,5 @@ def test_what_is_no_chain_is_told():
     assert is_chain(line)
     assert not is_chain(StageGraph(2, ((0,), (1,)), ())), "branches run beside one another"
     assert not is_chain(StageGraph(2, ((0,), (0,)), ((0, 1),))), "a device with two stages"
-    assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), turns=(1, 2)))
+    assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), ratios=(1, 2)))
     assert not is_chain(StageGraph(2, ((0,), (1,)), ((0, 1),), pipelines=(0, 1)))

@@ -78,7 +78,7 @@ def _stage(stage: StageCode) -> dict[str, Any]:
     """With the sub-meshes of its group along which its ranks exchange anything."""
     meshes = [[[axis.degree, axis.stride] for axis in axes] for axes in meshes_of(stage)]
     found: dict[str, Any] = {"ranks": list(stage.devices), "pipeline": stage.pipeline, "meshes": meshes}
-    return found if stage.turns == 1 else found | {"turns": stage.turns}
+    return found if stage.ratio == 1 else found | {"turns": stage.ratio}
 
 
 _ENTRY = '''"""Runs the rank that the environment names; torch elastic, torchrun or SLURM start it on every process."""

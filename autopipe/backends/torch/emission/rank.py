@@ -54,7 +54,7 @@ def _stage(program: Program, wired: StageOnRank) -> str:
         # Shares of all ranks and micro-batches add up to the step's loss.
         output = next(each for each in program.outputs if each.value.name == program.loss)
         place = next(each for each in output.places if each.stage == wired.stage)
-        share = 1.0 / (program.micro_batches * code.turns * place.copies)
+        share = 1.0 / (program.micro_batches * code.ratio * place.copies)
         lines.append(f"    runtime.Loss({outputs.index(program.loss)}, share={share!r}),")
     return "\n".join([*lines, ")"])
 

@@ -122,7 +122,7 @@ class _Search:
         """Schedules, each with the share of the step that it must save to be worth its while. Published ones first;
         with equal micro-batches kFkB's order is 1F1B's."""
         published: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
-        for each in (KForwardsKBackwards(),) if self.stages.turns else published:
+        for each in (KForwardsKBackwards(),) if self.stages.ratios else published:
             yield self._judged(each.name, each.run(self.problem, placement)), 0.0
         for split, worth in ((False, 0.0), (True, _WORTH)) if self.problem.train else ((False, 0.0),):
             for links in (False, True):

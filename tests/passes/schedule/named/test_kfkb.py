@@ -30,7 +30,7 @@ def one_tick(task):
 
 
 def with_turns(graph, turns):
-    return dataclasses.replace(graph, turns=turns)
+    return dataclasses.replace(graph, ratios=turns)
 
 
 def orders(schedule):
@@ -42,7 +42,7 @@ def predicted(graph, size=None, backward=2.0):
 
     The largest micro-batch has `size` samples; as few as there can be where that is None.
     """
-    samples = [(size or math.lcm(*graph.turns)) // turns for turns in graph.turns]
+    samples = [(size or math.lcm(*graph.ratios)) // turns for turns in graph.ratios]
     stages = tuple(StagePrediction(float(size), backward * size, kept_bytes=size) for size in samples)
     return Prediction(stages, tuple(message for edge in graph.edges for message in messages(graph, *edge)))
 
@@ -50,9 +50,12 @@ def predicted(graph, size=None, backward=2.0):
 def messages(graph, source, target):
     """One for each pair of turns of a round that share samples."""
     devices = graph.stage_devices[source][0], graph.stage_devices[target][0]
-    for own in range(graph.turns[source]):
+    for own in range(graph.ratios[source]):
         for other in graph.sharing(source, own, target):
-            turns = MicroBatchSlice(own, graph.turns[source]), MicroBatchSlice(other, graph.turns[target])
+            turns = (
+                MicroBatchSlice(own, graph.ratios[source]),
+                MicroBatchSlice(other, graph.ratios[target]),
+            )
             yield Message(source, target, *devices, 0, 0, 0.0, 0.0, *turns)
 
 

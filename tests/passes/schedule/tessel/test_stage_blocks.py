@@ -35,7 +35,7 @@ def stage_graphs(draw):
     edges = tuple(sorted(draw(st.sets(st.sampled_from(pairs))))) if pairs else ()
     group = st.sets(st.integers(0, devices - 1), min_size=1).map(lambda each: tuple(sorted(each)))
     turns = draw(st.just(()) | st.tuples(*[st.integers(1, 3)] * stages))
-    return StageGraph(devices, tuple(draw(group) for _ in range(stages)), edges, turns=turns)
+    return StageGraph(devices, tuple(draw(group) for _ in range(stages)), edges, ratios=turns)
 
 
 def meetings(graph):
