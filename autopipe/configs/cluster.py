@@ -18,7 +18,6 @@ Latency = Annotated[float, SECONDS, AtLeast(0)]
 Bandwidth = Annotated[float, BYTES_PER_SECOND, Above(0)]
 Peak = Annotated[float, FLOPS, Above(0)]
 Fraction = Annotated[float, Above(0), AtMost(1)]
-
 MOST_DEVICES = 2**20
 DeviceCount = Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
 

@@ -17,7 +17,6 @@ MOST_DEVICES = 4096
 MOST_BLOCKS = 20_000
 MOST = 10**12
 """Largest time and memory: sums over all blocks of all units stay far below 2^63."""
-
 Time = Annotated[int, AtLeast(1), AtMost(MOST)]
 Delay = Annotated[int, AtLeast(0), AtMost(MOST)]
 Change = Annotated[int, AtLeast(-MOST), AtMost(MOST)]

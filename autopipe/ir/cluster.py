@@ -12,7 +12,6 @@ from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp64")
 """The precisions a device may state a peak for."""
-
 OPERATOR_CLASSES = ("matmul", "convolution", "elementwise", "normalization", "reduction", "memory", "recurrent")
 """The classes of operators that reach different fractions of what the hardware can do."""
 

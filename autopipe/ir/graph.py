@@ -61,13 +61,8 @@ class DType(enum.Enum):
         return self.value.startswith(("int", "uint"))
 
 
-_ITEMSIZE = {
-    DType.FLOAT32: 4, DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT64: 8,
-    DType.INT8: 1, DType.INT16: 2, DType.INT32: 4, DType.INT64: 8,
-    DType.UINT8: 1, DType.UINT16: 2, DType.UINT32: 4, DType.UINT64: 8,
-    DType.BOOL: 1, DType.COMPLEX64: 8, DType.COMPLEX128: 16,
-}  # fmt: skip
-_FLOATING = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64})
+_ITEMSIZE = {each: max(8, int("0" + "".join(filter(str.isdigit, each.value)))) // 8 for each in DType}
+_FLOATING = frozenset(each for each in DType if "float" in each.value)
 
 
 Whole = Annotated[int, AtLeast(-(2**63))]

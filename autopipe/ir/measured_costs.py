@@ -33,7 +33,6 @@ from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-
 MESSAGES = ("send", "post", "follow")
 """Measurements of messages between ranks: on their way, the CPU time of one end, and of each further message along with
 it."""

@@ -12,7 +12,6 @@ from autopipe.ir.errors import AutopipeError
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 Key = TypeVar("Key", bound=Hashable)
-
 GRAPHS = 32
 """Graphs about which answers are kept: those of one model on micro-batches of different sizes."""
 

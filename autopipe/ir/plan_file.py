@@ -137,7 +137,6 @@ def _schedule_of(path: Path, stages: StageGraph, train: bool) -> Schedule:
 
 
 _BLOCK = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")
-
 Kind = tuple[int, Phase, int]
 """A stage, what it does, and in which of its turns."""
 

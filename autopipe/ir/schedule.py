@@ -166,7 +166,6 @@ class WrongScheduleError(InfeasibleError):
 
 
 Value = TypeVar("Value")
-
 Lanes = tuple[tuple[int, ...], ...]
 """Devices that are in the same stages, ascending, each once; those with the least device first."""
 
@@ -292,7 +291,6 @@ def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, .
 
 _Number = tuple[int, Phase, int]
 """A task's stage, phase and micro-batch: tasks are looked up by the million, and tuples are hashed sooner."""
-
 _INFERENCE_PHASES = (frozenset({Phase.FORWARD}),)
 _TRAIN_PHASES = (
     frozenset({Phase.FORWARD, Phase.BACKWARD}),

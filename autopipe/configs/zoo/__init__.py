@@ -47,13 +47,10 @@ MODELS: Final[Mapping[str, tuple[str, str]]] = {
 
 Count = Annotated[int, AtLeast(1), AtMost(2**28)]
 """A size; the product of two still counts bytes in 64 bits."""
-
 Setting = int | float | bool | str | tuple[int, ...] | None
 """The value of a field of a model."""
-
 Settings = Mapping[str, Setting]
 """Keys of a model's fields, or `size`, -> values, which may be text as typed by a user."""
-
 SIZE_KEY: Final = "size"
 
 

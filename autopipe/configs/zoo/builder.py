@@ -27,7 +27,6 @@ from autopipe.ir.graph import Initializer
 
 IR_VERSION: Final = 10
 """The first version of the format that carries opset 20 and 21; every reader of those opsets knows it."""
-
 Attribute: TypeAlias = int | float | str | Sequence[int] | Sequence[float] | ir.TensorProtocol
 
 
@@ -300,13 +299,10 @@ class GraphBuilder:
 
 INLINE_LIMIT: Final = 3 << 29
 """Bytes of parameters (1.5 GiB) up to which they stand in the file itself; protobuf cannot hold 2 GiB."""
-
 PIECE: Final = 1 << 22
 """Elements drawn at a time."""
-
 ALIGNMENT: Final = 4096
 """Offset of each parameter in a data file, so that it can be mapped into memory."""
-
 Progress = Callable[[int], None]
 """Told the number of bytes written after every piece."""
 

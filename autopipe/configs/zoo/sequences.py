@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 BUCKETS = 32
 """Distances that mT5's position bias tells apart."""
-
 FARTHEST = 128
 """Distance from which on all share a bucket."""
-
 _MT5 = "layers hidden heads vocabulary tied source target"
 
 

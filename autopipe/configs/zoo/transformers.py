@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 FORBIDDEN: Final = -1e9
 """Added to the score of a pair that may not attend: far below any score, and finite in every precision but fp16."""
-
 SPREAD: Final = normal(0.02)
 """How the weights of GPT and BERT are drawn."""
 

@@ -40,7 +40,6 @@ def conv_norm(
 
 Branch = tuple["ir.Value", int]
 """A value and its channels."""
-
 FULL_WIDTH = 32
 """Channels of the first convolution in the paper, to which all others are in proportion."""
 

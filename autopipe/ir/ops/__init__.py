@@ -13,7 +13,6 @@ from autopipe.ir.ops.operator import NotationLine, Operator, Signature, signatur
 from autopipe.ir.space import Space
 
 __all__ = ["OPERATORS", "NotationLine", "Operator", "Signature", "operator_of", "signature_of", "space_of"]
-
 _FAMILIES = attention, elementwise, movement, normalization, products
 OPERATORS: dict[str, Operator] = {row.name: row for family in _FAMILIES for row in family.ROWS}
 

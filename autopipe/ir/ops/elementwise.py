@@ -184,10 +184,9 @@ SPECTRAL = (
     Operator("Det", _det, "elementwise", _det_flops, keeps=("0", ">0")),
 )
 
-_REGIONS = notated("n! c i0! i1!, r 1, r -> r c o0! o1!")
-"""Regions are independent of one another; the images they lie in are looked up."""
-REGIONS = (Operator("RoiAlign", _REGIONS, "memory", per_result(16.0), 2.0, keeps=("0", "1", "2")),)
-
+# Regions are independent of one another; the images they lie in are looked up.
+_ROI_ALIGN = notated("n! c i0! i1!, r 1, r -> r c o0! o1!")
+REGIONS = (Operator("RoiAlign", _ROI_ALIGN, "memory", per_result(16.0), 2.0, keeps=("0", "1", "2")),)
 
 _DRAW = 25.0
 """Operations that a number takes: ten rounds of Philox make four."""

@@ -29,13 +29,10 @@ from autopipe.ir.ops.operator import (
 )
 from autopipe.ir.space import Space
 
-_TRAINING_MODE_STATED = 14
-"""From this opset BatchNormalization states its mode; before, several results meant training."""
-
 
 def trains(signature: Signature) -> bool:
     """True if a BatchNormalization normalises by the batch's own statistics."""
-    if signature.opset >= _TRAINING_MODE_STATED:
+    if signature.opset >= 14:  # Before, several results meant training.
         return bool(signature.node.integer("training_mode"))
     return any(value is not None for value in signature.results[1:])
 

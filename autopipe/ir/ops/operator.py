@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
@@ -244,8 +244,6 @@ class Operator:
     statistics: Statistics = no_statistics
     """Exchanges of the operator itself when it is split along joint axes, in their order: from the whole tensors'
     signature, its space, and all degrees by axis."""
-    types: frozenset[DType] = field(default_factory=lambda: frozenset(DType))
-    """Element types the operator can take on all backends."""
     weights: tuple[int, ...] = ()
     """Operands whose gradient is a product (or, of a lookup, a scatter) of its own. Where one is a parameter, a split
     backward leaves its gradient to the second half."""
