@@ -95,16 +95,13 @@ def _tile(signature: Signature) -> NotationLine:
     return changed(signature, [axis for axis, (before, after) in enumerate(shapes) if before != after])
 
 
-def _depth_to_space(signature: Signature) -> NotationLine:
+def _blocks(signature: Signature) -> NotationLine:
+    """DepthToSpace and SpaceToDepth: between `b (c r! s!) h w` and `b c (h r!) (w s!)`."""
     block = signature.node.integer("blocksize")
-    channels = "c r! s!" if signature.node.text("mode", "DCR") == "CRD" else "r! s! c"
-    return notate(signature, [f"b ({channels}) h w"], ["b c (h r) (w s)"], r=block, s=block)
-
-
-def _space_to_depth(signature: Signature) -> NotationLine:
-    block = signature.node.integer("blocksize")
-    channels = "c r s" if signature.node.text("mode", "DCR") == "CRD" else "r s c"
-    return notate(signature, ["b c (h r!) (w s!)"], [f"b ({channels}) h w"], r=block, s=block)
+    deep = "b (c r! s!) h w" if signature.node.text("mode", "DCR") == "CRD" else "b (r! s! c) h w"
+    sides = [deep], ["b c (h r!) (w s!)"]
+    source, result = sides if signature.node.op == "DepthToSpace" else sides[::-1]
+    return notate(signature, source, result, r=block, s=block)
 
 
 def _reverse_sequence(signature: Signature) -> NotationLine:
@@ -131,8 +128,8 @@ MOVEMENT = (
     Operator("Pad", _pad, "memory", static=(1, 2, 3)),
     Operator("Tile", _tile, "memory", static=(1,)),
     Operator("CenterCropPad", _tile, "memory", static=(1,)),
-    Operator("DepthToSpace", _depth_to_space, "memory"),
-    Operator("SpaceToDepth", _space_to_depth, "memory"),
+    Operator("DepthToSpace", _blocks, "memory"),
+    Operator("SpaceToDepth", _blocks, "memory"),
     Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",)),
     # Devices know where their rows and columns are.
     Operator("Trilu", lambda use: along(use, [use.rank - 2, use.rank - 1], "&"), "memory", static=(1,)),
