@@ -17,6 +17,7 @@ import numpy as np
 
 from autopipe.ir.graph import DType, FileSlice, FoldedSlice, Parameter, Value
 from autopipe.passes.frontend.elements import sliced_numbers
+from autopipe.passes.frontend.merged_parameters import LOOKUPS
 from autopipe.passes.frontend.parameters import LARGEST_LOOK, Roles
 from autopipe.passes.frontend.tables import is_uniform
 from autopipe.passes.frontend.uses import LIFTED, scope_of
@@ -37,7 +38,7 @@ MOST_AXES = 4
 """Axes up to which every transposition is tried."""
 MASKED = -10.0
 """Most that a mask adds where it hides a position."""
-LOOKUPS = frozenset({"expand", "embedding", "index", "index_select", "gather", "select", "repeat", "tile"})
+REPEATS = LOOKUPS | {"expand", "gather", "repeat", "tile"}
 """Traced operators after which the rows of one parameter may stand several times."""
 
 
@@ -263,7 +264,7 @@ class _Folds:
 
     def _signed_lookup(self, name: str) -> bool:
         """True if the signature says that rows of a parameter may stand several times in a tensor."""
-        return not LOOKUPS.isdisjoint(self.roles.signature.operators(name))
+        return not REPEATS.isdisjoint(self.roles.signature.operators(name))
 
     def _masked(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
         """A table to which the exporter added a mask: one row of the first axis, and what hides positions from it.

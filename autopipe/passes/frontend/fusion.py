@@ -21,6 +21,7 @@ import numpy as np
 from autopipe.ir.graph import Attribute, Graph, Node, Value
 from autopipe.passes.frontend.cleanup import without_repeats, without_unread
 from autopipe.passes.frontend.constants import ConstantFolder
+from autopipe.passes.frontend.tables import HIDDEN
 
 MOST_STEPS = 32
 """Multiplications that are looked back through: a chain of thousands would take the square of its length."""
@@ -157,8 +158,6 @@ def near(number: float, expected: float) -> bool:
 
 SOFTMAX_SINCE = 13
 """The opset from which Softmax's default axis is the last."""
-HIDDEN = -1e4
-"""Below this an added mask hides a key as far as softmax is concerned, in half precision too."""
 NOTHING = Replacement(())
 
 

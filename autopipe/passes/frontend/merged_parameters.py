@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopipe.passes.frontend.protobuf_scan import FLOATING
 from autopipe.passes.frontend.signature import NUMBERED, Signature, arguments_of
 from autopipe.passes.frontend.tables import is_drawn, is_uniform
 from autopipe.passes.frontend.uses import AFFINE_SLOTS, LIFTED, scope_of
@@ -21,8 +22,6 @@ from autopipe.passes.frontend.uses import AFFINE_SLOTS, LIFTED, scope_of
 if TYPE_CHECKING:
     import onnx
 
-FLOATING = frozenset({1, 10, 11, 16})
-"""TensorProto's numbers for float32, float16, float64 and bfloat16."""
 LOOKUPS = frozenset({"embedding", "index", "index_select", "select"})
 """Traced operators that take rows of a table."""
 SAME = frozenset({"alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh_copy", "view", "expand"})

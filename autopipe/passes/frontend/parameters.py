@@ -22,7 +22,8 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
 from autopipe.passes.frontend.elements import stored_numbers
-from autopipe.passes.frontend.merged_parameters import FLOATING, PRODUCER
+from autopipe.passes.frontend.merged_parameters import PRODUCER
+from autopipe.passes.frontend.protobuf_scan import FLOATING
 from autopipe.passes.frontend.signature import Signature
 from autopipe.passes.frontend.tables import is_uniform, table_of
 from autopipe.passes.frontend.uses import AFFINE_SLOTS, ELEMENTWISE, LIFTED, VIEWS, Uses, scope_of

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 HIDDEN = -1e4
-"""Below this an added mask hides a position from a softmax."""
+"""Below this an added mask hides a position from a softmax, in half precision too."""
 SURE = 16
 """Numbers of which most are different only where they were drawn."""
 LEAST = 4
