@@ -37,7 +37,8 @@ def main() -> None:
     if words.store:
         _measure(words.store, words.bytes)
         return
-    print(f"{'ranks':>5s} {'bytes':>8s}  {'collective':14s} {'gloo ms':>8s} {'cpu':>6s} {'at once':>8s} {'cpu':>6s}")
+    titles = f"{'ranks':>5s} {'bytes':>8s}  {'collective':14s} {'gloo ms':>8s} {'cpu':>6s} {'at once':>8s} {'cpu':>6s}"
+    print(titles, flush=True)  # Before the ranks write to the same place.
     for ranks in words.ranks:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, "--store", f"{folder}/store", "--bytes", *map(str, words.bytes)]
