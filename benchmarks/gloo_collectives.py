@@ -22,7 +22,11 @@ import torch.distributed as dist
 from command_line import parse_arguments
 
 from autopipe.backends.torch.runtime.host import keep_freed_memory
-from autopipe.backends.torch.runtime.transport import everyones, start_sum, start_sum_of_rows
+from autopipe.backends.torch.runtime.transport import (
+    direct_all_gather,
+    start_direct_all_reduce,
+    start_reduce_scatter,
+)
 
 _TIMES, _WARM_UP = 16, 3
 
@@ -70,11 +74,11 @@ def _measure(store: str, sizes: Sequence[int]) -> None:
 def _ways(rows: torch.Tensor) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     parts = [torch.empty_like(row) for row in rows]
     return {
-        "all-reduce": (lambda: dist.all_reduce(rows.clone()), lambda: start_sum(rows, None).wait()),
-        "all-gather": (lambda: dist.all_gather(parts, rows[0]), lambda: everyones(rows[0], None)),
+        "all-reduce": (lambda: dist.all_reduce(rows.clone()), lambda: start_direct_all_reduce(rows, None).wait()),
+        "all-gather": (lambda: dist.all_gather(parts, rows[0]), lambda: direct_all_gather(rows[0], None)),
         "reduce-scatter": (
             lambda: dist.reduce_scatter(parts[0], list(rows)),
-            lambda: start_sum_of_rows(rows, None).wait(),
+            lambda: start_reduce_scatter(rows, None).wait(),
         ),
     }
 

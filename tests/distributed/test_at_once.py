@@ -15,8 +15,8 @@ RANK = """
 import json
 import torch
 import torch.distributed as dist
-from autopipe.backends.torch.runtime.transport import everyones, goes_at_once, start_sum, start_sum_of_rows
-from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.runtime.transport import Transport, direct_all_gather, is_direct
+from autopipe.backends.torch.runtime.transport import start_direct_all_reduce, start_reduce_scatter
 
 transport = Transport("cpu")
 transport.start()
@@ -28,17 +28,17 @@ for name, members in (("all", tuple(range(ranks))), ("two", (0, 2))):
         continue
     group, count = transport.group(members), len(members)
     own = torch.arange(6, dtype=torch.float64).reshape(2, 3) * 7 ** rank + rank
-    assert goes_at_once(own, group)
+    assert is_direct(own, group)
     total, largest = own.clone(), -own
     dist.all_reduce(total, group=group)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     parts = [torch.empty_like(own) for _ in range(count)]
     dist.all_gather(parts, own, group=group)
-    assert torch.equal(start_sum(own, group).wait(), total)
-    assert torch.equal(start_sum(-own, group, dist.ReduceOp.MAX).wait(), largest)
-    assert torch.equal(everyones(own.T, group), torch.stack(parts).mT)
+    assert torch.equal(start_direct_all_reduce(own, group).wait(), total)
+    assert torch.equal(start_direct_all_reduce(-own, group, dist.ReduceOp.MAX).wait(), largest)
+    assert torch.equal(direct_all_gather(own.T, group), torch.stack(parts).mT)
     rows = torch.stack([own * (place + 1) for place in range(count)])
-    assert torch.equal(start_sum_of_rows(rows, group).wait(), total * (members.index(rank) + 1))
+    assert torch.equal(start_reduce_scatter(rows, group).wait(), total * (members.index(rank) + 1))
     large = torch.linspace(0, 1, 3 * (1 << 15)) ** (rank + 1)
     for elements in (1 << 10, 3 * (1 << 15)):
         reduced = large[:elements].clone()

@@ -153,19 +153,16 @@ class GlobalOrder:
             self._order = self._agree()
         self._rest.extend(self._order)
 
-    def end(self) -> None:
-        """Exchange what comes behind the step's last task."""
-        self._exchange_until(None)
-
     def come_to(self, task: Task) -> bool:
         """Exchange what comes before a task, and say whether to run it now."""
         if self._order is None:
             self._tasks.append(task)
             return False
-        self._exchange_until(task)
+        self.exchange_until(task)
         return True
 
-    def _exchange_until(self, task: Task | None) -> None:
+    def exchange_until(self, task: Task | None) -> None:
+        """Exchange what comes before a task; at a step's end, what comes behind its last."""
         while self._rest:
             event = self._rest.popleft()
             if event == task:

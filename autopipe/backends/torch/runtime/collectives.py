@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.transport import (
     Transport,
-    everyones,
-    goes_at_once,
-    is_summed_at_once,
+    direct_all_gather,
+    is_direct,
+    is_reduced_directly,
     start_all_reduce,
+    start_direct_all_reduce,
     start_reduce_scatter,
-    start_sum,
 )
 from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, members, moves_between
 
@@ -80,7 +80,7 @@ class Group:
 
     def all_to_all(self, tensor: torch.Tensor, origin: int, dimension: int) -> torch.Tensor:
         """Of shards along `origin` this rank's shard along `dimension`."""
-        return _exchange(tensor, partial(self._turn, origin, dimension), partial(self._turn, dimension, origin))
+        return _exchange(tensor, partial(self._reshard, origin, dimension), partial(self._reshard, dimension, origin))
 
     def redistribute(
         self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows = (), fill: float = 0.0
@@ -136,16 +136,16 @@ class Group:
     def _sum(self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         self._traffic["all_reduce"] += tensor.nbytes
         with self._waiting():
-            if is_summed_at_once(tensor, self._process_group):
-                return start_sum(tensor, self._process_group, how).wait()
+            if is_reduced_directly(tensor, self._process_group):
+                return start_direct_all_reduce(tensor, self._process_group, how).wait()
             total = tensor.clone(memory_format=torch.contiguous_format)
             return start_all_reduce(total, self._process_group, how).wait()
 
     def _gather(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
         self._traffic["all_gather"] += tensor.nbytes * self.size
         with self._waiting():
-            if goes_at_once(tensor, self._process_group):
-                parts = list(everyones(tensor, self._process_group))
+            if is_direct(tensor, self._process_group):
+                parts = list(direct_all_gather(tensor, self._process_group))
             else:
                 parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.ranks]
                 dist.all_gather(parts, tensor.contiguous(), group=self._process_group)
@@ -159,7 +159,7 @@ class Group:
         with self._waiting():
             return start_reduce_scatter(rows, self._process_group).wait()
 
-    def _turn(self, origin: int, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _reshard(self, origin: int, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
         parts = [part.contiguous() for part in tensor.chunk(self.size, dimension)]
         self._traffic["all_to_all"] += tensor.nbytes
         arrived = self._all_to_all([part.reshape(-1) for part in parts], [parts[0].numel()] * self.size)

@@ -1,8 +1,8 @@
 """Process groups and messages of a rank: NCCL where each rank has a GPU of its own, gloo elsewhere.
 
-Collectives of tensors in host memory go in one step: every rank sends to all others at once. Gloo's own go round a
-ring, and its reduce-scatter sets one up each time. Where ranks share processors, each step of a ring waits until the
-next rank has one. `benchmarks/gloo_collectives.py` holds both ways against each other.
+Collectives of tensors in host memory are direct: every rank sends to all others at once. Gloo's own go round a ring,
+and its reduce-scatter sets one up each time. Where ranks share processors, each step of a ring waits until the next
+rank has one. `benchmarks/gloo_collectives.py` holds both ways against each other.
 """
 
 from __future__ import annotations
@@ -169,31 +169,26 @@ _SMALL_BYTES = 1 << 17
 """Tensors up to here are summed by sending each rank's to all: larger ones would be sent too often."""
 
 
-def goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+def is_direct(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     """True where every rank sends to all others directly: tensors in host memory, over gloo."""
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
-def is_summed_at_once(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """True if `start_sum` is the way to add the tensor up."""
-    return tensor.nbytes <= _SMALL_BYTES and goes_at_once(tensor, group)
+def is_reduced_directly(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """True if `start_direct_all_reduce` is the way to add the tensor up."""
+    return tensor.nbytes <= _SMALL_BYTES and is_direct(tensor, group)
 
 
-def everyones(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def direct_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The tensors of all ranks of the group, by rank; [ranks, ...]."""
     return _swap(tensor.detach().expand(dist.get_world_size(group), *tensor.shape), group).wait()
 
 
-def start_sum(
+def start_direct_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> PendingRecv:
     """Start adding up all ranks' tensors, or take what else `how` says of them."""
     return _swap(tensor.detach().expand(dist.get_world_size(group), *tensor.shape), group, how)
-
-
-def start_sum_of_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
-    """Start adding up, of all ranks' [ranks, ...], the rows that are this rank's."""
-    return _swap(rows, group, dist.ReduceOp.SUM)
 
 
 def _swap(
@@ -216,16 +211,16 @@ def start_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> PendingRecv:
     """Start adding up all ranks' tensors, or take what else `how` says of them; large ones in place."""
-    if is_summed_at_once(tensor, group):
-        return start_sum(tensor, group, how)
+    if is_reduced_directly(tensor, group):
+        return start_direct_all_reduce(tensor, group, how)
     work = dist.all_reduce(tensor, how, group=group, async_op=True)
     return PendingRecv(_started(work), tensor, tensor.device)
 
 
 def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
     """Start adding up, of all ranks' [ranks, ...], the rows that are this rank's."""
-    if goes_at_once(rows, group):
-        return start_sum_of_rows(rows, group)
+    if is_direct(rows, group):
+        return _swap(rows, group, dist.ReduceOp.SUM)
     if rows.is_cuda and dist.get_backend(group) == "gloo":  # It scatters tensors of the host alone.
         sums = start_all_reduce(rows.clone(memory_format=torch.contiguous_format), group)
         return replace(sums, buffer=sums.buffer[dist.get_rank(group)])
@@ -418,8 +413,8 @@ class Transport:
         """Fill a row, of which each of the ranks has its share in place. Counted by who asks for it."""
         rows, group = row.view(len(ranks), -1), self.group(ranks)
         own = rows[ranks.index(self.rank)]
-        if goes_at_once(row, group):
-            rows.copy_(everyones(own, group))
+        if is_direct(row, group):
+            rows.copy_(direct_all_gather(own, group))
         else:
             dist.all_gather(list(rows.unbind()), own, group=group)
 
