@@ -342,13 +342,9 @@ def mel_weights(
     """Triangular filters `[length // 2 + 1, bins]` on the mel scale, 2595 log10(1 + f / 700)."""
     ends = [2595 * math.log10(1 + frequency / 700) for frequency in (low, high)]
     mels = torch.arange(bins + 2, dtype=torch.float64) * (ends[1] - ends[0]) / (bins + 2) + ends[0]
-    places = ((length + 1) * 700 * (10 ** (mels / 2595) - 1) / rate).floor().to(torch.int64).tolist()
-    weights = torch.zeros(length // 2 + 1, bins, dtype=torch.float64)
-    for column in range(bins):
-        lower, center, upper = places[column : column + 3]
-        weights[center, column] = 1
-        for row in range(lower, center):
-            weights[row, column] = (row - lower) / (center - lower)
-        for row in range(center, upper):
-            weights[row, column] = (upper - row) / (upper - center)
+    places = ((length + 1) * 700 * (10 ** (mels / 2595) - 1) / rate).floor()
+    lower, centres, upper = places[:-2], places[1:-1], places[2:]
+    rows = torch.arange(length // 2 + 1, dtype=torch.float64)[:, None]
+    weights = torch.minimum((rows - lower) / (centres - lower), (upper - rows) / (upper - centres)).clamp(min=0)
+    weights[centres.long(), torch.arange(bins)] = 1  # Also where a side has no width, and its slope is no number.
     return weights.to(dtype).to(device)
