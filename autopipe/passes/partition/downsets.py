@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 _MOST_STEPS = 50_000
 """Sets of blocks that counting looks at; it is given up after that."""
-
 _CELLS = 2**22
 """Cells of a table made at once."""
 

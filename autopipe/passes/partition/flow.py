@@ -18,13 +18,11 @@ from autopipe.passes.analysis.chain import linear_order, values_between
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.cost.roofline import mean_seconds
-from autopipe.passes.partition.downsets import downset_levels, membership
+from autopipe.passes.partition.downsets import closed, downset_levels, membership
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
 """One entry an operator, or a list of operators, which are counted in a topological order."""
-
-Bits = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +53,17 @@ class Flow:
         _, sources, readers = self.edges()
         order = np.argsort(readers, kind="stable")
         return list(zip(sources[order].tolist(), readers[order].tolist(), strict=True))
+
+    def ancestors(self) -> list[int]:
+        """For each operator all that it depends on, as bits."""
+        return closed(self.needs())
+
+    def needs(self) -> list[int]:
+        """For each operator those that it reads from, as bits."""
+        found = [0] * self.operators
+        for source, reader in self.pairs():
+            found[reader] |= 1 << source
+        return found
 
     def crossing(self, stage: Places) -> float:
         """Bytes that travel between stages: each value once to every other stage that reads it."""
@@ -96,16 +105,6 @@ def make_flow(work: Floats, values: list[tuple[int, float, list[int]]]) -> Flow:
         np.concatenate(([0], np.cumsum([len(readers) for _, readers in kept]))).astype(np.int64),
         np.array([reader for _, readers in kept for reader in readers], dtype=np.int64),
     )
-
-
-def ancestors(flow: Flow) -> Bits:
-    """At [v, u // 8], as bit u % 8 from the left, whether operator v depends on operator u, or is it."""
-    found = np.zeros((flow.operators, -(-flow.operators // 8)), dtype=np.uint8)
-    each = np.arange(flow.operators)
-    found[each, each >> 3] = 0x80 >> (each & 7)
-    for source, reader in flow.pairs():
-        found[reader] |= found[source]
-    return found
 
 
 def flow_of(problem: Problem) -> tuple[Flow, Places]:
@@ -178,10 +177,10 @@ class DivisionSpace:
         All predecessors of an operator are in no later stage, all its successors in no earlier one: as soon as possible
         and as late as possible are by work, not by number of operators.
         """
-        flow, ancestor_bits = self.flow, ancestors(self.flow)
+        flow, masks = self.flow, [mask | 1 << each for each, mask in enumerate(self.flow.ancestors())]
         before, after = np.empty(flow.operators), np.zeros(flow.operators)
         for start in range(0, flow.operators, _ROWS):
-            rows = np.unpackbits(ancestor_bits[start : start + _ROWS], axis=1, count=flow.operators)
+            rows = membership(masks[start : start + _ROWS], flow.operators)
             before[start : start + _ROWS] = rows @ flow.work
             after += flow.work[start : start + _ROWS] @ rows
         soonest = np.ceil(before / limit * (1 - _ROUNDING)).astype(np.int64) - 1
@@ -354,8 +353,5 @@ def division_space(graph: Graph, flow: Flow, nodes: Places, stages: int, settled
 
 def downsets(flow: Flow, most: int) -> Members | None:
     """All downsets, smaller ones first; None where there are more than `most`."""
-    needs = [0] * flow.operators
-    for _, source, reader in zip(*map(np.ndarray.tolist, flow.edges()), strict=True):
-        needs[reader] |= 1 << source
-    levels = downset_levels(needs, most)
+    levels = downset_levels(flow.needs(), most)
     return None if levels is None else membership([mask for level in levels for mask in level], flow.operators)

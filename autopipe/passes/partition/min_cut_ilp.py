@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,12 +20,10 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.partition.flow import (
-    Bits,
     DivisionSpace,
     Flow,
     Members,
     Places,
-    ancestors,
     division_space,
     downsets,
     flow_of,
@@ -159,7 +157,7 @@ def grouped(space: DivisionSpace, cheap: float, ceiling: float) -> Places:
 
 def _neighbours(flow: Flow, cheap: float) -> Places:
     """For each operator the one that it joins: itself, one it reads, or one that reads it."""
-    before = ancestors(flow)
+    before = flow.ancestors()
     reads: list[list[int]] = [[] for _ in range(flow.operators)]
     for value, _, reader in zip(*flow.edges(), strict=True):
         reads[reader].append(int(value))
@@ -179,7 +177,7 @@ def _neighbours(flow: Flow, cheap: float) -> Places:
     return into
 
 
-def _earlier(flow: Flow, before: Bits, operator: int, reads: list[int], gives: list[int]) -> int | None:
+def _earlier(flow: Flow, before: Sequence[int], operator: int, reads: list[int], gives: list[int]) -> int | None:
     """The operator that `operator` may follow into an earlier stage: the last it reads, with all it shares behind it.
 
     What it gives then crosses in place of what the other gives it, which is no less; nobody else needs in the later
@@ -189,27 +187,23 @@ def _earlier(flow: Flow, before: Bits, operator: int, reads: list[int], gives: l
         return None
     last = max(int(flow.source[value]) for value in reads)
     others = {int(flow.source[value]) for value in reads}.union(*(flow.readers_of(value).tolist() for value in reads))
-    if any(not _depends(before, last, other) for other in others - {last, operator}):
+    if any(not before[last] >> other & 1 for other in others - {last, operator}):
         return None
     saved = sum(flow.size[value] for value in reads if flow.source[value] == last)
     return last if sum(flow.size[value] for value in gives) <= saved else None
 
 
-def _sole_reader(flow: Flow, before: Bits, reads: list[int], gives: list[int]) -> int | None:
+def _sole_reader(flow: Flow, before: Sequence[int], reads: list[int], gives: list[int]) -> int | None:
     """The operator that one may wait for which reads and gives these values: its first reader, of which all other
     readers come after. What it reads then crosses in place of what it gives, which is no less.
     """
     if not gives:
         return None
     first, *others = sorted({reader for value in gives for reader in flow.readers_of(value).tolist()})
-    if any(not _depends(before, reader, first) for reader in others):
+    if any(not before[reader] >> first & 1 for reader in others):
         return None
     saved = sum(flow.size[value] for value in gives if first in flow.readers_of(value))
     return first if sum(flow.size[value] for value in reads) <= saved else None
-
-
-def _depends(before: Bits, operator: int, other: int) -> bool:
-    return bool(before[operator, other >> 3] & 0x80 >> (other & 7))
 
 
 def _joined(flow: Flow, one: Places, other: Places) -> Places:

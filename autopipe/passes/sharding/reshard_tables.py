@@ -131,10 +131,10 @@ _AT_ONCE = 2048
 def _missing_volume(pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int) -> tuple[Floats, Integers]:
     """Volume that `group` positions need under the target and do not have under the source, [sources, targets].
 
-    Of the device that lacks most, as a share of the whole tensor; and the number of dimensions along which a device
-    lacks something. Along one dimension blocks mostly either contain one another or do not meet. Where that is so for
-    all dimensions, the position that has least has the product of what the dimensions' worst positions have; elsewhere
-    all are looked at.
+    That is PaSE's t_x(u, v), the largest |A(v, d)| - |A(v, d) ∩ A(u, d)| of any device d, as a share of the whole
+    tensor; and the number of dimensions along which a device lacks something. Along one dimension blocks mostly either
+    contain one another or do not meet. Where that is so for all dimensions, the position that has least has the product
+    of what the dimensions' worst positions have; elsewhere all are looked at.
     """
     least, regular = np.ones(shape), np.ones(shape, dtype=bool)
     need, dimensions = np.ones(shape[1]), np.zeros(shape, dtype=np.int64)
