@@ -16,7 +16,6 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import (
     REFUSALS,
     AutopipeError,
-    CodegenError,
     ConfigurationError,
     InfeasibleError,
     InternalError,
@@ -25,20 +24,18 @@ from autopipe.ir.errors import (
 )
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.placement import Placement
-from autopipe.ir.plan import Plan, Summary
+from autopipe.ir.plan import Plan
 from autopipe.ir.plan_file import plan_digest
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
-from autopipe.passes.analysis.constraints import resolved_constraints
 from autopipe.passes.analysis.micro_batches import check_portions
-from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
-from autopipe.passes.cost.measured import costed_work, coverage
+from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.registry import Scheduler, Strategy
-from autopipe.passes.schedule.limits import check_memory, lower_bound, quality
+from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
 
@@ -285,7 +282,7 @@ def _problem(request: Request, model: Model, batching: Batching, work: tuple[Wor
     )
 
 
-def _divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
+def divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
     """Divisions of the batch, best first; `model` is as `read` gives it. One sample may be what the file fixes or what
     an open batch was bound to: first it is taken for open."""
     given = request.batch_size, request.micro_batches, request.micro_batch_size
@@ -297,23 +294,6 @@ def _divisions(request: Request, division: Division, model: Model) -> Iterator[B
                 yield batching
 
 
-def open_problem(request: Request, runner: Runner) -> Problem:
-    """The problem with the largest micro-batches that the model takes, whatever the strategy. Raises what is wrong with
-    the request itself: its model, its batch, its constraints."""
-    refused: AutopipeError | None = None
-    for batching in _divisions(request, Division.OWN, read(request, runner)):
-        try:
-            _, problem = cost(request, batching, runner)
-        except REFUSALS as error:
-            refused = refused or error
-            continue
-        pipelines = 1 + max((each.pipeline for each in problem.constraints), default=0)
-        resolved_constraints(problem, pipelines, own_sizes=True)
-        return problem
-    assert refused is not None, "there is a division, or an error says why not"
-    raise refused
-
-
 def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterator[tuple[Model, Problem]]:
     """The problems that the model and the strategy take, with the best division of the batch first. Raises the reason
     against the best division where there is none."""
@@ -321,7 +301,7 @@ def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterato
     reasons: dict[str, AutopipeError] = {}  # The first against a division, of the model and of the strategy.
     found, declined = False, None
     try:
-        for batching in _divisions(request, strategy.division(model.graph), model):
+        for batching in divisions(request, strategy.division(model.graph), model):
             by = "strategy"
             try:
                 if declined is not None:
@@ -422,62 +402,13 @@ def time_schedule(placed: Placed, schedule: Schedule, runner: Runner, known: tup
 
 def assemble_plan(request: Request, placed: Placed, scheduled: Scheduled, runner: Runner) -> PlanResult:
     """The plan of a request that names the strategy and the scheduler which these are of."""
-    from autopipe.passes.schedule.breakdown import breakdown  # Only the plan that is chosen is explained.
+    from autopipe.passes.summary import finished_plan  # All of lowering, for the plan that is chosen.
 
     strategy, scheduler = strategy_and_scheduler(request)
-    problem, placement, prediction = placed.problem, placed.placement, placed.prediction
-    schedule, timeline, cluster = scheduled.schedule, scheduled.timeline, placed.problem.cluster
-    bound = lower_bound(problem, placement, prediction)
-    if schedule.proof is not None and schedule.period is None:
-        bound = max(bound, schedule.proof.lower_bound)
-    optimal, gap = quality(schedule, timeline.end, bound)
-    summary = Summary(
-        strategy=strategy.name,
-        schedule=scheduler.name,
-        devices=cluster.size,
-        stages=len(placement.stages),
-        micro_batches=problem.micro_batches,
-        micro_batch_size=problem.micro_batch_size,
-        depth=placed.graph.depth,
-        step_time_s=timeline.end,
-        samples_per_s=problem.batch_size / timeline.end if timeline.end else 0.0,
-        bubble_rate=timeline.bubble_rate,
-        peak_memory_bytes=timeline.peak_memory,
-        search_time_s=runner.seconds,
-        lower_bound_s=bound,
-        optimal=optimal,
-        gap=gap,
-        communication_bytes=_communication_bytes(problem, placement),
-        splits=placement.proof,
-        costs=coverage(problem),
-    )
-    plan = Plan(
-        model=str(request.model),
-        graph_digest=problem.graph.digest(),
-        mode=problem.mode.value,
-        batch_size=problem.batch_size,
-        placement=placement,
-        schedule=schedule,
-        summary=summary,
-        prediction=prediction,
-        memory_limits=tuple(map(problem.memory_of, range(cluster.size))),
-        device_names=tuple(device.name for device in cluster.devices) if cluster.groups else (),
-        breakdown=breakdown(problem, placement, schedule, prediction, timeline.end),
-    )
+    problem, timeline = placed.problem, scheduled.timeline
+    step = placed.placement, placed.prediction, scheduled.schedule, timeline
+    plan = finished_plan(request.model, (strategy.name, scheduler.name), problem, *step, runner.seconds)
     return PlanResult(plan, problem, timeline, placed.model, request)
-
-
-def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[str, int], ...] | None:
-    """Bytes that a step's exchanges move, by kind; None where the placement cannot be executed."""
-    from autopipe.passes.lower.traffic import communication_bytes  # All of lowering, for the plan that is chosen.
-
-    widths = element_bytes(problem.graph, problem.precision)
-    loss, count, shard = problem.loss if problem.train else None, problem.micro_batches, problem.optimizer.shard
-    try:
-        found = communication_bytes(problem.graph, placement, count, problem.cluster.size, loss, widths, shard)
-    except CodegenError:
-        return None
-    return tuple(found.items())
 
 
 def reopen(request: Request, plan: Plan) -> PlanResult:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autopipe.ir.errors import AutopipeError, OutOfMemoryError
+from autopipe.ir.errors import REFUSALS, AutopipeError, OutOfMemoryError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.passes.analysis.constraints import resolved_constraints
 from autopipe.passes.auto.candidates import Candidate, LeftOutError, candidates, strategies_of
 from autopipe.passes.auto.plan_cache import FORMAT, Store, answer_form, answer_key, answer_of
 from autopipe.passes.auto.search import CandidateTrial, PlanSearch
@@ -25,7 +26,7 @@ from autopipe.passes.batching import AUTO_PER_DEVICE, Division, climb, divisors
 from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.stage_work import holders_of, stage_work
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.pipeline import Observer, PlanResult, Request, Runner, assemble_plan, open_problem, read
+from autopipe.passes.pipeline import Observer, PlanResult, Request, Runner, assemble_plan, cost, divisions, read
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, Scheduler, scheduler_class, scheduler_names
 
@@ -123,6 +124,23 @@ def _scheduler_names() -> tuple[str, ...]:
     # csv follows a file that somebody names.
     middle = [name for name in scheduler_names() if name not in (*_FIRST, *_LAST, "csv")]
     return (*_FIRST, *middle, *_LAST)
+
+
+def open_problem(request: Request, runner: Runner) -> Problem:
+    """The problem with the largest micro-batches that the model takes, whatever the strategy. Raises what is wrong with
+    the request itself: its model, its batch, its constraints."""
+    refused: AutopipeError | None = None
+    for batching in divisions(request, Division.OWN, read(request, runner)):
+        try:
+            _, problem = cost(request, batching, runner)
+        except REFUSALS as error:
+            refused = refused or error
+            continue
+        pipelines = 1 + max((each.pipeline for each in problem.constraints), default=0)
+        resolved_constraints(problem, pipelines, own_sizes=True)
+        return problem
+    assert refused is not None, "there is a division, or an error says why not"
+    raise refused
 
 
 _SHARE = 1 / 4  # The part of a device's memory that parameters and what is kept beside them may fill.

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from autopipe.passes.auto.choose import may_be_short
-from autopipe.passes.pipeline import Request, Runner, open_problem
+from autopipe.passes.auto.choose import may_be_short, open_problem
+from autopipe.passes.pipeline import Request, Runner
 from tests.passes.auto.models import cluster, layers
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from autopipe.ir.memo import once_each
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.constraints import ResolvedConstraint
-from autopipe.passes.batching import divisors
+from autopipe.passes.batching import climb, divisors
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.memory_check import check_least, equal_device_runs
@@ -206,43 +207,8 @@ def _unsplit(problem: Problem, mesh: Mesh, stages: Nodes) -> Placement:
     return Placement(tuple(Stage(nodes, group, size, recompute=again) for nodes, group in groups))
 
 
-Divide = Callable[[Problem, Mesh, dict[int, int]], Nodes]
-"""Divides a problem's nodes among the stages of a mesh, some nodes in stages that are asked for."""
-
 _PATIENCE_S = 10.0
 """For one integer program, where there is no time limit: one of 96 layers in 16 stages takes three on an idle core."""
-
-
-def linear_cut(problem: Problem, mesh: Mesh, settled: dict[int, int]) -> Nodes:
-    """The stages of the operators in one line, the slowest as fast as it can be."""
-    return cut_into_stages(problem, mesh.groups, settled)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LeastCrossing:
-    """Even stages between which the fewest bytes cross, once for each number of stages: samples do not change it."""
-
-    unbalance: float
-    time_limit: float | None
-    _known: dict[Hashable, Nodes | InfeasibleError] = field(default_factory=dict)
-
-    def __call__(self, problem: Problem, mesh: Mesh, settled: dict[int, int]) -> Nodes:
-        """The nodes of each stage. Raises InfeasibleError where the limit allows none, with the least that does."""
-        if len({problem.cluster.devices[group[0]] for group in mesh.groups}) > 1:
-            raise InfeasibleError("the integer program makes stages even, and their devices are of different kinds")
-        if mesh.stages == 1:
-            return (tuple(range(len(problem.graph.nodes))),)
-        key = mesh.stages, tuple(sorted(settled.items()))
-        if key not in self._known:
-            limit = _PATIENCE_S if self.time_limit is None else min(_PATIENCE_S, self.time_limit)
-            try:
-                self._known[key] = divide(problem, mesh.stages, self.unbalance, settled, limit).nodes
-            except InfeasibleError as error:
-                self._known[key] = error
-        found = self._known[key]
-        if isinstance(found, InfeasibleError):
-            raise found
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,15 +230,14 @@ class MeshTrial:
 
 @dataclass(eq=False)
 class Outer:
-    """One outer search: what it has tried, and the best of that."""
+    """One outer search: what it has looked into, and the best of that."""
 
     problem: Problem
     solver: Level
-    divisions: Sequence[Divide]
-    """Ways to divide the nodes among stages, each of which is tried."""
+    unbalance: float
     end: float | None = None
     """When to stop, by `time.monotonic`, once there is a placement."""
-    tried: list[MeshTrial] = field(default_factory=list)
+    trials: list[MeshTrial] = field(default_factory=list)
     best: MeshTrial | None = None
     undivided: dict[str, str] = field(default_factory=dict)
     """By a factorisation's name why not all ways to divide the nodes were possible; empty where they were."""
@@ -280,6 +245,7 @@ class Outer:
     def __post_init__(self) -> None:
         self.bounds = Bounds(self.problem)
         self.in_micro_batches = once_each(self._in_micro_batches)
+        self._even: dict[Hashable, Nodes | InfeasibleError] = {}
 
     def _in_micro_batches(self, count: int) -> IntraStageSearch:
         return IntraStageSearch(resized(self.problem, self.problem.batch_size // count), self.solver)
@@ -292,36 +258,20 @@ class Outer:
         self.bounds.check_memory()
         counts = sorted(self.problem.batch_size // size for size in sizes)
         estimates = {mesh: [self.bounds.estimate_s(mesh, count) for count in counts] for mesh in meshes}
-        for mesh in sorted(estimates, key=lambda each: min(estimates[each])):
-            self._walk(mesh, counts, estimates[mesh])
+        for mesh, seconds in sorted(estimates.items(), key=lambda item: min(item[1])):
+            climb(counts, seconds.index(min(seconds)), partial(self._try, mesh))
         if self.best is None:
             # Memory, if it is that somewhere, else what is said of the most promising.
-            refusals = [each.refused for each in self.tried if each.refused is not None]
+            refusals = [each.refused for each in self.trials if each.refused is not None]
             if self.problem.known_s < math.inf:
                 refusals.append(InfeasibleError(f"no step is shorter than {self.problem.known_s:.6g} s"))
             assert refusals, "there is a placement, or a reason against each"
             raise next((each for each in refusals if isinstance(each, InfeasibleError)), refusals[0])
         return self.best
 
-    def _walk(self, mesh: Mesh, counts: Sequence[int], estimates: Sequence[float]) -> None:
-        """Try numbers of micro-batches from the most promising one on, up and then down, as long as that helps."""
-        start = min(range(len(counts)), key=estimates.__getitem__)
-        first = last = self._try(mesh, counts[start])
-        for count in counts[start + 1 :]:
-            found = self._try(mesh, count)
-            # Smaller micro-batches may fit into memory where larger ones do not.
-            if found.step_s >= last.step_s and last.refused is None:
-                break
-            last = found
-        last = first
-        for count in () if isinstance(first.refused, InfeasibleError) else counts[:start][::-1]:
-            found = self._try(mesh, count)
-            if found.step_s >= last.step_s:
-                break
-            last = found
-
-    def _try(self, mesh: Mesh, count: int) -> MeshTrial:
-        """The best placement, or why there is none or it is not worth looking for."""
+    def _try(self, mesh: Mesh, count: int) -> float | None:
+        """Seconds of the best placement's step, as `climb` wants them: smaller micro-batches may fit into memory where
+        larger ones do not. Infinite where the rest of the search has nothing to gain."""
         least = self.bounds.step_s(mesh, count)
         late = self.best is not None and self.end is not None and time.monotonic() > self.end
         if late or least >= self._known_s():
@@ -333,24 +283,43 @@ class Outer:
                 found = min(divided, key=lambda each: (each.step_s, each.refused is not None))
             except REFUSALS as error:
                 found = MeshTrial(mesh, count, refused=error)
-        self.tried.append(found)
+        self.trials.append(found)
         if found.placement is not None and found.step_s < self._known_s():
             self.best = found
-        return found
+        return None if isinstance(found.refused, InfeasibleError) else found.step_s
 
     def _divided(self, inside: IntraStageSearch, mesh: Mesh) -> Iterable[Nodes]:
         """The divisions that there are, each once. Raises the first one's reason where there is none."""
         found: dict[Nodes, None] = {}
         refused: dict[str, InfeasibleError] = {}
         settled = settled_stages(inside.resolved, mesh.groups, "this number of stages")
-        for division in self.divisions:
+        for division in (cut_into_stages, self._evenly):
             try:
-                found[division(inside.problem, mesh, settled)] = None
+                found[division(inside.problem, mesh.groups, settled)] = None
             except InfeasibleError as error:
                 refused[error.message] = error
         self.undivided.setdefault(mesh.name, "; ".join(refused))
         if not found:
             raise next(iter(refused.values()))
+        return found
+
+    def _evenly(self, problem: Problem, groups: Sequence[Group], settled: dict[int, int]) -> Nodes:
+        """Even stages between which the fewest bytes cross, once for each number of stages: samples do not change it.
+        Raises InfeasibleError where `unbalance` allows none, with the least that does."""
+        if len({problem.cluster.devices[group[0]] for group in groups}) > 1:
+            raise InfeasibleError("the integer program makes stages even, and their devices are of different kinds")
+        if len(groups) == 1:
+            return (tuple(range(len(problem.graph.nodes))),)
+        key = len(groups), tuple(sorted(settled.items()))
+        if key not in self._even:
+            limit = _PATIENCE_S if problem.time_limit is None else min(_PATIENCE_S, problem.time_limit)
+            try:
+                self._even[key] = divide(problem, len(groups), self.unbalance, settled, limit).nodes
+            except InfeasibleError as error:
+                self._even[key] = error
+        found = self._even[key]
+        if isinstance(found, InfeasibleError):
+            raise found
         return found
 
     def _placed(self, inside: IntraStageSearch, mesh: Mesh, count: int, stages: Nodes) -> MeshTrial:
@@ -364,24 +333,20 @@ class Outer:
             return MeshTrial(mesh, count, least_s=least)
         skeleton = _unsplit(problem, mesh, stages)
         check_degrees(problem, inside.required, skeleton)
-        best = refused = None
+        found, refused = list[MeshTrial](), None
         try:
-            placements = inside.placements(skeleton, known_s)
+            for each in inside.placements(skeleton, known_s):
+                if busy_s(each.costs, problem.micro_batches) >= known_s:
+                    continue
+                try:
+                    seconds = quick_step_seconds(problem, each.placement, each.costs)
+                    found.append(MeshTrial(mesh, count, seconds, each.placement))
+                except InfeasibleError as error:
+                    refused = error
         except InfeasibleError as error:
             return MeshTrial(mesh, count, refused=error)
-        for each in placements:
-            if busy_s(each.costs, problem.micro_batches) >= known_s:
-                continue
-            try:
-                step_s = quick_step_seconds(problem, each.placement, each.costs)
-            except InfeasibleError as error:
-                refused = error
-                continue
-            if best is None or step_s < best.step_s:
-                best = MeshTrial(mesh, count, step_s, each.placement)
-        if best is None:
-            return MeshTrial(mesh, count, refused=refused, least_s=0.0 if refused else known_s)
-        return best
+        nothing = MeshTrial(mesh, count, refused=refused, least_s=0.0 if refused else known_s)
+        return min(found, key=lambda each: each.step_s, default=nothing)
 
     def _known_s(self) -> float:
         return self.problem.known_s if self.best is None else self.best.step_s

@@ -15,14 +15,7 @@ from autopipe.passes.analysis.constraints import required_sizes, resolved_constr
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators
 from autopipe.passes.placement.tepdist.levels import LEVELS, LevelName
-from autopipe.passes.placement.tepdist.search import (
-    LeastCrossing,
-    MeshTrial,
-    Outer,
-    constrained_meshes,
-    linear_cut,
-    meshes,
-)
+from autopipe.passes.placement.tepdist.search import MeshTrial, Outer, constrained_meshes, meshes
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.regions import check_constraints_met
 
@@ -30,27 +23,26 @@ from autopipe.passes.sharding.regions import check_constraints_met
 def search_notes(outer: Outer, best: MeshTrial) -> tuple[str, ...]:
     """A line a factorisation, the best first: its step, or what speaks against it."""
     by_mesh: dict[str, list[MeshTrial]] = {}
-    for each in outer.tried:
+    for each in sorted(outer.trials, key=lambda each: each.step_s):
         by_mesh.setdefault(each.mesh.name, []).append(each)
-    ranked = sorted(by_mesh.items(), key=lambda item: min(each.step_s for each in item[1]))
-    notes = tuple(f"{name}: {_told(tried, best)}" for name, tried in ranked)
+    notes = tuple(f"{name}: {_told(trials, best)}" for name, trials in by_mesh.items())
     reason = outer.undivided.get(best.mesh.name)
     return (*notes, f"the operators were divided in one line: {reason}") if reason else notes
 
 
-def _told(tried: list[MeshTrial], best: MeshTrial) -> str:
-    """The fastest trial of a factorisation, or why it has none."""
-    fastest = min(tried, key=lambda each: each.step_s)
+def _told(trials: list[MeshTrial], best: MeshTrial) -> str:
+    """The fastest trial of a factorisation, the first of them, or why it has none."""
+    fastest = trials[0]
     step = f"{_ms(fastest.step_s)} with {fastest.micro_batches} micro-batch{'es' * (fastest.micro_batches > 1)}"
     if fastest is best:
-        return f"{step}, the best of {len(tried)} tried"
+        return f"{step}, the best of {len(trials)} tried"
     if math.isfinite(fastest.step_s):
         return f"{step}, {fastest.step_s / best.step_s:.2f} times that"
-    beaten = [each for each in tried if each.least_s]
+    beaten = [each for each in trials if each.least_s]
     if beaten:
         why = ", left out as time was up" if any(each.late for each in beaten) else ""
         return f"{_ms(min(each.least_s for each in beaten))} at least{why}"
-    return str(next(each.refused for each in tried if each.refused)).partition("\n")[0]
+    return str(next(each.refused for each in trials if each.refused)).partition("\n")[0]
 
 
 def _ms(seconds: float) -> str:
@@ -109,8 +101,7 @@ class TePDist:
         if not found:
             raise InfeasibleError(f"no equal groups of these devices make {self.stages} stages")
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
-        divisions = linear_cut, LeastCrossing(self.unbalance, problem.time_limit)
-        outer = Outer(problem, LEVELS[self.level](problem.time_limit), divisions, end)
+        outer = Outer(problem, LEVELS[self.level](problem.time_limit), self.unbalance, end)
         best = outer.run(found, required_sizes(problem, resolved))
         assert best.placement is not None
         inside = outer.in_micro_batches(best.micro_batches)

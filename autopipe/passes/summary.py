@@ -1,0 +1,78 @@
+"""The plan that a simulated step makes: its decisions, and the figures that users compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopipe.ir.errors import CodegenError
+from autopipe.ir.placement import Placement
+from autopipe.ir.plan import Plan, Summary
+from autopipe.ir.problem import Problem
+from autopipe.ir.schedule import Schedule, StageGraph
+from autopipe.ir.timeline import Prediction, Timeline
+from autopipe.passes.analysis.operators import element_bytes
+from autopipe.passes.cost.measured import coverage
+from autopipe.passes.lower.traffic import communication_bytes
+from autopipe.passes.schedule.breakdown import breakdown
+from autopipe.passes.schedule.limits import lower_bound, quality
+
+
+def finished_plan(
+    model: Path,
+    names: tuple[str, str],
+    problem: Problem,
+    placement: Placement,
+    prediction: Prediction,
+    schedule: Schedule,
+    timeline: Timeline,
+    search_time_s: tuple[tuple[str, float], ...],
+) -> Plan:
+    """The plan of a model by the strategy and the scheduler of these `names`."""
+    cluster = problem.cluster
+    bound = lower_bound(problem, placement, prediction)
+    if schedule.proof is not None and schedule.period is None:
+        bound = max(bound, schedule.proof.lower_bound)
+    optimal, gap = quality(schedule, timeline.end, bound)
+    summary = Summary(
+        *names,
+        devices=cluster.size,
+        stages=len(placement.stages),
+        micro_batches=problem.micro_batches,
+        micro_batch_size=problem.micro_batch_size,
+        depth=StageGraph.of(problem, placement).depth,
+        step_time_s=timeline.end,
+        samples_per_s=problem.batch_size / timeline.end if timeline.end else 0.0,
+        bubble_rate=timeline.bubble_rate,
+        peak_memory_bytes=timeline.peak_memory,
+        search_time_s=search_time_s,
+        lower_bound_s=bound,
+        optimal=optimal,
+        gap=gap,
+        communication_bytes=_communication_bytes(problem, placement),
+        splits=placement.proof,
+        costs=coverage(problem),
+    )
+    return Plan(
+        model=str(model),
+        graph_digest=problem.graph.digest(),
+        mode=problem.mode.value,
+        batch_size=problem.batch_size,
+        placement=placement,
+        schedule=schedule,
+        summary=summary,
+        prediction=prediction,
+        memory_limits=tuple(map(problem.memory_of, range(cluster.size))),
+        device_names=tuple(device.name for device in cluster.devices) if cluster.groups else (),
+        breakdown=breakdown(problem, placement, schedule, prediction, timeline.end),
+    )
+
+
+def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[str, int], ...] | None:
+    """Bytes that a step's exchanges move, by kind; None where the placement cannot be executed."""
+    widths = element_bytes(problem.graph, problem.precision)
+    loss, count, shard = problem.loss if problem.train else None, problem.micro_batches, problem.optimizer.shard
+    try:
+        found = communication_bytes(problem.graph, placement, count, problem.cluster.size, loss, widths, shard)
+    except CodegenError:
+        return None
+    return tuple(found.items())
