@@ -201,7 +201,7 @@ def sample_axes(graph: Graph, layers: LayerGraph) -> tuple[int | None, ...]:
         place = layers.places.get(name)
         if place is not None and found[place.layer] is None and place.groups[places[0].dimension]:
             outer = place.groups[places[0].dimension][0]
-            axes = layers.layers[place.layer].layer.results[place.result].axes[outer]
+            axes = layers.layers[place.layer].results[place.result].axes[outer]
             found[place.layer] = axes[0] if axes else None
     for edge in layers.edges:
         if found[edge.target] is None and found[edge.source] is not None:

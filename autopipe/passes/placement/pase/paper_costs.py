@@ -9,8 +9,8 @@ are fractions of an element, as in the authors' prototype.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -70,14 +70,10 @@ def _parts(degrees: Degrees, axes: Axes) -> Degrees:
     return np.asarray(degrees[:, axes].prod(axis=1, dtype=np.int64))
 
 
-def _part(extents: Extents, degrees: Degrees, axes: Axes) -> Floats:
-    """Elements along `axes` of one device's part."""
+def _part(extents: Extents, degrees: Degrees, axes: Iterable[int] | None = None) -> Floats:
+    """Elements along `axes`, or all, of one device's part."""
+    axes = tuple(range(len(extents)) if axes is None else axes)
     return np.asarray(math.prod(extents[axis] for axis in axes) / _parts(degrees, axes))
-
-
-def _whole_part(extents: Extents, degrees: Degrees) -> Floats:
-    """T: elements of one device's part."""
-    return _part(extents, degrees, tuple(range(len(extents))))
 
 
 def _others(extents: Extents, axis: int) -> Axes:
@@ -85,7 +81,7 @@ def _others(extents: Extents, axis: int) -> Axes:
 
 
 class Cost(Protocol):
-    """The cost of one kind of layer."""
+    """The cost of one kind of layer. T are the elements of one device's part, c the parts of an axis."""
 
     def of(self, extents: Extents, degrees: Degrees) -> Floats:
         """Operations for each configuration, given the axes' extents; [configurations]."""
@@ -189,13 +185,12 @@ class Pooling:
     window: tuple[int, ...]
 
     def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        axes = tuple(range(len(extents)))
-        inner = _part(self.source, degrees, axes[self.spatial :])
-        outer = np.ones(len(degrees))
-        for axis, width in zip(axes[self.spatial :], self.window, strict=True):
+        axes = range(self.spatial, len(extents))
+        inner, outer = _part(self.source, degrees, axes), np.ones(len(degrees))
+        for axis, width in zip(axes, self.window, strict=True):
             outer *= self.source[axis] / degrees[:, axis] + np.where(degrees[:, axis] > 1, width, 0)
-        halo = (outer - inner) * _part(self.source, degrees, axes[: self.spatial])
-        return np.asarray(_whole_part(extents, degrees) + WORD_OPERATIONS * halo)
+        halo = (outer - inner) * _part(self.source, degrees, range(self.spatial))
+        return np.asarray(_part(extents, degrees) + WORD_OPERATIONS * halo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +200,7 @@ class Elementwise:
     pointwise: int = 0
 
     def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        return (1.0 + self.pointwise) * _whole_part(extents, degrees)
+        return (1.0 + self.pointwise) * _part(extents, degrees)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +210,7 @@ class Reduction:
     axes: Axes
 
     def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        return all_reduce(_whole_part(extents, degrees), _parts(degrees, self.axes))
+        return all_reduce(_part(extents, degrees), _parts(degrees, self.axes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +260,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Computation of a layer, whatever its name: equal layers have equal costs.
+    """Computation of a layer at its place in the model. Layers are equal, and have equal costs, whatever their place.
 
-    `contiguous` keeps configurations that cut the axes, taken row-major, into contiguous pieces (flattening).
+    `contiguous` keeps configurations that cut the axes, taken row-major, into contiguous pieces (flattening). `nodes`
+    of the ONNX graph are those it stands for. `aliases` are pairs of an axis and the name that its nodes have for it,
+    where no tensor tells. `inside` is the node that computes the layer on its way to a result which is another layer's.
     """
 
     axes: tuple[Axis, ...]
@@ -275,30 +272,14 @@ class Layer:
     results: tuple[Tensor, ...]
     cost: Cost
     contiguous: bool = False
+    name: str = field(default="", compare=False)
+    nodes: tuple[int, ...] = field(default=(), compare=False)
+    aliases: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    inside: int | None = field(default=None, compare=False)
 
     @property
     def extents(self) -> Extents:
         return tuple(axis.extent for axis in self.axes)
-
-    def configurations(self, devices: int, cutoff: int) -> Degrees:
-        """All configurations on at most `devices` devices; [configurations, axes]."""
-        degrees = configurations([1 if axis.whole else axis.extent for axis in self.axes], devices, cutoff)
-        return degrees[contiguous(degrees, self.extents)] if self.contiguous else degrees
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedLayer:
-    """A layer at its place in the model: its name, and the nodes of the ONNX graph that it stands for.
-
-    `aliases` are pairs of a layer's axis and the name that its nodes have for it, where no tensor tells. `inside` is
-    the node that computes the layer on its way to a result which is another layer's.
-    """
-
-    name: str
-    layer: Layer
-    nodes: tuple[int, ...]
-    aliases: tuple[tuple[str, str], ...] = ()
-    inside: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +306,7 @@ class Place:
 class LayerGraph:
     """The paper's computation graph: at most one edge between two layers, ordered as the layers are."""
 
-    layers: tuple[PlacedLayer, ...]
+    layers: tuple[Layer, ...]
     edges: tuple[LayerEdge, ...]
     places: Mapping[str, Place]
     """Of values of the ONNX graph; inputs, parameters and what costs nothing to compute have none."""
@@ -334,8 +315,7 @@ class LayerGraph:
 
     def ends(self, edge: LayerEdge) -> tuple[Tensor, Tensor]:
         """The tensor of an edge as it is written and as it is read."""
-        written = self.layers[edge.source].layer.results[edge.result]
-        return written, self.layers[edge.target].layer.operands[edge.operand]
+        return self.layers[edge.source].results[edge.result], self.layers[edge.target].operands[edge.operand]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -350,8 +330,11 @@ class PaperTables:
 def build_tables(graph: LayerGraph, devices: int) -> PaperTables:
     """The tables of `graph` on `devices` devices; equal layers share their vectors, and equal edges their matrices."""
     kinds: dict[Layer, int] = {}
-    kind_of = [kinds.setdefault(placed.layer, len(kinds)) for placed in graph.layers]
-    degrees = [layer.configurations(devices, graph.cutoff) for layer in kinds]
+    kind_of = [kinds.setdefault(layer, len(kinds)) for layer in graph.layers]
+    degrees = []
+    for layer in kinds:
+        found = configurations([1 if axis.whole else axis.extent for axis in layer.axes], devices, graph.cutoff)
+        degrees.append(found[contiguous(found, layer.extents)] if layer.contiguous else found)
     costs = [layer.cost.of(layer.extents, found) for layer, found in zip(kinds, degrees, strict=True)]
     matrices: dict[Hashable, Floats] = {}
     edges = []

@@ -11,9 +11,10 @@ the paper writes it (`bhlk,hek->ble`), and a loss over flattened positions still
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from typing import Any
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of, space_of
@@ -31,7 +32,6 @@ from autopipe.passes.placement.pase.paper_costs import (
     Movement,
     Norm,
     Place,
-    PlacedLayer,
     Pooling,
     Product,
     Recurrent,
@@ -57,9 +57,10 @@ class LayerGraphBuilder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.places: dict[str, Place] = {}
-        self.layers: list[PlacedLayer] = []
+        self.layers: list[Layer] = []
+        self.pointwise: Counter[int] = Counter()
+        """Pointwise operations that each layer stands for."""
         self._edges: dict[tuple[int, int], LayerEdge] = {}
-        self._pointwise: dict[int, int] = {}
 
     def shape_of(self, name: str) -> Extents:
         return self.graph.type_of(name).shape
@@ -70,7 +71,7 @@ class LayerGraphBuilder:
         nodes: Sequence[int],
         axes: Mapping[str, int | Extents],
         operands: Iterable[Operand],
-        results: Sequence[tuple[Words, Extents]],
+        results: Iterable[tuple[Words, Extents]],
         cost: Callable[[Indices], Cost],
         whole: Iterable[str] = (),
         aliases: tuple[tuple[str, str], ...] = (),
@@ -90,43 +91,40 @@ class LayerGraphBuilder:
                     factors[dimension[0]] = tuple(extents[each] for each in group)
         own: list[Axis] = []
         indices: dict[str, tuple[int, ...]] = {}
-        for word in axes:
-            parts = factors[word]
+        for word, parts in factors.items():
             indices[word] = tuple(range(len(own), len(own) + len(parts)))
             names = [word] if len(parts) == 1 else [f"{word}{position}" for position in range(len(parts))]
             own += [Axis(each, extent, word in whole) for each, extent in zip(names, parts, strict=True)]
-        layer = Layer(
-            tuple(own),
-            tuple(self._operand(place, words, indices, own) for place, words in placed),
-            tuple(_result(words, shape, indices, own) for words, shape in results),
-            cost(indices),
-        )
-        index = self.append(PlacedLayer(name, layer, tuple(nodes), aliases, inside), [place for place, _ in placed])
-        return tuple(Place(index, result, _groups(words, indices)) for result, (words, _) in enumerate(results))
+        read = tuple(self._operand(place, words, indices, own) for place, words in placed)
+        written = [_result(words, shape, indices, own) for words, shape in results]
+        tensors = tuple(tensor for tensor, _ in written)
+        layer = Layer(tuple(own), read, tensors, cost(indices), False, name, tuple(nodes), aliases, inside)
+        index = self.append(layer, [place for place, _ in placed])
+        return tuple(Place(index, result, groups) for result, (_, groups) in enumerate(written))
 
     def lay_node(
         self,
         index: int,
         axes: Mapping[str, int | Extents],
-        result: Words,
+        results: Iterable[Words | None],
         cost: Callable[[Indices], Cost],
-        operands: Sequence[Words] | None = None,
+        operands: Iterable[Words | None] | None = None,
         whole: Iterable[str] = (),
         aliases: tuple[tuple[str, str], ...] = (),
-    ) -> Place:
-        """Append the layer of a node, whose first result lies there, and the edges to it from its first operands.
+    ) -> None:
+        """Append the layer of a node, and the edges to it from its first operands; its first results lie there.
 
-        Where nothing is said of these it is one, with a dimension for each axis.
+        Where nothing is said of operands there is one, with a dimension for each axis.
         """
         node = self.graph.nodes[index]
-        words = (_each(axes),) if operands is None else operands
-        read = [(self.places.get(name), each) for name, each in zip(node.inputs, words, strict=False)]
-        results = [(result, self.shape_of(node.outputs[0]))]
-        (place,) = self.lay(node.name, (index,), axes, read, results, cost, whole, aliases)
-        self.places[node.outputs[0]] = place
-        return place
+        inputs = zip(node.inputs, [_each(axes)] if operands is None else operands, strict=False)
+        read = [(self.places.get(name), words) for name, words in inputs if name and words is not None]
+        made = {name: words for name, words in zip(node.outputs, results, strict=False) if words is not None}
+        shapes = [(words, self.shape_of(name)) for name, words in made.items()]
+        places = self.lay(node.name, (index,), axes, read, shapes, cost, whole, aliases)
+        self.places.update(zip(made, places, strict=True))
 
-    def append(self, layer: PlacedLayer, operands: Sequence[Place]) -> int:
+    def append(self, layer: Layer, operands: Sequence[Place]) -> int:
         """Append a layer that reads `operands`; its index. Of several edges from one layer, the last stands for all."""
         index = len(self.layers)
         self.layers.append(layer)
@@ -134,24 +132,14 @@ class LayerGraphBuilder:
             self._edges[place.layer, index] = LayerEdge(place.layer, index, place.result, operand)
         return index
 
-    def absorb(self, place: Place, node: int, layer: Layer | None = None) -> None:
-        """Let the layer at `place` stand for `node` too, which costs nothing unless `layer` takes its place."""
-        before = self.layers[place.layer]
-        self.layers[place.layer] = replace(before, layer=layer or before.layer, nodes=(*before.nodes, node))
-
-    def fuse(self, place: Place, node: int, activates: bool) -> None:
-        """Let the layer at `place` stand for a pointwise operation on its result.
-
-        Products and elementwise layers count those up to the last activation: a bias or a scale alone belongs to them.
-        """
-        layer = self.layers[place.layer].layer
-        count = self._pointwise[place.layer] = self._pointwise.get(place.layer, 0) + 1
-        if activates and isinstance(layer.cost, Product | Elementwise):
-            layer = replace(layer, cost=replace(layer.cost, pointwise=count))
-        self.absorb(place, node, layer)
+    def absorb(self, index: int, place: Place, **changes: Any) -> None:
+        """Let the layer at `place` stand for a node too, whose results lie there: it costs nothing but `changes`."""
+        node, layer = self.graph.nodes[index], self.layers[place.layer]
+        self.layers[place.layer] = replace(layer, nodes=(*layer.nodes, index), **changes)
+        self.places.update((name, place) for name in node.outputs if name)
 
     def tensor(self, place: Place) -> Tensor:
-        return self.layers[place.layer].layer.results[place.result]
+        return self.layers[place.layer].results[place.result]
 
     def finished(self, cutoff: int) -> LayerGraph:
         edges = tuple(self._edges[pair] for pair in sorted(self._edges))
@@ -171,19 +159,20 @@ class LayerGraphBuilder:
         return Tensor(source, tuple(axes))
 
 
-def _result(words: Words, shape: Extents, indices: Indices, own: Sequence[Axis]) -> Tensor:
-    """A result with a dimension for each axis that indexes it, and one for each dimension that none does."""
+def _result(words: Words, shape: Extents, indices: Indices, own: Sequence[Axis]) -> tuple[Tensor, Groups]:
+    """A result with a dimension for each axis that indexes it, and one for each dimension that none does.
+
+    And for each dimension as words have it those that it became.
+    """
     found: list[tuple[int, tuple[int, ...]]] = []
+    groups: list[tuple[int, ...]] = []
     for dimension, extent in zip(words, shape, strict=True):
-        cuts = [axis for word in dimension for axis in indices[word]]
-        found += [(own[axis].extent, (axis,)) for axis in cuts] if cuts else [(extent, ())]
-    return Tensor(tuple(extent for extent, _ in found), tuple(axes for _, axes in found))
-
-
-def _groups(words: Words, indices: Indices) -> Groups:
-    """For each dimension of a result as words have it, its dimensions as `_result` has them."""
-    counts = [max(1, sum(len(indices[word]) for word in dimension)) for dimension in words]
-    return tuple(tuple(range(start, stop)) for start, stop in pairwise(accumulate(counts, initial=0)))
+        cuts: list[tuple[int, tuple[int, ...]]] = [
+            (own[axis].extent, (axis,)) for word in dimension for axis in indices[word]
+        ] or [(extent, ())]
+        groups.append(tuple(range(len(found), len(found) + len(cuts))))
+        found += cuts
+    return Tensor(tuple(extent for extent, _ in found), tuple(axes for _, axes in found)), tuple(groups)
 
 
 def _each(names: Iterable[str]) -> Words:
@@ -229,11 +218,16 @@ def pointwise(draft: LayerGraphBuilder, index: int) -> None:
         by_space(draft, index)
         return
     (place,) = places
+    layer = draft.layers[place.layer]
     if node.op in RENAMINGS:
-        draft.absorb(place, index)
-    else:
-        draft.fuse(place, index, activates=not free)
-    draft.places.update((name, place) for name in node.outputs if name)
+        draft.absorb(index, place)
+        return
+    # Products and elementwise layers count operations up to the last activation: a bias or scale alone belongs to them.
+    draft.pointwise[place.layer] += 1
+    cost = layer.cost
+    if not free and isinstance(cost, Product | Elementwise):
+        cost = replace(cost, pointwise=draft.pointwise[place.layer])
+    draft.absorb(index, place, cost=cost)
 
 
 def transpose(draft: LayerGraphBuilder, index: int) -> None:
@@ -241,8 +235,7 @@ def transpose(draft: LayerGraphBuilder, index: int) -> None:
     node = draft.graph.nodes[index]
     place = draft.places[node.inputs[0]]
     order = node.integers("perm", tuple(range(len(place.groups)))[::-1])
-    draft.absorb(place, index)
-    draft.places[node.outputs[0]] = replace(place, groups=tuple(place.groups[axis] for axis in order))
+    draft.absorb(index, replace(place, groups=tuple(place.groups[axis] for axis in order)))
 
 
 def by_space(draft: LayerGraphBuilder, index: int) -> None:
@@ -251,74 +244,49 @@ def by_space(draft: LayerGraphBuilder, index: int) -> None:
     row = operator_of(node)
     assert row is not None, f"{node.op} has no row"
     if node.op in RENAMINGS and node.inputs[0] in draft.places:
-        place = draft.places[node.outputs[0]] = draft.places[node.inputs[0]]
-        draft.absorb(place, index)
+        draft.absorb(index, draft.places[node.inputs[0]])
         return
     space = space_of(draft.graph, node)
-    inputs = zip(node.inputs, space.operands, strict=True)
-    operands = [(draft.places.get(name), words) for name, words in inputs if name and words is not None]
-    results = {name: words for name, words in zip(node.outputs, space.results, strict=True) if words is not None}
     sums = (AxisKind.SUM, AxisKind.MEAN)
     reduced = [axis.name for axis in space.axes if row.kind == "reduction" and axis.kind in sums]
+    whole = {a.name for a in space.axes if a.kind is not AxisKind.PARALLEL and a.name not in reduced}
 
     def cost(indices: Indices) -> Cost:
         if row.kind == "reduction":
             return Reduction(tuple(axis for word in reduced for axis in indices[word]))
         return Movement() if row.kind in ("view", "memory") else Elementwise()
 
-    whole = {a.name for a in space.axes if a.kind is not AxisKind.PARALLEL and a.name not in reduced}
-    shapes = [(words, draft.shape_of(name)) for name, words in results.items()]
-    places = draft.lay(node.name, (index,), space.extents(), operands, shapes, cost, whole)
-    draft.places.update(zip(results, places, strict=True))
+    draft.lay_node(index, space.extents(), space.results, cost, space.operands, whole)
 
 
 def reshape(draft: LayerGraphBuilder, index: int) -> None:
     """Reshape, Flatten, Squeeze and Unsqueeze.
 
     What only adds or drops dimensions of extent one, puts the rows of a matrix one after the other, or merges axes of a
-    product (heads) drops out. Anything else has to flatten the tensor first.
+    product (heads) drops out. Anything else has to flatten the tensor first, cut into contiguous pieces on both sides.
     """
     node = draft.graph.nodes[index]
-    place = draft.places[node.inputs[0]]
-    shape = draft.shape_of(node.outputs[0])
-    groups = _dropped_out(draft, place, shape)
+    place, shape = draft.places[node.inputs[0]], draft.shape_of(node.outputs[0])
+    source = draft.tensor(place).extents
+    order = [dimension for group in place.groups for dimension in group]
+    extents = [source[dimension] for dimension in order]
+    groups = regrouped(extents, shape)
     if groups is not None:
-        draft.absorb(place, index)
-        draft.places[node.outputs[0]] = replace(place, groups=groups)
-    else:
-        draft.places[node.outputs[0]] = _flattened(draft, index, place, shape)
-
-
-def _dropped_out(draft: LayerGraphBuilder, place: Place, shape: Extents) -> Groups | None:
-    """Dimensions that make up each dimension of `shape`, where the reshape is no more than that."""
-    order = [dimension for group in place.groups for dimension in group]
-    extents = draft.tensor(place).extents
-    groups = regrouped([extents[dimension] for dimension in order], shape)
-    if groups is None:
-        return None
-    merged = [group for group in groups if len(group) > 1]
-    only_rows = all(group != groups[-1] for group in merged)
-    if merged and not only_rows and not isinstance(draft.layers[place.layer].layer.cost, Product):
-        return None
-    return tuple(tuple(order[position] for position in group) for group in groups)
-
-
-def _flattened(draft: LayerGraphBuilder, index: int, place: Place, shape: Extents) -> Place:
-    """The tensor flattened and given its new dimensions, cut into contiguous pieces on both sides."""
-    name, source = draft.graph.nodes[index].name, draft.tensor(place).extents
-    order = [dimension for group in place.groups for dimension in group]
+        only_rows = all(group != groups[-1] for group in groups if len(group) > 1)
+        if only_rows or isinstance(draft.layers[place.layer].cost, Product):
+            merged = tuple(tuple(order[position] for position in group) for group in groups)
+            draft.absorb(index, replace(place, groups=merged))
+            return
+    before, after = (
+        tuple(Axis(f"d{position}", extent) for position, extent in enumerate(each)) for each in (extents, shape)
+    )
     read = tuple((order.index(each),) if each in order else () for each in range(len(source)))
     written = tuple((position,) for position in range(len(shape)))
-    before, after = (
-        tuple(Axis(f"d{position}", extent) for position, extent in enumerate(extents))
-        for extents in ([source[dimension] for dimension in order], shape)
-    )
     flat, opened = (Tensor((math.prod(shape),), (tuple(range(len(axes))),)) for axes in (before, after))
-    ravel = Layer(before, (Tensor(source, read),), (flat,), Movement(), contiguous=True)
-    unravel = Layer(after, (opened,), (Tensor(shape, written),), Movement(), contiguous=True)
-    first = draft.append(PlacedLayer(f"{name}/ravel", ravel, ()), (place,))
-    last = draft.append(PlacedLayer(name, unravel, (index,)), (Place(first, 0, ((0,),)),))
-    return Place(last, 0, written)
+    ravel = Layer(before, (Tensor(source, read),), (flat,), Movement(), True, f"{node.name}/ravel")
+    unravel = Layer(after, (opened,), (Tensor(shape, written),), Movement(), True, node.name, (index,))
+    first = draft.append(ravel, (place,))
+    draft.places[node.outputs[0]] = Place(draft.append(unravel, (Place(first, 0, ((0,),)),)), 0, written)
 
 
 # Products: each becomes a tile of a matrix product over groups of axes.
@@ -327,17 +295,18 @@ def _flattened(draft: LayerGraphBuilder, index: int, place: Place, shape: Extent
 def product_of(left: Words, right: Words, result: Words) -> Callable[[Indices], Cost]:
     """The tile of a product whose factors and result are indexed by these axes."""
     first, second, written = ({word for words in tensor for word in words} for tensor in (left, right, result))
+    groups = (
+        first & second & written,
+        (first & written) - second,
+        (second & written) - first,
+        (first | second) - written,
+    )
 
     def cost(indices: Indices) -> Cost:
-        def group(words: set[str]) -> tuple[int, ...]:
-            return tuple(axis for word in indices if word in words for axis in indices[word])
-
-        return Product(
-            batch=group(first & second & written),
-            rows=group((first & written) - second),
-            columns=group((second & written) - first),
-            summed=group((first | second) - written),
+        batch, rows, columns, summed = (
+            tuple(axis for word in indices if word in words for axis in indices[word]) for words in groups
         )
+        return Product(batch, rows, columns, summed)
 
     return cost
 
@@ -358,7 +327,7 @@ def multiply(draft: LayerGraphBuilder, index: int) -> None:
     axes: dict[str, int | Extents] = {word: space.axis(word).extent for word in order}
     if node.op != "Einsum" and (columns := divided_columns(draft.graph, index)):
         axes["n"] = columns
-    draft.lay_node(index, axes, result, product_of(left, right, result), (left, right))
+    draft.lay_node(index, axes, [result], product_of(left, right, result), (left, right))
 
 
 def divided_columns(graph: Graph, index: int) -> Extents:
@@ -393,7 +362,7 @@ def embed(draft: LayerGraphBuilder, index: int) -> None:
     rows = {f"i{position}": extent for position, extent in enumerate(indices)}
     result = _each([*rows, "e"])
     cost = product_of(_each([*rows, "v"]), _each("ve"), result)
-    draft.lay_node(index, {**rows, "e": table[1], "v": table[0]}, result, cost, (), aliases=(("v", "d0"),))
+    draft.lay_node(index, {**rows, "e": table[1], "v": table[0]}, [result], cost, (), aliases=(("v", "d0"),))
 
 
 # Attention as the paper has it: one product for queries, keys and values, two products and a softmax between them.
@@ -454,18 +423,17 @@ def attend(draft: LayerGraphBuilder, index: int, projected: Projections | None) 
     extents = dict(zip("bhlk", queries, strict=True)) | {"m": keys[2]}
 
     def lay(
-        name: str, order: str, operands: Sequence[Operand], result: Words, cost: Callable[[Indices], Cost]
+        part: str, order: str, operands: Sequence[Operand], result: Words, cost: Callable[[Indices], Cost]
     ) -> Place:
         axes = {axis: extents[axis] for axis in order}
-        shape = tuple(extents[axis] for (axis,) in result)
-        inside = None if name == node.name else index
-        nodes = (index,) if name == node.name else ()
-        return draft.lay(name, nodes, axes, operands, [(result, shape)], cost, inside=inside)[0]
+        results = [(result, tuple(extents[axis] for (axis,) in result))]
+        nodes, inside = ((), index) if part else ((index,), None)
+        return draft.lay(f"{node.name}{part}", nodes, axes, operands, results, cost, inside=inside)[0]
 
-    products = product_of(HEADS, KEYS, SCORES), product_of(SCORES, KEYS, HEADS)
-    scores = lay(f"{node.name}/scores", "bhlmk", ((read[0], HEADS), (read[1], KEYS)), SCORES, products[0])
-    weights = lay(f"{node.name}/softmax", "bhlm", ((scores, SCORES),), SCORES, lambda found: Softmax(found["m"][0]))
-    draft.places[node.outputs[0]] = lay(node.name, "bhlkm", ((weights, SCORES), (read[2], KEYS)), HEADS, products[1])
+    first, second = product_of(HEADS, KEYS, SCORES), product_of(SCORES, KEYS, HEADS)
+    scores = lay("/scores", "bhlmk", ((read[0], HEADS), (read[1], KEYS)), SCORES, first)
+    weights = lay("/softmax", "bhlm", ((scores, SCORES),), SCORES, lambda found: Softmax(found["m"][0]))
+    draft.places[node.outputs[0]] = lay("", "bhlkm", ((weights, SCORES), (read[2], KEYS)), HEADS, second)
 
 
 def _project(draft: LayerGraphBuilder, name: str, projected: Projections, shape: Extents) -> tuple[Place, ...]:
@@ -515,46 +483,44 @@ def convolve(draft: LayerGraphBuilder, index: int) -> None:
     rank = len(weight) - 2
     spatial, kernel = SPATIAL[:rank], KERNEL[:rank]
     extents = (result[0], weight[1], *result[2:], *weight[2:], weight[0])
+    axes = dict(zip(f"bc{spatial}{kernel}n", extents, strict=True))
     channels = ("c",) if node.integer("group", 1) == 1 else ()
     uncut: Words = ((),) * rank
-
-    def cost(found: Indices) -> Cost:
-        rows, summed = (
-            tuple(axis for word in words for axis in found[word]) for words in ("b" + spatial, "c" + kernel)
-        )
-        return Product(batch=(), rows=rows, columns=found["n"], summed=summed)
-
-    axes = dict(zip(f"bc{spatial}{kernel}n", extents, strict=True))
-    draft.lay_node(index, axes, (("b",), ("n",), *uncut), cost, ((("b",), channels, *uncut),), whole=spatial)
+    cost = product_of(_each(f"b{spatial}c{kernel}"), _each(f"c{kernel}n"), _each(f"b{spatial}n"))
+    draft.lay_node(index, axes, [(("b",), ("n",), *uncut)], cost, [(("b",), channels, *uncut)], whole=spatial)
 
 
 def over_image(draft: LayerGraphBuilder, index: int) -> None:
-    """A window moved over an image, of whose result every axis may be cut, or a batch normalisation.
+    """A window moved over an image, of whose result every axis may be cut; a batch normalisation; or a spatial mean.
 
-    For the paper that is a norm over the batch, whatever statistics the model uses.
+    A batch normalisation is for the paper a norm over the batch, whatever statistics the model uses.
     """
     node = draft.graph.nodes[index]
     source, result = draft.shape_of(node.inputs[0]), draft.shape_of(node.outputs[0])
-    names = f"bc{SPATIAL}"[: len(result)]
+    spatial = tuple(range(2, len(source)))
 
     def cost(found: Indices) -> Cost:
-        if node.op == "BatchNormalization":
-            return Norm(found["b"][0])
+        match node.op:
+            case "BatchNormalization":
+                return Norm(found["b"][0])
+            case "GlobalAveragePool":
+                return Reduction(spatial)
         return Pooling(2, source, node.integers("kernel_shape"))
 
-    draft.lay_node(index, dict(zip(names, result, strict=True)), _each(names), cost)
-
-
-def mean_image(draft: LayerGraphBuilder, index: int) -> None:
-    """GlobalAveragePool: a mean over all spatial axes."""
-    source = draft.shape_of(draft.graph.nodes[index].inputs[0])
-    names = f"bc{SPATIAL}"[: len(source)]
-    spatial = tuple(range(2, len(source)))
-    written: Words = (("b",), ("c",), *((),) * len(spatial))
-    draft.lay_node(index, dict(zip(names, source, strict=True)), written, lambda _: Reduction(spatial))
+    averaged = node.op == "GlobalAveragePool"
+    axes = dict(zip(f"bc{SPATIAL}", source if averaged else result, strict=False))
+    written: Words = (("b",), ("c",), *((),) * len(spatial)) if averaged else _each(axes)
+    draft.lay_node(index, axes, [written], cost)
 
 
 # Layers that work along one axis of every row, and stacked LSTMs.
+
+ALONG: Mapping[str, tuple[int, Callable[[int], Cost]]] = {
+    "LayerNormalization": (-1, Norm),
+    "RMSNormalization": (-1, Norm),
+    "SoftmaxCrossEntropyLoss": (1, CrossEntropy),
+}
+"""The axis and the cost along it of operators other than softmaxes, which say themselves."""
 
 
 def along_rows(draft: LayerGraphBuilder, index: int) -> None:
@@ -563,17 +529,12 @@ def along_rows(draft: LayerGraphBuilder, index: int) -> None:
     A layer over every axis of the first operand, with special costs along one.
     """
     node = draft.graph.nodes[index]
-    special: dict[str, tuple[int, Callable[[int], Cost]]] = {
-        "LayerNormalization": (-1, Norm),
-        "RMSNormalization": (-1, Norm),
-        "SoftmaxCrossEntropyLoss": (1, CrossEntropy),
-    }
-    axis, kind = special.get(node.op, (node.integer("axis", -1), Softmax))
+    axis, kind = ALONG.get(node.op) or (node.integer("axis", -1), Softmax)
     shape, result = draft.shape_of(node.inputs[0]), draft.shape_of(node.outputs[0])
-    names = [f"d{position}" for position in range(len(shape))]
-    written: Words = _each(names) if result == shape else ((),) * len(result)
-    axes = dict(zip(names, shape, strict=True))
-    draft.lay_node(index, axes, written, lambda found: kind(found[names[axis]][-1]))
+    axes = {f"d{position}": extent for position, extent in enumerate(shape)}
+    special = list(axes)[axis]
+    written: Words = _each(axes) if result == shape else ((),) * len(result)
+    draft.lay_node(index, axes, [written], lambda found: kind(found[special][-1]))
 
 
 def recur(draft: LayerGraphBuilder, index: int) -> None:
@@ -586,22 +547,22 @@ def recur(draft: LayerGraphBuilder, index: int) -> None:
     inputs = draft.shape_of(node.inputs[0])[-1]
     place = draft.places.get(node.inputs[0])
     if place is not None and _joins(draft, place, inputs, units):
-        layer = draft.layers[place.layer].layer
-        stacked = replace(layer.axes[0], extent=layer.axes[0].extent + 1)
-        draft.absorb(place, index, replace(layer, axes=(stacked, *layer.axes[1:])))
-        place = draft.places[node.outputs[0]] = Place(place.layer, 0, ((0,), (1,), (2,), (3,)))
+        first, *others = draft.layers[place.layer].axes
+        axes = (replace(first, extent=first.extent + 1), *others)
+        draft.absorb(index, Place(place.layer, 0, ((0,), (1,), (2,), (3,))), axes=axes)
     else:
-        axes = {"l": 1, "s": steps, "b": batch, "n": units, "k": inputs}
+        extents = {"l": 1, "s": steps, "b": batch, "n": units, "k": inputs}
         written: Words = (("s",), (), ("b",), ("n",))
-        place = draft.lay_node(index, axes, written, lambda _: Recurrent(), (_each("sbk"),), whole="s")
+        draft.lay_node(index, extents, [written], lambda _: Recurrent(), [_each("sbk")], whole="s")
     # The states are the last step of the result.
+    place = draft.places[node.outputs[0]]
     last = replace(place, groups=place.groups[1:])
     draft.places.update((name, last) for name in node.outputs[1:] if name)
 
 
 def _joins(draft: LayerGraphBuilder, place: Place, inputs: int, units: int) -> bool:
     """True if what is read is the whole result, as it was written, of an LSTM of as many units."""
-    layer = draft.layers[place.layer].layer
+    layer = draft.layers[place.layer]
     read = tuple(dimension for group in place.groups for dimension in group if dimension != 1)
     return isinstance(layer.cost, Recurrent) and read == (0, 2, 3) and inputs == units == layer.extents[3]
 
@@ -614,7 +575,7 @@ RULES: Mapping[str, Callable[[LayerGraphBuilder, int], None]] = {
     "Flatten": reshape,
     "Gather": embed,
     "Gemm": multiply,
-    "GlobalAveragePool": mean_image,
+    "GlobalAveragePool": over_image,
     "LSTM": recur,
     "LayerNormalization": along_rows,
     "LogSoftmax": along_rows,
@@ -650,10 +611,7 @@ def layer_graph(graph: Graph) -> LayerGraph:
         row = operator_of(node)
         if node.op == "Attention":
             attend(draft, index, attentions.get(index))
-        elif node.op in RULES:
-            RULES[node.op](draft, index)
-        elif row is not None and row.kind == "elementwise":
-            pointwise(draft, index)
         else:
-            by_space(draft, index)
+            other = pointwise if row is not None and row.kind == "elementwise" else by_space
+            RULES.get(node.op, other)(draft, index)
     return draft.finished(4 if any(node.op == "Conv" for node in graph.nodes) else 1)

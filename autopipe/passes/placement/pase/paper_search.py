@@ -35,8 +35,8 @@ class PaperStrategy:
     def splits(self) -> dict[str, dict[str, int]]:
         """Parts of each axis by its name, of each layer by its name, as the paper's Table II prints them."""
         return {
-            placed.name: {axis.name: degree for axis, degree in zip(placed.layer.axes, degrees, strict=True)}
-            for placed, degrees in zip(self.graph.layers, self.degrees, strict=True)
+            layer.name: {axis.name: degree for axis, degree in zip(layer.axes, degrees, strict=True)}
+            for layer, degrees in zip(self.graph.layers, self.degrees, strict=True)
         }
 
 
@@ -61,23 +61,23 @@ def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
     """
     layers, count = strategy.graph.layers, problem.cluster.size
     splits: dict[int, list[Split]] = {}
-    for index, (placed, degrees) in enumerate(zip(layers, strategy.degrees, strict=True)):
+    for index, (layer, degrees) in enumerate(zip(layers, strategy.degrees, strict=True)):
         parts = math.prod(degrees)
         if count % parts:
             raise InfeasibleError(
-                f"the best strategy of the paper's model cuts {placed.name} into {parts} parts, which do not share out "
+                f"the best strategy of the paper's model cuts {layer.name} into {parts} parts, which do not share out "
                 f"{count} devices",
                 hint="choose a power of two of devices, or search_space: executable",
             )
         splits |= _layer_splits(problem.graph, strategy.graph, index, degrees)
     # Splits inside of a node that differ from those of the layer that gives the node's result.
     named = strategy.splits()
-    outer = {node: placed.name for placed in layers for node in placed.nodes}
-    for placed in layers:
-        if placed.inside is not None:
-            given, part = named[outer[placed.inside]], placed.name.rpartition("/")[2]
-            cuts = {axis: degree for axis, degree in named[placed.name].items() if degree not in (1, given.get(axis))}
-            splits[placed.inside] += (Split(f"{part}.{axis}", degree) for axis, degree in cuts.items())
+    outer = {node: layer.name for layer in layers for node in layer.nodes}
+    for layer in layers:
+        if layer.inside is not None:
+            given, part = named[outer[layer.inside]], layer.name.rpartition("/")[2]
+            cuts = {axis: degree for axis, degree in named[layer.name].items() if degree not in (1, given.get(axis))}
+            splits[layer.inside] += (Split(f"{part}.{axis}", degree) for axis, degree in cuts.items())
     nodes = tuple(range(len(problem.graph.nodes)))
     cut = tuple((node, tuple(found)) for node, found in sorted(splits.items()) if found)
     return Placement((Stage(nodes, tuple(range(count)), problem.micro_batch_size, cut),))
@@ -85,20 +85,20 @@ def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
 
 def _layer_splits(graph: Graph, layers: LayerGraph, index: int, degrees: Sequence[int]) -> dict[int, list[Split]]:
     """The splits of a layer's nodes; those that none of them can have go to the first."""
-    placed = layers.layers[index]
+    layer = layers.layers[index]
     unknown = {axis for axis, degree in enumerate(degrees) if degree > 1}
     found: dict[int, list[Split]] = {}
-    for node in placed.nodes:
+    for node in layer.nodes:
         own = found[node] = []
         for name, axes in sorted(_node_axes(graph, layers, index, node).items(), key=lambda each: each[1]):
             # Cutting all of `axes` must cut the dimension that they make up into contiguous pieces.
             last = max((place for place, axis in enumerate(axes) if degrees[axis] > 1), default=0)
-            if all(degrees[axis] == placed.layer.axes[axis].extent for axis in axes[:last]):
+            if all(degrees[axis] == layer.axes[axis].extent for axis in axes[:last]):
                 unknown -= set(axes)
                 if (degree := math.prod(degrees[axis] for axis in axes)) > 1:
                     own.append(Split(name, degree))
-    if placed.nodes:
-        found[placed.nodes[0]] += (Split(placed.layer.axes[axis].name, degrees[axis]) for axis in sorted(unknown))
+    if layer.nodes:
+        found[layer.nodes[0]] += (Split(layer.axes[axis].name, degrees[axis]) for axis in sorted(unknown))
     return found
 
 
@@ -107,7 +107,7 @@ def _node_axes(graph: Graph, layers: LayerGraph, index: int, node: int) -> dict[
 
     They are found by the dimensions of tensors that both know: of axes merged in one, only one may be longer than one.
     """
-    placed, operator = layers.layers[index], graph.nodes[node]
+    layer, operator = layers.layers[index], graph.nodes[node]
     space = space_of(graph, operator)
     extents = space.extents()
     reading = {(edge.source, edge.result): edge.operand for edge in layers.edges if edge.target == index}
@@ -118,9 +118,9 @@ def _node_axes(graph: Graph, layers: LayerGraph, index: int, node: int) -> dict[
         if tensor is None or place is None:
             continue
         if place.layer == index:
-            axes = placed.layer.results[place.result].axes
+            axes = layer.results[place.result].axes
         elif number >= len(outputs) and (place.layer, place.result) in reading:
-            axes = placed.layer.operands[reading[place.layer, place.result]].axes
+            axes = layer.operands[reading[place.layer, place.result]].axes
         else:
             continue
         for dimension, group in zip(tensor, place.groups, strict=True):
@@ -130,8 +130,8 @@ def _node_axes(graph: Graph, layers: LayerGraph, index: int, node: int) -> dict[
                 known.setdefault(long[0], cuts)
     row = operator_of(operator)
     if row is not None and row.kind != "view":
-        position = {axis.name: place for place, axis in enumerate(placed.layer.axes)}
-        for name, own in placed.aliases:
-            if extents.get(own) == placed.layer.axes[position[name]].extent:
+        position = {axis.name: place for place, axis in enumerate(layer.axes)}
+        for name, own in layer.aliases:
+            if extents.get(own) == layer.axes[position[name]].extent:
                 known.setdefault(own, (position[name],))
     return known

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -27,7 +26,6 @@ from autopipe.passes.placement.pase.paper_search import find_strategy, placement
 from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_degrees, settled_stages
-from autopipe.passes.sharding.reshard_tables import Floats
 from autopipe.passes.sharding.search import Exact, Solver, Tables, split_stages
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeError, eliminate
 from autopipe.passes.solvers.min_sum.metropolis import walk
@@ -49,11 +47,9 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     resolved = resolved_constraints(problem)
     required = required_splits(resolved, sample_axes(problem.graph))
     groups = _groups(problem, resolved, count)
-    nodes = cut_into_stages(problem, groups, settled_stages(resolved, groups, "pase"))
     size, again = problem.micro_batch_size, problem.recomputes_all
-    placement = Placement(
-        tuple(Stage(own, group, size, recompute=again) for own, group in zip(nodes, groups, strict=True))
-    )
+    cut = zip(cut_into_stages(problem, groups, settled_stages(resolved, groups, "pase")), groups, strict=True)
+    placement = Placement(tuple(Stage(nodes, group, size, recompute=again) for nodes, group in cut))
     check_degrees(problem, required, placement)
     check_kinds(problem, placement)
     found = split_stages(problem, placement, required, solver, overlap)
@@ -63,7 +59,8 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
 def _groups(problem: Problem, resolved: Sequence[ResolvedConstraint], count: int) -> list[tuple[int, ...]]:
     """The devices of each stage: equal groups in order; those asked for where there is one stage."""
     size = problem.cluster.size
-    if size % count:
+    width, rest = divmod(size, count)
+    if rest:
         raise ConfigurationError(
             f"{size} devices cannot be shared equally by {count} stages",
             hint="the number of stages must divide that of devices",
@@ -71,13 +68,13 @@ def _groups(problem: Problem, resolved: Sequence[ResolvedConstraint], count: int
         )
     asked = [each for each in resolved if each.devices is not None]
     if count > 1 or not asked:
-        return [tuple(range(start, start + size // count)) for start in range(0, size, size // count)]
-    other = next((each for each in asked if each.devices != asked[0].devices), None)
-    if other is not None:
-        raise ConfigurationError(
-            f"{asked[0]} and {other} ask for different devices, and there is one stage",
-            hint="ask for several stages (strategy.stages), or let pase choose",
-        )
+        return [tuple(range(start, start + width)) for start in range(0, size, width)]
+    for other in asked:
+        if other.devices != asked[0].devices:
+            raise ConfigurationError(
+                f"{asked[0]} and {other} ask for different devices, and there is one stage",
+                hint="ask for several stages (strategy.stages), or let pase choose",
+            )
     return [asked[0].devices or ()]
 
 
@@ -95,13 +92,21 @@ def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> A
     backward, which hides it. As max(0, G - B) is at least w (G - B) for any w from 0 to 1, a search with that in its
     place bounds the step from below; w is moved to where G and B are even (Lagrangian relaxation).
     """
+    # Equal costs are shared, so that what is weighed once is, too.
+    triples = list(zip(tables.model.costs, tables.gradients, tables.backwards, strict=True))
+    keys = [(id(costs), id(gradients), id(backward)) for costs, gradients, backward in triples]
+    distinct = dict(zip(keys, triples, strict=True))
     best: Assignment | None = None
-    bound = 0.0
-    low, high, weight = 0.0, 1.0, 0.0
+    bound = low = weight = 0.0
+    high = 1.0
     for _ in range(_ROUNDS):
-        answer = solve(replace(tables.model, costs=_weighed(tables, weight)))
-        each = zip(tables.gradients, tables.backwards, answer.choice, strict=True)
-        beyond = float(np.sum([gradients[number] - backward[number] for gradients, backward, number in each]))
+        weighed = {
+            key: costs - (1 - weight) * gradients - weight * backward
+            for key, (costs, gradients, backward) in distinct.items()
+        }
+        answer = solve(replace(tables.model, costs=tuple(weighed[key] for key in keys)))
+        chosen = zip(triples, answer.choice, strict=True)
+        beyond = float(np.sum([gradients[number] - backward[number] for (_, gradients, backward), number in chosen]))
         bound = max(bound, float(answer.bound))
         cost = float(answer.cost) - weight * beyond + max(0.0, beyond)
         if best is None or cost < best.cost:
@@ -114,16 +119,12 @@ def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> A
     return replace(best, bound=min(bound, best.cost), proven=best.proven and best.cost - bound <= _CLOSE * best.cost)
 
 
-def _weighed(tables: Tables, weight: float) -> tuple[Floats, ...]:
-    """The model's costs with `weight` times (G - B) in place of G; equal ones are shared."""
-    known: dict[tuple[int, int, int], Floats] = {}
-    found = []
-    for costs, gradients, backward in zip(tables.model.costs, tables.gradients, tables.backwards, strict=True):
-        key = id(costs), id(gradients), id(backward)
-        if key not in known:
-            known[key] = costs - (1 - weight) * gradients - weight * backward
-        found.append(known[key])
-    return tuple(found)
+def eliminated(model: MinSum, ordering: str, hint: str, who: str = "", where: str = "") -> Assignment:
+    """The answer of the paper's dynamic programming. Raises InfeasibleError, with their size, for tables too large."""
+    try:
+        return eliminate(model, ordering)
+    except TableTooLargeError as error:
+        raise InfeasibleError(f"{who}{error.message.partition(';')[0]}", hint=hint, where=where) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +200,7 @@ class Pase:
         """The answer of the chosen solver, within `limit` bytes."""
         if self.solver == "exact":
             return exact.solved(model, limit)
-        try:
-            answer = eliminate(model, self.ordering)
-        except TableTooLargeError as error:
-            size = error.message.partition(";")[0]
-            raise InfeasibleError(size, hint="take another ordering, or solver: exact", where="strategy") from error
+        answer = eliminated(model, self.ordering, "take another ordering, or solver: exact", where="strategy")
         # It knows no limit: whether its answer keeps one is found afterwards.
         return replace(answer, fits=limit is None or answer.memory <= limit)
 
@@ -236,18 +233,14 @@ class BreadthFirst(_OneStage):
         """Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where tables are too
         large, with their size, or memory does not hold what is found.
         """
-        return in_stages(problem, 1, self._eliminated)
 
-    def _eliminated(self, tables: Tables, limit: float | None) -> Assignment:
-        if limit is not None:
-            raise InfeasibleError("breadth_first knows no memory limit", hint="take strategy pase")
-        try:
-            return eliminate(tables.model, ordering="breadth_first")
-        except TableTooLargeError as error:
-            size = error.message.partition(";")[0]
-            raise InfeasibleError(
-                f"breadth_first cannot search this model: {size}", hint="strategy pase finds the same with less"
-            ) from error
+        def solver(tables: Tables, limit: float | None) -> Assignment:
+            if limit is not None:
+                raise InfeasibleError("breadth_first knows no memory limit", hint="take strategy pase")
+            hint, who = "strategy pase finds the same with less", "breadth_first cannot search this model: "
+            return eliminated(tables.model, "breadth_first", hint, who)
+
+        return in_stages(problem, 1, solver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,20 +269,21 @@ class Mcmc(_OneStage):
         """Raises ConfigurationError for constraints that cannot be followed, InfeasibleError where nothing that the
         walk met fits into memory.
         """
-        return replace(in_stages(problem, 1, partial(self._walk, problem)), proof=None)
 
-    def _walk(self, problem: Problem, tables: Tables, limit: float | None) -> Assignment:
-        # Variables beyond the nodes follow their neighbours (`Tables`).
-        followers = len(tables.model.costs) - len(tables.nodes)
-        return walk(
-            tables.model,
-            [*_data_parallel(problem, tables), *[0] * followers],
-            iterations=self.iterations,
-            temperature=self.temperature,
-            seed=problem.seed,
-            followers=followers,
-            memory_limit=limit,
-        )
+        def walked(tables: Tables, limit: float | None) -> Assignment:
+            # Variables beyond the nodes follow their neighbours (`Tables`).
+            followers = len(tables.model.costs) - len(tables.nodes)
+            return walk(
+                tables.model,
+                [*_data_parallel(problem, tables), *[0] * followers],
+                iterations=self.iterations,
+                temperature=self.temperature,
+                seed=problem.seed,
+                followers=followers,
+                memory_limit=limit,
+            )
+
+        return replace(in_stages(problem, 1, walked), proof=None)
 
 
 def _data_parallel(problem: Problem, tables: Tables) -> list[int]:

@@ -47,7 +47,7 @@ def problem_of(graph: Graph, devices: int) -> Problem:
 def cost_of(graph: LayerGraph, degrees: Sequence[tuple[int, ...]]) -> float:
     """Cost of a strategy, in the searched space or not."""
     rows = [np.array([each], dtype=np.int64) for each in degrees]
-    layers = [placed.layer for placed in graph.layers]
+    layers = graph.layers
     total = sum(float(layer.cost.of(layer.extents, row)[0]) for layer, row in zip(layers, rows, strict=True))
     for edge in graph.edges:
         written, read = graph.ends(edge)
@@ -61,7 +61,7 @@ def data_parallel(graph: Graph, layers: LayerGraph, devices: int) -> tuple[tuple
     return tuple(
         tuple(
             max(degree for degree in range(1, devices + 1) if axis.extent % degree == 0) if position == counted else 1
-            for position, axis in enumerate(placed.layer.axes)
+            for position, axis in enumerate(placed.axes)
         )
         for placed, counted in zip(layers.layers, sample_axes(graph, layers), strict=True)
     )

@@ -24,7 +24,7 @@ from tests.passes.placement.pase.paper.models import PAPER, cost_of, data_parall
 def chosen(layers: LayerGraph, **degrees: tuple[int, ...]) -> PaperStrategy:
     """The layers whose names end in a key cut by its degrees (a dot stands for a slash), all others whole."""
     found = [
-        next((cut for key, cut in degrees.items() if each.name.endswith(key)), (1,) * len(each.layer.axes))
+        next((cut for key, cut in degrees.items() if each.name.endswith(key)), (1,) * len(each.axes))
         for each in layers.layers
     ]
     return PaperStrategy(layers, tuple(found), 0.0, 0.0, False)

@@ -10,9 +10,9 @@ import pytest
 from autopipe.configs.zoo import MODELS
 from autopipe.ir.graph import Graph, Value
 from autopipe.passes.placement.pase.paper_costs import (
+    Layer,
     LayerGraph,
     Movement,
-    PlacedLayer,
     Product,
     Recurrent,
     build_tables,
@@ -23,17 +23,17 @@ from tests.passes.cost.graphs import F32, Builder
 from tests.passes.placement.pase.paper.models import cost_of, model_graph, paper_graph
 
 
-def layer(graph: LayerGraph, ending: str) -> PlacedLayer:
+def layer(graph: LayerGraph, ending: str) -> Layer:
     (found,) = [each for each in graph.layers if each.name.endswith(ending)]
     return found
 
 
-def axes(placed: PlacedLayer) -> dict[str, int]:
-    return {axis.name: axis.extent for axis in placed.layer.axes}
+def axes(placed: Layer) -> dict[str, int]:
+    return {axis.name: axis.extent for axis in placed.axes}
 
 
-def pointwise(placed: PlacedLayer) -> Any:
-    return placed.layer.cost.pointwise if isinstance(placed.layer.cost, Product) else None
+def pointwise(placed: Layer) -> Any:
+    return placed.cost.pointwise if isinstance(placed.cost, Product) else None
 
 
 def test_pointwise_operations_belong_to_what_they_follow() -> None:
@@ -55,8 +55,8 @@ def test_projections_of_one_value_are_one_product_and_of_two_are_stacked() -> No
     own, cross = (layer(graph, f"/decoder.3/{name}/MatMul_1/projections") for name in ("attention", "cross_attention"))
     extents = {"s": 3, "b": 64, "h": 8, "l": 256, "k": 64, "e": 512}
     assert axes(own) == axes(cross) == extents
-    assert own.layer.cost == Product(batch=(), rows=(1, 3), columns=(0, 2, 4), summed=(5,))
-    assert cross.layer.cost == Product(batch=(0,), rows=(1, 3), columns=(2, 4), summed=(5,))
+    assert own.cost == Product(batch=(), rows=(1, 3), columns=(0, 2, 4), summed=(5,))
+    assert cross.cost == Product(batch=(0,), rows=(1, 3), columns=(2, 4), summed=(5,))
     assert [each.name for each in graph.layers if each.name.endswith("/stack")] == [
         f"/decoder.{index}/cross_attention/MatMul_1/stack" for index in range(6)
     ]
@@ -93,7 +93,7 @@ def test_merged_heads_stay_apart() -> None:
 
 def test_stacked_lstms_are_one_layer() -> None:
     lstm = layer_graph(paper_graph("rnnlm")).layers[1]
-    assert lstm.layer.cost == Recurrent()
+    assert lstm.cost == Recurrent()
     assert axes(lstm) == {"l": 2, "s": 256, "b": 64, "n": 2048, "k": 2048}
 
 
@@ -104,14 +104,14 @@ def test_states_of_an_lstm_lie_in_its_result() -> None:
     state = Value("last", F32, (1, 8, 32))
     nodes = (*graph.nodes[:first], stated, *graph.nodes[first + 1 :])
     layers = layer_graph(replace(graph, nodes=nodes, values=(*graph.values, state)))
-    assert [type(each.layer.cost) for each in layers.layers].count(Recurrent) == 1
+    assert [type(each.cost) for each in layers.layers].count(Recurrent) == 1
     assert layers.places["last"].groups == ((1,), (2,), (3,))
 
 
 def test_an_image_is_flattened_and_a_vector_of_channels_is_not() -> None:
-    flattened = [each.name for each in layer_graph(paper_graph("alexnet")).layers if each.layer.cost == Movement()]
+    flattened = [each.name for each in layer_graph(paper_graph("alexnet")).layers if each.cost == Movement()]
     assert flattened == ["/Flatten/ravel", "/Flatten"]
-    assert not any(each.layer.contiguous for each in layer_graph(paper_graph("inceptionv3")).layers)
+    assert not any(each.contiguous for each in layer_graph(paper_graph("inceptionv3")).layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
