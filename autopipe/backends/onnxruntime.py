@@ -54,7 +54,9 @@ def version() -> str:
 
 def _measured(sample: Sample, prefix: Path, threads: int, seconds: float) -> Timing:
     session = _session(_model(sample), intra_op_num_threads=threads, profile_file_prefix=str(prefix))
-    feeds = _feeds(sample)
+    generator = np.random.default_rng(0)
+    fed = sample.operands()[1].values()
+    feeds = {each.name: sample.drawn(each, generator).astype(np.dtype(each.dtype.value)) for each in fed}
     started, runs = time.perf_counter(), 0
     while runs < _LEAST + _WARM_UP or (runs < _MOST and time.perf_counter() - started < seconds):
         session.run(None, feeds)
@@ -85,9 +87,7 @@ def _kernel_times(path: Path, runs: int) -> Timing:
     kernels = [event["dur"] * 1e-6 for event in events if str(event.get("name")).endswith("_kernel_time")]
     if not kernels or len(kernels) % runs:
         raise ValueError("its profiler tells of no kernel")
-    times = np.array(kernels).reshape(runs, -1).sum(axis=1)[_WARM_UP:]
-    low, median, high = (float(each) for each in np.percentile(times, (25, 50, 75)))
-    return Timing(median, (high - low) / median if median else 0.0, len(times))
+    return Timing.of(np.array(kernels).reshape(runs, -1).sum(axis=1)[_WARM_UP:].tolist())
 
 
 def _model(sample: Sample) -> bytes:
@@ -101,18 +101,13 @@ def _model(sample: Sample) -> bytes:
     known, inputs = sample.operands()
     outputs = [value for value in sample.signatures[-1].results if value is not None]
     protos = []
-    for place, each in enumerate(sample.signatures):
-        node = each.node
+    for place, node in enumerate(each.node for each in sample.signatures):
+        attributes = {name: list(value) if isinstance(value, tuple) else value for name, value in node.attributes}
         proto = helper.make_node(node.op, node.inputs, node.outputs, name=f"node_{place}", domain=node.domain)
-        proto.attribute.extend(
-            helper.make_attribute(name, list(value) if isinstance(value, tuple) else value)
-            for name, value in node.attributes
-        )
+        proto.attribute.extend(helper.make_attribute(*each) for each in attributes.items())
         protos.append(proto)
-    graph = helper.make_graph(protos, "operator", list(map(info, inputs.values())), list(map(info, outputs)))
-    graph.initializer.extend(
-        numpy_helper.from_array(np.ascontiguousarray(each.array), name) for name, each in known.items()
-    )
+    numbers = [numpy_helper.from_array(np.ascontiguousarray(each.array), name) for name, each in known.items()]
+    graph = helper.make_graph(protos, "operator", [*map(info, inputs.values())], [*map(info, outputs)], numbers)
     opsets = {"": max(map(_opset, sample.signatures))}
     opsets |= {each.node.domain: 1 for each in sample.signatures if each.node.domain not in ("", "ai.onnx")}
     imports = [helper.make_opsetid(*each) for each in opsets.items()]
@@ -129,22 +124,6 @@ def _opset(signature: Signature) -> int:
         return opset
     schemas = (each for each in defs.get_all_schemas_with_history() if (each.name, each.domain) == (node.op, ""))
     return max(opset, min(each.since_version for each in schemas))
-
-
-def _feeds(sample: Sample) -> dict[str, np.ndarray]:
-    """Numbers for the operands that the model does not hold: indices below their limit, else ones for whole numbers."""
-    generator = np.random.default_rng(0)
-    below = dict(sample.below)
-    found = {}
-    for name, value in sample.operands()[1].items():
-        dtype = np.dtype(value.dtype.value)
-        if name in below:
-            found[name] = generator.integers(below[name], size=value.shape).astype(dtype)
-        elif value.dtype.is_floating:
-            found[name] = (generator.random(value.shape) + 0.5).astype(dtype)
-        else:
-            found[name] = np.ones(value.shape, dtype)
-    return found
 
 
 _RANDOM = {name for name, row in OPERATORS.items() if row.random} - {"Dropout"}
@@ -209,10 +188,9 @@ _TYPES = ("to", "dtype", "output_dtype")
 def _coarsest_type(proto: onnx.ModelProto) -> str:
     values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
     attributes = [each for node in _nodes(proto) for each in node.attribute]
-    used = {tensor.data_type for tensor in proto.graph.initializer}
-    used |= {value.type.tensor_type.elem_type for value in values}
+    tensors = (*proto.graph.initializer, *(each.t for each in attributes if each.HasField("t")))
+    used = {tensor.data_type for tensor in tensors} | {value.type.tensor_type.elem_type for value in values}
     used |= {each.i for each in attributes if each.name in _TYPES}
-    used |= {each.t.data_type for each in attributes if each.HasField("t")}
     return next((name for number, name in _FLOATS.items() if number in used), "float32")
 
 
@@ -231,25 +209,20 @@ def _widen(proto: onnx.ModelProto) -> None:
     import onnx
     from onnx import numpy_helper
 
-    def widened(tensor: onnx.TensorProto) -> onnx.TensorProto:
-        return numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
-
     narrow, wide = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
-    for tensor in proto.graph.initializer:
+    attributes = [each for node in _nodes(proto) for each in node.attribute]
+    for tensor in (*proto.graph.initializer, *(each.t for each in attributes if each.HasField("t"))):
         if tensor.data_type == narrow:
-            tensor.CopyFrom(widened(tensor))
+            numbers = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(numbers, tensor.name))
     for value in (*proto.graph.input, *proto.graph.output):
         if value.type.tensor_type.elem_type == narrow:
             value.type.tensor_type.elem_type = wide
-    del proto.graph.value_info[:]
-    for function in proto.functions:
-        del function.value_info[:]
-    for node in _nodes(proto):
-        for attribute in node.attribute:
-            if attribute.name in _TYPES and attribute.i == narrow:
-                attribute.i = wide
-            if attribute.HasField("t") and attribute.t.data_type == narrow:
-                attribute.t.CopyFrom(widened(attribute.t))
+    for described in (proto.graph, *proto.functions):
+        del described.value_info[:]
+    for attribute in attributes:
+        if attribute.name in _TYPES and attribute.i == narrow:
+            attribute.i = wide
 
 
 def _open(path: Path, optimized: bool = False) -> Any:
@@ -269,9 +242,8 @@ def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     while waiting:
         node = waiting.pop()
         yield node
-        for attribute in node.attribute:
-            graphs = (attribute.g, *attribute.graphs) if attribute.HasField("g") else tuple(attribute.graphs)
-            waiting.extend(inner for graph in graphs for inner in graph.node)
+        graphs = (graph for each in node.attribute for graph in (each.g, *each.graphs))
+        waiting.extend(inner for graph in graphs for inner in graph.node)
 
 
 def _switch_off_dropout(node: onnx.NodeProto) -> bool:
@@ -289,9 +261,8 @@ def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
     if len(node.output) == 1 and not any(each.name == "training_mode" and each.i for each in node.attribute):
         return False
     del node.output[1:]
-    kept = [each for each in node.attribute if each.name != "training_mode"]
-    del node.attribute[:]
-    node.attribute.extend(kept)
+    for attribute in [each for each in node.attribute if each.name == "training_mode"]:
+        node.attribute.remove(attribute)
     return True
 
 
@@ -308,9 +279,8 @@ def _completed(model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.nda
         for name, array in weights.items()
         if name not in have
     )
-    inputs = [each for each in proto.graph.input if each.name not in weights]
-    del proto.graph.input[:]
-    proto.graph.input.extend(inputs)
+    for each in [each for each in proto.graph.input if each.name in weights]:
+        proto.graph.input.remove(each)
     path = scratch / "model.onnx"
     large = sum(len(tensor.raw_data) for tensor in proto.graph.initializer) > _INLINE_LIMIT
     onnx.save(proto, str(path), save_as_external_data=large)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.profiler.communication import (
-    StagePairs,
     measure_exchanges,
     measure_period,
     measure_post_overhead,
@@ -347,12 +346,12 @@ def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost,
         together, apart, laden = (Path(scratch) / name for name in ("together", "apart", "laden"))
         for folder, count, messages in ((together, 1, 1), (apart, 2, 1), (laden, 2, _MESSAGES)):
             write_pair(folder, count, messages)
-        ends = measure_post_overhead(StagePairs(together, apart, laden, _MESSAGES), device)
+        ends = measure_post_overhead(together, apart, laden, _MESSAGES, device)
     costs: list[ExchangeCost] = []
     for each in found:
         if each.kind == "post":
             # Of a first message and each further one: from a pipeline, and by bytes from messages alone.
-            first, following = (_through(each.fit, seconds, MESSAGE_BYTES) for seconds in (ends.first, ends.following))
+            first, following = (_through(each.fit, seconds, MESSAGE_BYTES) for seconds in ends)
             costs += (replace(each, fit=first), ExchangeCost("follow", each.ranks, following, ()))
         else:
             costs.append(each)

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
+
+import numpy as np
 
 from autopipe.ir.codec import (
     Amount,
@@ -70,6 +73,12 @@ class Timing:
     spread: Amount
     """Distance between the quartiles, as a share of the median."""
     repetitions: Count
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Timing:
+        median = statistics.median(seconds)
+        low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median,) * 3
+        return Timing(median, (high - low) / median if median else 0.0, len(seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +156,15 @@ class Sample:
                 elif value is not None and value.name not in written:
                     fed[value.name] = value
         return known, fed
+
+    def drawn(self, value: Value, generator: np.random.Generator) -> np.ndarray:
+        """Numbers for an operand that is fed: indices below their limit, else such as every operator is defined for."""
+        below = dict(self.below).get(value.name)
+        if below is not None:
+            return np.asarray(generator.integers(below, size=value.shape))
+        if value.dtype.is_floating:
+            return np.asarray(generator.random(value.shape, np.float32) + 0.5)
+        return np.ones(value.shape)
 
 
 @dataclass(frozen=True, slots=True)

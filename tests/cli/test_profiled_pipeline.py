@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.profiler.communication import PostOverhead, measure_period
+from autopipe.backends.torch.profiler.communication import measure_period
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli import profile_programs as exchanges
 from autopipe.cli import profile_programs as pipeline
@@ -90,7 +90,7 @@ def test_half_of_what_a_micro_batch_takes_longer_is_an_ends(
 
 def test_small_pipelines_tell_what_the_ends_of_any_messages_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanges, "measure_exchanges", lambda *_: (SEND, POST))
-    monkeypatch.setattr(exchanges, "measure_post_overhead", lambda *_: PostOverhead(first=700.0, following=3.0))
+    monkeypatch.setattr(exchanges, "measure_post_overhead", lambda *_: (700.0, 3.0))
     send, post, follow = exchanges_of(2, "cpu", 1.0)
     assert (send, post.kind, follow.kind) == (SEND, "post", "follow")
     assert post.fit.seconds(exchanges.MESSAGE_BYTES) == pytest.approx(700.0)

@@ -29,6 +29,7 @@ row, little-endian, at byte `offset` of file number `file`, where safetensors ca
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -37,10 +38,9 @@ import os
 import re
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,7 +124,6 @@ class Checkpoint:
     random: tuple[StoredGenerator, ...]
 
     def parameter(self, name: str) -> StoredParameter | None:
-        """The parameter called `name`; None where there is none."""
         return next((each for each in self.parameters if each.name == name), None)
 
 
@@ -135,7 +134,7 @@ _COMMITTED = re.compile(r"step_(\d{8,})")
 _TEMPORARY = re.compile(r"step_\d{8,}\.tmp-.*")
 
 
-@contextmanager
+@contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn a failure to write into one line that says what is not lost."""
     try:
@@ -163,31 +162,27 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         """Raises ConfigurationError where another run holds the folder, LaunchError where it cannot be made."""
         self._descriptor = -1
+        self.held = False
+        """Stays False where the file system has no locks: then nothing of others may be removed."""
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self.held = self._take(time.monotonic() + _PATIENCE_S)
-        """False where the file system has no locks: then nothing of others may be removed."""
-        if self.held is None:
-            self.release()
-            raise ConfigurationError(
-                "another run saves its checkpoints here",
-                hint="wait for its end, or choose another --checkpoint folder", where=str(folder),
-            )  # fmt: skip
-
-    def _take(self, deadline: float) -> bool | None:
-        """None where it is taken and stays so."""
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        deadline = time.monotonic() + _PATIENCE_S
+        with contextlib.suppress(OSError):
+            while not self._takes():
                 if time.monotonic() > deadline:
-                    return None
+                    self.release()
+                    hint = "wait for its end, or choose another --checkpoint folder"
+                    raise ConfigurationError("another run saves its checkpoints here", hint=hint, where=str(folder))
                 time.sleep(_PAUSE_S)
-            except OSError:
-                return False
-            else:
-                return True
+            self.held = True
+
+    def _takes(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def release(self) -> None:
         if self._descriptor >= 0:
@@ -327,42 +322,30 @@ def numpy_type(dtype: str) -> np.dtype:
 
 
 def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """The checkpoint whose files, blocks and generators are those of all parts; the rest is equal in all of them."""
-    pieces: dict[str, list[tuple[int, StoredParameter]]] = {}
-    for number, part in enumerate(parts):
-        for parameter in part.parameters:
-            pieces.setdefault(parameter.name, []).append((number, parameter))
+    """The checkpoint whose files, blocks and generators are those of all parts; the rest is equal in all of them.
+
+    Blocks have the numbers that the files get here: part N's one file is number N.
+    """
+    pieces: dict[str, list[StoredParameter]] = defaultdict(list)
+    for parameter in (parameter for part in parts for parameter in part.parameters):
+        pieces[parameter.name].append(parameter)
     return replace(
         parts[0],
         files=tuple(file for part in parts for file in part.files),
         parameters=tuple(_joined(pieces[name]) for name in sorted(pieces)),
-        random=tuple(
-            replace(each, state=_of_blocks([(number, each.state)]))
-            for number, part in enumerate(parts)
-            for each in part.random
-        ),
+        random=tuple(each for part in parts for each in part.random),
     )
 
 
-def _joined(pieces: Sequence[tuple[int, StoredParameter]]) -> StoredParameter:
-    """A parameter of which several parts hold blocks, each given with the number that the part's file gets."""
-    states: dict[str, list[tuple[int, StoredTensor]]] = {}
-    for number, piece in pieces:
-        for name, tensor in piece.state:
-            states.setdefault(name, []).append((number, tensor))
-    scalars = {name: value for _, piece in pieces for name, value in piece.scalars}
-    return replace(
-        pieces[0][1],
-        value=_of_blocks([(number, piece.value) for number, piece in pieces]),
-        state=tuple((name, _of_blocks(tensors)) for name, tensors in sorted(states.items())),
-        scalars=tuple(sorted(scalars.items())),
-    )
-
-
-def _of_blocks(tensors: Sequence[tuple[int, StoredTensor]]) -> StoredTensor:
-    """A tensor of all these blocks, in files of these numbers."""
-    blocks = (replace(block, file=number) for number, tensor in tensors for block in tensor.blocks)
-    return replace(tensors[0][1], blocks=tuple(blocks))
+def _joined(pieces: Sequence[StoredParameter]) -> StoredParameter:
+    """A parameter of all these pieces' blocks."""
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in (pair for piece in pieces for pair in (("", piece.value), *piece.state)):
+        known = tensors.get(name)
+        tensors[name] = tensor if known is None else replace(known, blocks=known.blocks + tensor.blocks)
+    scalars = dict(scalar for piece in pieces for scalar in piece.scalars)
+    value, state = tensors.pop(""), tuple(sorted(tensors.items()))
+    return replace(pieces[0], value=value, state=state, scalars=tuple(sorted(scalars.items())))
 
 
 _CHUNK = 2**22
@@ -385,13 +368,12 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
     Raises LaunchError where it cannot be written.
     """
     ordered = sorted(contents, key=lambda each: -numpy_type(each.dtype).itemsize)  # So that each is aligned.
-    ends = list(accumulate(each.data.nbytes for each in ordered))
-    starts = [end - each.data.nbytes for each, end in zip(ordered, ends, strict=True)]
-    form = {}
-    for each, start, end in zip(ordered, starts, ends, strict=True):
+    form: dict[str, dict[str, Any]] = {}
+    end = 0
+    for each in ordered:
         pair = _PAIRS.get(each.dtype)  # To safetensors a complex number is two real ones.
         tag, shape = (pair, (*each.shape, 2)) if pair else (_TAGS[each.dtype], each.shape)
-        form[each.key] = {"dtype": tag, "shape": shape, "data_offsets": [start, end]}
+        form[each.key] = {"dtype": tag, "shape": shape, "data_offsets": [end, end := end + each.data.nbytes]}
     text = json.dumps(form).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
@@ -404,9 +386,8 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
                 while chunk.nbytes:
                     chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
-    size = len(header) + (ends[-1] if ends else 0)
-    offsets = {each.key: len(header) + start for each, start in zip(ordered, starts, strict=True)}
-    return StoredFile(path.name, size, digest.hexdigest()), offsets
+    offsets = {key: len(header) + entry["data_offsets"][0] for key, entry in form.items()}
+    return StoredFile(path.name, len(header) + end, digest.hexdigest()), offsets
 
 
 def verify_file(path: Path, file: StoredFile) -> None:
@@ -519,11 +500,8 @@ def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
 
 def _overlap(tensor: StoredTensor) -> bool:
     blocks = [block.box for block in tensor.blocks if block.box.elements]
-    if len(blocks) < 2 or not tensor.shape:
-        return len(blocks) > 1
-    starts = np.array([box.starts for box in blocks])
-    stops = np.array([box.stops for box in blocks])
+    starts, stops = (np.array([getattr(box, ends) for box in blocks]) for ends in ("starts", "stops"))
     return any(
-        bool(((starts[number + 1 :] < stops[number]) & (starts[number] < stops[number + 1 :])).all(axis=1).any())
+        ((starts[number + 1 :] < stops[number]) & (starts[number] < stops[number + 1 :])).all(axis=1).any()
         for number in range(len(blocks) - 1)
     )

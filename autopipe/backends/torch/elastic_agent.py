@@ -65,6 +65,13 @@ class HungRank:
             return f"rank {self.rank} waits in {where} for {self.seconds:.0f} s, and so do all others"
         return f"rank {self.rank} hangs in {where} for {self.seconds:.0f} s"
 
+    def failure(self, logs: Path) -> Failure:
+        hint = f"--{phase_of(self.task)}-timeout allows more time; what each rank wrote, and was doing, is in {logs}"
+        code = LaunchError.exit_code
+        return Failure(
+            self.rank, self.task, self.message(), hint, "", time.time(), code, final=False, consequence=False
+        )
+
 
 def find_hung_rank(
     records: Mapping[int, HeartbeatRecord | None], began: float, now: float, timeouts: Timeouts, nodes: int
@@ -83,14 +90,14 @@ def find_hung_rank(
             hang, limit = HungRank(rank, record.task, now - last), timeouts.of(record.task)
         if hang.seconds > limit:
             found.append(hang)
-    if not found:
-        patience = 1 if nodes == 1 else 2
-        waiting = [
-            HungRank(rank, record.task, now - record.since, waits=True)
-            for rank, record in running.items()
-            if record is not None and record.waits and now - record.since > patience * timeouts.of(record.task)
-        ]
-        found = waiting if len(waiting) == len(running) else []
+    patience = 1 if nodes == 1 else 2
+    waiting = [
+        HungRank(rank, record.task, now - record.since, waits=True)
+        for rank, record in running.items()
+        if record is not None and record.waits and now - record.since > patience * timeouts.of(record.task)
+    ]
+    if not found and len(waiting) == len(running):
+        found = waiting
     return max(found, key=lambda hang: hang.seconds, default=None)
 
 
@@ -106,7 +113,6 @@ class Watchdog:
     _looked: float = field(default_factory=time.monotonic)
 
     def look(self) -> HungRank | None:
-        """The rank that hangs, if one does."""
         now = time.monotonic()
         if now - self._looked < _LOOKS_S:
             return None
@@ -139,9 +145,7 @@ class Agent(LocalElasticAgent):
         note: Callable[[str], None],
     ) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
-        self._logs = logs
-        self._timeouts = timeouts
-        self._note = note
+        self._logs, self._timeouts, self._note = logs, timeouts, note
         self._watch: Watchdog | None = None
         self._hang: HungRank | None = None
         self.failure: Failure | None = None
@@ -157,11 +161,11 @@ class Agent(LocalElasticAgent):
         self._hang = None
         if self._timeouts is None:
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
-        pulses = Path(tempfile.mkdtemp(prefix="pulses_", dir=self._logs))
-        with environment({PULSES: str(pulses)}):
+        folder = Path(tempfile.mkdtemp(prefix="heartbeats_", dir=self._logs))
+        with environment({PULSES: str(folder)}):
             started: dict[int, Any] = super()._start_workers(worker_group)
         ranks = tuple(worker.global_rank for worker in worker_group.workers)
-        self._watch = Watchdog(pulses, ranks, self._timeouts, worker_group.group_world_size or 1)
+        self._watch = Watchdog(folder, ranks, self._timeouts, worker_group.group_world_size or 1)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -171,8 +175,7 @@ class Agent(LocalElasticAgent):
             if self._hang is not None:
                 self._end(worker_group, self._hang.rank)
         if result.state is WorkerState.FAILED:
-            hang = self._hang
-            self.failure = _hung(hang, self._logs) if hang else first_failure(result.failures, self._logs)
+            self.failure = self._hang.failure(self._logs) if self._hang else first_failure(result.failures, self._logs)
             if self.failure.final:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
@@ -208,17 +211,10 @@ def run_agent(
     handler = Handler(place)
     entry, *words = python_command(*command)
     spec = WorkerSpec(
-        role="rank",
-        local_world_size=ranks,
-        entrypoint=entry,
-        args=tuple(words),
-        rdzv_handler=handler,
-        max_restarts=max_restarts,
-        monitor_interval=_POLL_S,
-    )
-    redirects = dict.fromkeys(range(ranks), Std.ALL)
-    if live:
-        redirects[0] = Std.ERR
+        role="rank", local_world_size=ranks, entrypoint=entry, args=tuple(words), rdzv_handler=handler,
+        max_restarts=max_restarts, monitor_interval=_POLL_S,
+    )  # fmt: skip
+    redirects = dict.fromkeys(range(ranks), Std.ALL) | ({0: Std.ERR} if live else {})
     agent = Agent(spec, logs, redirects, timeouts, note)
     try:
         with environment(_ranks_environment(handler, place)):
@@ -254,33 +250,16 @@ def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure
     return min(found, key=lambda failure: (failure.consequence, failure.time))
 
 
-def _hung(hang: HungRank, logs: Path) -> Failure:
-    hint = f"--{phase_of(hang.task)}-timeout allows more time; what each rank wrote, and was doing, is in {logs}"
-    code = LaunchError.exit_code
-    return Failure(hang.rank, hang.task, hang.message(), hint, "", time.time(), code, final=False, consequence=False)
-
-
 def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
     written = read_failure(failure.error_file_data)
     if written is not None:
         return written
     name = failure.signal_name() if failure.exitcode < 0 else ""
-    return Failure(
-        rank=rank,
-        task="",
-        message=f"killed by {name}" if name else _last_words(failure, logs),
-        hint="the machine may be out of memory" if name == "SIGKILL" else "",
-        where="",
-        time=failure.timestamp,
-        exit_code=LaunchError.exit_code,
-        final=False,
-        # Elastic stops the ranks that are left with SIGTERM.
-        consequence=name == "SIGTERM",
-    )
-
-
-def _last_words(failure: ProcessFailure, logs: Path) -> str:
-    """The last line that a rank wrote, where it failed before it could say more."""
-    files = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
-    lines = files[-1].read_text(encoding="utf-8", errors="replace").split("\n") if files else []
-    return next((line for line in reversed(lines) if line.strip()), f"ended with exit code {failure.exitcode}")
+    message, hint = f"killed by {name}", "the machine may be out of memory" if name == "SIGKILL" else ""
+    if not name:  # It failed before it could say more than the last line that it wrote.
+        files = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+        lines = files[-1].read_text(encoding="utf-8", errors="replace").split("\n") if files else []
+        message = next((line for line in reversed(lines) if line.strip()), f"ended with exit code {failure.exitcode}")
+    stopped = name == "SIGTERM"  # As elastic stops the ranks that are left.
+    code = LaunchError.exit_code
+    return Failure(rank, "", message, hint, "", failure.timestamp, code, final=False, consequence=stopped)

@@ -82,15 +82,13 @@ def launch_program(
     nodes, ranks = local_ranks(manifest, config)
     logs = Path(tempfile.mkdtemp(prefix="autopipe-logs-"))
     command = (str(manifest.folder / "run.py"), *arguments)
-    place = Place()
-    if nodes > 1:
-        name = config.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
-        place = Place(nodes, config.rendezvous_endpoint, name, config.rendezvous_key)
+    name = config.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
+    place = Place(nodes, config.rendezvous_endpoint, name, config.rendezvous_key) if nodes > 1 else Place()
+    settings = config.max_restarts, config.timeouts, logs, config.live, note
     failure: Failure | None = None
     try:
         with rank_environment(), _elastic_contained(config.debug):
-            restarts, timeouts = config.max_restarts, config.timeouts
-            failure = run_agent(command, ranks, place, restarts, timeouts, logs, config.live, note)
+            failure = run_agent(command, ranks, place, *settings)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
@@ -135,12 +133,8 @@ def rank_environment() -> Iterator[None]:
     # An installed autopipe is found anyhow, and site-packages must not come before the standard library.
     if root.name not in ("site-packages", "dist-packages"):
         paths.append(str(root))
-    changes = {
-        PARENT: str(os.getpid()),
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }
-    with environment(changes):
+    changes = {PARENT: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
+    with environment(changes | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
         yield
 
 
@@ -149,10 +143,8 @@ def run_child(words: Sequence[str], changes: dict[str, str]) -> str:
 
     Returns the last line that it wrote where it failed, "" where all went well.
     """
-    done = subprocess.run(
-        python_command(*words),
-        env=dict(os.environ) | changes, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command, changed = python_command(*words), os.environ | changes
+    done = subprocess.run(command, env=changed, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     return (done.stderr.strip().splitlines() or ["failed without a word"])[-1] if done.returncode else ""
 
 
@@ -163,9 +155,9 @@ def run_alone(folder: Path, arguments: list[str], rank: int = 0, world_size: int
     """
     with tempfile.TemporaryDirectory(prefix="autopipe-rank-") as scratch, rank_environment():
         failed = Path(scratch) / "error.json"
-        world = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-        world |= {"LOCAL_WORLD_SIZE": str(world_size), ERROR_FILE: str(failed)}
-        last_words = run_child((str(folder / "run.py"), *arguments), world)
+        world = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        changes = {name: str(value) for name, value in world.items()} | {ERROR_FILE: str(failed)}
+        last_words = run_child((str(folder / "run.py"), *arguments), changes)
         if not last_words:
             return
         failure = read_failure(json.loads(failed.read_text(encoding="utf-8"))) if failed.exists() else None

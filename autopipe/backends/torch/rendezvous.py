@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,9 @@ def endpoint_of(text: str) -> Endpoint:
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(f"the meeting point has no address: {error}", where=where) from error
     address = str(found[0])
-    found_address = ipaddress.ip_address(address)
+    meant = ipaddress.ip_address(address)
     # A name of this machine may stand for its loopback address here alone.
-    hidden = host != "localhost" and found_address.is_loopback and not _is_address(host)
-    if found_address.is_unspecified or hidden:
+    if meant.is_unspecified or (meant.is_loopback and host != "localhost" and not _is_address(host)):
         hint = "give the address of the interface that the nodes shall use"
         raise ConfigurationError(f"{host} is {address} here, where no other machine comes", hint=hint, where=where)
     # Where packets to the address would come from; no packet is sent.
@@ -158,14 +157,8 @@ class Handler(DynamicRendezvousHandler):
         self.raw = _store_at(endpoint)
         """Where the nodes' state stands."""
         self.signer = Signer(place.key, _run_of(self.raw, place))
-        settings = RendezvousSettings(
-            self.signer.run,
-            place.nodes,
-            place.nodes,
-            RendezvousTimeout(join=timedelta(seconds=_JOIN_S)),
-            timedelta(seconds=_KEEP_ALIVE_S),
-            _MISSED,
-        )
+        patience, alive = RendezvousTimeout(join=timedelta(seconds=_JOIN_S)), timedelta(seconds=_KEEP_ALIVE_S)
+        settings = RendezvousSettings(self.signer.run, place.nodes, place.nodes, patience, alive, _MISSED)
         node = _NODES.generate(self.address)
         store = SignedStore(self.raw, self.signer, timedelta(seconds=_ANSWER_S))
         super().__init__(node, settings, "autopipe", store, StateHolder(self.raw, self.signer, settings))
@@ -232,8 +225,7 @@ class StateHolder(_BackendRendezvousStateHolder):
 
     def __init__(self, store: Store, signer: Signer, settings: RendezvousSettings) -> None:
         super().__init__(None, settings)  # type: ignore[arg-type]
-        self._store = store
-        self._signer = signer
+        self._store, self._signer = store, signer
         self._held = b""
         """Last state read from the store."""
         self._number = 0
@@ -286,18 +278,15 @@ def _ask_store(ask: Callable[[], bytes]) -> bytes:
 
 
 def _form_of(state: _RendezvousState) -> dict[str, Any]:
-    def words(node: _NodeDesc) -> list[str | int]:
-        return [node.addr, node.pid, node.local_id]
-
     return {
         "round": state.round,
         "complete": state.complete,
         "closed": state.closed,
         "deadline": None if state.deadline is None else state.deadline.isoformat(),
-        "participants": [[*words(node), rank] for node, rank in state.participants.items()],
-        "waiting": [words(node) for node in state.wait_list],
-        "redundant": [words(node) for node in state.redundancy_list],
-        "heartbeats": [[*words(node), at.isoformat()] for node, at in state.last_heartbeats.items()],
+        "participants": [[*astuple(node), rank] for node, rank in state.participants.items()],
+        "waiting": [*map(astuple, state.wait_list)],
+        "redundant": [*map(astuple, state.redundancy_list)],
+        "heartbeats": [[*astuple(node), at.isoformat()] for node, at in state.last_heartbeats.items()],
     }
 
 

@@ -16,8 +16,6 @@ from autopipe.ir.errors import VerificationError
 _ROUNDING = 1e-6
 """A gradient whose norm is below this share of all gradients' norm is zero but for rounding: a key's bias before a
 softmax has none, and what is left of it in float32 has no digits to compare. It is compared absolutely."""
-
-
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative rounding error of one result."""
 _SUMMED = 64
@@ -116,10 +114,9 @@ def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Ite
                 if not entry.trainable:
                     continue
                 raise VerificationError(f"no gradient was recorded for {entry.value.name!r}", where=f"rank {rank}")
-            ours = gradients[str(shard.parameter)]
-            found = difference(entry.value.name, ours, whole[shard.parameter][shard.box.slices], scale)
-            if shard.parameter not in worst or found.relative > worst[shard.parameter].relative:
-                worst[shard.parameter] = found
+            ours, reference = gradients[str(shard.parameter)], whole[shard.parameter][shard.box.slices]
+            found = difference(entry.value.name, ours, reference, scale)
+            worst[shard.parameter] = max(worst.get(shard.parameter, found), found, key=lambda each: each.relative)
     for index in sorted(whole):
         if index not in worst:
             raise VerificationError(f"no rank holds {ranks.parameters[index].value.name!r}", where=str(recorded))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, torch_dtype
+from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, formula, torch_dtype
 from autopipe.backends.torch.emission.normalization import rms_norm
 from autopipe.backends.torch.emission.products import multiply
 from autopipe.ir.graph import DType
@@ -12,20 +12,18 @@ from autopipe.ir.ops.attention import is_positional
 
 
 def _attention(call: Call) -> str:
-    node, by_head = call.node, len(call.operand(0).shape) == 4
+    node, by_head = call.node, call.rank == 4
     if by_head:
         query_heads, groups = call.operand(0).shape[1], call.operand(1).shape[1]
     else:
         groups = call.share(node.integer("kv_num_heads"), "h")
         query_heads = call.share(call.share(node.integer("q_num_heads"), "h"), "r")
     # Operands as [b, h, s, d].
-    words = [call.arg(0), call.arg(1), call.arg(2)]
+    words = [call.arg(index) for index in range(3)]
     if not by_head:
         words = [
-            f"{code}.unflatten(2, ({heads}, {value.shape[2] // heads})).transpose(1, 2)"
-            for code, heads, value in zip(
-                words, (query_heads, groups, groups), map(call.operand, range(3)), strict=True
-            )
+            f"{code}.unflatten(2, ({heads}, {call.operand(index).shape[2] // heads})).transpose(1, 2)"
+            for index, (code, heads) in enumerate(zip(words, (query_heads, groups, groups), strict=True))
         ]
     if not _is_fused(call):
         return _general(call, words)
@@ -49,12 +47,9 @@ def _is_fused(call: Call) -> bool:
         return False
     if _precision(call) is not None or (call.is_split("q") and is_positional(call)):
         return False
-    if not call.present(3):
-        return True
-    rank = len(call.operand(0).shape)
-    keys = call.operand(1).shape[rank - 2]
-    mask = call.operand(3).shape
-    return not node.integer("is_causal") and len(mask) > 1 and mask[-1] == keys
+    mask = call.operand(3).shape if call.present(3) else None
+    keys = call.operand(1).shape[call.rank - 2]
+    return mask is None or (not node.integer("is_causal") and len(mask) > 1 and mask[-1] == keys)
 
 
 def _precision(call: Call) -> DType | None:
@@ -79,7 +74,7 @@ def _general(call: Call, operands: list[str]) -> str:
         window=window if window != (-1, -1) else None,
         precision=None if precision is None else torch_dtype(precision),
         capture=node.integer("qk_matmul_output_mode") if len(outputs) > 3 and outputs[3] else None,
-        merge=True if len(call.operand(0).shape) == 3 else None,
+        merge=True if call.rank == 3 else None,
         group=call.group("q") if is_positional(call) else None,
     )
     return call.outputs(code)
@@ -134,21 +129,18 @@ def _fused_matmul(call: Call) -> str:
 
 def _skip(function: str, last: int, call: Call) -> str:
     """The norm of a sum; operands from 2 to `last` are gamma, for the layer norm beta, and the bias of the sum."""
-    vectors = (call.optional(index) for index in range(3, last + 1))
-    group = call.group(f"d{len(call.operand(0).shape) - 1}")
-    name = f"operators.{function}_part" if group else f"operators.{function}"
+    vectors = map(call.optional, range(3, last + 1))
+    group = call.group(f"d{call.rank - 1}")
+    name = f"operators.{function}{'_part' if group else ''}"
     return call.outputs(called(name, call.args(3), *vectors, call.stated("epsilon", 1e-12), group))
 
 
 ATTENTION: dict[str, Emitter] = {
     "Attention": _attention,
     "RotaryEmbedding": _rotary_embedding,
-    "com.microsoft.Gelu": partial(_gelu, ""),
-    "com.microsoft.QuickGelu": lambda call: (
-        f"{call.arg(0)} * torch.sigmoid({call.stated('alpha', 1.702)} * {call.arg(0)})"
-    ),
+    **dict.fromkeys(("com.microsoft.Gelu", "com.microsoft.BiasGelu"), partial(_gelu, "")),
+    "com.microsoft.QuickGelu": formula("{0} * torch.sigmoid({alpha} * {0})", alpha=1.702),
     "com.microsoft.FastGelu": partial(_gelu, ', approximate="tanh"'),
-    "com.microsoft.BiasGelu": partial(_gelu, ""),
     "com.microsoft.FusedMatMul": _fused_matmul,
     "com.microsoft.SkipLayerNormalization": partial(_skip, "skip_layer_norm", 4),
     "com.microsoft.SkipSimplifiedLayerNormalization": partial(_skip, "skip_rms_norm", 3),

@@ -58,16 +58,14 @@ class Call(Signature):
     """Where samples are counted in what a random operator draws."""
 
     @staticmethod
-    def of(
-        signature: Signature,
-        codes: tuple[str | None, ...],
-        splits: tuple[Split, ...] = (),
-        mesh: MeshAxes = (),
-        devices: int = 1,
-        samples: Samples | None = None,
-    ) -> Call:
+    def of(signature: Signature, codes: tuple[str | None, ...], splits: tuple[Split, ...] = ()) -> Call:
         own = signature.node, signature.operands, signature.results, signature.constants, signature.opset
-        return Call(*own, codes, splits, mesh, devices, samples)
+        return Call(*own, codes, splits)
+
+    @property
+    def dtype(self) -> str:
+        """The code of the first result's type."""
+        return torch_dtype(self.result().dtype)
 
     def arg(self, index: int) -> str:
         """The code of operand `index`, which must be present."""
@@ -77,8 +75,7 @@ class Call(Signature):
 
     def optional(self, index: int) -> str:
         """The code of operand `index`, or "None"."""
-        code = self.codes[index] if index < len(self.codes) else None
-        return "None" if code is None else code
+        return self.arg(index) if self.present(index) else "None"
 
     def args(self, count: int | None = None) -> str:
         """The codes of the first `count` operands, or of all, which must be present."""
@@ -93,7 +90,6 @@ class Call(Signature):
         return count // math.prod(split.degree for split in self.splits if split.axis == axis)
 
     def is_split(self, axis: str) -> bool:
-        """True if this rank holds only a part of `axis`."""
         return any(split.axis == axis for split in self.splits)
 
     def group(self, *axes: str) -> str | None:
@@ -114,10 +110,9 @@ class Call(Signature):
             tuple((axis.degree, axis.stride) for axis in merged(places[name] for name in names if name in places))
             for names in next((each for each in results if each is not None), ())
         )
-        samples: object = None
-        if self.samples is not None:
-            dimension, outer, inner = self.samples.dimension, self.samples.outer, self.samples.inner
-            samples = dimension if (outer, inner) == (1, 1) else (dimension, outer, inner)
+        samples: object = self.samples and (self.samples.dimension, self.samples.outer, self.samples.inner)
+        if self.samples and (self.samples.outer, self.samples.inner) == (1, 1):
+            samples = self.samples.dimension
         return called("p.random", f"{key:#018x}", cuts=cuts if any(cuts) else None, samples=samples)
 
     def bias(self, index: int, axis: str) -> str:
@@ -140,13 +135,9 @@ class Call(Signature):
     def choice(self, name: str, default: str, choices: Iterable[str]) -> str:
         """The string attribute `name`; raises ModelError where it is none of `choices`."""
         text = self.node.text(name, default)
-        known = list(choices)
-        if text not in known:
-            raise ModelError(
-                f"attribute {name!r} of {self.node.op} is {text!r}",
-                hint=f"it may be {', '.join(known)}",
-                where=repr(self.node.name),
-            )
+        if text not in (known := list(choices)):
+            message, hint = f"attribute {name!r} of {self.node.op} is {text!r}", f"it may be {', '.join(known)}"
+            raise ModelError(message, hint=hint, where=repr(self.node.name))
         return text
 
     def stated(self, name: str, default: float) -> str:
@@ -194,3 +185,10 @@ PRECISIONS = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType
 """Element types by ONNX's TensorProto.DataType."""
 
 Emitter = Callable[[Call], str]
+
+
+def formula(template: str, **defaults: float) -> Emitter:
+    """`formula("F.elu({0}, {alpha})", alpha=1.0)`: operands by place, float attributes by name with their defaults."""
+    return lambda call: template.format(
+        *call.codes, **{name: call.stated(name, default) for name, default in defaults.items()}
+    )

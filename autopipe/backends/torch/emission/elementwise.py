@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, literal, number, torch_dtype
+from autopipe.backends.torch.emission.call import (
+    PRECISIONS,
+    Call,
+    Emitter,
+    called,
+    formula,
+    literal,
+    number,
+    torch_dtype,
+)
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.elementwise import is_active, transformed_axis
 
@@ -30,15 +40,10 @@ def infix(symbol: str) -> Emitter:
     return lambda call: f" {symbol} ".join(element(call, index) for index in range(len(call.codes)))
 
 
-def _function(name: str) -> Emitter:
-    """`torch.relu(x)`, of all operands."""
-    return lambda call: f"{name}({call.args()})"
-
-
 def _div(call: Call) -> str:
     if call.result().dtype.is_integer:
         return f'torch.div({call.arg(0)}, {element(call, 1)}, rounding_mode="trunc")'
-    return f"{element(call, 0)} / {element(call, 1)}"
+    return infix("/")(call)
 
 
 def _pow(call: Call) -> str:
@@ -76,7 +81,7 @@ def _where(call: Call) -> str:
         if value is not None and shape == call.result().shape and call.operand(side).dtype is not DType.BOOL:
             codes[side - 1] = value
             break
-    return f"torch.where({call.arg(0)}, {codes[0]}, {codes[1]})"
+    return called("torch.where", call.arg(0), *codes)
 
 
 def _clip(call: Call) -> str:
@@ -102,10 +107,6 @@ def _shift(call: Call) -> str:
     return f"torch.bitwise_{direction}_shift({call.args(2)})"
 
 
-def _convert(call: Call) -> str:
-    return _cast(call.arg(0), call.result().dtype)
-
-
 _WIDER = {DType.UINT16: DType.INT32, DType.UINT32: DType.INT64, DType.UINT64: DType.INT64}
 """Where torch lacks arithmetic for an unsigned type: one that has it and holds (of 64 bits: wraps) the same numbers."""
 
@@ -117,7 +118,7 @@ def widened(emit: Emitter, call: Call) -> str:
         return emit(call)
     pairs = zip(call.codes, wider, strict=True)
     codes = tuple(_cast(code, dtype) if code is not None and dtype else code for code, dtype in pairs)
-    code, result = emit(Call.of(call, codes)), call.result().dtype
+    code, result = emit(replace(call, codes=codes)), call.result().dtype
     return _cast(f"({code})", result) if result in _WIDER else code
 
 
@@ -140,10 +141,10 @@ _NUMERIC: dict[str, Emitter] = {
     "Less": infix("<"),
     "LessOrEqual": infix("<="),
     "BitShift": _shift,
-    "BitwiseAnd": _function("torch.bitwise_and"),
-    "BitwiseOr": _function("torch.bitwise_or"),
-    "BitwiseXor": _function("torch.bitwise_xor"),
-    "BitwiseNot": _function("torch.bitwise_not"),
+    "BitwiseAnd": formula("torch.bitwise_and({0}, {1})"),
+    "BitwiseOr": formula("torch.bitwise_or({0}, {1})"),
+    "BitwiseXor": formula("torch.bitwise_xor({0}, {1})"),
+    "BitwiseNot": formula("torch.bitwise_not({0})"),
 }
 
 
@@ -160,24 +161,14 @@ def _hard_sigmoid(call: Call) -> str:
 
 
 def _prelu(call: Call) -> str:
-    data, slope = call.arg(0), call.operand(1)
-    channels = call.operand(0).shape[1:2]
-    spread = channels + (1,) * (len(call.operand(0).shape) - 2)
-    if call.opset < 7 or (channels and (slope.elements == 1 or slope.shape == spread)):
-        return f"F.prelu({data}, {call.arg(1)}.reshape(-1))"
-    return f"torch.where({data} < 0, {data} * {call.arg(1)}, {data})"
+    shape, slope = call.operand(0).shape, call.operand(1)
+    spread = shape[1:2] + (1,) * (len(shape) - 2)
+    if call.opset < 7 or (shape[1:] and (slope.elements == 1 or slope.shape == spread)):
+        return f"F.prelu({call.arg(0)}, {call.arg(1)}.reshape(-1))"
+    return formula("torch.where({0} < 0, {0} * {1}, {0})")(call)
 
 
-def _stated(function: str, **defaults: float) -> Emitter:
-    """`F.elu(x, 1.0)`: operand 0 and float attributes."""
-    return lambda call: called(function, call.arg(0), *(call.stated(*each) for each in defaults.items()))
-
-
-def _selu(call: Call) -> str:
-    if call.node.has("alpha") or call.node.has("gamma"):
-        alpha, gamma = call.stated("alpha", 1.6732632), call.stated("gamma", 1.050701)
-        return f"{gamma} * F.elu({call.arg(0)}, {alpha})"
-    return f"F.selu({call.arg(0)})"
+_SCALED_ELU = formula("{gamma} * F.elu({0}, {alpha})", alpha=1.6732632, gamma=1.050701)
 
 
 def _swish(call: Call) -> str:
@@ -185,18 +176,16 @@ def _swish(call: Call) -> str:
     return f"F.silu({data})" if alpha == "1.0" else f"{data} * torch.sigmoid({alpha} * {data})"
 
 
-_TORCH = {
-    "Abs": "abs", "Reciprocal": "reciprocal", "Sqrt": "sqrt", "Exp": "exp", "Log": "log",
-    "Sin": "sin", "Cos": "cos", "Tan": "tan", "Asin": "asin", "Acos": "acos", "Atan": "atan",
-    "Sinh": "sinh", "Cosh": "cosh", "Asinh": "asinh", "Acosh": "acosh", "Atanh": "atanh", "Erf": "erf",
-    "Ceil": "ceil", "Floor": "floor", "Round": "round", "Sign": "sign",
-    "Relu": "relu", "Sigmoid": "sigmoid", "Tanh": "tanh",
-}  # fmt: skip
+_TORCH = (
+    "Abs", "Reciprocal", "Sqrt", "Exp", "Log", "Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Asinh",
+    "Acosh", "Atanh", "Erf", "Ceil", "Floor", "Round", "Sign", "Relu", "Sigmoid", "Tanh", "IsNaN",
+)  # fmt: skip
+"""Functions of `torch`, there in lower case."""
 
 
 def _made(call: Call) -> str:
     """`dtype=torch.float32, device=p.device`."""
-    return f"dtype={torch_dtype(call.result().dtype)}, device=p.device"
+    return f"dtype={call.dtype}, device=p.device"
 
 
 def _number(call: Call, value: float) -> str:
@@ -242,15 +231,12 @@ def _eye_like(call: Call) -> str:
 
 
 def _shape(call: Call) -> str:
-    shape = call.operand(0).shape
-    start, end = call.node.integer("start"), call.node.integer("end", len(shape))
-    return f"torch.tensor({list(shape[start:end])}, {_made(call)})"
+    extents = call.operand(0).shape[call.node.integer("start") : call.node.integer("end", call.rank)]
+    return f"torch.tensor({list(extents)}, {_made(call)})"
 
 
-def _window(function: str) -> Emitter:
-    return lambda call: called(
-        function, call.scalar(0), f"periodic={bool(call.node.integer('periodic', 1))}", _made(call)
-    )
+def _window(function: str, call: Call) -> str:
+    return called(function, call.scalar(0), f"periodic={bool(call.node.integer('periodic', 1))}", _made(call))
 
 
 _MODES = {"linear": "bilinear", "bilinear": "bilinear", "nearest": "nearest", "cubic": "bicubic", "bicubic": "bicubic"}
@@ -265,10 +251,8 @@ def _grid_sample(call: Call) -> str:
 
 
 def _affine_grid(call: Call) -> str:
-    size = call.constant(1)
-    assert size is not None, "AffineGrid needs a known size"
-    local = (call.operand(0).shape[0], *(int(extent) for extent in size[1:]))
-    return called("F.affine_grid", call.arg(0), local, align_corners=bool(call.node.integer("align_corners")))
+    size = (call.operand(0).shape[0], *call.integers(1)[1:])
+    return called("F.affine_grid", call.arg(0), size, align_corners=bool(call.node.integer("align_corners")))
 
 
 def _linear(function: str, call: Call) -> str:
@@ -277,7 +261,7 @@ def _linear(function: str, call: Call) -> str:
         f"operators.{function}",
         call.args(2),
         call.optional(2),
-        torch_dtype(call.result().dtype),
+        call.dtype,
         axis=node.integer("axis", 1) if call.operand(1).elements > 1 else None,
         block_size=node.integer("block_size") or None,
         precision=torch_dtype(PRECISIONS[precision]) if precision else None,
@@ -333,8 +317,7 @@ def _dropout(call: Call) -> str:
 def _drawn(function: str, call: Call, **defaults: float) -> str:
     """Numbers of a distribution whose parameters are float attributes."""
     parameters = (call.stated(*each) for each in defaults.items())
-    dtype = torch_dtype(call.result().dtype)
-    return called(f"operators.{function}", call.result().shape, *parameters, call.stream(), dtype)
+    return called(f"operators.{function}", call.result().shape, *parameters, call.stream(), call.dtype)
 
 
 _UNIFORM = partial(_drawn, "uniform", low=0.0, high=1.0)
@@ -343,32 +326,32 @@ _NORMAL = partial(_drawn, "normal", mean=0.0, scale=1.0)
 
 ELEMENTWISE: dict[str, Emitter] = {
     **{name: partial(widened, emit) for name, emit in _NUMERIC.items()},
+    **{name: formula(f"torch.{name.lower()}({{0}})") for name in _TORCH},
     "And": infix("&"),
     "Or": infix("|"),
     "Xor": infix("^"),
-    "Not": _function("torch.logical_not"),
-    "IsNaN": _function("torch.isnan"),
+    "Not": formula("torch.logical_not({0})"),
     "IsInf": _is_inf,
     "Where": _where,
     "Clip": _clip,
-    "Cast": _convert,
-    "CastLike": _convert,
-    "BitCast": lambda call: f"{call.arg(0)}.view({torch_dtype(call.result().dtype)})",
-    **{name: _function(f"torch.{function}") for name, function in _TORCH.items()},
-    "Neg": lambda call: f"-{call.arg(0)}",
+    **dict.fromkeys(("Cast", "CastLike"), lambda call: f"{call.arg(0)}.to({call.dtype})"),
+    "BitCast": lambda call: f"{call.arg(0)}.view({call.dtype})",
+    "Neg": formula("-{0}"),
     "Gelu": _gelu,
     "HardSigmoid": _hard_sigmoid,
-    "HardSwish": _function("F.hardswish"),
-    "LeakyRelu": _stated("F.leaky_relu", alpha=0.01),
+    "HardSwish": formula("F.hardswish({0})"),
+    "LeakyRelu": formula("F.leaky_relu({0}, {alpha})", alpha=0.01),
     "PRelu": _prelu,
-    "Elu": _stated("F.elu", alpha=1.0),
-    "Celu": _stated("F.celu", alpha=1.0),
-    "Selu": _selu,
-    "ThresholdedRelu": lambda call: f"F.threshold({call.arg(0)}, {call.stated('alpha', 1.0)}, 0.0)",
-    "Shrink": _stated("operators.shrink", lambd=0.5, bias=0.0),
-    "Softplus": _function("F.softplus"),
-    "Softsign": _function("F.softsign"),
-    "Mish": _function("F.mish"),
+    "Elu": formula("F.elu({0}, {alpha})", alpha=1.0),
+    "Celu": formula("F.celu({0}, {alpha})", alpha=1.0),
+    "Selu": lambda call: (
+        _SCALED_ELU(call) if call.node.has("alpha") or call.node.has("gamma") else f"F.selu({call.arg(0)})"
+    ),
+    "ThresholdedRelu": formula("F.threshold({0}, {alpha}, 0.0)", alpha=1.0),
+    "Shrink": formula("operators.shrink({0}, {lambd}, {bias})", lambd=0.5, bias=0.0),
+    "Softplus": formula("F.softplus({0})"),
+    "Softsign": formula("F.softsign({0})"),
+    "Mish": formula("F.mish({0})"),
     "Swish": _swish,
     "SwiGLU": lambda call: f"{_swish(call)} * {call.arg(1)}",
     "ConstantOfShape": _filled,
@@ -377,32 +360,24 @@ ELEMENTWISE: dict[str, Emitter] = {
     "EyeLike": _eye_like,
     "Shape": _shape,
     "Size": lambda call: f"torch.tensor({call.operand(0).elements}, {_made(call)})",
-    "HannWindow": _window("torch.hann_window"),
-    "HammingWindow": _window("operators.hamming_window"),
-    "BlackmanWindow": _window("torch.blackman_window"),
+    "HannWindow": partial(_window, "torch.hann_window"),
+    "HammingWindow": partial(_window, "operators.hamming_window"),
+    "BlackmanWindow": partial(_window, "torch.blackman_window"),
     "MelWeightMatrix": lambda call: called("operators.mel_weights", *map(call.scalar, range(5)), _made(call)),
     "GridSample": _grid_sample,
     "AffineGrid": _affine_grid,
     "QuantizeLinear": partial(_linear, "quantize_linear"),
     "DequantizeLinear": partial(_linear, "dequantize_linear"),
-    "DynamicQuantizeLinear": lambda call: f"operators.dynamic_quantize_linear({call.arg(0)})",
+    "DynamicQuantizeLinear": formula("operators.dynamic_quantize_linear({0})"),
     "DFT": _dft,
     "STFT": _stft,
-    "Det": lambda call: f"torch.linalg.det({call.arg(0)})",
+    "Det": formula("torch.linalg.det({0})"),
     "RoiAlign": _roi_align,
     "Dropout": _dropout,
-    "Bernoulli": lambda call: called(
-        "operators.bernoulli", call.arg(0), call.stream(), torch_dtype(call.result().dtype)
-    ),
-    "RandomUniform": _UNIFORM,
-    "RandomUniformLike": _UNIFORM,
-    "RandomNormal": _NORMAL,
-    "RandomNormalLike": _NORMAL,
+    "Bernoulli": lambda call: called("operators.bernoulli", call.arg(0), call.stream(), call.dtype),
+    **dict.fromkeys(("RandomUniform", "RandomUniformLike"), _UNIFORM),
+    **dict.fromkeys(("RandomNormal", "RandomNormalLike"), _NORMAL),
     "Multinomial": lambda call: called(
-        "operators.multinomial",
-        call.arg(0),
-        call.result().shape[1],
-        call.stream(),
-        torch_dtype(call.result().dtype),
+        "operators.multinomial", call.arg(0), call.result().shape[1], call.stream(), call.dtype
     ),
 }

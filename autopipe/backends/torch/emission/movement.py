@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, literal, number
+from autopipe.backends.torch.emission.call import Call, Emitter, called, formula, literal, number
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.movement import ResizedAxis, padding, permutation, resized_axes, slices
 from autopipe.ir.ops.operator import axes_of, positive
@@ -52,8 +53,7 @@ def _split(call: Call) -> str:
     total = call.operand(0).shape[axis]
     sizes = [value.shape[axis] if value is not None else -1 for value in call.results]
     if -1 in sizes:
-        array = call.constant(1)
-        stated = call.node.integers("split") if array is None else tuple(int(size) for size in array)
+        stated = call.integers(1) or call.node.integers("split")
         sizes = list(stated) or [-(-total // len(sizes))] * (len(sizes) - 1)
         sizes += [total - sum(sizes)] * (not stated)
     even = sizes[0] > 0 and len(set(sizes[:-1])) == 1 and 0 < sizes[-1] <= sizes[0]
@@ -62,14 +62,11 @@ def _split(call: Call) -> str:
 
 def _slice(call: Call) -> str:
     taken = slices(call)
-    shape = call.operand(0).shape
-    reversed_axes = [axis for axis, (_, count, step) in enumerate(taken) if step < 0 and count]
-    parts = [_range(*each, extent) for each, extent in zip(taken, shape, strict=True)]
+    backwards = [str(axis) for axis, (_, count, step) in enumerate(taken) if step < 0 and count]
+    code = f"{call.arg(0)}.flip({', '.join(backwards)})" if backwards else call.arg(0)
+    parts = [_range(*each, extent) for each, extent in zip(taken, call.operand(0).shape, strict=True)]
     while parts and parts[-1] == ":":
         parts.pop()
-    code = call.arg(0)
-    if reversed_axes:
-        code = f"{code}.flip({', '.join(map(str, reversed_axes))})"
     return f"{code}[{', '.join(parts)}]" if parts else code
 
 
@@ -98,17 +95,9 @@ def _pad(call: Call) -> str:
 
 def padded(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> str:
     """`F.pad(x, (left, right, top, bottom))`: torch counts from the last dimension."""
-    inner = list(pads)
-    while inner and inner[0] == (0, 0):
-        inner.pop(0)
-    flat = tuple(count for pair in reversed(inner) for count in pair)
+    inner = itertools.dropwhile(lambda pair: pair == (0, 0), pads)
+    flat = tuple(count for pair in reversed([*inner]) for count in pair)
     return called("F.pad", code, flat, value=None if value in ("0", "0.0") else value) if flat else code
-
-
-def _tile(call: Call) -> str:
-    repeats = call.constant(1)
-    assert repeats is not None, "Tile needs known repeats"
-    return f"{call.arg(0)}.repeat({shape_arguments(tuple(int(each) for each in repeats))})"
 
 
 def _center_crop_pad(call: Call) -> str:
@@ -138,58 +127,45 @@ def _blocks(call: Call, to_space: bool) -> str:
 
 def _trilu(call: Call) -> str:
     function = "torch.triu" if call.node.integer("upper", 1) else "torch.tril"
-    rank = len(call.operand(0).shape)
     diagonal = call.scalar(1) or "0"
-    for axis, sign in ((rank - 2, "+"), (rank - 1, "-")):
+    for axis, sign in ((call.rank - 2, "+"), (call.rank - 1, "-")):
         if group := call.group(f"d{axis}"):
             diagonal += f" {sign} {group}.position * {call.operand(0).shape[axis]}"
     return f"{function}({call.arg(0)}, {diagonal})"
 
 
 def _col2im(call: Call) -> str:
-    image, block = call.constant(1), call.constant(2)
-    assert image is not None and block is not None, "Col2Im needs known shapes"
-    rank = len(block)
-    return called(
-        "operators.col2im",
-        call.arg(0),
-        tuple(image.tolist()),
-        tuple(block.tolist()),
-        dilations=call.node.integers("dilations", (1,) * rank),
-        strides=call.node.integers("strides", (1,) * rank),
-        pads=call.node.integers("pads", (0,) * (2 * rank)),
-    )
+    image, block = call.integers(1), call.integers(2)
+    ones = (1,) * len(block)
+    settings = {name: call.node.integers(name, ones) for name in ("dilations", "strides")}
+    pads = call.node.integers("pads", (0,) * (2 * len(block)))
+    return called("operators.col2im", call.arg(0), image, block, **settings, pads=pads)
 
 
 def _gather(call: Call) -> str:
-    axis, data = call.axis(), call.operand(0)
-    before = [":"] * axis
+    axis, fixed = call.axis(), _indexing_range(call)
     if group := call.group(f"d{axis}"):
         return f"operators.gather_part({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
-    fixed = _indexing_range(call, axis)
-    if fixed:
-        return f"{call.arg(0)}[{', '.join([*before, fixed])}]"
     # Indices that are not known are taken to be those of an embedding, which are not negative (torch checks).
     may_count = call.constant(1) is None or _counted_from_front(call)
-    if axis == 0 and len(data.shape) == 2 and data.dtype.is_floating and may_count:
+    if not fixed and axis == 0 and call.rank == 2 and call.operand(0).dtype.is_floating and may_count:
         return f"F.embedding({call.arg(1)}, {call.arg(0)})"
-    return f"{call.arg(0)}[{', '.join([*before, call.arg(1)])}]"
+    return f"{call.arg(0)}[{', '.join([*[':'] * axis, fixed or call.arg(1)])}]"
 
 
-def _indexing_range(call: Call, axis: int) -> str:
+def _indexing_range(call: Call) -> str:
     """Known indices as Python writes them, one place or a range of neighbours; "" where they are neither."""
     indices = call.constant(1)
     if indices is None or indices.ndim > 1 or not indices.size:
         return ""
-    extent = call.operand(0).shape[axis]
-    places = [positive(int(index), extent) for index in indices.reshape(-1)]
+    first, *others = (positive(index, call.operand(0).shape[call.axis()]) for index in call.integers(1))
     if indices.ndim == 0:
-        return str(places[0])
-    neighbours = places == list(range(places[0], places[0] + len(places)))
-    return f"{places[0]}:{places[-1] + 1}" if neighbours else ""
+        return str(first)
+    return f"{first}:{first + len(others) + 1}" if others == [*range(first + 1, first + len(others) + 1)] else ""
 
 
 def _counted_from_front(call: Call) -> bool:
+    """True if the indices are known, and none is negative."""
     indices = call.constant(1)
     return indices is not None and bool((indices >= 0).all())
 
@@ -203,8 +179,7 @@ def _gather_elements(call: Call) -> str:
 
 
 def _gather_nd(call: Call) -> str:
-    batch = call.node.integer("batch_dims")
-    if batch:
+    if batch := call.node.integer("batch_dims"):
         return f"operators.gather_nd({call.args(2)}, {batch})"
     return f"{call.arg(0)}[{call.arg(1)}.unbind(-1)]"
 
@@ -224,15 +199,14 @@ def _scatter_elements(call: Call) -> str:
 
 
 def _tensor_scatter(call: Call) -> str:
-    axis = positive(call.node.integer("axis", -2), len(call.operand(0).shape))
     circular = call.choice("mode", "linear", ("linear", "circular")) == "circular"
-    return called("operators.tensor_scatter", call.args(2), call.optional(2), axis, circular=circular)
+    return called("operators.tensor_scatter", call.args(2), call.optional(2), call.axis(-2), circular=circular)
 
 
 def _one_hot(call: Call) -> str:
     axis = positive(call.node.integer("axis", -1), len(call.result().shape))
-    depth = call.result().shape[axis]
-    return called("operators.one_hot", call.arg(0), depth, call.arg(2), axis, call.group("v"))
+    operands = call.arg(0), call.result().shape[axis], call.arg(2)
+    return called("operators.one_hot", *operands, axis, call.group("v"))
 
 
 def _resize(call: Call) -> str:
@@ -246,14 +220,11 @@ def _resize(call: Call) -> str:
     rounding = node.text("nearest_mode", "floor" if early else "round_prefer_floor")
     if code := _interpolate(call, axes, mode, places, rounding):
         return code
-    entries = ", ".join(
-        f"({each.axis}, {each.result}, {literal(each.scale)}, {literal(each.region[0])}, {literal(each.region[1])})"
-        for each in axes
-    )
+    entries = (f"({each.axis}, {each.result}, {', '.join(map(literal, (each.scale, *each.region)))})" for each in axes)
     return called(
         "operators.resize",
         call.arg(0),
-        f"[{entries}]",
+        f"[{', '.join(entries)}]",
         repr(mode),
         repr(places),
         rounding=repr(rounding) if mode == "nearest" else None,
@@ -269,11 +240,11 @@ _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 def _interpolate(call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: str, rounding: str) -> str:
     """A call of `F.interpolate`, or "" where it computes something else."""
-    node, shape = call.node, call.operand(0).shape
+    node, rank = call.node, call.rank
     exact = all(each.axis > 1 and each.scale == each.result / each.source for each in axes)
     floating = call.operand(0).dtype in (DType.FLOAT32, DType.FLOAT64)
     plain = not node.integer("antialias") and not node.integer("exclude_outside")
-    if not (exact and floating and plain and node.number("cubic_coeff_a", -0.75) == -0.75 and len(shape) in _LINEAR):
+    if not (exact and floating and plain and node.number("cubic_coeff_a", -0.75) == -0.75 and rank in _LINEAR):
         return ""
     size = call.result().shape[2:]
     if mode == "nearest":
@@ -281,36 +252,31 @@ def _interpolate(call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: s
         rounds = places == "half_pixel" and rounding.startswith("round")
         floors = places == "asymmetric" and rounding == "floor"
         return f"F.interpolate({call.arg(0)}, {size})" if whole and (rounds or floors) else ""
-    if mode == "cubic" and len(shape) != 4:
-        return ""
     corners = True if places == "align_corners" else None
-    if not (corners or places == "half_pixel" or (places == "pytorch_half_pixel" and min(size) > 1)):
+    known = corners or places == "half_pixel" or (places == "pytorch_half_pixel" and min(size) > 1)
+    if not known or (mode == "cubic" and rank != 4):
         return ""
-    method = repr("bicubic" if mode == "cubic" else _LINEAR[len(shape)])
+    method = repr("bicubic" if mode == "cubic" else _LINEAR[rank])
     return called("F.interpolate", call.arg(0), size, mode=method, align_corners=corners)
 
 
 MOVEMENT: dict[str, Emitter] = {
-    "Reshape": _reshape,
-    "Flatten": _reshape,
+    **dict.fromkeys(("Reshape", "Flatten"), _reshape),
     "Squeeze": partial(_squeezed, "squeeze"),
     "Unsqueeze": partial(_squeezed, "unsqueeze"),
-    "Identity": lambda call: call.arg(0),
+    "Identity": formula("{0}"),
     "Transpose": _transpose,
     "Expand": _expand,
     "Concat": lambda call: call.arg(0) if len(call.codes) == 1 else f"torch.cat([{call.args()}], dim={call.axis()})",
     "Split": _split,
     "Slice": _slice,
     "Pad": _pad,
-    "Tile": _tile,
+    "Tile": lambda call: f"{call.arg(0)}.repeat({shape_arguments(call.integers(1))})",
     "CenterCropPad": _center_crop_pad,
     "DepthToSpace": partial(_blocks, to_space=True),
     "SpaceToDepth": partial(_blocks, to_space=False),
     "ReverseSequence": lambda call: called(
-        "operators.reverse_sequence",
-        call.args(2),
-        call.node.integer("time_axis"),
-        call.node.integer("batch_axis", 1),
+        "operators.reverse_sequence", call.args(2), call.node.integer("time_axis"), call.node.integer("batch_axis", 1)
     ),
     "Trilu": _trilu,
     "Compress": lambda call: called(
@@ -320,12 +286,10 @@ MOVEMENT: dict[str, Emitter] = {
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
-    "Scatter": _scatter_elements,
-    "ScatterElements": _scatter_elements,
+    **dict.fromkeys(("Scatter", "ScatterElements"), _scatter_elements),
     "ScatterND": lambda call: called("operators.scatter_nd", call.args(3), _reduced(call)),
     "TensorScatter": _tensor_scatter,
     "OneHot": _one_hot,
-    "NonZero": lambda call: f"torch.nonzero({call.arg(0)}).T",
-    "Resize": _resize,
-    "Upsample": _resize,
+    "NonZero": formula("torch.nonzero({0}).T"),
+    **dict.fromkeys(("Resize", "Upsample"), _resize),
 }

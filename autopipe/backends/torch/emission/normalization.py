@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, torch_dtype
+from autopipe.backends.torch.emission.call import Call, Emitter, called
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.normalization import (
     label_axes,
@@ -18,7 +18,6 @@ from autopipe.ir.ops.normalization import (
     variance_axes,
     weighs_labels,
 )
-from autopipe.ir.ops.operator import positive
 
 
 def _batch_norm(call: Call) -> str:
@@ -34,7 +33,7 @@ def _batch_norm(call: Call) -> str:
 
 
 def _spatial(call: Call) -> list[str]:
-    return [f"i{axis}" for axis in range(len(call.operand(0).shape) - 2)]
+    return [f"i{axis}" for axis in range(call.rank - 2)]
 
 
 def _dimensions(call: Call, axes: Iterable[int]) -> str | None:
@@ -48,11 +47,11 @@ def _layer_norm(call: Call) -> str:
     x, vectors = call.arg(0), f"{call.arg(1)}, {call.optional(2)}"
     if group := _dimensions(call, axes):
         return call.outputs(called("operators.layer_norm_part", x, axes, vectors, epsilon, group))
-    if any(call.operand(index).shape != shape for index in (1, 2) if call.present(index)):
-        return call.outputs(called("operators.layer_norm", x, shape, vectors, epsilon))
-    if len(call.node.outputs) > 1:
-        return call.outputs(called("torch.native_layer_norm", x, shape, vectors, epsilon))
-    return called("F.layer_norm", x, shape, vectors, epsilon)
+    own_shape = all(call.operand(index).shape == shape for index in (1, 2) if call.present(index))
+    if own_shape and len(call.node.outputs) == 1:
+        return called("F.layer_norm", x, shape, vectors, epsilon)
+    function = "torch.native_layer_norm" if own_shape else "operators.layer_norm"
+    return call.outputs(called(function, x, shape, vectors, epsilon))
 
 
 def rms_norm(call: Call) -> str:
@@ -91,43 +90,39 @@ def _variance(call: Call) -> str:
 
 def _norm(call: Call) -> str:
     p, axis = call.node.integer("p", 2), call.node.integer("axis", -1)
-    if group := _dimensions(call, [positive(axis, len(call.operand(0).shape))]):
+    if group := _dimensions(call, [call.axis(-1)]):
         return f"operators.normalize_part({call.arg(0)}, {p}, {axis}, {group})"
     return f"F.normalize({call.arg(0)}, p={p}, dim={axis})"
 
 
 def _response(call: Call) -> str:
     size = call.node.integer("size")
-    settings = ", ".join([str(size), call.stated("alpha", 1e-4), call.stated("beta", 0.75), call.stated("bias", 1.0)])
-    library = "F.local_response_norm" if size % 2 else "operators.local_response_norm"
-    return f"{library}({call.arg(0)}, {settings})"
+    settings = call.stated("alpha", 1e-4), call.stated("beta", 0.75), call.stated("bias", 1.0)
+    return called(f"{'F' if size % 2 else 'operators'}.local_response_norm", call.arg(0), size, *settings)
 
 
 def _softmax(function: str, call: Call) -> str:
-    axes = softmax_axes(call)
-    shape = call.operand(0).shape
-    if group := _dimensions(call, axes):
-        name = f"operators.{function.removeprefix('F.')}_part"
-        if len(axes) == 1:
-            return f"{name}({call.arg(0)}, {axes.start}, {group})"
-        return f"{name}({call.arg(0)}.flatten({axes.start}), {axes.start}, {group}).reshape({shape})"
-    if all(extent == 1 for extent in shape[axes.start + 1 : axes.stop]):
-        axis = -1 if axes.start == len(shape) - 1 else axes.start
-        return f"{function}({call.arg(0)}, {axis})"
-    return f"{function}({call.arg(0)}.flatten({axes.start}), -1).reshape({shape})"
+    axes, shape, group = softmax_axes(call), call.operand(0).shape, _dimensions(call, softmax_axes(call))
+    name = f"operators.{function}_part" if group else f"F.{function}"
+    if len(axes) == 1 or (not group and all(extent == 1 for extent in shape[axes.start + 1 : axes.stop])):
+        return called(name, call.arg(0), axes.start if group or axes.start < call.rank - 1 else -1, group)
+    flat = called(name, f"{call.arg(0)}.flatten({axes.start})", axes.start if group else -1, group)
+    return f"{flat}.reshape({shape})"
+
+
+def _kept(call: Call) -> str:
+    return ", keepdim=True" if call.node.integer("keepdims", 1) else ""
 
 
 def _axes(call: Call) -> str:
     """`dim=1, keepdim=True`."""
     axes = reduced_axes(call)
-    spelled = str(axes[0]) if len(axes) == 1 else str(axes)
-    return f"dim={spelled}" + (", keepdim=True" if call.node.integer("keepdims", 1) else "")
+    return f"dim={axes[0] if len(axes) == 1 else axes}{_kept(call)}"
 
 
 def _exact(call: Call) -> str:
     """Integers keep their type, which torch's sums would widen."""
-    dtype = call.result().dtype
-    return f", dtype={torch_dtype(dtype)}" if dtype.is_integer else ""
+    return f", dtype={call.dtype}" if call.result().dtype.is_integer else ""
 
 
 def _together(call: Call, function: str, *settings: bool) -> str:
@@ -142,38 +137,32 @@ def _sum(call: Call, code: str) -> str:
 
 
 def _mean(call: Call) -> str:
-    dtype = call.result().dtype
-    if dtype.is_integer:
-        return f"{call.arg(0)}.mean({_axes(call)}, dtype=torch.float64).to({torch_dtype(dtype)})"
+    if call.result().dtype.is_integer:
+        return f"{call.arg(0)}.mean({_axes(call)}, dtype=torch.float64).to({call.dtype})"
     return f"{call.arg(0)}.mean({_axes(call)})"
 
 
 def _reduction_norm(call: Call) -> str:
-    dtype = call.result().dtype
-    if dtype.is_integer:
-        return f"{call.arg(0)}.double().square().sum({_axes(call)}).sqrt().to({torch_dtype(dtype)})"
+    if call.result().dtype.is_integer:
+        return f"{call.arg(0)}.double().square().sum({_axes(call)}).sqrt().to({call.dtype})"
     return _together(call, "norm_part") or f"torch.linalg.vector_norm({call.arg(0)}, {_axes(call)})"
 
 
 def _product(call: Call) -> str:
     """torch multiplies along one axis a call; the last goes first, so that the others keep their numbers."""
-    code = call.arg(0)
-    keep = ", keepdim=True" if call.node.integer("keepdims", 1) else ""
-    for axis in reversed(reduced_axes(call)):
-        code = f"{code}.prod(dim={axis}{keep}{_exact(call)})"
-    return code
+    calls = (f".prod(dim={axis}{_kept(call)}{_exact(call)})" for axis in reversed(reduced_axes(call)))
+    return call.arg(0) + "".join(calls)
 
 
 def _extreme(method: str, call: Call) -> str:
     """torch refuses the largest of nothing; ONNX says the smallest number there is (for Max)."""
     if not call.operand(0).elements:
-        dtype = torch_dtype(call.result().dtype)
         limit = f'float("{"-inf" if method == "amax" else "inf"}")'
         if call.result().dtype is DType.BOOL:
             limit = str(method == "amin")
         elif not call.result().dtype.is_floating:
-            limit = f"torch.iinfo({dtype}).{'min' if method == 'amax' else 'max'}"
-        return f"torch.full({call.result().shape}, {limit}, dtype={dtype}, device=p.device)"
+            limit = f"torch.iinfo({call.dtype}).{'min' if method == 'amax' else 'max'}"
+        return f"torch.full({call.result().shape}, {limit}, dtype={call.dtype}, device=p.device)"
     return _together(call, "extreme_part", method == "amax") or f"{call.arg(0)}.{method}({_axes(call)})"
 
 
@@ -183,9 +172,7 @@ def _reduction(emit: Emitter, alone: Callable[[str], str] = lambda code: code) -
 
 
 def _index(function: str, call: Call) -> str:
-    axis = call.axis()
-    keep = ", keepdim=True" if call.node.integer("keepdims", 1) else ""
-    last = bool(call.node.integer("select_last_index"))
+    axis, keep, last = call.axis(), _kept(call), bool(call.node.integer("select_last_index"))
     if group := _dimensions(call, [axis]):
         settings = bool(keep), function == "argmax", last
         return called("operators.index_of_extreme_part", call.arg(0), axis, *settings, group)
@@ -204,10 +191,8 @@ def _running(function: str, call: Call) -> str:
 
 
 def _top_k(call: Call) -> str:
-    axis = call.axis(-1)
-    count = call.scalar(1) if call.present(1) else str(call.node.integer("k"))
-    largest = bool(call.node.integer("largest", 1))
-    return f"operators.top_k({call.arg(0)}, {count}, {axis}, largest={largest})"
+    count = call.scalar(1) if call.present(1) else call.node.integer("k")
+    return called("operators.top_k", call.arg(0), count, call.axis(-1), largest=bool(call.node.integer("largest", 1)))
 
 
 def _loss(call: Call, name: str, alone: str) -> str:
@@ -217,7 +202,7 @@ def _loss(call: Call, name: str, alone: str) -> str:
     """
     labels = label_axes(call)
     classes, batch = call.group("c"), call.group(*labels) if weighs_labels(call) else None
-    ignored = call.node.integer("ignore_index", -100)
+    ignored, averaged = call.node.integer("ignore_index", -100), reduction(call)
     function = f"operators.{name}_{'part' if classes else 'share'}" if classes or batch else alone
     return called(
         function,
@@ -225,16 +210,10 @@ def _loss(call: Call, name: str, alone: str) -> str:
         call.arg(1) if call.operand(1).dtype is DType.INT64 else f"{call.arg(1)}.long()",
         call.arg(2) if call.present(2) else None,
         ignore_index=ignored if ignored != -100 else None,
-        reduction=repr(reduction(call)) if reduction(call) != "mean" else None,
+        reduction=repr(averaged) if averaged != "mean" else None,
         group=classes,
         batch=batch,
     )
-
-
-def _cross_entropy(call: Call) -> str:
-    if len(call.node.outputs) > 1:
-        return _loss(call, "cross_entropy_and_logarithms", "operators.cross_entropy")
-    return _loss(call, "cross_entropy", "F.cross_entropy")
 
 
 NORMALIZATION: dict[str, Emitter] = {
@@ -246,8 +225,8 @@ NORMALIZATION: dict[str, Emitter] = {
     "MeanVarianceNormalization": _variance,
     "LpNormalization": _norm,
     "LRN": _response,
-    "Softmax": partial(_softmax, "F.softmax"),
-    "LogSoftmax": partial(_softmax, "F.log_softmax"),
+    "Softmax": partial(_softmax, "softmax"),
+    "LogSoftmax": partial(_softmax, "log_softmax"),
     "ReduceSum": _reduction(lambda call: _sum(call, call.arg(0))),
     "ReduceMean": _reduction(_mean),
     "ReduceL1": _reduction(lambda call: _sum(call, f"{call.arg(0)}.abs()"), lambda code: f"{code}.abs()"),
@@ -268,6 +247,10 @@ NORMALIZATION: dict[str, Emitter] = {
     "CumProd": partial(_running, "cumprod"),
     "TopK": _top_k,
     "Hardmax": lambda call: f"operators.hardmax({call.arg(0)}, {tuple(softmax_axes(call))})",
-    "SoftmaxCrossEntropyLoss": _cross_entropy,
+    "SoftmaxCrossEntropyLoss": lambda call: (
+        _loss(call, "cross_entropy", "F.cross_entropy")
+        if len(call.node.outputs) == 1
+        else _loss(call, "cross_entropy_and_logarithms", "operators.cross_entropy")
+    ),
     "NegativeLogLikelihoodLoss": lambda call: _loss(call, "nll", "F.nll_loss"),
 }

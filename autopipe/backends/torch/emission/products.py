@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from string import ascii_lowercase
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, literal, number, torch_dtype
+from autopipe.backends.torch.emission.call import Call, Emitter, called, formula, number
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.operator import SpatialWindow, window_of
 from autopipe.ir.ops.products import equation_of, has_bias
@@ -39,25 +39,20 @@ def multiply(call: Call, left: str, right: str) -> str:
 
 def _gemm(call: Call) -> str:
     """`F.linear` where the weight lies as in torch.nn.Linear, else `torch.addmm` on transposed views."""
-    node = call.node
-    alpha, beta = node.number("alpha", 1.0), node.number("beta", 1.0)
+    node, transposed = call.node, bool(call.node.integer("transB"))
     left = f"{call.arg(0)}.t()" if node.integer("transA") else call.arg(0)
-    right = f"{call.arg(1)}.t()" if node.integer("transB") else call.arg(1)
-
-    def factor(value: float) -> str:
-        return literal(int(value)) if call.result().dtype.is_integer else number(value)
-
-    if not has_bias(call):
-        if node.integer("transB") and alpha == 1.0:
+    right = f"{call.arg(1)}.t()" if transposed else call.arg(1)
+    whole = call.result().dtype.is_integer
+    values = {name: node.number(name, 1.0) for name in ("beta", "alpha")}
+    factors = {name: repr(int(value)) if whole else number(value) for name, value in values.items() if value != 1.0}
+    bias = call.bias(2, "k") if has_bias(call) else None
+    if bias is None:
+        if transposed and "alpha" not in factors:
             return f"F.linear({left}, {call.arg(1)})"
-        product = f"torch.mm({left}, {right})"
-        return product if alpha == 1.0 else f"{factor(alpha)} * {product}"
-    bias = call.bias(2, "k")
-    if node.integer("transB") and alpha == beta == 1.0 and call.operand(2).shape == call.result().shape[1:]:
+        return f"{factors['alpha']} * torch.mm({left}, {right})" if "alpha" in factors else f"torch.mm({left}, {right})"
+    if transposed and not factors and call.operand(2).shape == call.result().shape[1:]:
         return f"F.linear({left}, {call.arg(1)}, {bias})"
-    factors = {"beta": beta, "alpha": alpha}
-    stated = {name: factor(value) if value != 1.0 else None for name, value in factors.items()}
-    return called("torch.addmm", bias, left, right, **stated)
+    return called("torch.addmm", bias, left, right, **factors)
 
 
 # Convolutions.
@@ -90,10 +85,8 @@ def _kernel(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]:
 def _settings(window: SpatialWindow, groups: int, padding: Extents) -> dict[str, object]:
     """Stride, padding, dilation and groups as keywords, where they are not torch's defaults."""
     found = {"stride": (window.strides, 1), "padding": (padding, 0), "dilation": (window.dilations, 1)}
-    settings: dict[str, object] = {
-        name: each(values) for name, (values, neutral) in found.items() if set(values) != {neutral}
-    }
-    return settings if groups == 1 else settings | {"groups": groups}
+    found["groups"] = (groups,), 1
+    return {name: each(values) for name, (values, neutral) in found.items() if set(values) != {neutral}}
 
 
 def _conv(call: Call) -> str:
@@ -157,19 +150,16 @@ def _pooling_window(call: Call) -> SpatialWindow:
 
 def _fits(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
     """True if torch's own pads, equal at both ends and at most half a window, give this result."""
+    counts = []
+    for extent, begin, reach, stride in zip(
+        call.operand(0).shape[2:], window.begin, window.reach, window.strides, strict=True
+    ):
+        steps, left = divmod(extent + 2 * begin - reach, stride)
+        # Rounded up, the last window must still start before the pads at the end.
+        more = ceil and left > 0 and (steps + 1) * stride < extent + begin
+        counts.append(steps + 1 + more)
     small = all(2 * begin <= size for begin, size in zip(window.begin, window.kernel, strict=True))
-    extents = zip(call.operand(0).shape[2:], window.begin, window.reach, window.strides, strict=True)
-    counts = tuple(_count(*each, ceil) for each in extents)
-    return small and window.begin == window.end and counts == call.result().shape[2:]
-
-
-def _count(extent: int, begin: int, reach: int, stride: int, ceil: bool) -> int:
-    """Windows along one axis; rounded up, the last must still start before the pads at the end."""
-    room = extent + 2 * begin - reach
-    if not ceil:
-        return room // stride + 1
-    count = -(-room // stride) + 1
-    return count - 1 if (count - 1) * stride >= extent + begin else count
+    return small and window.begin == window.end and tuple(counts) == call.result().shape[2:]
 
 
 def _exact_pads(call: Call, window: SpatialWindow) -> str:
@@ -203,7 +193,7 @@ def _max_pool(call: Call) -> str:
         source = f'F.pad({source}, {_exact_pads(call, window)}, value=float("-inf"))'
     function, settings = f"F.max_pool{len(window.kernel)}d", _pooling_settings(window, fits or fits_up)
     pooled = called(function, source, *settings, ceil_mode=True if fits_up and not fits else None)
-    pooled = f"{pooled}.to({torch_dtype(dtype)})" if narrow else pooled
+    pooled = f"{pooled}.to({call.dtype})" if narrow else pooled
     return f"({pooled}, None)" if len(call.node.outputs) > 1 else pooled
 
 
@@ -218,12 +208,12 @@ def _average_pool(call: Call) -> str:
 
 
 def _global(template: str, call: Call) -> str:
-    axes = tuple(range(2, len(call.operand(0).shape)))
+    axes = tuple(range(2, call.rank))
     return template.format(x=call.arg(0), axes=axes, p=call.node.integer("p", 2))
 
 
 def _global_max(call: Call) -> str:
-    axes = tuple(range(2, len(call.operand(0).shape)))
+    axes = tuple(range(2, call.rank))
     if group := call.group(*(f"i{axis - 2}" for axis in axes)):
         return f"operators.extreme_part({call.arg(0)}, {axes}, True, True, {group})"
     return f"torch.amax({call.arg(0)}, {axes}, keepdim=True)"
@@ -234,10 +224,9 @@ def _unpool(call: Call) -> str:
     node, source = call.node, call.operand(0).shape
     kernel = node.integers("kernel_shape")
     rank = len(kernel)
-    strides, edges = node.integers("strides") or (1,) * rank, node.integers("pads") or (0,) * (2 * rank)
-    extents = [
-        (source[axis + 2] - 1) * strides[axis] - edges[axis] - edges[rank + axis] + kernel[axis] for axis in range(rank)
-    ]
+    strides, edges = node.integers("strides", (1,) * rank), node.integers("pads", (0,) * (2 * rank))
+    axes = zip(source[2:], strides, edges[:rank], edges[rank:], kernel, strict=True)
+    extents = ((count - 1) * stride - begin - end + size for count, stride, begin, end, size in axes)
     return f"operators.max_unpool({call.args(2)}, {(*source[:2], *extents)}, {call.result().shape})"
 
 
@@ -272,19 +261,16 @@ def _recurrent(call: Call) -> str:
 
 PRODUCTS: dict[str, Emitter] = {
     "MatMul": _matmul,
-    "autopipe.Linear": lambda call: f"F.linear({call.arg(0)}, {call.arg(1)}.t(), {call.arg(2)})",
+    "autopipe.Linear": formula("F.linear({0}, {1}.t(), {2})"),
     "Gemm": _gemm,
     "Einsum": lambda call: f"torch.einsum({str(equation_of(call))!r}, {call.args()})",
     "MatMulInteger": lambda call: f"operators.matmul_integer({call.optionals(4)})",
-    "QLinearMatMul": lambda call: f"operators.matmul_quantized({call.args(8)}, {torch_dtype(call.result().dtype)})",
+    "QLinearMatMul": lambda call: f"operators.matmul_quantized({call.args(8)}, {call.dtype})",
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "ConvInteger": lambda call: called("operators.conv_integer", call.optionals(4), _runtime_settings(*_kernel(call))),
     "QLinearConv": lambda call: called(
-        "operators.conv_quantized",
-        call.optionals(9),
-        torch_dtype(call.result().dtype),
-        _runtime_settings(*_kernel(call, 3)),
+        "operators.conv_quantized", call.optionals(9), call.dtype, _runtime_settings(*_kernel(call, 3))
     ),
     "DeformConv": _deform_conv,
     "MaxPool": _max_pool,

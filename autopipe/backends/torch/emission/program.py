@@ -19,7 +19,7 @@ from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.ir.atomic_file import replacing_folder
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
-from autopipe.ir.graph import Constant, DType
+from autopipe.ir.graph import DType
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program, StageCode
 
@@ -64,11 +64,7 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
         "stages": [_stage(each) for each in program.stages],
         "channels": [encode(each) for each in program.channels],
         "ranks": [
-            {
-                "rank": rank.rank,
-                "stages": [stage.stage for stage in rank.stages],
-                "shards": [encode(shard) for shard in rank.shards],
-            }
+            {"rank": rank.rank, "stages": [each.stage for each in rank.stages], "shards": [*map(encode, rank.shards)]}
             for rank in program.ranks
         ],
     }
@@ -127,24 +123,23 @@ def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, fold
             inside.mkdir(exist_ok=True)
             for name, text in files.items():
                 (inside / name).write_text(text, encoding="utf-8")
-            constants = (pair for stage in each.program.stages for pair in stage.constants)
-            stored = {f"c{index}": _stored(constant) for index, constant in constants}
-            np.savez(inside / "constants.npz", **stored)  # type: ignore[arg-type]
+            stored: dict[str, Any] = {}
+            for index, constant in (pair for stage in each.program.stages for pair in stage.constants):
+                narrow = constant.value.dtype is DType.BFLOAT16  # Which numpy does not know: it stores the two bytes.
+                stored[f"c{index}"] = constant.array.view("V2") if narrow else constant.array
+            np.savez(inside / "constants.npz", **stored)
 
     replace_folder(folder, write)
 
 
 def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
     """Text by file name; every Python file is checked to parse."""
-    program = files.program
-    found = {
-        f"{stage_module(stage.stage)}.py": emit_stage(stage, title)
-        for stage, title in zip(program.stages, files.stage_titles, strict=True)
-    }
+    program, found = files.program, {"run.py": _ENTRY}
+    for stage, title in zip(program.stages, files.stage_titles, strict=True):
+        found[f"{stage_module(stage.stage)}.py"] = emit_stage(stage, title)
     for rank, rank_title in zip(program.ranks, files.rank_titles, strict=True):
         if rank_title is not None:
             found[f"{rank_module(rank.rank)}.py"] = emit_rank(program, rank, rank_title)
-    found["run.py"] = _ENTRY
     for name, text in found.items():
         try:
             ast.parse(text)
@@ -152,11 +147,6 @@ def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
             raise CodegenError(f"generated code is not valid Python: {error}", where=name) from error
     found["manifest.json"] = json.dumps(manifest_of(program, provenance), indent=1) + "\n"
     return found
-
-
-def _stored(constant: Constant) -> np.ndarray:
-    """The numbers as numpy stores them: of bfloat16, which it does not know, the two bytes."""
-    return constant.array.view("V2") if constant.value.dtype is DType.BFLOAT16 else constant.array
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:

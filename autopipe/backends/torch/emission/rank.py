@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from autopipe.ir.layout import Box
 from autopipe.ir.program import Instruction, Loop, MessageBlock, Program, RankCode, Section, StageOnRank, Verb
@@ -43,13 +44,13 @@ def _stage(program: Program, wired: StageOnRank) -> str:
     for block in wired.receives:
         argument, value = inputs[block.tensor]
         ends = _block(block, block.source_rank, block.source_stage)
-        lines.append(
-            f"    runtime.Receive({argument!r}, {ends}{_part(block.received, value.shape, block.target_turn)}),"
-        )
+        part = _part(block.received, value.shape, block.target_turn)
+        lines.append(f"    runtime.Receive({argument!r}, {ends}{part}),")
     for block in wired.sends:
         position = outputs.index(block.tensor)
+        ends = _block(block, block.target_rank, block.target_stage)
         part = _part(block.sent, code.outputs[position].shape, block.source_turn)
-        lines.append(f"    runtime.Send({position}, {_block(block, block.target_rank, block.target_stage)}{part}),")
+        lines.append(f"    runtime.Send({position}, {ends}{part}),")
     if program.loss in outputs:
         # Shares of all ranks and micro-batches add up to the step's loss.
         output = next(each for each in program.outputs if each.value.name == program.loss)
@@ -74,28 +75,21 @@ def _slices(box: Box) -> str:
 
 
 def _step(rank: RankCode) -> str:
-    lines = ["def step():"]
+    lines: list[str] = []
     for title, section in (("warm-up", rank.warm_up), ("repetend", rank.repetend), ("cool-down", rank.cool_down)):
         if section:
-            lines.append(f"    # {title}")
-            lines.extend(_section(section))
-    if len(lines) == 1:
-        lines.append("    pass")
-    return "\n".join(lines) + "\n"
+            lines += [f"    # {title}", *_section(section)]
+    return "\n".join(["def step():", *(lines or ["    pass"]), ""])
 
 
 def _section(section: Section) -> list[str]:
     lines: list[str] = []
-    straight: list[Instruction] = []
-    for item in (*section, None):
-        if isinstance(item, Instruction):
-            straight.append(item)
-            continue
-        lines.extend(_lines(straight, "    ", [str(each.micro_batch) for each in straight]))
-        straight = []
-        if isinstance(item, Loop):
-            lines.append(f"    for i in range({_range(item)}):")
-            lines.extend(_lines(item.body, "        ", _indices(item)))
+    for _, group in groupby(section, key=type):
+        items = list(group)
+        straight = [each for each in items if isinstance(each, Instruction)]
+        lines += _lines(straight, "    ", [str(each.micro_batch) for each in straight])
+        for loop in (each for each in items if isinstance(each, Loop)):
+            lines += [f"    for i in range({_range(loop)}):", *_lines(loop.body, "        ", _indices(loop))]
     return lines
 
 
@@ -107,27 +101,24 @@ def _range(loop: Loop) -> str:
     stop = start + loop.count * loop.stride
     if loop.stride != 1:
         return f"{start}, {stop}, {loop.stride}"
-    return f"{start}, {stop}" if start else f"{stop}"
+    return f"{start}, {stop}" if start else str(stop)
 
 
-_TASK_ENDS = (Verb.FORWARD, Verb.BACKWARD, Verb.INPUT_GRADIENT, Verb.WEIGHT_GRADIENT)
+_TASKS = (Verb.FORWARD, Verb.BACKWARD, Verb.INPUT_GRADIENT, Verb.WEIGHT_GRADIENT)
 
 
 def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) -> list[str]:
     """One line a task: what is posted before it, the task, and what it sends. `indices` spell the micro-batches."""
-    lines: list[str] = []
-    current: list[str] = []
+    lines: list[list[str]] = []
     done = False
     for item, index in zip(items, indices, strict=True):
-        if current and done and item.verb not in (Verb.SEND, Verb.SEND_GRADIENT):
-            lines.append(indent + "; ".join(current))
-            current, done = [], False
+        if not lines or (done and item.verb not in (Verb.SEND, Verb.SEND_GRADIENT)):
+            lines.append([])
+            done = False
         source = "" if item.source is None else f", source={item.source}"
-        current.append(f"s{item.stage}.{item.verb.value}({index}{source})")
-        done = done or item.verb in _TASK_ENDS
-    if current:
-        lines.append(indent + "; ".join(current))
-    return lines
+        lines[-1].append(f"s{item.stage}.{item.verb.value}({index}{source})")
+        done = done or item.verb in _TASKS
+    return [indent + "; ".join(calls) for calls in lines]
 
 
 def _indices(loop: Loop) -> list[str]:

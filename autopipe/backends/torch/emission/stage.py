@@ -6,7 +6,7 @@ import ast
 import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -47,31 +47,26 @@ def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
         for operation in stage.operations
         if isinstance(operation, Compute) and is_matrix_product(operation.signature)
     }
-    merged: set[str] = set()
-    operations: list[Operation] = []
+    operations: dict[int, Operation] = {}
     for operation in stage.operations:
-        if isinstance(operation, Compute):
-            operation = _with_bias(operation, products, reads, merged)
-        operations.append(operation)
-    return tuple(each for each in operations if isinstance(each, Collective) or merged.isdisjoint(each.writes))
+        if isinstance(operation, Compute) and qualified_name(operation.signature.node) == "Add":
+            first, second = operation.signature.operand(0), operation.signature.operand(1)
+            for value, bias in ((first, second), (second, first)):
+                product = products.get(value.name)
+                if product is not None and reads[value.name] == 1 and takes_bias(value, bias):
+                    del operations[id(product)]
+                    operation = _with_bias(product, operation, bias)
+                    break
+        operations[id(operation)] = operation
+    return tuple(operations.values())
 
 
-def _with_bias(addition: Compute, products: dict[str, Compute], reads: Counter[str], merged: set[str]) -> Compute:
-    """The product to which an operation adds a bias and the addition as one, if that is all it does and nothing else
-    reads the product; else the operation as it is. It is the product's node, named after the addition.
-    """
+def _with_bias(product: Compute, addition: Compute, bias: Value) -> Compute:
+    """The two as one: the product's node, named after the addition."""
     signature = addition.signature
-    if signature.node.op != "Add" or signature.node.domain:
-        return addition
-    first, second = signature.operand(0), signature.operand(1)
-    for value, bias in ((first, second), (second, first)):
-        product = products.get(value.name)
-        if product is not None and reads[value.name] == 1 and takes_bias(value, bias):
-            merged.update(product.writes)
-            node, operands = replace(signature.node, op=LINEAR, domain="autopipe"), (*product.signature.operands, bias)
-            joined = replace(signature, node=node, operands=operands, constants=(None, None, None))
-            return replace(addition, node=product.node, signature=joined)
-    return addition
+    node, operands = replace(signature.node, op=LINEAR, domain="autopipe"), (*product.signature.operands, bias)
+    joined = replace(signature, node=node, operands=operands, constants=(None, None, None))
+    return replace(addition, node=product.node, signature=joined)
 
 
 _LINE = 120
@@ -110,7 +105,7 @@ def _segments_of(stage: StageCode) -> list[_Segment]:
 
     Found from the last to the first: a result is wanted where a later segment reads it.
     """
-    held = {value.name for _, value in stage.parameters} | {each.value.name for _, each in stage.constants}
+    held = _held(stage)
     wanted = {value.name for value in stage.outputs}
     flowing = frozenset(name for segment in stage.segments for name in segment.flowing)
     found: list[_Segment] = []
@@ -123,6 +118,11 @@ def _segments_of(stage: StageCode) -> list[_Segment]:
             found.append(_Segment(operations, arguments, own, others))
             wanted |= set(arguments)
     return found[::-1]
+
+
+def _held(stage: StageCode) -> set[str]:
+    """Values that `p` has all the time."""
+    return {value.name for _, value in stage.parameters} | {each.value.name for _, each in stage.constants}
 
 
 @dataclass(slots=True)
@@ -140,10 +140,9 @@ class _Writer:
         self.codes |= {constant.value.name: f"p.c{index}" for index, constant in stage.constants}
         arguments = tuple(self._fresh(value) for value in stage.inputs)
         outputs = tuple(value.name for value in stage.outputs)
-        functions: list[str] = []
+        segments = _segments_of(stage) if stage.segments else []
+        functions = [self._segment(number, segment) for number, segment in enumerate(segments)]
         if stage.segments:
-            segments = _segments_of(stage)
-            functions = [self._segment(number, segment) for number, segment in enumerate(segments)]
             lines = self._calls(segments, outputs)
         else:
             lines = self._body(stage.operations, tuple(value.name for value in stage.inputs), outputs)
@@ -168,7 +167,6 @@ class _Writer:
         return f"; del {', '.join(codes)}" if codes else ""
 
     def _segment(self, number: int, segment: _Segment) -> str:
-        """A segment as a function of its own."""
         head = f"def segment_{number}({', '.join(['p', *self._of(segment.arguments)])}):"
         lines = self._body(segment.operations, segment.arguments, segment.flowing + segment.others)
         end = f"    return {self._tuple(segment.flowing)}, {self._tuple(segment.others)}"
@@ -190,17 +188,12 @@ class _Writer:
         last = dict.fromkeys(arguments, -1)
         for position, operation in enumerate(operations):
             last |= dict.fromkeys((*operation.reads, *operation.writes), position)
-        kept = {*results, *(value.name for _, value in self.stage.parameters)}
-        kept |= {each.value.name for _, each in self.stage.constants}
-        dead: dict[int, list[str]] = {}
-        for name, position in last.items():
-            if name not in kept:
-                dead.setdefault(position, []).append(name)
-        return [
-            line
-            for position, operation in enumerate(operations)
-            for line in self._statement(operation, dead.get(position, []))
-        ]
+        dead: dict[int, list[str]] = defaultdict(list)
+        kept = {*results, *_held(self.stage)}
+        for name in (name for name in last if name not in kept):
+            dead[last[name]].append(name)
+        statements = (self._statement(operation, dead[position]) for position, operation in enumerate(operations))
+        return [line for lines in statements for line in lines]
 
     def _statement(self, operation: Operation, dead: list[str]) -> list[str]:
         if isinstance(operation, Collective):
@@ -225,8 +218,10 @@ class _Writer:
         if emitter is None:
             raise CodegenError(f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name))
         codes = tuple(None if value is None else self.codes[value.name] for value in signature.operands)
-        group = len(self.stage.devices)
-        call = Call.of(signature, codes, operation.splits, operation.mesh, group, operation.samples)
+        call = replace(
+            Call.of(signature, codes, operation.splits),
+            mesh=operation.mesh, devices=len(self.stage.devices), samples=operation.samples,
+        )  # fmt: skip
         return deferred(emitter, call) if operation.node in self.stage.deferred else emitter(call)
 
     def _collective(self, operation: Collective) -> tuple[str, str]:

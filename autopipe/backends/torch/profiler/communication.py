@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, rank_environment
-from autopipe.backends.torch.profiler.timed_program import timing_of
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
@@ -77,34 +76,13 @@ Spans = dict[str, tuple[float, float]]
 """When tasks of a step began and ended, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class StagePairs:
-    """Folders of programs of two same stages, the second the slower one."""
+def measure_post_overhead(together: Path, apart: Path, laden: Path, messages: int, device: str) -> tuple[float, float]:
+    """Seconds of a rank's own time that an end of a message takes: of a task's first message, and of each further one.
 
-    together: Path
-    """On one rank, each micro-batch through both stages before the next."""
-    apart: Path
-    """On two ranks under 1F1B, with one message there and one back for each micro-batch."""
-    laden: Path
-    """The same with `messages` there and as many back, all at once."""
-    messages: int
-
-
-@dataclass(frozen=True, slots=True)
-class PostOverhead:
-    """Seconds that ends of messages take of a rank's own time."""
-
-    first: float
-    """Of a task's messages."""
-    following: float
-    """Each other."""
-
-
-def measure_post_overhead(pairs: StagePairs, device: str) -> PostOverhead:
-    """How much longer it takes between the tasks of the second stage where the first is on another rank, by the message
-    that the second gets or sends.
-
-    Raises LaunchError where a program fails.
+    The folders hold programs of two same stages, the second the slower one. `together` has them on one rank, each
+    micro-batch through both before the next; `apart` on two ranks under 1F1B, with one message there and one back for
+    each micro-batch; `laden` has `messages` there and as many back. Ends are what it takes longer between the tasks of
+    the second stage. Raises LaunchError where a program fails.
     """
 
     def between(spans: Spans, index: int, until: str) -> float:
@@ -120,9 +98,9 @@ def measure_post_overhead(pairs: StagePairs, device: str) -> PostOverhead:
         """Until the second stage's next forward begins."""
         return statistics.median(between(spans, index, f"1F{index + 1}") for index in range(1, micro_batches - 1))
 
-    alone = _of_steps(pairs.together, device, 0, own)
-    with_one, with_all = (_of_steps(each, device, 1, cycle) for each in (pairs.apart, pairs.laden))
-    return PostOverhead(max(0.0, (with_one - alone) / 2), max(0.0, (with_all - with_one) / (2 * (pairs.messages - 1))))
+    alone = _of_steps(together, device, 0, own)
+    with_one, with_all = (_of_steps(each, device, 1, cycle) for each in (apart, laden))
+    return max(0.0, (with_one - alone) / 2), max(0.0, (with_all - with_one) / (2 * (messages - 1)))
 
 
 def measure_period(program: Path, device: str) -> float:
@@ -310,7 +288,7 @@ def _timed(exchange: Callable[[], float], seconds: float) -> Timing:
         short = time.perf_counter() - started < seconds
         again.fill_(float(len(found) < _LEAST + _WARM_UP or (len(found) < _MOST and short)))
         dist.broadcast(again, 0)
-    return timing_of([max(1e-9, each) for each in found[_WARM_UP:]])
+    return Timing.of([max(1e-9, each) for each in found[_WARM_UP:]])
 
 
 def main(target: Path, device: str, seconds: float) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from autopipe.backends.torch.emission.stage import emit_stage
@@ -121,21 +122,12 @@ class Runnable:
 def _operands(
     sample: Sample, inputs: Sequence[Value], device: torch.device, train: bool, pool: Pool
 ) -> tuple[Operand, ...]:
-    """Numbers for a stage's inputs: indices below their limit; of all else, for which every operator is defined."""
-    limits = dict(sample.below)
-    generator = torch.Generator().manual_seed(0)
+    limits, generator = dict(sample.below), np.random.default_rng(0)
     found = []
     for value in inputs:
-        below, dtype = limits.get(value.name), torch_dtype(value.dtype)
-        key = value.dtype, value.shape, below
+        key = value.dtype, value.shape, limits.get(value.name)
         if key not in pool:
-            if below is not None:
-                numbers = torch.randint(below, value.shape, generator=generator).to(dtype)
-            elif value.dtype.is_floating:
-                numbers = (torch.rand(value.shape, generator=generator) + 0.5).to(dtype)
-            else:
-                numbers = torch.ones(value.shape, dtype=dtype)
-            pool[key] = numbers.to(device)
+            pool[key] = torch.from_numpy(sample.drawn(value, generator)).to(torch_dtype(value.dtype)).to(device)
         wanted = train and bool(sample.operation.gradients) and value.name in sample.wanted
         found.append(Operand(pool[key], wanted, value.name in sample.parameters))
     return tuple(found)
@@ -243,9 +235,7 @@ def _noting_seconds(watch: Stopwatch) -> float:
                 end = -end
                 if noted and end.grad_fn is not None:
                     end.grad_fn.register_prehook(lambda _: seen.append(watch.mark()))  # noqa: B023 - called in this turn
-            marks = [watch.mark()]
-            torch.autograd.backward(end, torch.ones_like(end))
-            spans += watch.spans([*marks, watch.mark()])
+            spans.append(watch.seconds(partial(torch.autograd.backward, end, torch.ones_like(end))))
         return [(spans[1] - spans[0]) / _CHAIN]
 
     return max(0.0, repeated(run, _CHAIN_S)[0].seconds)
@@ -305,13 +295,14 @@ def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float)
     return TaskCosts(forward, backward, split / waiting, update, sums, buckets, updates)
 
 
-Timed = Callable[[Stopwatch, int], Callable[[], list[float]]]
+Timed = Callable[[Stopwatch, int], Callable[[], float]]
 """From a number of elements to a run over `_TENSORS` tensors of that size, which gives its seconds."""
 
 
 def _by_tensor(watch: Stopwatch, timed: Timed, seconds: float) -> TensorCosts:
     """From tensors of few and of many elements, measured for about `seconds` each."""
-    few, many = (repeated(timed(watch, count), seconds)[0].seconds / _TENSORS for count in _ELEMENTS)
+    runs = (timed(watch, count) for count in _ELEMENTS)
+    few, many = (repeated(lambda: [run()], seconds)[0].seconds / _TENSORS for run in runs)  # noqa: B023 - called here
     per_byte = max(0.0, (many - few) / (4 * (_ELEMENTS[1] - _ELEMENTS[0])))
     return TensorCosts(max(0.0, few - 4 * _ELEMENTS[0] * per_byte), per_byte)
 
@@ -326,33 +317,32 @@ def _gradients(watch: Stopwatch, count: int) -> list[torch.Tensor]:
 
 def _update(
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], watch: Stopwatch, count: int
-) -> Callable[[], list[float]]:
+) -> Callable[[], float]:
     """An update as a rank makes it, with what it does to the gradients."""
     parameters, gradients = _parameters(watch, count), _gradients(watch, count)
     optimizer = make(parameters)
 
-    def run() -> list[float]:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        start = watch.mark()
+    def update() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return watch.spans([start, watch.mark()])
+
+    def run() -> float:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        return watch.seconds(update)
 
     return run
 
 
-def _accumulation(watch: Stopwatch, count: int) -> Callable[[], list[float]]:
+def _accumulation(watch: Stopwatch, count: int) -> Callable[[], float]:
     """Adding a micro-batch's gradients to those before."""
-    sums, gradients = [torch.zeros_like(each) for each in _gradients(watch, count)], _gradients(watch, count)
+    sums, gradients = _gradients(watch, count), _gradients(watch, count)
 
-    def run() -> list[float]:
-        start = watch.mark()
+    def add() -> None:
         for total, gradient in zip(sums, gradients, strict=True):
             total.add_(gradient)
-        return watch.spans([start, watch.mark()])
 
-    return run
+    return partial(watch.seconds, add)
 
 
 class _Alone(Transport):
@@ -362,7 +352,7 @@ class _Alone(Transport):
         return PendingRecv(None, tensor, tensor.device)
 
 
-def _bucketing(watch: Stopwatch, count: int) -> Callable[[], list[float]]:
+def _bucketing(watch: Stopwatch, count: int) -> Callable[[], float]:
     """How much longer a backward takes that copies gradients into a bucket as they come, and the sums back."""
     own, shared, gradients = _parameters(watch, count), _parameters(watch, count), _gradients(watch, count)
     blocks = tuple(Block(index, count, "fp32", 4, (0, 1), 0) for index in range(_TENSORS))
@@ -371,17 +361,16 @@ def _bucketing(watch: Stopwatch, count: int) -> Callable[[], list[float]]:
     def backward(parameters: Sequence[torch.Tensor]) -> None:
         torch.autograd.backward([each.neg() for each in parameters], gradients)
 
-    def run() -> list[float]:
-        marks = [watch.mark()]
-        backward(own)
-        marks.append(watch.mark())
+    def bucketed() -> None:
         reduction.arm(0, {})
         backward(shared)
         reduction.finish()
-        marks.append(watch.mark())
+
+    def run() -> float:
+        plain = watch.seconds(partial(backward, own))
+        more = watch.seconds(bucketed) - plain
         for parameter in (*own, *shared):
             parameter.grad = None
-        alone, together = watch.spans(marks)
-        return [max(0.0, together - alone)]
+        return max(0.0, more)
 
     return run

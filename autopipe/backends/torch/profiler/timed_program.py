@@ -56,6 +56,11 @@ class Stopwatch:
         own = statistics.median(seconds_between(*pair) for pair in itertools.pairwise(looks))
         return [max(0.0, seconds_between(*pair) - own) for pair in itertools.pairwise(marks)]
 
+    def seconds(self, work: Callable[[], object]) -> float:
+        start = self.mark()
+        work()
+        return self.spans([start, self.mark()])[0]
+
 
 def repeated(run: Callable[[], Sequence[float]], seconds: float) -> list[Timing]:
     """`run` gives what each of several parts took; the median of each, after a warm-up, of as many runs as `seconds` of
@@ -65,14 +70,7 @@ def repeated(run: Callable[[], Sequence[float]], seconds: float) -> list[Timing]
     found: list[Sequence[float]] = []
     while len(found) < LEAST or (len(found) < MOST and time.perf_counter() - started < seconds):
         found.append(run())
-    return [timing_of(each) for each in zip(*found, strict=True)]
-
-
-def timing_of(seconds: Sequence[float]) -> Timing:
-    """The median of several runs, and how far they lie apart."""
-    median = statistics.median(seconds)
-    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median,) * 3
-    return Timing(median, (high - low) / median if median else 0.0, len(seconds))
+    return [Timing.of(each) for each in zip(*found, strict=True)]
 
 
 def averaged(timings: Sequence[Timing]) -> Timing:

@@ -121,7 +121,7 @@ class Snapshot:
         """The rank's part of the checkpoint's manifest: its file, and where in it each tensor lies."""
 
         def stored(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box) -> files.StoredTensor:
-            return files.StoredTensor(dtype_name(tensor.dtype), shape, (files.Block(box, 0, offsets[key], key),))
+            return files.StoredTensor(dtype_name(tensor.dtype), shape, (files.Block(box, rank, offsets[key], key),))
 
         parameters = []
         for index, blocks in groupby(self.blocks, key=lambda block: block.piece.parameter):

@@ -20,7 +20,7 @@ def rows(start: int, stop: int, file: int = 0) -> StoredTensor:
 
 def part(rank: int, *parameters: StoredParameter) -> Checkpoint:
     file = StoredFile(f"rank_{rank}.safetensors", 10, str(rank))
-    random = (StoredGenerator(rank, "cpu", rows(0, 4)),)
+    random = (StoredGenerator(rank, "cpu", rows(0, 4, file=rank)),)
     return Checkpoint("m.onnx", "digest", "plan", 2, 5, 40, 7, {"name": "adamw"}, (file,), parameters, random)
 
 
@@ -30,7 +30,8 @@ def test_blocks_of_a_parameter_come_together() -> None:
         StoredParameter("w", True, rows(0, 1), (("exp_avg", rows(0, 1)),), (("step", 2.0),)),
         StoredParameter("b", True, rows(0, 4)),
     )
-    second = part(1, StoredParameter("w", True, rows(1, 4), (("exp_avg", rows(1, 4)),), (("step", 2.0),)))
+    own = rows(1, 4, file=1)
+    second = part(1, StoredParameter("w", True, own, (("exp_avg", own),), (("step", 2.0),)))
     found = merged([first, second])
     assert [file.name for file in found.files] == ["rank_0.safetensors", "rank_1.safetensors"]
     assert [each.name for each in found.parameters] == ["b", "w"]

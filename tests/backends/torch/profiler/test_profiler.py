@@ -11,7 +11,6 @@ import torch
 
 from autopipe.backends import onnxruntime as onnxruntime_profiler
 from autopipe.backends.torch.profiler.communication import (
-    StagePairs,
     fit_line,
     measure_exchanges,
     measure_post_overhead,
@@ -22,7 +21,7 @@ from autopipe.backends.torch.profiler.operators import (
     measure_starts,
     measure_tasks,
 )
-from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, numbers_of, repeated, timing_of
+from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, numbers_of, repeated
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.profile_programs import LONGER, write_overhead_stage, write_pair, write_rows
 from autopipe.ir.errors import LaunchError
@@ -108,8 +107,8 @@ def test_onnxruntime_measures_forwards_of_the_same_operations(tmp_path: Path) ->
 
 
 def test_medians_spreads_and_means() -> None:
-    assert timing_of([3.0, 1.0, 2.0]) == Timing(2.0, 1.0, 3)
-    assert timing_of([2.0]) == Timing(2.0, 0.0, 1)
+    assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.0, 3)
+    assert Timing.of([2.0]) == Timing(2.0, 0.0, 1)
     assert averaged([Timing(1.0, 0.5, 7), Timing(3.0, 0.5, 7)]) == Timing(2.0, 0.5, 7)
     calls = []
     (found,) = repeated(lambda: calls.append(0) or (float(len(calls)),), seconds=0.0)
@@ -155,14 +154,13 @@ def test_what_tasks_take_besides_their_operators(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_ends_of_messages_in_a_pipeline(tmp_path: Path) -> None:
-    pairs = StagePairs(tmp_path / "together", tmp_path / "apart", tmp_path / "laden", messages=3)
-    for folder, ranks, messages in ((pairs.together, 1, 1), (pairs.apart, 2, 1), (pairs.laden, 2, 3)):
+    folders = tmp_path / "together", tmp_path / "apart", tmp_path / "laden"
+    for folder, ranks, messages in zip(folders, (1, 2, 2), (1, 1, 3), strict=True):
         write_pair(folder, ranks, messages)
-    channels = [len(read_manifest(folder).channels) for folder in (pairs.together, pairs.apart, pairs.laden)]
-    assert channels == [0, 1, 3]
-    ends = measure_post_overhead(pairs, "cpu")
-    assert 0 <= ends.first < 0.5
-    assert 0 <= ends.following < 0.5
+    assert [len(read_manifest(folder).channels) for folder in folders] == [0, 1, 3]
+    first, following = measure_post_overhead(*folders, 3, "cpu")
+    assert 0 <= first < 0.5
+    assert 0 <= following < 0.5
 
 
 def test_a_program_that_fails_ends_with_its_last_line(tmp_path: Path) -> None:
