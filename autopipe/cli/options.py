@@ -48,22 +48,6 @@ def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P
     return with_output
 
 
-_METAVARS = {
-    "--mode": "train|infer",
-    "--batch-size": "B",
-    "--micro-batches": "M",
-    "--micro-batch-size": "B",
-    "--cluster": "PRESET|FILE",
-    "--gpus": "N",
-    "--costs": "roofline|FILE",
-    "--strategy": "NAME",
-    "--schedule": "NAME",
-    "--stages": "N",
-    "--memory-limit": "14GiB",
-    "--time-limit": "SECONDS",
-}
-
-
 def configuration_options(command: Command) -> Command:
     """Give `command` the flags of a configuration, and the effective `Configuration` as the argument `configuration`.
 
@@ -74,8 +58,8 @@ def configuration_options(command: Command) -> Command:
     from autopipe.configs.schema import field_docs
 
     docs = field_docs(Configuration)
-    texts = {flag: docs[key].replace("`", "") for flag, key in flags().items()}
-    texts |= {flag: text for flag, (_, text) in OPTION_FLAGS.items()}
+    texts = {flag: (metavar, docs[key].replace("`", "")) for flag, (key, metavar) in flags().items()}
+    texts |= {flag: (metavar, text) for flag, (_, metavar, text) in OPTION_FLAGS.items()}
     # The names that click passes the flags' words by; no option of a command itself has such a name.
     names = {flag: "configuration_" + flag.strip("-").replace("-", "_") for flag in texts}
 
@@ -97,7 +81,7 @@ def configuration_options(command: Command) -> Command:
     for option in reversed(
         (
             click.option("--config", metavar="FILE", help="A YAML file; the other flags override it."),
-            *(click.option(flag, names[flag], metavar=_METAVARS[flag], help=text) for flag, text in texts.items()),
+            *(click.option(flag, names[flag], metavar=word, help=text) for flag, (word, text) in texts.items()),
             click.option("--dim", multiple=True, metavar="NAME=EXTENT", help="Bind a symbolic dimension (repeatable)."),
             click.option("--set", "assignment", multiple=True, metavar="KEY=VALUE", help="Set any key (repeatable)."),
         )

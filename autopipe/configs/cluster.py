@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -95,16 +94,16 @@ def level_of(description: LevelDescription, size: int) -> Level:
     return Level(description.name, size, Link(description.latency, description.bandwidth))
 
 
-def device_of(description: DeviceDescription) -> Device:
+def device_of(description: DeviceDescription | str) -> Device:
     """The device as it is planned for."""
-    peaks, efficiencies = asdict(description.peak), asdict(description.efficiency)
+    assert not isinstance(description, str), "names of presets are looked up where a description is read"
     return Device(
         name=description.name,
         memory_bytes=description.memory,
-        peak_flops=tuple((name, rate) for name, rate in peaks.items() if rate is not None),
+        peak_flops=tuple((name, rate) for name, rate in asdict(description.peak).items() if rate is not None),
         bandwidth_bytes_per_s=description.bandwidth,
         launch_latency_s=description.launch_latency,
-        efficiency=tuple(efficiencies.items()),
+        efficiency=tuple(asdict(description.efficiency).items()),
     )
 
 
@@ -184,34 +183,24 @@ def _mixed(description: ClusterDescription) -> Cluster:
             + (f"{len(description.levels)} levels" if more else f"a level of {outer.size}"),
             hint="give one level without a size; the links inside a group are its own levels",
         )
-    _check_names(who, description.groups)
+    names: set[str] = set()
+    kinds: dict[str, Device] = {}
+    for group in description.groups:
+        if group.name in names:
+            raise ConfigurationError(f"{who} has two groups called {group.name!r}", "give each a name of its own")
+        names.add(group.name)
+        device = device_of(group.device)
+        if kinds.setdefault(device.name, device) != device:
+            message = f"{who} has two different devices called {device.name!r}"
+            raise ConfigurationError(message, "costs are found by a device's name")
     _check_total(description, sum(group.count for group in description.groups))
     groups = tuple(_group(who, group) for group in description.groups)
-    devices = tuple(device for group in description.groups for device in (_device(group),) * group.count)
+    devices = tuple(device for group in description.groups for device in (device_of(group.device),) * group.count)
     joining = level_of(outer, len(groups))
     full = math.prod(level.size for level in groups[0].levels) == groups[0].size
     if len(set(groups)) == len(set(devices)) == 1 and full:
         return Cluster(description.name, devices, (*groups[0].levels, joining))
     return Cluster(description.name, devices, (joining,), groups)
-
-
-def _check_names(who: str, groups: Sequence[GroupDescription]) -> None:
-    """Raise ConfigurationError where two groups, or two different devices, have one name."""
-    kinds: dict[str, Device] = {}
-    names: set[str] = set()
-    for group in groups:
-        if group.name in names:
-            raise ConfigurationError(f"{who} has two groups called {group.name!r}", "give each a name of its own")
-        names.add(group.name)
-        device = _device(group)
-        if kinds.setdefault(device.name, device) != device:
-            message = f"{who} has two different devices called {device.name!r}"
-            raise ConfigurationError(message, "costs are found by a device's name")
-
-
-def _device(group: GroupDescription) -> Device:
-    assert not isinstance(group.device, str), "names of presets are looked up where a description is read"
-    return device_of(group.device)
 
 
 def _group(who: str, group: GroupDescription) -> Group:

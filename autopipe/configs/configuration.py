@@ -48,8 +48,8 @@ class Choice:
 def build(choice: Choice, schema: type[Shape], path: str) -> Shape:
     """An instance of `schema`, the dataclass that `choice.name` stands for, with the options chosen.
 
-    `path` is `strategy` or `schedule`. Raises ConfigurationError, with the place of the option, for an option that
-    `schema` does not have (and names the nearest) or that is of the wrong type.
+    `path` is `strategy` or `schedule`. Raises ConfigurationError for an option that `schema` does not have, or of the
+    wrong type.
     """
     return convert(Entry(dict(choice.options), Place(path)), schema, path)
 
@@ -97,9 +97,8 @@ class Optimizer(problem.Optimizer):
     (ZeRO-1); `null` leaves it to strategy `auto`, and is `false` under any other."""
 
     def for_problem(self) -> problem.Optimizer:
-        """The same as the passes know it, with `shard` where it is left open off."""
-        settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return problem.Optimizer(**{**settings, "shard": bool(self.shard)})
+        """The same as the passes know it, with `shard` off where it is left open."""
+        return problem.Optimizer(**{**dataclasses.asdict(self), "shard": bool(self.shard)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +143,13 @@ class Configuration:
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("micro_batches", "micro_batch_size"),)
     model: Model = field(default=Model())
     """The model and what its file leaves open."""
-    mode: Literal["train", "infer"] | None = field(default=None, metadata={"flag": "--mode"})
+    mode: Literal["train", "infer"] | None = field(default=None, metadata={"flag": "--mode train|infer"})
     """Train or infer; `train` where the graph or `loss` gives a loss, else `infer`."""
-    batch_size: Size | None = field(default=None, metadata={"flag": "--batch-size"})
+    batch_size: Size | None = field(default=None, metadata={"flag": "--batch-size B"})
     """Samples of one step; the batch of one evaluation of the graph times `micro_batches` where it is not given."""
-    micro_batches: Size | Literal["auto"] = field(default="auto", metadata={"flag": "--micro-batches"})
+    micro_batches: Size | Literal["auto"] = field(default="auto", metadata={"flag": "--micro-batches M"})
     """Evaluations of the graph in one step; `auto` lets autopipe choose."""
-    micro_batch_size: Size | None = field(default=None, metadata={"flag": "--micro-batch-size"})
+    micro_batch_size: Size | None = field(default=None, metadata={"flag": "--micro-batch-size B"})
     """Samples of one evaluation of the graph, in place of `micro_batches`."""
     loss: str | Loss | None = None
     """Name of the scalar output to minimise, or a loss to add to the graph."""
@@ -161,25 +160,31 @@ class Configuration:
     recompute: Literal["none", "full", "auto"] | None = None
     """Run each stage's forward again for its backward: never, always, or where memory asks for it; `null` leaves it to
     strategy `auto`, and is `none` under any other."""
-    cluster: ClusterChoice = field(default=ClusterChoice(preset="a100-80gb"), metadata={"flag": "--cluster"})
+    cluster: ClusterChoice = field(
+        default=ClusterChoice(preset="a100-80gb"), metadata={"flag": "--cluster PRESET|FILE"}
+    )
     """The cluster to plan for."""
-    gpus: DeviceCount | None = field(default=None, metadata={"flag": "--gpus"})
+    gpus: DeviceCount | None = field(default=None, metadata={"flag": "--gpus N"})
     """Number of devices; all of the cluster's (one node's where its nodes are open) where it is not given."""
     costs: Literal["roofline", "pase-paper"] | Annotated[str, FilePath()] = field(
-        default="roofline", metadata={"flag": "--costs"}
+        default="roofline", metadata={"flag": "--costs roofline|FILE"}
     )
     """Source of costs: `roofline`, operations and bytes against the cluster's figures, or a file that `autopipe
     profile` wrote."""
-    strategy: Choice = field(default=Choice("auto"), metadata={"flag": "--strategy"})
+    strategy: Choice = field(default=Choice("auto"), metadata={"flag": "--strategy NAME"})
     """The strategy that makes the placement, with its options; `auto` takes the one with the shortest step."""
-    schedule: Choice = field(default=Choice("auto"), metadata={"flag": "--schedule"})
+    schedule: Choice = field(default=Choice("auto"), metadata={"flag": "--schedule NAME"})
     """The scheduler that orders the tasks, with its options; `auto` takes the one with the shortest step under strategy
     `auto`, and is `tessel` under any other."""
     constraints: tuple[Constraint, ...] = ()
     """Decisions that are already made."""
-    memory_limit: Annotated[int, BYTES, AtLeast(1)] | None = field(default=None, metadata={"flag": "--memory-limit"})
+    memory_limit: Annotated[int, BYTES, AtLeast(1)] | None = field(
+        default=None, metadata={"flag": "--memory-limit 14GiB"}
+    )
     """Memory of each device that may be used; all of it where it is not given."""
-    time_limit: Annotated[float, SECONDS, Above(0)] | None = field(default=None, metadata={"flag": "--time-limit"})
+    time_limit: Annotated[float, SECONDS, Above(0)] | None = field(
+        default=None, metadata={"flag": "--time-limit SECONDS"}
+    )
     """Time that each search may take."""
     seed: Index = 0
     """Seed of searches, and of random weights, data and masks."""
@@ -262,15 +267,17 @@ Setting = tuple[tuple[str, ...], Entry]
 OPTION_FLAGS = {
     "--stages": (
         ("strategy", "stages"),
+        "N",
         "Pipeline stages to make, where the strategy has an option stages (strategy.stages).",
     )
 }
-"""Flags of an option that several strategies have: the path of keys, and what it does."""
+"""Flags of an option that several strategies have: the path of keys, the value's metavar, and what it does."""
 
 
-def flags() -> dict[str, str]:
-    """The flags that set a key, in order of declaration: flag -> key."""
-    return {key.flag: key.name for key in keys(Configuration) if key.flag}
+def flags() -> dict[str, tuple[str, str]]:
+    """The flags that set a key, in order of declaration: flag -> the key, and the value's metavar."""
+    words = ((key.name, key.flag.split()) for key in keys(Configuration) if key.flag)
+    return {flag: (name, metavar) for name, (flag, metavar) in words}
 
 
 def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequence[str]) -> list[Setting]:
@@ -281,9 +288,11 @@ def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequenc
     """
     found: list[Setting] = []
     for flag, word in words.items():
-        key, is_path = flags().get(flag, ""), "." in word or "/" in word
-        inner = {"cluster": "file" if is_path else "preset", "strategy": "name", "schedule": "name"}.get(key)
-        path = OPTION_FLAGS[flag][0] if flag in OPTION_FLAGS else (key, inner) if inner else (key,)
+        path = OPTION_FLAGS[flag][0] if flag in OPTION_FLAGS else flags()[flag][:1]
+        if path == ("cluster",):
+            path = ("cluster", "file" if "." in word or "/" in word else "preset")
+        elif path in (("strategy",), ("schedule",)):
+            path = (*path, "name")
         found.append((path, read_word(word, f"{flag} {word}")))
     for text in dims:
         name, value = _assignment(text, "--dim", "NAME=EXTENT")
@@ -292,23 +301,6 @@ def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequenc
         name, value = _assignment(text, "--set", "KEY=VALUE")
         found.append((tuple(name.split(".")), read_setting(value, f"--set {text}")))
     return found
-
-
-def override(documents: Sequence[Entry], given: Sequence[Setting]) -> Entry:
-    """The defaults with `documents`, configurations, at least one, laid over them in order, and the settings over all.
-
-    A mapping is merged key by key, with two exceptions that keep leftovers away: another strategy, scheduler or cluster
-    comes without the options of the one it replaces, and of two keys that exclude each other the given one stays.
-    """
-    over = Entry({}, documents[0].place)
-    for path, entry in given:
-        for name in reversed(path):
-            entry = Entry({name: entry}, entry.place)
-        over = _lay(over, entry, None)
-    merged = read_text(yaml.safe_dump(encode(Configuration())), "the defaults")
-    for document in (*documents, over):
-        merged = _lay(merged, document, Configuration)
-    return merged
 
 
 def _assignment(text: str, flag: str, form: str) -> tuple[str, str]:
@@ -345,18 +337,26 @@ def load_configuration(
     assignments: Sequence[str] = (),
     over: str | Path | None = None,
 ) -> Configuration:
-    """The defaults, overridden by a YAML file, overridden by another one, `over`, overridden by the command line.
-
-    `words` are the flags of `flags()` with what follows them, `dims` the words after each `--dim`,
-    `assignments` those after each `--set`. Raises ConfigurationError with `file:line` or the flag.
-    """
+    """The defaults under a YAML file, under another one, `over`, under the command line, whose parts are as in
+    `settings`. Raises ConfigurationError with `file:line` or the flag."""
     documents = [read_file(each) for each in (file, over) if each is not None]
     return effective(documents or [Entry({}, Place("the command line"))], settings(words or {}, dims, assignments))
 
 
 def effective(documents: Sequence[Entry], given: Sequence[Setting] = ()) -> Configuration:
-    """The configuration of `override`, checked."""
-    merged = override(documents, given)
+    """The defaults with `documents`, at least one, laid over them in order, and the settings over all, checked.
+
+    A mapping is merged key by key, with two exceptions that keep leftovers away: another strategy, scheduler or cluster
+    comes without the options of the one it replaces, and of two keys that exclude each other the given one stays.
+    """
+    over = Entry({}, documents[0].place)
+    for path, entry in given:
+        for name in reversed(path):
+            entry = Entry({name: entry}, entry.place)
+        over = _lay(over, entry, None)
+    merged = read_text(yaml.safe_dump(encode(Configuration())), "the defaults")
+    for document in (*documents, over):
+        merged = _lay(merged, document, Configuration)
     configuration = convert(merged, Configuration)
     check(configuration, merged)
     return configuration

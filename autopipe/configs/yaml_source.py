@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -191,38 +192,28 @@ class _Composer(yaml.SafeLoader):
 
 def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | None:
     text: str = node.value
+    decimal = f'write a decimal number, or "{text}" in quotes'
     match node.tag.rpartition(":")[2]:
         case "null":
             return None
         case "bool":
             return text.lower() in ("yes", "true", "on")
+        case "int" if not _DECIMAL_INTEGER.fullmatch(text):
+            message, hint = f"YAML does not read {text} as a decimal number", decimal
+        case "int" if len(text) > 64 or abs(int(text)) >= 2**63:
+            message, hint = "the number is too large", "at most 2^63 - 1"
         case "int":
-            return _integer(text, place)
+            return int(text)
+        case "float" if _BASE_SIXTY.fullmatch(text):
+            message, hint = f"YAML reads {text} in base 60", decimal
         case "float":
-            return _real(text, place)
-    return text
-
-
-def _integer(text: str, place: Place) -> int:
-    if not _DECIMAL_INTEGER.fullmatch(text):
-        hint = f'write a decimal number, or "{text}" in quotes'
-        raise ConfigurationError(f"YAML does not read {text} as a decimal number", hint, str(place))
-    if len(text) > 64 or abs(int(text)) >= 2**63:
-        raise ConfigurationError("the number is too large", "at most 2^63 - 1", str(place))
-    return int(text)
-
-
-def _real(text: str, place: Place) -> float:
-    if _BASE_SIXTY.fullmatch(text):
-        hint = f'write a decimal number, or "{text}" in quotes'
-        raise ConfigurationError(f"YAML reads {text} in base 60", hint, str(place))
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan  # `.nan` and `.inf`, as YAML writes them
-    if not math.isfinite(value):
-        raise ConfigurationError(f"{text} is not a finite number", "write a finite number", str(place))
-    return value
+            with suppress(ValueError):  # of `.nan` and `.inf`, as YAML writes them
+                if math.isfinite(value := float(text)):
+                    return value
+            message, hint = f"{text} is not a finite number", "write a finite number"
+        case _:
+            return text
+    raise ConfigurationError(message, hint, str(place))
 
 
 def _at(start: Place, mark: yaml.Mark | None) -> Place:

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 import pytest
 
 from autopipe.configs.configuration import build, load_configuration
-from autopipe.configs.reference import table
 from autopipe.ir.errors import ConfigurationError
+from scripts.reference_pages import table
 from tests.configs.texts import parse_configuration
 
 

@@ -7,27 +7,29 @@ import sys
 from pathlib import Path
 
 from autopipe.configs.configuration import Configuration, flags
-from autopipe.configs.reference import reference
 from autopipe.ir.codec import keys
+from scripts.reference_pages import configuration_page, pages
 
 
 def test_every_key_and_flag_is_explained() -> None:
-    rows = [line.split(" | ") for line in reference().splitlines() if line.startswith("| `")]
+    rows = [line.split(" | ") for line in configuration_page().splitlines() if line.startswith("| `")]
     names = [row[0].removeprefix("| ").strip("`") for row in rows]
     assert {key.name for key in keys(Configuration)} <= set(names)
     assert {"optimizer.lr", "constraints[].split", "loss.cross_entropy.logits", "strategy.…"} <= set(names)
     assert all(len(row[3]) > 5 for row in rows), "a key has no docstring"
-    text = reference()
+    text = configuration_page()
     assert all(f"Flag: `{flag}`" in text for flag in flags())
     assert '| `strategy.name` | text | `"auto"` |' in text
 
 
-def test_the_module_prints_it() -> None:
-    printed = subprocess.run([sys.executable, "-m", "autopipe.configs.reference"], capture_output=True, check=True)
-    assert printed.stdout.decode() == reference()
+def test_the_script_writes_it(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "reference_pages.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    assert (tmp_path / "reference-configuration.md").read_text(encoding="utf-8") == configuration_page()
+    assert {path.name for path in tmp_path.iterdir()} == set(pages())
 
 
 def test_the_page_in_the_documentation_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference-configuration.md"
-    advice = "python -m autopipe.configs.reference > docs/reference-configuration.md"
-    assert page.read_text(encoding="utf-8").startswith(reference()), f"run: {advice}"
+    advice = "python scripts/reference_pages.py docs"
+    assert page.read_text(encoding="utf-8").startswith(configuration_page()), f"run: {advice}"

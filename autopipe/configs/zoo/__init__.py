@@ -155,7 +155,7 @@ def build(model: ZooModel) -> BuiltModel:
 
     target = f"{type(model).__module__.rpartition('.')[2]}:{type(model).__name__}"
     name = next(name for name, (place, _) in MODELS.items() if place == target)
-    graph = GraphBuilder(name, "batch" if model.batch is None else model.batch, model.opset)
+    graph = GraphBuilder(name, "batch" if model.batch is None else model.batch, model.opset, model.loss)
     model.build(graph)
     settings = json.dumps({"name": name, **dataclasses.asdict(model)})
     skeleton, parameters = graph.finish({"autopipe.zoo": settings})

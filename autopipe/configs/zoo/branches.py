@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from autopipe.configs.zoo import Count, Settings, ZooModel, preset
-from autopipe.configs.zoo.builder import (
-    GraphBuilder,
-    kaiming,
-    lecun,
-    normal,
-)
-from autopipe.configs.zoo.transformers import SPREAD, Layer, add_positions, attention, transformer
+from autopipe.configs.zoo.builder import SPREAD, GraphBuilder, kaiming, lecun, normal
+from autopipe.configs.zoo.transformers import Layer, add_positions, attention, transformer
 from autopipe.ir.graph import Initializer
 
 if TYPE_CHECKING:
@@ -23,10 +18,10 @@ GRAPHPIPE = preset("sequence hidden heads feed_forward classes", 256, 1024, 16, 
 """The multi-modal transformer of GraphPipe (ASPLOS 2025), appendix A.2; the number of classes is ours."""
 
 
-def classify_mean(graph: GraphBuilder, data: ir.Value, width: int, classes: int, init: Initializer, loss: bool) -> None:
+def classify_mean(graph: GraphBuilder, data: ir.Value, width: int, classes: int, init: Initializer) -> None:
     """End with a classifier of the mean over positions of `data` [batch, positions, width]."""
     data = graph.op("ReduceMean", data, graph.constant([1]), keepdims=0)
-    graph.classify(graph.linear("classifier", data, width, classes, init=init), loss)
+    graph.classify(graph.linear("classifier", data, width, classes, init))
 
 
 def dense_layers(graph: GraphBuilder, name: str, data: ir.Value, inputs: int, width: int, count: int) -> ir.Value:
@@ -74,7 +69,7 @@ class TwoBranch(ZooModel):
                     data = graph.linear("down", data, self.feed_forward, self.hidden, init=init)
             joined.append(data)
         width = self.branches * self.hidden
-        classify_mean(graph, graph.op("Concat", *joined, axis=-1), width, self.classes, lecun(width), self.loss)
+        classify_mean(graph, graph.op("Concat", *joined, axis=-1), width, self.classes, lecun(width))
 
 
 COMMON: Settings = {"vocabulary": 30522, "sequence": 128, "image": 224, "patch": 16}
@@ -114,7 +109,7 @@ class Flava(ZooModel):
     def build(self, graph: GraphBuilder) -> None:
         tokens = graph.input("tokens", self.sequence, integer=True)
         with graph.scope("text"):
-            text, _ = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+            text, _ = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden)
             text = self._encoded(graph, add_positions(graph, text, self.sequence, self.hidden), self.text_layers)
         image = graph.input("image", 3, self.image, self.image)
         patches = (self.image // self.patch) ** 2
@@ -123,11 +118,11 @@ class Flava(ZooModel):
             picture = graph.op("Transpose", graph.reshape(picture, [0, self.hidden, patches]), perm=[0, 2, 1])
             picture = self._encoded(graph, add_positions(graph, picture, patches, self.hidden), self.image_layers)
         with graph.scope("cross"):
-            text = graph.linear("text_projection", text, self.hidden, self.hidden, init=SPREAD)
-            picture = graph.linear("image_projection", picture, self.hidden, self.hidden, init=SPREAD)
+            text = graph.linear("text_projection", text, self.hidden, self.hidden)
+            picture = graph.linear("image_projection", picture, self.hidden, self.hidden)
             data = self._encoded(graph, graph.op("Concat", text, picture, axis=1), self.cross_layers)
             first = graph.op("Gather", data, graph.constant(0), axis=1)
-        graph.classify(graph.linear("classifier", first, self.hidden, 2, init=SPREAD), self.loss)
+        graph.classify(graph.linear("classifier", first, self.hidden, 2))
 
     def _encoded(self, graph: GraphBuilder, data: ir.Value, layers: int) -> ir.Value:
         layer = Layer(self.hidden, self.heads, 4 * self.hidden)
@@ -141,7 +136,7 @@ PAPER: Settings = {"layers": 4, "features": 4096, "hidden": 4096, "top_layers": 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandleUno(ZooModel):
     """CANDLE-Uno in GraphPipe's sizes: a drug's effect from several groups of features (Xia et al., 2018). features_0,
-    features_1, … [batch, features] -> prediction [batch, 1]; its loss is the mean squared error."""
+    features_1, … [batch, features] -> prediction [batch, 1]; its loss is the mean squared distance to float labels."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the branches.
@@ -168,7 +163,13 @@ class CandleUno(ZooModel):
                 joined.append(dense_layers(graph, "layers", data, self.features, self.hidden, self.layers))
         data = graph.op("Concat", *joined, axis=1)
         data = dense_layers(graph, "top", data, self.branches * self.hidden, self.hidden, self.top_layers)
-        graph.regress(graph.dense("effect", data, self.hidden, 1, relu=False), self.loss, 1)
+        effect = graph.dense("effect", data, self.hidden, 1, relu=False)
+
+        def loss(labels: ir.Value) -> ir.Value:
+            distance = graph.op("Sub", effect, labels)
+            return graph.op("ReduceMean", graph.op("Mul", distance, distance), keepdims=0)
+
+        graph.end("prediction", effect, loss, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,17 +206,19 @@ class MultiModalTransformer(ZooModel):
         for index in range(self.branches):
             data = graph.input(f"modality_{index}", self.sequence, self.embedding)
             with graph.scope(f"branches.{index}"):
-                data = graph.linear("projection", data, self.embedding, self.hidden, init=SPREAD)
+                data = graph.linear("projection", data, self.embedding, self.hidden)
                 data = transformer(graph, "layers", self.layers, layer, data)
                 joined.append(graph.layer_norm("norm", data, self.hidden))
         data = graph.op("Concat", *joined, axis=-1) if self.branches > 1 else joined[0]
-        classify_mean(graph, data, self.branches * self.hidden, self.classes, SPREAD, self.loss)
+        classify_mean(graph, data, self.branches * self.hidden, self.classes, SPREAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dlrm(ZooModel):
     """A recommendation model in GraphPipe's sizes: dense branches and embedding bags, joined (Naumov et al., 2019).
-    dense_0, … [batch, features] and sparse_0, … [batch, bag] of row numbers -> probability [batch, 1]."""
+    dense_0, … [batch, features] and sparse_0, … [batch, bag] of row numbers -> probability [batch, 1]. The loss is the
+    mean binary cross-entropy to labels 0.0 and 1.0, spelled as softplus(x) - x y, which stays finite where
+    log(sigmoid(x)) does not."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the interaction.
@@ -257,4 +260,10 @@ class Dlrm(ZooModel):
         data = graph.op("Concat", *joined, axis=1)
         inputs = self.dense_branches * self.hidden + self.sparse_branches * self.bag * self.width
         data = dense_layers(graph, "top", data, inputs, self.hidden, self.top_layers)
-        graph.click_or_not(graph.dense("click", data, self.hidden, 1, relu=False), self.loss)
+        click = graph.dense("click", data, self.hidden, 1, relu=False)
+
+        def loss(labels: ir.Value) -> ir.Value:
+            entropy = graph.op("Sub", graph.op("Softplus", click), graph.op("Mul", click, labels))
+            return graph.op("ReduceMean", entropy, keepdims=0)
+
+        graph.end("probability", click if self.loss else graph.op("Sigmoid", click), loss, 1)

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import IO, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,18 +29,14 @@ from autopipe.ir.graph import Initializer
 IR_VERSION: Final = 10
 """The first version of the format that carries opset 20 and 21; every reader of those opsets knows it."""
 Attribute: TypeAlias = int | float | str | Sequence[int] | Sequence[float] | ir.TensorProtocol
-
-
 ZEROS: Final = Initializer("zeros")
 ONES: Final = Initializer("ones")
 
 
-def normal(std: float) -> Initializer:
-    return Initializer("normal", std)
-
-
-def uniform(bound: float) -> Initializer:
-    return Initializer("uniform", bound)
+normal: Final = partial(Initializer, "normal")
+uniform: Final = partial(Initializer, "uniform")
+SPREAD: Final = normal(0.02)
+"""How the weights of GPT and BERT are drawn."""
 
 
 def kaiming(fan_in: int) -> Initializer:
@@ -70,12 +67,13 @@ Extent = int | tuple[int, int]
 class GraphBuilder:
     """Collects nodes, parameters, inputs and outputs; `finish` gives the graph with parameters that have no data.
 
-    `batch` is the extent of axis 0 of every input, an integer or the name of a symbolic dimension. Parameters are
-    values that nothing produces: whoever saves the model gives them data, or leaves them dangling.
+    `batch` is the extent of axis 0 of every input, an integer or the name of a symbolic dimension; `loss` is true of
+    models that end with one. Parameters are values that nothing produces: whoever saves the model gives them data, or
+    leaves them dangling.
     """
 
-    def __init__(self, name: str, batch: int | str, opset: int) -> None:
-        self._name, self.batch, self._opset = name, batch, opset
+    def __init__(self, name: str, batch: int | str, opset: int, loss: bool) -> None:
+        self._name, self.batch, self._opset, self.loss = name, batch, opset, loss
         self._scopes: list[str] = []
         self._names: Counter[str] = Counter()
         self._nodes: list[ir.Node] = []
@@ -101,7 +99,7 @@ class GraphBuilder:
         value.name = name
         self._outputs.append(value)
 
-    def parameter(self, name: str, *dims: int, init: Initializer) -> ir.Value:
+    def parameter(self, name: str, *dims: int, init: Initializer = SPREAD) -> ir.Value:
         """A trainable tensor [*dims] named after the scopes it stands in."""
         full_name = ".".join([*self._scopes, name])
         assert full_name not in self._parameters, f"two parameters are called {full_name}"
@@ -131,24 +129,8 @@ class GraphBuilder:
     def reshape(self, data: ir.Value, target: Sequence[int]) -> ir.Value:
         return self.op("Reshape", data, self.constant(target))
 
-    def flatten(self, data: ir.Value, positions: int, *dims: int, integer: bool = False) -> ir.Value:
-        """[batch, positions, *dims] -> [batch * positions, *dims], of int64 where `integer`. Inference gives the
-        product with a symbolic batch no name, so its shape is said here."""
-        result = self.reshape(data, [-1, *dims])
-        rows = self.batch * positions if isinstance(self.batch, int) else f"{self.batch}*{positions}"
-        result.shape = ir.Shape([rows, *dims])
-        result.type = ir.TensorType(ir.DataType.INT64 if integer else ir.DataType.FLOAT)
-        return result
-
     def linear(
-        self,
-        name: str,
-        data: ir.Value,
-        inputs: int,
-        outputs: int,
-        *,
-        init: Initializer,
-        bias: bool = True,
+        self, name: str, data: ir.Value, inputs: int, outputs: int, init: Initializer = SPREAD, bias: bool = True
     ) -> ir.Value:
         """[…, inputs] -> […, outputs] as MatMul, and Add where there is a `bias`; the weight is [inputs, outputs]."""
         with self.scope(name):
@@ -165,7 +147,7 @@ class GraphBuilder:
             return self.op("Relu", result) if relu else result
 
     def embedding(
-        self, name: str, indices: ir.Value, rows: int, width: int, *, init: Initializer
+        self, name: str, indices: ir.Value, rows: int, width: int, init: Initializer = SPREAD
     ) -> tuple[ir.Value, ir.Value]:
         """Rows of a table [rows, width] chosen by int64 `indices`; the result [*indices, width] and the table."""
         with self.scope(name):
@@ -201,20 +183,19 @@ class GraphBuilder:
         data: ir.Value,
         inputs: int,
         outputs: int,
+        bias: bool = True,
         *,
         kernel: Extent,
-        stride: int = 1,
+        stride: Extent = 1,
         padding: Extent = 0,
-        bias: bool = True,
     ) -> ir.Value:
         """Conv of [batch, inputs, height, width] with `padding` on both sides of height and width."""
-        kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
-        padding = (padding, padding) if isinstance(padding, int) else padding
+        extents = (each if isinstance(each, tuple) else (each, each) for each in (kernel, stride, padding))
+        size, strides, pads = map(list, extents)
         with self.scope(name):
-            weight = self.parameter("weight", outputs, inputs, *kernel, init=kaiming(inputs * kernel[0] * kernel[1]))
+            weight = self.parameter("weight", outputs, inputs, *size, init=kaiming(inputs * math.prod(size)))
             shift = [self.parameter("bias", outputs, init=ZEROS)] if bias else []
-            pads = [*padding, *padding]
-            return self.op("Conv", data, weight, *shift, kernel_shape=kernel, strides=[stride] * 2, pads=pads)
+            return self.op("Conv", data, weight, *shift, kernel_shape=size, strides=strides, pads=pads * 2)
 
     def batch_norm(self, name: str, data: ir.Value, channels: int, epsilon: float = 1e-5) -> ir.Value:
         """BatchNormalization by running statistics, as in a model exported for fine-tuning."""
@@ -228,50 +209,42 @@ class GraphBuilder:
     def max_pool(self, data: ir.Value, kernel: int, stride: int, padding: int = 0) -> ir.Value:
         return self.op("MaxPool", data, kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=[padding] * 4)
 
-    def classify(self, logits: ir.Value, loss: bool, *positions: int) -> None:
+    def end(
+        self,
+        name: str,
+        result: ir.Value,
+        loss: Callable[[ir.Value], ir.Value],
+        *dims: int,
+        integer: bool = False,
+    ) -> None:
+        """End with the output `name`, or with `loss` of the labels [batch, *dims], int64 where `integer`."""
+        if self.loss:
+            labels = self.input("labels", *dims, integer=integer)
+            with self.scope("loss"):
+                name, result = "loss", loss(labels)
+        self.output(name, result)
+
+    def classify(self, logits: ir.Value, *positions: int) -> None:
         """End with `logits` [batch, classes, *positions], or with their mean cross-entropy to int64 labels [batch,
         *positions]."""
-        if not loss:
-            self.output("logits", logits)
-            return
-        labels = self.input("labels", *positions, integer=True)
-        with self.scope("loss"):
-            self.output("loss", self.op("SoftmaxCrossEntropyLoss", logits, labels, reduction="mean"))
+        loss = partial(self.op, "SoftmaxCrossEntropyLoss", logits, reduction="mean")
+        self.end("logits", logits, loss, *positions, integer=True)
 
-    def predict_tokens(self, logits: ir.Value, loss: bool, length: int, vocabulary: int) -> None:
+    def predict_tokens(self, logits: ir.Value, length: int, vocabulary: int) -> None:
         """End with `logits` [batch, length, vocabulary], or with their mean cross-entropy to labels [batch, length].
 
-        Labels stand where their prediction stands: for a causal model they are the tokens moved by one.
+        Labels stand where their prediction stands: for a causal model they are the tokens moved by one. Inference gives
+        the product with a symbolic batch no name, so the shape of all positions together is said here.
         """
-        if not loss:
-            self.output("logits", logits)
-            return
-        labels = self.input("labels", length, integer=True)
-        with self.scope("loss"):
-            flat_logits = self.flatten(logits, length, vocabulary)
-            flat_labels = self.flatten(labels, length, integer=True)
-            self.output("loss", self.op("SoftmaxCrossEntropyLoss", flat_logits, flat_labels, reduction="mean"))
+        rows = self.batch * length if isinstance(self.batch, int) else f"{self.batch}*{length}"
 
-    def regress(self, prediction: ir.Value, loss: bool, width: int) -> None:
-        """End with `prediction` [batch, width], or with its mean squared distance to float labels of the same shape."""
-        if not loss:
-            self.output("prediction", prediction)
-            return
-        labels = self.input("labels", width)
-        with self.scope("loss"):
-            distance = self.op("Sub", prediction, labels)
-            self.output("loss", self.op("ReduceMean", self.op("Mul", distance, distance), keepdims=0))
+        def loss(labels: ir.Value) -> ir.Value:
+            flat = self.reshape(logits, [-1, vocabulary]), self.reshape(labels, [-1])
+            flat[0].shape, flat[1].shape = ir.Shape([rows, vocabulary]), ir.Shape([rows])
+            flat[0].type, flat[1].type = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT64)
+            return self.op("SoftmaxCrossEntropyLoss", *flat, reduction="mean")
 
-    def click_or_not(self, logits: ir.Value, loss: bool) -> None:
-        """End with the probability of `logits` [batch, 1], or with the mean binary cross-entropy to labels 0.0 and 1.0.
-        Spelled as softplus(x) - x y, which stays finite where log(sigmoid(x)) does not."""
-        if not loss:
-            self.output("probability", self.op("Sigmoid", logits))
-            return
-        labels = self.input("labels", 1)
-        with self.scope("loss"):
-            entropy = self.op("Sub", self.op("Softplus", logits), self.op("Mul", logits, labels))
-            self.output("loss", self.op("ReduceMean", entropy, keepdims=0))
+        self.end("logits", logits, loss, length, integer=True)
 
     def finish(self, metadata: dict[str, str]) -> tuple[onnx.ModelProto, tuple[Parameter, ...]]:
         """The model, every value typed and shaped, without the data of its parameters; and these parameters."""
@@ -280,9 +253,10 @@ class GraphBuilder:
         )
         parameters = tuple(self._parameters.values())
         initial: dict[str, dict[str, str | float]] = {}
-        for name, init in ((parameter.name, parameter.initializer) for parameter in parameters):
+        for parameter in parameters:
+            init = parameter.initializer
             size = {"normal": "std", "uniform": "bound"}.get(init.scheme)
-            initial[name] = {"scheme": init.scheme, **({size: init.scale} if size else {})}
+            initial[parameter.name] = {"scheme": init.scheme, **({size: init.scale} if size else {})}
         properties = {
             **metadata,
             "autopipe.parameters": json.dumps([parameter.name for parameter in parameters]),
@@ -305,6 +279,7 @@ ALIGNMENT: Final = 4096
 """Offset of each parameter in a data file, so that it can be mapped into memory."""
 Progress = Callable[[int], None]
 """Told the number of bytes written after every piece."""
+Pieces = Iterator[npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +305,7 @@ class BuiltModel:
     def to_proto(self) -> onnx.ModelProto:
         """The model in memory, its parameters inside; only for models below 2 GiB."""
 
-        def inside(tensor: onnx.TensorProto, pieces: Iterator[npt.NDArray[np.float32]]) -> None:
+        def inside(tensor: onnx.TensorProto, pieces: Pieces) -> None:
             tensor.raw_data = b"".join(piece.tobytes() for piece in pieces)
 
         return self._filled(inside)
@@ -349,34 +324,21 @@ class BuiltModel:
         if self.data_bytes > free:
             message = f"its weights need {self.data_bytes / 2**30:.3g} GiB and {free / 2**30:.3g} GiB are free"
             raise ConfigurationError(message, hint="--set weights=none plans without them", where=str(path.parent))
-        beside = self.data_bytes > inline_limit
+        data = path.with_name(path.name + ".data")
         try:
-            proto = self._with_data_beside(path, progress) if beside else self.to_proto()
+            if self.data_bytes > inline_limit:
+                with replacing(data) as file:
+                    proto = self._filled(partial(_store_beside, file, data.name, progress))
+            else:
+                proto = self.to_proto()
             with replacing(path) as file:
                 file.write(proto.SerializeToString(deterministic=True))
         except OSError as error:
             raise ConfigurationError(f"cannot write the model: {error.strerror or error}", where=str(path)) from error
-        if not beside:
+        if self.data_bytes <= inline_limit:
             progress(self.data_bytes)
 
-    def _with_data_beside(self, path: Path, progress: Progress) -> onnx.ModelProto:
-        """Write the parameters next to `path` and return the model that refers to them."""
-        data_path = path.with_name(path.name + ".data")
-        with replacing(data_path) as file:
-
-            def outside(tensor: onnx.TensorProto, pieces: Iterator[npt.NDArray[np.float32]]) -> None:
-                file.write(bytes(-file.tell() % ALIGNMENT))
-                tensor.data_location = onnx.TensorProto.EXTERNAL
-                entries = {"location": data_path.name, "offset": file.tell(), "length": 4 * math.prod(tensor.dims)}
-                for key, entry in entries.items():
-                    tensor.external_data.add(key=key, value=str(entry))
-                for piece in pieces:
-                    file.write(piece.data)
-                    progress(piece.nbytes)
-
-            return self._filled(outside)
-
-    def _filled(self, store: Callable[[onnx.TensorProto, Iterator[npt.NDArray[np.float32]]], None]) -> onnx.ModelProto:
+    def _filled(self, store: Callable[[onnx.TensorProto, Pieces], None]) -> onnx.ModelProto:
         """The model whose parameters are initializers, each of which `store` gave its numbers."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self.skeleton)
@@ -386,15 +348,25 @@ class BuiltModel:
         kept = [info for info in proto.graph.value_info if info.name not in names]
         del proto.graph.value_info[:]
         proto.graph.value_info.extend(kept)
-        for parameter in self.parameters:
-            tensor = proto.graph.initializer.add(
-                name=parameter.name, data_type=onnx.TensorProto.FLOAT, dims=parameter.shape
-            )
-            store(tensor, drawn(parameter, self.seed))
+        for each in self.parameters:
+            tensor = proto.graph.initializer.add(name=each.name, data_type=onnx.TensorProto.FLOAT, dims=each.shape)
+            store(tensor, drawn(each, self.seed))
         return proto
 
 
-def drawn(parameter: Parameter, seed: int) -> Iterator[npt.NDArray[np.float32]]:
+def _store_beside(file: IO[bytes], name: str, progress: Progress, tensor: onnx.TensorProto, pieces: Pieces) -> None:
+    """Append the numbers to `file`, called `name`, and let the tensor refer to them."""
+    file.write(bytes(-file.tell() % ALIGNMENT))
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    entries = {"location": name, "offset": file.tell(), "length": 4 * math.prod(tensor.dims)}
+    for key, entry in entries.items():
+        tensor.external_data.add(key=key, value=str(entry))
+    for piece in pieces:
+        file.write(piece.data)
+        progress(piece.nbytes)
+
+
+def drawn(parameter: Parameter, seed: int) -> Pieces:
     """The values of `parameter`, flat and in order, at most PIECE elements at a time.
 
     Each piece has its own counter range of Philox keyed by the seed and the parameter's name, so that neither the

@@ -9,17 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from autopipe.configs.zoo import Count, Settings, ZooModel, preset
-from autopipe.configs.zoo.builder import (
-    GraphBuilder,
-    lecun,
-    normal,
-    uniform,
-)
-from autopipe.configs.zoo.transformers import SPREAD, Layer, TransformerModel, causal_mask, tied_logits, transformer
+from autopipe.configs.zoo.builder import GraphBuilder, lecun, normal, uniform
+from autopipe.configs.zoo.transformers import Layer, TransformerModel, causal_mask, tied_logits, transformer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
 
 BUCKETS = 32
 """Distances that mT5's position bias tells apart."""
@@ -71,7 +65,7 @@ class Mt5(TransformerModel):
             scaled=False,
             activation="Relu",
         )
-        memory, table = graph.embedding("embedding", source, self.vocabulary, self.hidden, init=SPREAD)
+        memory, table = graph.embedding("embedding", source, self.vocabulary, self.hidden)
         bias = self._distance_bias(graph, "encoder.position_bias", self.source, causal=False)
         memory = transformer(graph, "encoder", self.layers, layer, memory, mask=bias)
         memory = norm(graph, "encoder.norm", memory, self.hidden)
@@ -85,14 +79,14 @@ class Mt5(TransformerModel):
             with graph.scope("head"):
                 logits = tied_logits(graph, data, table)
         else:
-            logits = graph.linear("head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
-        graph.predict_tokens(logits, self.loss, self.target, self.vocabulary)
+            logits = graph.linear("head", data, self.hidden, self.vocabulary, bias=False)
+        graph.predict_tokens(logits, self.target, self.vocabulary)
 
     def _distance_bias(self, graph: GraphBuilder, name: str, length: int, *, causal: bool) -> ir.Value:
         """[1, heads, length, length]: a value by head and bucket of the distance (Raffel et al., 2020)."""
         with graph.scope(name):
             bucket = _bucket(graph, length, causal)
-            table = graph.parameter("weight", BUCKETS, self.heads, init=SPREAD)
+            table = graph.parameter("weight", BUCKETS, self.heads)
             chosen = graph.op("Gather", table, bucket, axis=0)
             return graph.op("Unsqueeze", graph.op("Transpose", chosen, perm=[2, 0, 1]), graph.constant([0]))
 
@@ -108,10 +102,8 @@ def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
     offset = graph.op("Sub", key, query)
     buckets = BUCKETS if causal else BUCKETS // 2
     exact = buckets // 2
-    if causal:
-        distance = graph.op("Max", graph.op("Neg", offset), graph.constant(0))
-    else:
-        distance = graph.op("Abs", offset)
+    back = graph.op("Neg" if causal else "Abs", offset)
+    distance = graph.op("Max", back, graph.constant(0)) if causal else back
     beyond = graph.op("Cast", graph.op("Max", distance, graph.constant(exact)), to=1)
     growth = graph.op("Log", graph.op("Div", beyond, graph.constant(float(exact))))
     step = graph.op("Mul", growth, graph.constant((buckets - exact) / math.log(FARTHEST / exact)))
@@ -134,6 +126,8 @@ class Transformer(TransformerModel):
         "paper": preset("layers hidden heads feed_forward vocabulary sequence", 6, 512, 8, 2048, 50_000, 256),
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"), ("hidden", "waves"))
+    waves: ClassVar[int] = 2
+    """A sine and a cosine for each frequency need an even width."""
     layers: Count = 2
     """Layers of the encoder, and of the decoder."""
     feed_forward: Count = 256
@@ -142,11 +136,6 @@ class Transformer(TransformerModel):
     """Rows of each of the two embeddings, and extent of the logits."""
     sequence: Count = 16
     """Tokens of the source, and of the target."""
-
-    @property
-    def waves(self) -> int:
-        """A sine and a cosine for each frequency need an even width."""
-        return 2
 
     def build(self, graph: GraphBuilder) -> None:
         source = graph.input("source", self.sequence, integer=True)
@@ -164,7 +153,7 @@ class Transformer(TransformerModel):
         data = self._embedded(graph, "target_embedding", target, waves)
         data = transformer(graph, "decoder", self.layers, layer, data, mask=mask, memory=memory)
         logits = graph.linear("projection", data, self.hidden, self.vocabulary, init=init, bias=False)
-        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
+        graph.predict_tokens(logits, self.sequence, self.vocabulary)
 
     def _embedded(self, graph: GraphBuilder, name: str, tokens: ir.Value, waves: ir.Value) -> ir.Value:
         init = normal(1.0 / math.sqrt(self.hidden))
@@ -208,4 +197,4 @@ class RnnLm(ZooModel):
                 data = graph.op("Squeeze", result, graph.constant([1]))
         data = graph.op("Transpose", data, perm=[1, 0, 2])
         logits = graph.linear("projection", data, width, self.vocabulary, init=init)
-        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
+        graph.predict_tokens(logits, self.sequence, self.vocabulary)

@@ -6,31 +6,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from autopipe.configs.zoo import Count, Settings, ZooModel, preset
-from autopipe.configs.zoo.builder import (
-    ZEROS,
-    GraphBuilder,
-    normal,
-)
+from autopipe.configs.zoo.builder import SPREAD, ZEROS, GraphBuilder, normal
 from autopipe.ir.graph import Initializer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-
 FORBIDDEN: Final = -1e9
 """Added to the score of a pair that may not attend: far below any score, and finite in every precision but fp16."""
-SPREAD: Final = normal(0.02)
-"""How the weights of GPT and BERT are drawn."""
-
-
-class Rotation(NamedTuple):
-    """Rotary positions: cosine and sine [sequence, head width]."""
-
-    cosine: ir.Value
-    sine: ir.Value
+Rotation = tuple["ir.Value", "ir.Value"]
+"""Rotary positions: cosine and sine [sequence, head width]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +44,8 @@ class Layer:
     activation: str = "Gelu"
     """Operator of the feed-forward layer, or `SwiGLU`: x sigmoid(x) of a third product gates it."""
     init: Initializer = SPREAD
-    closing: Initializer | None = None
-    """How the weights that end in a residual sum are drawn; None: as the others."""
+    depth: int = 0
+    """Layers of a model whose residual sum keeps its size, as GPT-2's does; 0 for any other."""
 
     @property
     def width(self) -> int:
@@ -65,14 +53,9 @@ class Layer:
 
     @property
     def end(self) -> Initializer:
-        """How weights are drawn whose results are added to the residual stream."""
-        return self.closing or self.init
-
-
-def closing_spread(layers: int) -> Initializer:
-    """GPT-2's spread of what is added to the residual stream, twice a layer: its sum keeps its size. Radford et al.
-    2019, section 2.3."""
-    return normal(SPREAD.scale / math.sqrt(2 * layers))
+        """How weights are drawn whose results are added to the residual stream, twice a layer. Radford et al. 2019,
+        section 2.3."""
+        return normal(self.init.scale / math.sqrt(2 * self.depth)) if self.depth else self.init
 
 
 def causal_mask(graph: GraphBuilder, length: int) -> ir.Value:
@@ -90,7 +73,7 @@ def add_positions(
 ) -> ir.Value:
     """`data` [batch, length, width] plus a learned vector for each position; `order` is 0 … length - 1."""
     order = graph.positions(length) if order is None else order
-    places, _ = graph.embedding("position_embedding", order, length, width, init=SPREAD)
+    places, _ = graph.embedding("position_embedding", order, length, width)
     return graph.op("Add", data, places)
 
 
@@ -141,16 +124,16 @@ def _heads(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, heads: 
 
 def _rotated(graph: GraphBuilder, data: ir.Value, rotation: Rotation) -> ir.Value:
     """Each pair (i, i + width / 2) of the last axis turned by its position's angle (Su et al., 2021)."""
+    cosine, sine = rotation
     lower, upper = graph.split_op("Split", 2, data, axis=-1, num_outputs=2)
     turned = graph.op("Concat", graph.op("Neg", upper), lower, axis=-1)
-    return graph.op("Add", graph.op("Mul", data, rotation.cosine), graph.op("Mul", turned, rotation.sine))
+    return graph.op("Add", graph.op("Mul", data, cosine), graph.op("Mul", turned, sine))
 
 
 def _repeated(graph: GraphBuilder, data: ir.Value, layer: Layer, length: int) -> ir.Value:
     """[batch, key_value_heads, …] -> [batch, heads, …], each head standing `heads` / `key_value_heads` times."""
-    spread = graph.op("Unsqueeze", data, graph.constant([2]))
-    target = [1, 1, layer.heads // layer.key_value_heads, 1, 1]
-    spread = graph.op("Expand", spread, graph.constant(target))
+    spread, times = graph.op("Unsqueeze", data, graph.constant([2])), layer.heads // layer.key_value_heads
+    spread = graph.op("Expand", spread, graph.constant([1, 1, times, 1, 1]))
     return graph.reshape(spread, [0, layer.heads, length, layer.width])
 
 
@@ -253,17 +236,17 @@ class Gpt(LanguageModel):
 
     def build(self, graph: GraphBuilder) -> None:
         tokens = graph.input("tokens", self.sequence, integer=True)
-        data, table = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+        data, table = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden)
         with graph.scope("position_embedding"):
             order = graph.positions(self.sequence)
         data = add_positions(graph, data, self.sequence, self.hidden, order)
         mask = causal_mask(graph, self.sequence)
-        layer = Layer(self.hidden, self.heads, 4 * self.hidden, closing=closing_spread(self.layers))
+        layer = Layer(self.hidden, self.heads, 4 * self.hidden, depth=self.layers)
         data = transformer(graph, "layers", self.layers, layer, data, mask=mask)
         data = graph.layer_norm("norm", data, self.hidden)
         with graph.scope("head"):
             logits = tied_logits(graph, data, table)
-        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
+        graph.predict_tokens(logits, self.sequence, self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,10 +269,10 @@ class Bert(LanguageModel):
         )
         norm = partial(GraphBuilder.layer_norm, epsilon=1e-12)
         with graph.scope("embeddings"):
-            words, table = graph.embedding("word", tokens, self.vocabulary, self.hidden, init=SPREAD)
+            words, table = graph.embedding("word", tokens, self.vocabulary, self.hidden)
             order = graph.positions(self.sequence)
-            places, _ = graph.embedding("position", order, self.sequence, self.hidden, init=SPREAD)
-            kinds, _ = graph.embedding("token_type", token_types, 2, self.hidden, init=SPREAD)
+            places, _ = graph.embedding("position", order, self.sequence, self.hidden)
+            kinds, _ = graph.embedding("token_type", token_types, 2, self.hidden)
             data = norm(graph, "norm", graph.op("Add", graph.op("Add", words, kinds), places), self.hidden)
         with graph.scope("padding_mask"):  # [batch, 1, 1, sequence]
             spread = graph.op("Cast", graph.op("Unsqueeze", present, graph.constant([1, 2])), to=1)
@@ -297,10 +280,10 @@ class Bert(LanguageModel):
         layer = Layer(self.hidden, self.heads, 4 * self.hidden, norm=norm, norm_first=False)
         data = transformer(graph, "layers", self.layers, layer, data, mask=mask)
         with graph.scope("head"):
-            data = graph.op("Gelu", graph.linear("transform", data, self.hidden, self.hidden, init=SPREAD))
+            data = graph.op("Gelu", graph.linear("transform", data, self.hidden, self.hidden))
             logits = tied_logits(graph, norm(graph, "norm", data, self.hidden), table)
             logits = graph.op("Add", logits, graph.parameter("bias", self.vocabulary, init=ZEROS))
-        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
+        graph.predict_tokens(logits, self.sequence, self.vocabulary)
 
 
 def _moe_sizes(layers: int, hidden: int, experts: int) -> Settings:
@@ -343,25 +326,25 @@ class MixtureOfExperts(TransformerModel):
 
     def build(self, graph: GraphBuilder) -> None:
         tokens = graph.input("tokens", self.sequence, integer=True)
-        data, _ = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+        data, _ = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden)
         data = add_positions(graph, data, self.sequence, self.hidden)
         mask = causal_mask(graph, self.sequence)
-        layer = Layer(self.hidden, self.heads, 4 * self.hidden, closing=closing_spread(self.layers))
+        layer = Layer(self.hidden, self.heads, 4 * self.hidden, depth=self.layers)
         data = transformer(graph, "layers", self.layers, layer, data, mask=mask, last=("experts", self._mixture))
         data = graph.layer_norm("norm", data, self.hidden)
-        logits = graph.linear("head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
-        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
+        logits = graph.linear("head", data, self.hidden, self.vocabulary, bias=False)
+        graph.predict_tokens(logits, self.sequence, self.vocabulary)
 
     def _mixture(self, graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -> ir.Value:
         """Tokens to the places of their experts, through the experts, and back weighted by the gate."""
-        inner, closing = layer.inner, layer.end
+        inner = layer.inner
         with graph.scope(name):
             weights, chosen = self._gate(graph, data)
             dispatch, combine = self._places(graph, weights, chosen)
             sent = graph.op("Einsum", dispatch, data, equation="bsec,bsh->bech")
-            raised = graph.op("MatMul", sent, graph.parameter("up", self.experts, self.hidden, inner, init=SPREAD))
+            raised = graph.op("MatMul", sent, graph.parameter("up", self.experts, self.hidden, inner))
             raised = graph.op("Add", raised, graph.parameter("up_bias", self.experts, 1, inner, init=ZEROS))
-            down = graph.parameter("down", self.experts, inner, self.hidden, init=closing)
+            down = graph.parameter("down", self.experts, inner, self.hidden, init=layer.end)
             lowered = graph.op("MatMul", graph.op("Gelu", raised), down)
             lowered = graph.op("Add", lowered, graph.parameter("down_bias", self.experts, 1, self.hidden, init=ZEROS))
             return graph.op("Einsum", combine, lowered, equation="bsec,bech->bsh")
@@ -370,7 +353,7 @@ class MixtureOfExperts(TransformerModel):
         """Of each token's best experts the weights, which sum to one, and one-hot choices. Both by choice first:
         [batch, choices * sequence] and [batch, choices * sequence, experts]."""
         with graph.scope("gate"):
-            scores = graph.linear("projection", data, self.hidden, self.experts, init=SPREAD, bias=False)
+            scores = graph.linear("projection", data, self.hidden, self.experts, bias=False)
             shares = graph.op("Softmax", scores, axis=-1)
             best, which = graph.split_op("TopK", 2, shares, graph.constant([self.choices]), axis=-1)
             weights = graph.op("Div", best, graph.op("ReduceSum", best, graph.constant([-1]), keepdims=1))
@@ -428,6 +411,8 @@ class Llama(TransformerModel):
         ("heads", "key_value_heads"),
         ("head_size", "halves"),
     )
+    halves: ClassVar[int] = 2
+    """Rotary positions turn the first half of a head against the second."""
     heads: Count = 4
     """Query heads of a layer."""
     key_value_heads: Count = 2
@@ -445,14 +430,9 @@ class Llama(TransformerModel):
     def head_size(self) -> int:
         return self.hidden // self.heads
 
-    @property
-    def halves(self) -> int:
-        """Rotary positions turn the first half of a head against the second."""
-        return 2
-
     def build(self, graph: GraphBuilder) -> None:
         tokens = graph.input("tokens", self.sequence, integer=True)
-        data, _ = graph.embedding("embedding", tokens, self.vocabulary, self.hidden, init=SPREAD)
+        data, _ = graph.embedding("embedding", tokens, self.vocabulary, self.hidden)
         norm = partial(GraphBuilder.rms_norm, epsilon=1e-5)
         layer = Layer(
             self.hidden,
@@ -468,9 +448,9 @@ class Llama(TransformerModel):
         with graph.scope("rotary"):
             angle = graph.angles(self.sequence, self.head_size // 2, self.rotary_base)
             angle = graph.op("Concat", angle, angle, axis=-1)
-            rotation = Rotation(graph.op("Cos", angle), graph.op("Sin", angle))
+            rotation = graph.op("Cos", angle), graph.op("Sin", angle)
         attend = partial(attention, mask=mask, rotation=rotation, length=self.sequence)
         data = transformer(graph, "layers", self.layers, layer, data, attend=attend)
         data = norm(graph, "norm", data, self.hidden)
-        logits = graph.linear("head", data, self.hidden, self.vocabulary, init=SPREAD, bias=False)
-        graph.predict_tokens(logits, self.loss, self.sequence, self.vocabulary)
+        logits = graph.linear("head", data, self.hidden, self.vocabulary, bias=False)
+        graph.predict_tokens(logits, self.sequence, self.vocabulary)

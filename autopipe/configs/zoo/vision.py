@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from autopipe.configs.zoo import Count, Settings, ZooModel
-from autopipe.configs.zoo.builder import (
-    ZEROS,
-    Extent,
-    GraphBuilder,
-    kaiming,
-)
+from autopipe.configs.zoo.builder import ZEROS, Extent, GraphBuilder, kaiming
 from autopipe.ir.codec import AtLeast
 
 if TYPE_CHECKING:
@@ -25,16 +20,12 @@ def conv_norm(
     data: ir.Value,
     inputs: int,
     outputs: int,
-    *,
-    kernel: Extent,
-    stride: int = 1,
-    padding: Extent = 0,
     epsilon: float = 1e-5,
+    **window: Extent,
 ) -> ir.Value:
+    """Convolution by `window` (kernel, stride, padding) without bias, and batch norm."""
     with graph.scope(name):
-        data = graph.convolution(
-            "conv", data, inputs, outputs, kernel=kernel, stride=stride, padding=padding, bias=False
-        )
+        data = graph.convolution("conv", data, inputs, outputs, False, **window)
         return graph.batch_norm("norm", data, outputs, epsilon)
 
 
@@ -76,7 +67,7 @@ class InceptionV3(ZooModel):
         for index in range(2):
             data = network.module_e(f"mixed_e.{index}", data)
         data = graph.op("Flatten", graph.op("GlobalAveragePool", data), axis=1)
-        graph.classify(graph.dense("classifier", data, network.channels, self.classes, relu=False), self.loss)
+        graph.classify(graph.dense("classifier", data, network.channels, self.classes, relu=False))
 
 
 class _Network:
@@ -90,11 +81,10 @@ class _Network:
     def stem(self, image: ir.Value) -> ir.Value:
         """The layers before the first module, which divide height and width by eight."""
         with self.graph.scope("stem"):
-            data, channels = self._unit("0", image, 3, 32, stride=2)
-            data, channels = self._unit("1", data, channels, 32)
-            data, channels = self._unit("2", data, channels, 64, padding=1)
-            data, channels = self._unit("3", self.graph.max_pool(data, 3, 2), channels, 80, kernel=1)
-            data, self.channels = self._unit("4", data, channels, 192)
+            branch = self._unit("0", (image, 3), 32, stride=2)
+            data, channels = self._unit("2", self._unit("1", branch, 32), 64, padding=1)
+            branch = self._unit("3", (self.graph.max_pool(data, 3, 2), channels), 80, kernel=1)
+            data, self.channels = self._unit("4", branch, 192)
             return self.graph.max_pool(data, 3, 2)
 
     def module(self, name: str, data: ir.Value, *branches: str) -> ir.Value:
@@ -108,9 +98,9 @@ class _Network:
         with self.graph.scope(name):
             inner = [self._branch(each, data) for each in ("three 384:1x1", "double 448:1x1 384:3x3")]
             branches = [self._branch("one 320:1x1", data)]
-            for fan, (wide, channels) in zip(("three", "double"), inner, strict=True):
-                row = self._unit(f"{fan}.row", wide, channels, 384, kernel=(1, 3), padding=(0, 1))
-                column = self._unit(f"{fan}.column", wide, channels, 384, kernel=(3, 1), padding=(1, 0))
+            for fan, wide in zip(("three", "double"), inner, strict=True):
+                row = self._unit(f"{fan}.row", wide, 384, kernel=(1, 3), padding=(0, 1))
+                column = self._unit(f"{fan}.column", wide, 384, kernel=(3, 1), padding=(1, 0))
                 branches.append(self._concatenated(row, column))
             data, self.channels = self._concatenated(*branches, self._branch("pool 192:1x1", data))
         return data
@@ -121,42 +111,27 @@ class _Network:
         zeros; `max` is a pooling that halves the extent.
         """
         name, *units = text.split()
-        channels = self.channels
         if name == "max":
-            return self.graph.max_pool(data, 3, 2), channels
+            return self.graph.max_pool(data, 3, 2), self.channels
         if name == "pool":
-            data = self.graph.op(
-                "AveragePool", data, kernel_shape=[3, 3], strides=[1, 1], pads=[1, 1, 1, 1], count_include_pad=1
-            )
+            window = {"kernel_shape": [3, 3], "strides": [1, 1], "pads": [1, 1, 1, 1]}
+            data = self.graph.op("AveragePool", data, **window, count_include_pad=1)
+        branch = data, self.channels
         for index, unit in enumerate(units):
             full, colon, size = unit.partition(":")
             if colon:
                 height, width = map(int, size.split("x"))
-                kernel, padding = (height, width), (height // 2, width // 2)
-                data, channels = self._unit(
-                    f"{name}.{index}", data, channels, int(full), kernel=kernel, padding=padding
-                )
+                padding = height // 2, width // 2
+                branch = self._unit(f"{name}.{index}", branch, int(full), kernel=(height, width), padding=padding)
             else:
                 end = f"{name}.reduce" if index else name
-                data, channels = self._unit(end, data, channels, int(unit.removesuffix("/2")), stride=2)
-        return data, channels
+                branch = self._unit(end, branch, int(unit.removesuffix("/2")), stride=2)
+        return branch
 
-    def _unit(
-        self,
-        name: str,
-        data: ir.Value,
-        channels: int,
-        full: int,
-        *,
-        kernel: Extent = 3,
-        stride: int = 1,
-        padding: Extent = 0,
-    ) -> Branch:
+    def _unit(self, name: str, branch: Branch, full: int, kernel: Extent = 3, **window: Extent) -> Branch:
         """Convolution to `full` channels (scaled by the width) without bias, batch norm, Relu."""
-        outputs = max(1, full * self.width // FULL_WIDTH)
-        data = conv_norm(
-            self.graph, name, data, channels, outputs, kernel=kernel, stride=stride, padding=padding, epsilon=1e-3
-        )
+        (data, channels), outputs = branch, max(1, full * self.width // FULL_WIDTH)
+        data = conv_norm(self.graph, name, data, channels, outputs, 1e-3, kernel=kernel, **window)
         with self.graph.scope(name):
             return self.graph.op("Relu", data), outputs
 
@@ -189,15 +164,14 @@ class Vgg19(ZooModel):
         channels = 3
         for group, (depth, factor) in enumerate(((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))):
             for index in range(depth):
-                name = f"features.{group}.{index}"
-                data = graph.convolution(name, data, channels, factor * self.width, kernel=3, padding=1)
+                inputs, channels = channels, factor * self.width
+                data = graph.convolution(f"features.{group}.{index}", data, inputs, channels, kernel=3, padding=1)
                 data = graph.op("Relu", data)
-                channels = factor * self.width
             data = graph.max_pool(data, 2, 2)
         features = channels * (self.image // 32) ** 2
         data = graph.dense("classifier.0", graph.op("Flatten", data, axis=1), features, self.hidden)
         data = graph.dense("classifier.1", data, self.hidden, self.hidden)
-        graph.classify(graph.dense("classifier.2", data, self.hidden, self.classes, relu=False), self.loss)
+        graph.classify(graph.dense("classifier.2", data, self.hidden, self.classes, relu=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +211,7 @@ class AlexNet(ZooModel):
             extent = (extent - 3) // 2 + 1
         data = graph.dense("fc6", data, wide * extent * extent, self.hidden)
         data = graph.dense("fc7", data, self.hidden, self.hidden)
-        graph.classify(graph.dense("fc8", data, self.hidden, self.classes, relu=False), self.loss)
+        graph.classify(graph.dense("fc8", data, self.hidden, self.classes, relu=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,17 +252,15 @@ class UNet(ZooModel):
         data = self._pair(graph, "bottom", data, inputs, self.width << self.depth)
         for level in reversed(range(self.depth)):
             outputs = self.width << level
-            with (
-                graph.scope(f"up.{level}"),
-                graph.scope("transposed"),
-            ):  # Twice the height and width at half the channels.
+            # Twice the height and width at half the channels.
+            with graph.scope(f"up.{level}"), graph.scope("transposed"):
                 weight = graph.parameter("weight", 2 * outputs, outputs, 2, 2, init=kaiming(2 * outputs))
                 bias = graph.parameter("bias", outputs, init=ZEROS)
                 data = graph.op("ConvTranspose", data, weight, bias, kernel_shape=[2, 2], strides=[2, 2])
             data = graph.op("Concat", skipped[level], data, axis=1)
             data = self._pair(graph, f"up.{level}", data, 2 * outputs, outputs)
         logits = graph.convolution("head", data, self.width, self.classes, kernel=1)
-        graph.classify(logits, self.loss, self.image, self.image)
+        graph.classify(logits, self.image, self.image)
 
     def _pair(self, graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int) -> ir.Value:
         with graph.scope(name):
@@ -347,7 +319,7 @@ class WideResNet(ZooModel):
                     data = self._bottleneck(graph, data, channels, self.width << stage, stride)
                 channels = EXPANSION * (self.width << stage)
         data = graph.op("Flatten", graph.op("GlobalAveragePool", data), axis=1)
-        graph.classify(graph.dense("classifier", data, channels, self.classes, relu=False), self.loss)
+        graph.classify(graph.dense("classifier", data, channels, self.classes, relu=False))
 
     def _bottleneck(self, graph: GraphBuilder, data: ir.Value, inputs: int, width: int, stride: int) -> ir.Value:
         inner, outputs = self.factor * width, EXPANSION * width
