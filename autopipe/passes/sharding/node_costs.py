@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopipe.ir.cluster import Device
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Parameter
 from autopipe.ir.layout import Layout, MeshAxis, holders_by_box
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import no_statistics
@@ -97,13 +97,14 @@ class StageContext:
     def is_shared_parameter(self, name: str) -> bool:
         return len(self.readers[name]) > 1 or name in self.options.whole
 
-    def own_parameters(self, node: int) -> dict[int, str]:
+    def own_parameters(self, node: int) -> dict[int, Parameter]:
         """The parameters, by operand's position, that no other node reads: their layout is the node's choice alone."""
-        found: dict[str, int] = {}
+        found: dict[str, tuple[int, Parameter]] = {}
         for position, name in enumerate(self.graph.nodes[node].inputs):
-            if name and self.graph.parameter(name) is not None and not self.is_shared_parameter(name):
-                found.setdefault(name, position)
-        return {position: name for name, position in found.items()}
+            parameter = self.graph.parameter(name)
+            if parameter is not None and not self.is_shared_parameter(name):
+                found.setdefault(name, (position, parameter))
+        return dict(found.values())
 
     def is_reduced_alone(self, name: str) -> bool:
         """True if shares of a value are added up though no node of the stage reads it."""
@@ -242,8 +243,6 @@ class NodeClass:
     stage: StageContext
     node: int
     configurations: tuple[Splits, ...]
-    _operands: dict[int, TensorLayouts] = field(default_factory=dict)
-    _results: dict[int, TensorLayouts] = field(default_factory=dict)
 
     @property
     def mesh_positions(self) -> MeshPositions:
@@ -251,19 +250,15 @@ class NodeClass:
 
     def reads(self, position: int) -> TensorLayouts:
         """How the operand at `position` is laid out in each configuration."""
-        if position not in self._operands:
-            graph, space = self.stage.graph, self.stage.samples.uses[self.node].space
-            shape = graph.type_of(graph.nodes[self.node].inputs[position]).shape
-            self._operands[position] = self.stage.layouts.operand(space, position, shape, self.configurations)
-        return self._operands[position]
+        graph, space = self.stage.graph, self.stage.samples.uses[self.node].space
+        shape = graph.type_of(graph.nodes[self.node].inputs[position]).shape
+        return self.stage.layouts.operand(space, position, shape, self.configurations)
 
     def leaves(self, position: int) -> TensorLayouts:
         """How the node leaves its result at `position`, shares of sums and means included."""
-        if position not in self._results:
-            graph, space = self.stage.graph, self.stage.samples.uses[self.node].space
-            shape = graph.type_of(graph.nodes[self.node].outputs[position]).shape
-            self._results[position] = self.stage.layouts.result(space, position, shape, self.configurations)
-        return self._results[position]
+        graph, space = self.stage.graph, self.stage.samples.uses[self.node].space
+        shape = graph.type_of(graph.nodes[self.node].outputs[position]).shape
+        return self.stage.layouts.result(space, position, shape, self.configurations)
 
     def costs(self) -> Costs:
         """Costs of the configurations, each by itself."""
@@ -280,9 +275,9 @@ class NodeClass:
         seconds = seconds * problem.micro_batches
         gradients = np.zeros_like(seconds)
         memory = np.zeros(len(seconds), dtype=np.int64)
-        for position, name in stage.own_parameters(self.node).items():
+        for position, parameter in stage.own_parameters(self.node).items():
             wanted = self.reads(position)
-            gradient_s, update_s, held = stage.holding(name, wanted.layouts)
+            gradient_s, update_s, held = stage.holding(parameter.value.name, wanted.layouts)
             gradients += gradient_s[wanted.of]
             seconds = seconds + update_s[wanted.of]
             memory += held[wanted.of]
@@ -311,7 +306,15 @@ def node_classes(stage: StageContext) -> dict[int, NodeClass]:
     spaces: dict[Hashable, tuple[Splits, ...]] = {}
     found = {}
     for node in stage.nodes:
-        key = _class_key(stage, node)
+        key = (  # All that a node's costs depend on.
+            id(stage.samples.uses[node]),
+            stage.problem.work[node],
+            stage.samples.axes[node],
+            stage.options.allowed.get(node),
+            tuple((position, each.trainable) for position, each in stage.own_parameters(node).items()),
+            tuple((each.bytes, each.dimensions) for each in stage.kept.get(node, ())),
+            tuple((stage.is_reduced_alone(name), name in stage.gradient) for name in stage.graph.nodes[node].outputs),
+        )
         if key not in known:
             known[key] = NodeClass(stage, node, _configurations(stage, node, spaces))
         found[node] = known[key]
@@ -330,21 +333,3 @@ def _configurations(stage: StageContext, node: int, known: dict[Hashable, tuple[
     if key not in known:
         known[key] = configurations(space, group, outermost)
     return known[key]
-
-
-def _class_key(stage: StageContext, node: int) -> Hashable:
-    """All that a node's costs depend on."""
-    parameters = (
-        (position, found.trainable)
-        for position, name in stage.own_parameters(node).items()
-        if (found := stage.graph.parameter(name)) is not None
-    )
-    return (
-        id(stage.samples.uses[node]),
-        stage.problem.work[node],
-        stage.samples.axes[node],
-        stage.options.allowed.get(node),
-        tuple(parameters),
-        tuple((each.bytes, each.dimensions) for each in stage.kept.get(node, ())),
-        tuple((stage.is_reduced_alone(name), name in stage.gradient) for name in stage.graph.nodes[node].outputs),
-    )

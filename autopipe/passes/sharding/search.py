@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from autopipe.passes.sharding.node_costs import (
     node_classes,
     stage_context,
 )
-from autopipe.passes.sharding.reshard_tables import Floats, ReshardTable, SharedValue, shared_parameter, shared_value
+from autopipe.passes.sharding.reshard_tables import Floats, SharedValue, shared_parameter, shared_value
 from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, solve
 from autopipe.passes.solvers.min_sum.model import Once
 
@@ -61,11 +61,8 @@ class Tables:
     """The bytes that a pair of nodes adds to the model's memory by keeping one value in different blocks."""
 
     def passing_at_most(self, most: int) -> Tables:
-        """The same without configurations of nodes that need more than `most` bytes while they run.
-
-        What is kept again counts, too: where memory does not matter, those edges would only be in the way.
-        """
-
+        """The same without configurations of nodes that need more than `most` bytes while they run, and with what is
+        kept again: where memory does not matter, those edges would only be in the way."""
         once = Once()
 
         def bounded(costs: Floats, needs: Integers) -> Floats:
@@ -82,123 +79,92 @@ class Tables:
         return tuple((node, splits) for node, splits in zip(self.nodes, chosen, strict=True) if splits)
 
 
-def make_tables(
-    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], options: StageOptions = NO_OPTIONS
-) -> Tables:
-    """The model of `nodes` (ascending, all of them computed) on `devices`.
-
-    Raises ConfigurationError where a device states no figure for a class of operators.
-    """
-    stage = stage_context(problem, nodes, devices, options)
-    builder = _Builder(stage, node_classes(stage))
-    for name in stage.readers:
-        if stage.graph.parameter(name) is not None:
-            if stage.is_shared_parameter(name):
-                builder.add_parameter(name)
-        elif stage.graph.producer(name) in builder.kinds:
-            builder.add_value(name)
-    return builder.tables()
-
-
 End = tuple[NodeClass, int]
 """A node's class, and the position of one of its operands or results."""
 
 
-class _Builder:
-    """A model in the making. What is cached are arrays that equal nodes and edges have in common."""
+def make_tables(
+    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], options: StageOptions = NO_OPTIONS
+) -> Tables:
+    """The model of `nodes` (ascending, all of them computed) on `devices`. Equal nodes and equal edges have one array.
 
-    def __init__(self, stage: StageContext, kinds: dict[int, NodeClass]) -> None:
-        self.stage, self.kinds = stage, kinds
-        self.places = {node: place for place, node in enumerate(kinds)}
-        cost_of = cache(NodeClass.costs)
-        self.costs = [cost_of(kind) for kind in kinds.values()]
-        self.edges: list[Edge] = []
-        # Caches that know nothing of the builder: all ends with it at once, without a collection of circles.
-        self._changes = cache(partial(_changes, stage.reshard))
-        self._shared_value = cache(partial(_shared_value, stage.reshard))
-        self._free = cache(_free)
+    Raises ConfigurationError where a device states no figure for a class of operators.
+    """
+    stage = stage_context(problem, nodes, devices, options)
+    graph, kinds = stage.graph, node_classes(stage)
+    places = {node: place for place, node in enumerate(kinds)}
+    costs_of, passing_of = cache(NodeClass.costs), cache(NodeClass.passing_bytes)
+    costs = [costs_of(kind) for kind in kinds.values()]
+    edges: list[Edge] = []
 
-    def add_parameter(self, name: str) -> None:
-        """A variable for a parameter whose layout is not one node's choice."""
-        stage = self.stage
-        wanted = [self.kinds[node].reads(position) for node, position in stage.readers[name]]
-        value = shared_parameter(wanted, stage.graph.type_of(name).shape, only_whole=name in stage.options.whole)
-        gradient_s, update_s, held = stage.holding(name, value.layouts)
-        self._add_variable(name, value, Costs(update_s + gradient_s, gradient_s, np.zeros(len(value.layouts)), held))
+    @cache
+    def changes(source: End, reader: End, size: int, given: bool, times: int) -> Floats:
+        left, wanted = source[0].leaves(source[1]), reader[0].reads(reader[1])
+        change = stage.reshard.to_all if given else stage.reshard.to_reader
+        return change(left.layouts, wanted.layouts, size)[left.of][:, wanted.of] * times
 
-    def add_value(self, name: str) -> None:
-        """The edges of a computed value to its readers: one edge, or those of a variable between them."""
-        stage, readers = self.stage, self.stage.readers[name]
-        source = stage.graph.producer(name)
-        assert source is not None, name
-        left = self.kinds[source], stage.graph.nodes[source].outputs.index(name)
-        wanted = tuple((self.kinds[node], position) for node, position in readers)
-        times = stage.times_run(name) * stage.problem.micro_batches
-        rest = stage.graph.type_of(name).bytes, name in stage.options.given, times
-        if len(readers) == 1:
-            self._connect(self.places[source], self.places[readers[0][0]], self._changes(left, *wanted, *rest))
-        else:
-            value = self._shared_value(left, wanted, *rest)
-            self._connect(self.places[source], len(self.costs), value.from_source)
-            self._add_variable(name, value, self._free(len(value.layouts)))
+    @cache
+    def shared(source: End, readers: tuple[End, ...], size: int, given: bool, times: int) -> SharedValue:
+        wanted = [kind.reads(position) for kind, position in readers]
+        return shared_value(source[0].leaves(source[1]), wanted, size, stage.reshard, given, times)
 
-    def _add_variable(self, name: str, value: SharedValue, costs: Costs) -> None:
-        self.costs.append(costs)
-        for (reader, _), matrix in zip(self.stage.readers[name], value.to_readers, strict=True):
-            self._connect(len(self.costs) - 1, self.places[reader], matrix)
+    @cache
+    def free(layouts: int) -> Costs:
+        nothing = np.zeros(layouts)
+        return Costs(nothing, nothing, nothing, np.zeros(layouts, dtype=np.int64))
 
-    def _connect(self, source: int, target: int, matrix: Floats) -> None:
+    def connect(source: int, target: int, matrix: Floats) -> None:
         if matrix.any():
-            self.edges.append(Edge(source, target, matrix))
+            edges.append(Edge(source, target, matrix))
 
-    def tables(self) -> Tables:
-        passing = cache(NodeClass.passing_bytes)
-        return Tables(
-            nodes=self.stage.nodes,
-            configurations=tuple(kind.configurations for kind in self.kinds.values()),
-            model=MinSum(
-                tuple(each.seconds for each in self.costs),
-                tuple(self.edges),
-                tuple(each.memory for each in self.costs),
-            ),
-            gradients=tuple(each.gradients for each in self.costs),
-            backwards=tuple(each.backward for each in self.costs),
-            passing=tuple(map(passing, self.kinds.values())),
-            kept_again=self._kept_again(),
-        )
-
-    def _kept_again(self) -> tuple[Edge, ...]:
-        """By how much the block that a node keeps exceeds that of the first node that keeps the same value."""
-        found: list[Edge] = []
-        known: dict[Hashable, Integers] = {}
-        no_seconds: Callable[[tuple[int, ...]], Floats] = cache(np.zeros)
-        for first, by_first, node, by_node in self.stage.kept_again:
-            one, other = self.kinds[first], self.kinds[node]
-            key = one, by_first.dimensions, other, by_node.dimensions, by_node.bytes
-            if key not in known:
-                own, before = kept_bytes([by_node], other.mesh_positions), kept_bytes([by_first], one.mesh_positions)
-                known[key] = np.maximum(own[None, :] - before[:, None], 0) * self.stage.kept_micro_batches
-            if known[key].any():
-                found.append(Edge(self.places[first], self.places[node], no_seconds(known[key].shape), known[key]))
-        return tuple(found)
-
-
-def _changes(reshard: ReshardTable, source: End, reader: End, size: int, given: bool, times: int) -> Floats:
-    left, wanted = source[0].leaves(source[1]), reader[0].reads(reader[1])
-    change = reshard.to_all if given else reshard.to_reader
-    return change(left.layouts, wanted.layouts, size)[left.of][:, wanted.of] * times
+    for name, uses in stage.readers.items():
+        source = graph.producer(name)
+        readers = tuple((kinds[node], position) for node, position in uses)
+        if graph.parameter(name) is not None and stage.is_shared_parameter(name):
+            wanted = [kind.reads(position) for kind, position in readers]
+            value = shared_parameter(wanted, graph.type_of(name).shape, only_whole=name in options.whole)
+            gradient_s, update_s, held = stage.holding(name, value.layouts)
+            costs.append(Costs(update_s + gradient_s, gradient_s, np.zeros(len(value.layouts)), held))
+        elif source is not None and source in kinds:
+            left = kinds[source], graph.nodes[source].outputs.index(name)
+            times = stage.times_run(name) * problem.micro_batches
+            size, given = graph.type_of(name).bytes, name in options.given
+            if len(readers) == 1:
+                connect(places[source], places[uses[0][0]], changes(left, readers[0], size, given, times))
+                continue
+            value = shared(left, readers, size, given, times)
+            connect(places[source], len(costs), value.from_source)
+            costs.append(free(len(value.layouts)))
+        else:
+            continue
+        for (reader, _), matrix in zip(uses, value.to_readers, strict=True):
+            connect(len(costs) - 1, places[reader], matrix)
+    seconds, memory = tuple(each.seconds for each in costs), tuple(each.memory for each in costs)
+    return Tables(
+        nodes=stage.nodes,
+        configurations=tuple(kind.configurations for kind in kinds.values()),
+        model=MinSum(seconds, tuple(edges), memory),
+        gradients=tuple(each.gradients for each in costs),
+        backwards=tuple(each.backward for each in costs),
+        passing=tuple(map(passing_of, kinds.values())),
+        kept_again=_kept_again(stage, kinds, places),
+    )
 
 
-def _shared_value(
-    reshard: ReshardTable, source: End, readers: tuple[End, ...], size: int, given: bool, times: int
-) -> SharedValue:
-    wanted = [kind.reads(position) for kind, position in readers]
-    return shared_value(source[0].leaves(source[1]), wanted, size, reshard, given, times)
-
-
-def _free(layouts: int) -> Costs:
-    nothing = np.zeros(layouts)
-    return Costs(nothing, nothing, nothing, np.zeros(layouts, dtype=np.int64))
+def _kept_again(stage: StageContext, kinds: dict[int, NodeClass], places: dict[int, int]) -> tuple[Edge, ...]:
+    """By how much the block that a node keeps exceeds that of the first node that keeps the same value."""
+    found: list[Edge] = []
+    known: dict[Hashable, Integers] = {}
+    zeros: Callable[[tuple[int, ...]], Floats] = cache(np.zeros)
+    for first, by_first, node, by_node in stage.kept_again:
+        one, other = kinds[first], kinds[node]
+        key = one, by_first.dimensions, other, by_node.dimensions, by_node.bytes
+        if key not in known:
+            own, before = kept_bytes([by_node], other.mesh_positions), kept_bytes([by_first], one.mesh_positions)
+            known[key] = np.maximum(own[None, :] - before[:, None], 0) * stage.kept_micro_batches
+        if known[key].any():
+            found.append(Edge(places[first], places[node], zeros(known[key].shape), known[key]))
+    return tuple(found)
 
 
 Solver = Callable[[Tables, float | None], Assignment]
@@ -365,13 +331,12 @@ def split_stages(
     Raises InfeasibleError where memory does not hold any placement, with the least excess, and what `solver` raises.
     """
     inside = split_problem(problem, placement, fixed)
-    proofs = []
+    proof = SplitProof(0.0, 0.0, optimal=True)
     for index in range(len(placement.stages)):
         best = inside.split(placement, index, solver, overlap)
-        placement = best.placement
-        proofs.append(best.proof)
-    cost, bound = sum(each.cost for each in proofs), sum(each.lower_bound for each in proofs)
-    return replace(placement, proof=SplitProof(cost, bound, all(each.optimal for each in proofs)))
+        placement, own = best.placement, best.proof
+        proof = SplitProof(proof.cost + own.cost, proof.lower_bound + own.lower_bound, proof.optimal and own.optimal)
+    return replace(placement, proof=proof)
 
 
 _PATIENCE_S = 2.0
