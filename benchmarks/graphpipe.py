@@ -171,8 +171,7 @@ def _sized(problem: Problem, placement: Placement) -> Problem:
 
 
 def _step(problem: Problem, placement: Placement, graph: StageGraph, predicted: Prediction) -> Step:
-    ones = (1,) * len(placement.stages)
-    schedule = order_kfkb(graph, problem.micro_batches, ones, problem.train, ticks_of(predicted.stages))
+    schedule = order_kfkb(graph, problem.micro_batches, problem.train, ticks_of(predicted.stages))
     timeline = simulate(schedule, graph.stage_devices, predicted)
     check_memory(problem, placement, timeline)
     return Step(problem, placement, schedule, timeline, graph.depth)

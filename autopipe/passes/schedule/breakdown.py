@@ -128,31 +128,24 @@ def breakdown(
     )
 
 
-_KINDS = ("work", "exchange", "recomputation", "repetition", "gradients", "update")
-
-
 def _own_seconds(
     placement: Placement, schedule: Schedule, prediction: Prediction, parts: Sequence[StageParts]
 ) -> list[dict[str, float]]:
     """Seconds of a step in which each device does something, by what it does."""
-    found = [dict.fromkeys(_KINDS, 0.0) for _ in range(schedule.devices)]
+    kinds = "work", "exchange", "recomputation", "repetition", "gradients", "update"
+    found = [dict.fromkeys(kinds, 0.0) for _ in range(schedule.devices)]
     # Devices of a group share their list.
     orders = {id(order): order for order in schedule.tasks}
     counts = {key: Counter((task.stage, task.phase) for task in order) for key, order in orders.items()}
     for own, order in zip(found, schedule.tasks, strict=True):
         for (stage, phase), count in counts[id(order)].items():
-            match phase:
-                case Phase.FORWARD:
-                    part = parts[stage].forward
-                case Phase.BACKWARD | Phase.INPUT_GRADIENT:
-                    part = parts[stage].backward
-                case Phase.WEIGHT_GRADIENT:
-                    part = TaskParts()
-            own["exchange"] += count * part.exchange_s
-            own["recomputation"] += count * part.recomputation_s
-            own["repetition"] += count * part.repetition_s
-            rest = part.exchange_s + part.recomputation_s + part.repetition_s
-            own["work"] += count * (prediction.stages[stage].seconds(phase) - rest)
+            part = parts[stage].forward if phase is Phase.FORWARD else parts[stage].backward
+            if phase is Phase.WEIGHT_GRADIENT:
+                part = TaskParts()
+            spent = part.exchange_s, part.recomputation_s, part.repetition_s
+            work = prediction.stages[stage].seconds(phase) - (spent[0] + spent[1] + spent[2])
+            for kind, seconds in zip(kinds, (work, *spent), strict=False):
+                own[kind] += count * seconds
     for placed, predicted in zip(placement.stages, prediction.stages, strict=True):
         for device in placed.devices:
             found[device]["gradients"] += predicted.gradient_s

@@ -109,29 +109,24 @@ def busy_s(costs: Sequence[StageCost], micro_batches: int) -> float:
     return max(step_seconds(cost, micro_batches) for cost in costs)
 
 
-def step_s(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
-    """Seconds of a step under 1F1B with stages of such costs, whatever memory says."""
-    return _step(problem, placement, costs).end
+def quick_step(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Timeline | Step:
+    """The step under 1F1B with stages of such costs, whatever memory says."""
+    graph, prediction = StageGraph.of(problem, placement), predicted(problem, placement, costs)
+    return predicted_step(graph, prediction, problem.micro_batches, problem.train)
 
 
 def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
-    """The same. Raises InfeasibleError where memory does not hold the placement."""
-    step = _step(problem, placement, costs)
+    """Seconds of that step. Raises InfeasibleError where memory does not hold the placement."""
+    step = quick_step(problem, placement, costs)
     check_memory(problem, placement, step)
     return step.end
-
-
-def _step(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Timeline | Step:
-    graph, prediction = StageGraph.of(problem, placement), predicted(problem, placement, costs)
-    return predicted_step(graph, prediction, problem.micro_batches, problem.train)
 
 
 def predicted_step(graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool) -> Timeline | Step:
     """The step of kFkB's order with k = 1, which is 1F1B's where micro-batches are equal."""
     if is_chain(graph):
         return chain_step(graph, prediction, micro_batches, train)
-    ks = (1,) * len(graph.stage_devices)
-    schedule = order_kfkb(graph, micro_batches, ks, train, ticks_of(prediction.stages))
+    schedule = order_kfkb(graph, micro_batches, train, ticks_of(prediction.stages))
     return simulate(schedule, graph.stage_devices, prediction)
 
 

@@ -135,49 +135,6 @@ def _joined(parts: Sequence[tuple[NDArray[Any], ...]], width: int) -> list[NDArr
     return [np.concatenate([np.zeros(0), *(part[place] for part in parts)]) for place in range(width)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SolverReport:
-    """The end of a run as the solver tells it, unchecked."""
-
-    values: NDArray[np.float64] | None = None
-    """One figure a variable; None where it has none."""
-    bound: float = -np.inf
-    infeasible: bool = False
-    unbounded: bool = False
-
-
-_OPTIMAL, _INFEASIBLE, _UNBOUNDED, _OTHER = 0, 2, 3, 4
-"""Codes of `scipy.optimize.milp`."""
-
-
-def by_highs(model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool) -> SolverReport | None:
-    """Run HiGHS on one thread; it takes no values to start from. None where it cannot say what it has found.
-
-    The one inside scipy gets along with OR-tools in one process; the package highspy does not. Raises AutopipeError for
-    a model that HiGHS does not accept.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    rows = LinearConstraint(model.matrix, model.row_lower, model.row_upper) if len(model.row_lower) else None
-    options = {"time_limit": seconds, "mip_rel_gap": gap, "presolve": presolve}
-    found = milp(
-        model.cost,
-        integrality=model.integral.astype(np.int64),
-        bounds=Bounds(model.lower, model.upper),
-        constraints=rows,
-        options=options if nodes is None else options | {"node_limit": nodes},
-    )
-    if found.status == _OTHER and presolve:
-        return None
-    # One code stands for no values and for a model that is refused.
-    if found.status == _INFEASIBLE and "infeasible" not in found.message.lower():
-        raise AutopipeError(f"HiGHS does not accept the integer program: {found.message}")
-    bound = found.fun if found.mip_dual_bound is None and found.status == _OPTIMAL else found.mip_dual_bound
-    return SolverReport(
-        found.x, -np.inf if bound is None else float(bound), found.status == _INFEASIBLE, found.status == _UNBOUNDED
-    )
-
-
 _LARGEST_COST = 2.0**14
 """Costs are scaled to it: solvers' tolerances (about 1e-6) are absolute."""
 _SAME = 1e-9
@@ -229,6 +186,42 @@ class MilpResult:
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
 
 
+_OPTIMAL, _INFEASIBLE, _UNBOUNDED, _OTHER = 0, 2, 3, 4
+"""Codes of `scipy.optimize.milp`."""
+
+
+def by_highs(model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool) -> MilpResult | None:
+    """The claims of HiGHS, unchecked, on one thread; it takes no values to start from. None where it cannot say what it
+    has found.
+
+    The one inside scipy gets along with OR-tools in one process; the package highspy does not. Raises AutopipeError for
+    a model that HiGHS does not accept, and for costs without a least.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    rows = LinearConstraint(model.matrix, model.row_lower, model.row_upper) if len(model.row_lower) else None
+    options = {"time_limit": seconds, "mip_rel_gap": gap, "presolve": presolve}
+    found = milp(
+        model.cost,
+        integrality=model.integral.astype(np.int64),
+        bounds=Bounds(model.lower, model.upper),
+        constraints=rows,
+        options=options if nodes is None else options | {"node_limit": nodes},
+    )
+    if found.status == _OTHER and presolve:
+        return None
+    if found.status == _UNBOUNDED:
+        raise AutopipeError("the integer program has no least cost: some variable lacks a bound")
+    if found.status == _INFEASIBLE:
+        # One code stands for no values and for a model that is refused.
+        if "infeasible" not in found.message.lower():
+            raise AutopipeError(f"HiGHS does not accept the integer program: {found.message}")
+        return MilpResult(Status.INFEASIBLE)
+    bound = found.fun if found.mip_dual_bound is None and found.status == _OPTIMAL else found.mip_dual_bound
+    answer = MilpResult(Status.UNKNOWN, bound=-np.inf if bound is None else float(bound))
+    return answer if found.x is None else replace(answer, status=Status.FEASIBLE, values=found.x)
+
+
 def solve(
     model: Model,
     time_limit: float,
@@ -248,7 +241,7 @@ def solve(
             raise AutopipeError(f"the values to start an integer program from do not hold: {broken}")
         best = MilpResult(Status.FEASIBLE, start, model.objective(start))
     if not model.variables:
-        return _checked(model, SolverReport(np.zeros(0), 0.0), gap) or MilpResult(Status.INFEASIBLE)
+        return _checked(model, MilpResult(Status.FEASIBLE, bound=0.0), gap) or MilpResult(Status.INFEASIBLE)
     end = time.monotonic() + time_limit
     scale = float(2.0 ** np.floor(np.log2(_LARGEST_COST / (np.abs(model.cost).max() or 1.0))))
     scaled = replace(model, cost=model.cost * scale)
@@ -265,17 +258,10 @@ def solve(
     return best
 
 
-def _checked(model: Model, claim: SolverReport, gap: float) -> MilpResult | None:
-    """The result that a claim proves; None where its values do not hold.
-
-    Raises AutopipeError for costs without a least.
-    """
-    if claim.unbounded:
-        raise AutopipeError("the integer program has no least cost: some variable lacks a bound")
-    if claim.infeasible:
-        return MilpResult(Status.INFEASIBLE)
-    if claim.values is None:
-        return MilpResult(Status.UNKNOWN, bound=claim.bound)
+def _checked(model: Model, claim: MilpResult, gap: float) -> MilpResult | None:
+    """The result that a claim proves; None where its values do not hold."""
+    if not claim.found:
+        return claim
     # Whole numbers made exactly whole, and all within their bounds.
     whole = np.rint(claim.values)
     close = model.integral & (np.abs(claim.values - whole) <= _INTEGRAL)

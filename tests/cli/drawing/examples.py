@@ -8,7 +8,7 @@ from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.schedule import MicroBatchSlice, StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.predict import ticks_of
-from autopipe.passes.schedule.published.one_f_one_b import order_1f1b, order_kfkb
+from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>&"\'.onnx'
@@ -21,7 +21,7 @@ def chain_plan(stages=4, micro_batches=6, model="/models/gpt.onnx"):
     predicted = (StagePrediction(1.0, 2.0, parameter_bytes=2**20, static_bytes=2**22, kept_bytes=2**21),) * stages
     messages = tuple(Message(a, b, a, b, 2**10, 2**10, 0.0, 0.0) for a, b in edges)
     prediction = Prediction(predicted, messages)
-    schedule = order_1f1b(StageGraph(stages, groups, edges), micro_batches, True, ticks_of(predicted))
+    schedule = order_kfkb(StageGraph(stages, groups, edges), micro_batches, True, ticks_of(predicted))
     timeline = simulate(schedule, groups, prediction)
     summary = Summary(
         "manual", "1f1b", stages, stages, micro_batches, 2, stages, timeline.end, 1.0, timeline.bubble_rate,
@@ -44,7 +44,7 @@ def own_sizes_plan(sizes, micro_batches=6, model="/models/gpt.onnx"):
         for other in graph.sharing(a, own, b)
     )
     prediction = Prediction(predicted, messages)
-    schedule = order_kfkb(graph, micro_batches, (1,) * len(sizes), True, ticks_of(predicted))
+    schedule = order_kfkb(graph, micro_batches, True, ticks_of(predicted))
     timeline = simulate(schedule, groups, prediction)
     summary = Summary(
         "manual", "kfkb", len(sizes), len(sizes), micro_batches, most, len(sizes), timeline.end, 1.0,

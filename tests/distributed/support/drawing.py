@@ -17,7 +17,7 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.schedule.published.base import order_gpipe
-from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from tests.distributed.support.builder import Builder
 from tests.distributed.support.running import stage_graph
 
@@ -329,7 +329,7 @@ def schedules(draw: st.DrawFn, graph: Graph, placement: Placement, train: bool) 
     micro_batches = draw(st.integers(1, 4))
     kind = draw(st.sampled_from(["1f1b", "gpipe", "any"]))
     if kind != "any" and placement.pipelines == 1:
-        order = order_1f1b if kind == "1f1b" else order_gpipe
+        order = order_kfkb if kind == "1f1b" else order_gpipe
         schedule = order(stages, micro_batches, train, lambda task: 1)
     else:
         schedule = _any_order(draw, stages, micro_batches, train)

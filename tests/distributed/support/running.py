@@ -24,7 +24,7 @@ from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, micro_batch_ratios, pipelines_of
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.schedule.published.base import order_gpipe
-from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from tests.distributed.support.builder import evaluate
 from tests.distributed.support.pool import Pools
 
@@ -54,7 +54,7 @@ def schedule_of(
     graph: Graph, placement: Placement, micro_batches: int, name: str = "1f1b", train: bool = True
 ) -> Schedule:
     """1F1B or GPipe for a placement, all tasks of one length."""
-    order = order_1f1b if name == "1f1b" else order_gpipe
+    order = order_kfkb if name == "1f1b" else order_gpipe
     return order(stage_graph(graph, placement), micro_batches, train, lambda task: 1)
 
 

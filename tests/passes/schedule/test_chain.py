@@ -50,8 +50,7 @@ def chains(draw):
 def test_it_is_the_simulated_step_to_the_last_bit(drawn, micro_batches, train):
     graph, prediction = drawn
     assert is_chain(graph)
-    ks = (1,) * len(prediction.stages)
-    schedule = order_kfkb(graph, micro_batches, ks, train, ticks_of(prediction.stages))
+    schedule = order_kfkb(graph, micro_batches, train, ticks_of(prediction.stages))
     timeline = simulate(schedule, graph.stage_devices, prediction)
     step = chain_step(graph, prediction, micro_batches, train)
     assert step.end == timeline.end

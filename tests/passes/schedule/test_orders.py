@@ -13,9 +13,9 @@ from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, depths_to_en
 from autopipe.ir.timeline import StagePrediction
 from autopipe.passes.schedule.predict import ticks_of
 from autopipe.passes.schedule.published.base import order_gpipe
-from autopipe.passes.schedule.published.one_f_one_b import order_1f1b
+from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 
-BOTH = pytest.mark.parametrize("order", [order_gpipe, order_1f1b])
+BOTH = pytest.mark.parametrize("order", [order_gpipe, order_kfkb])
 UNEQUAL = st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=6, max_size=6)
 
 
@@ -50,7 +50,7 @@ def lines_of(schedule: Schedule) -> list[int]:
 
 def test_1f1b_of_a_chain_is_the_published_one():
     # Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", figure 3, for four stages.
-    schedule = order_1f1b(chain(4), 6, True, UNIT)
+    schedule = order_kfkb(chain(4), 6, True, UNIT)
     assert schedule.grid().splitlines() == [
         "0: 0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0B3 0B4 0B5",
         "1: 1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5",
@@ -62,14 +62,14 @@ def test_1f1b_of_a_chain_is_the_published_one():
 @given(UNEQUAL, st.integers(1, 6), st.integers(1, 8))
 def test_1f1b_of_a_chain_does_not_depend_on_times(times, stages, micro_batches):
     graph = chain(stages)
-    unequal, equal = (order_1f1b(graph, micro_batches, True, each) for each in (ticks(times), UNIT))
+    unequal, equal = (order_kfkb(graph, micro_batches, True, each) for each in (ticks(times), UNIT))
     assert unequal == equal
 
 
 def test_1f1b_of_branches_keeps_as_many_in_flight_as_stages_follow():
     # 0 splits into 1-2 and 3, which meet in 4: GraphPipe's point is that 0 keeps 4, not 5.
     graph = StageGraph(5, tuple((stage,) for stage in range(5)), ((0, 1), (0, 3), (1, 2), (2, 4), (3, 4)))
-    schedule = order_1f1b(graph, 8, True, UNIT)
+    schedule = order_kfkb(graph, 8, True, UNIT)
     assert [in_flight(order, stage) for stage, order in enumerate(schedule.tasks)] == [4, 3, 2, 2, 1]
 
 
@@ -88,7 +88,7 @@ def test_schedules_of_any_dag_can_run(order, graph, micro_batches, train, times)
 @settings(max_examples=150, deadline=None)
 @given(stage_graphs(), st.integers(1, 7), UNEQUAL)
 def test_1f1b_keeps_its_bounds_on_any_dag(graph, micro_batches, times):
-    schedule = order_1f1b(graph, micro_batches, True, ticks(times))
+    schedule = order_kfkb(graph, micro_batches, True, ticks(times))
     bounds = longest_ways(graph)
     assert list(depths_to_end(len(bounds), graph.edges)) == bounds
     for stage, devices in enumerate(graph.stage_devices):
@@ -113,11 +113,11 @@ def test_repetends_stand_in_the_lists(order, graph, micro_batches, train):
 
 @pytest.mark.parametrize("micro_batches", [16, 64])
 def test_lines_of_1f1b_do_not_grow_with_micro_batches(micro_batches):
-    assert lines_of(order_1f1b(chain(4), micro_batches, True, UNIT)) == [8, 6, 4, 2]
+    assert lines_of(order_kfkb(chain(4), micro_batches, True, UNIT)) == [8, 6, 4, 2]
 
 
 def test_a_v_shape_reaches_a_steady_state():
     # Two stages a device, there and back: 0 1 2 3 3 2 1 0.
     graph = StageGraph(4, ((0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,)), tuple((i, i + 1) for i in range(7)))
-    short, long = (order_1f1b(graph, count, True, UNIT) for count in (40, 80))
+    short, long = (order_kfkb(graph, count, True, UNIT) for count in (40, 80))
     assert lines_of(short) == lines_of(long)

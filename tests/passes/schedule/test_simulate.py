@@ -15,16 +15,16 @@ from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.predict import ticks_of
 from autopipe.passes.schedule.published.base import order_gpipe
-from autopipe.passes.schedule.published.one_f_one_b import order_1f1b, order_kfkb
+from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 
 
-def step(graph, prediction, micro_batches, order=order_1f1b, train=True):
+def step(graph, prediction, micro_batches, order=order_kfkb, train=True):
     schedule = order(graph, micro_batches, train, ticks_of(prediction.stages))
     return simulate(schedule, graph.stage_devices, prediction)
 
 
-@pytest.mark.parametrize("order", [order_gpipe, order_1f1b])
+@pytest.mark.parametrize("order", [order_gpipe, order_kfkb])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 5), (4, 4), (4, 16), (7, 9)])
 def test_a_balanced_chain_idles_as_the_formula_says(order, stages, micro_batches):
     # GPipe and 1F1B alike: bubble (p-1) / (m+p-1), for m >= p.
@@ -34,7 +34,7 @@ def test_a_balanced_chain_idles_as_the_formula_says(order, stages, micro_batches
     assert timeline.bubble_rate == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
-@pytest.mark.parametrize(("order", "kept"), [(order_gpipe, [8, 8, 8, 8]), (order_1f1b, [4, 3, 2, 1])])
+@pytest.mark.parametrize(("order", "kept"), [(order_gpipe, [8, 8, 8, 8]), (order_kfkb, [4, 3, 2, 1])])
 def test_memory_is_that_of_the_micro_batches_in_flight(order, kept):
     graph = chain(4)
     prediction = Prediction((StagePrediction(1, 2, static_bytes=1000, kept_bytes=10),) * 4, free_messages(graph))
@@ -172,16 +172,12 @@ def naive_ends(schedule, graph, stages, seconds):
     return ends
 
 
-def order_1f1b_of_any_sizes(graph, micro_batches, train, ticks):
-    return order_kfkb(graph, micro_batches, (1,) * len(graph.stage_devices), train, ticks)
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     stage_graphs().flatmap(with_turns),
     st.integers(1, 5),
     st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=6, max_size=6),
-    st.sampled_from([order_gpipe, order_1f1b_of_any_sizes]),
+    st.sampled_from([order_gpipe, order_kfkb]),
     st.integers(0, 2**42),
 )
 def test_tasks_start_as_soon_as_they_can(graph, micro_batches, times, order, chosen):
@@ -203,7 +199,7 @@ def test_messages_shorter_than_tasks_only_delay(graph, micro_batches, length):
         dataclasses.replace(each, forward_bytes=1, backward_bytes=1, forward_s=float(length), backward_s=float(length))
         for each in free_messages(graph)
     )
-    schedule = order_1f1b(graph, micro_batches, True, ticks_of(stages))
+    schedule = order_kfkb(graph, micro_batches, True, ticks_of(stages))
     ends = naive_ends(schedule, graph, stages, float(length))
     for span in simulate(schedule, graph.stage_devices, Prediction(stages, messages)).spans:
         assert span.end == pytest.approx(ends[span.task])

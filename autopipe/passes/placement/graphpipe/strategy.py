@@ -27,7 +27,7 @@ from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import MicroBatchSearch
 from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_units, other_orders
 from autopipe.passes.schedule.device_order import best_order
-from autopipe.passes.schedule.limits import quick_step_seconds, step_s
+from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_constraints_met
 from autopipe.passes.sharding.search import Exact, split_problem
@@ -188,7 +188,7 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
         """Seconds of a step, and those in which each stage's devices are busy."""
         costs = stage_costs(problem, placement)
         counts = (problem.batch_size // stage.micro_batch_size for stage in placement.stages)
-        return step_s(problem, placement, costs), list(map(step_seconds, costs, counts))
+        return quick_step(problem, placement, costs).end, list(map(step_seconds, costs, counts))
 
     def improved(placement: Placement, others: dict[int, Stage]) -> tuple[float, Placement]:
         """Seconds of a step, and the placement with each stage in turn as in `others` if that is no worse for the step

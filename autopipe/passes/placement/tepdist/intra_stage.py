@@ -17,7 +17,7 @@ from autopipe.passes.cost.memory_check import device_memory, out_of_memory
 from autopipe.passes.cost.stage_work import reach
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
 from autopipe.passes.placement.tepdist.levels import Level
-from autopipe.passes.schedule.limits import step_s
+from autopipe.passes.schedule.limits import quick_step
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.search import SplitProblem, make_tables, split_problem
@@ -96,7 +96,7 @@ class IntraStageSearch:
         """
         plain = self._unlimited(skeleton)
         fitting = [each for each in plain if each.fits]
-        if plain[0].fits or step_s(self.problem, plain[0].placement, plain[0].costs) >= limit_s:
+        if plain[0].fits or quick_step(self.problem, plain[0].placement, plain[0].costs).end >= limit_s:
             return fitting
         # A single stage fits in smaller micro-batches, too: a plan that recomputes would end the search before these.
         if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:

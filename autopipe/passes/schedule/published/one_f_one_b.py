@@ -11,7 +11,7 @@ from typing import ClassVar
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, depths_to_end
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.passes.cost.memory import stages_in_flight
 from autopipe.passes.schedule.orders import Ticks, find_repetends, merge_orders, require_equal_micro_batches
 from autopipe.passes.schedule.predict import task_ticks
@@ -46,24 +46,7 @@ class OneForwardOneBackward:
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
         graph = StageGraph.of(problem, placement)
-        return order_1f1b(graph, problem.micro_batches, problem.train, task_ticks(problem, placement))
-
-
-def order_1f1b(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks) -> Schedule:
-    """The stages' orders, for any DAG of stages; merged where a device has several stages. Stages' orders never wait in
-    a circle: F(s, m) at 2m - depth(s) and B(s, m) at 2m + depth(s) - 1 is a numbering in which every task comes after
-    all that it waits for, since depth falls along every edge."""
-    depths = depths_to_end(len(graph.stage_devices), graph.edges)
-    return _merged(graph, micro_batches, depths, (1,) * len(depths), train, ticks)
-
-
-def _merged(
-    graph: StageGraph, micro_batches: int, kept: Sequence[int], ks: Sequence[int], train: bool, ticks: Ticks
-) -> Schedule:
-    numbers = (graph.micro_batches_of(stage, micro_batches) for stage in range(len(kept)))
-    orders = [stage_order(s, *each, train) for s, each in enumerate(zip(kept, ks, numbers, strict=True))]
-    lists = merge_orders(orders, graph, ticks)
-    return Schedule(micro_batches, lists, find_repetends(lists))
+        return order_kfkb(graph, problem.micro_batches, problem.train, task_ticks(problem, placement))
 
 
 class OneForwardOneBackwardPlus(Published):
@@ -137,16 +120,25 @@ class KForwardsKBackwards:
             raise ConfigurationError(f"schedule.k is {min(self.ks(stages))}", hint="it must be at least 1")
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
-        graph, ks = StageGraph.of(problem, placement), self.ks(len(placement.stages))
-        return order_kfkb(graph, problem.micro_batches, ks, problem.train, task_ticks(problem, placement))
+        graph, ticks = StageGraph.of(problem, placement), task_ticks(problem, placement)
+        return order_kfkb(graph, problem.micro_batches, problem.train, ticks, self.ks(len(placement.stages)))
 
     def ks(self, stages: int) -> tuple[int, ...]:
         return (self.k,) * stages if isinstance(self.k, int) else self.k
 
 
-def order_kfkb(graph: StageGraph, micro_batches: int, ks: Sequence[int], train: bool, ticks: Ticks) -> Schedule:
-    """The stages' orders, merged where a device has several stages; `micro_batches` are the largest ones of a step."""
-    return _merged(graph, micro_batches, kept_micro_batches(graph, ks), ks, train, ticks)
+def order_kfkb(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks, ks: Sequence[int] = ()) -> Schedule:
+    """The stages' orders, merged where a device has several stages; `micro_batches` are the largest ones of a step.
+
+    Without `ks` all are 1, which is 1F1B where micro-batches are equal: each stage keeps as many as it is deep. Orders
+    never wait in a circle then: F(s, m) at 2m - depth(s) and B(s, m) at 2m + depth(s) - 1 is a numbering in which every
+    task comes after all that it waits for, since depth falls along every edge.
+    """
+    ks = ks or (1,) * len(graph.stage_devices)
+    numbers = (graph.micro_batches_of(stage, micro_batches) for stage in range(len(ks)))
+    each_stage = zip(kept_micro_batches(graph, ks), ks, numbers, strict=True)
+    lists = merge_orders([stage_order(s, *each, train) for s, each in enumerate(each_stage)], graph, ticks)
+    return Schedule(micro_batches, lists, find_repetends(lists))
 
 
 def kept_micro_batches(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:

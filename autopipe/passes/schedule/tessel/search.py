@@ -13,7 +13,6 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from autopipe.ir.block_schedule import BlockGraph, BlockSchedule, check_blocks
 from autopipe.ir.errors import ConfigurationError
@@ -23,16 +22,10 @@ from autopipe.passes.schedule.tessel.warmup_cooldown import StartWindow, complet
 from autopipe.passes.solvers.cp_sat import Limit, OnSolution, Status, solve
 
 
-class PeriodicResult(NamedTuple):
-    """A steady state, and what no period is less than."""
-
-    cyclic: PeriodicStarts
-    bound: int
-
-
-def steady_state(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResult:
-    """The best steady state found in the budget, for `units` units: least period, then way of a unit, then memory.
-    Raises InfeasibleError where memory does not suffice for them even one after the other."""
+def steady_state(graph: BlockGraph, units: int, budget: Budget) -> tuple[PeriodicStarts, int]:
+    """The best steady state found in the budget for `units` units (least period, then way of a unit, then memory), and
+    what no period is less than. Raises InfeasibleError where memory does not suffice for them even one after the
+    other."""
     best, bound = least_steady_period(graph, units, budget)
     budget.report(best.period, bound)
     roomy = model.reserved(graph, units)
@@ -41,11 +34,11 @@ def steady_state(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResul
     latency = best.latency(roomy)
     best = _ask(roomy, budget, 0.1, lambda limit: periodic.least_memory(roomy, best, limit, latency)).cyclic or best
     budget.report(best.period, bound)
-    return PeriodicResult(best, bound)
+    return best, bound
 
 
-def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> PeriodicResult:
-    """A steady state of the least period found, whatever its way and memory. Raises as `steady_state` does."""
+def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> tuple[PeriodicStarts, int]:
+    """The same without regard to a unit's way and memory."""
     serial = serial_order(graph, units, budget.limit(0.2))
     graph = model.reserved(graph, units)
     bound = model.period_bound(graph)
@@ -57,7 +50,7 @@ def least_steady_period(graph: BlockGraph, units: int, budget: Budget) -> Period
     if best.period > bound:
         best, proven = _exact(graph, best, bound, budget)
         bound = proven if model.frees_all(graph) else bound  # Other units may need less than `changes` say.
-    return PeriodicResult(best, bound)
+    return best, bound
 
 
 def _rounded(graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget) -> PeriodicStarts:
@@ -95,10 +88,9 @@ _PAIRS_PER_SECOND = 4000
 """Pairs of blocks on one device, for each second of the time limit, of which models are made: a tenth of a second's."""
 
 
-_Question = Callable[[Limit], periodic.SteadyState]
-
-
-def _ask(graph: BlockGraph, budget: Budget, share: float, question: _Question) -> periodic.SteadyState:
+def _ask(
+    graph: BlockGraph, budget: Budget, share: float, question: Callable[[Limit], periodic.SteadyState]
+) -> periodic.SteadyState:
     """The answer to a question that may take a share of what is left; none where its model alone would take long."""
     pairs = sum(math.comb(len(members), 2) for members in graph.members)
     if budget.left < 0 or pairs > _PAIRS_PER_SECOND * budget.options.time_limit:
@@ -242,9 +234,8 @@ def greedy(graph: BlockGraph, units: int, in_flight: int) -> Starts | None:
     next_unit = [0] * len(blocks)
     moments = [(0, device) for device in range(graph.devices)]  # When devices are looked at again.
     free, used = [0] * graph.devices, [0] * graph.devices
-    waiting = [
-        [len(own)] * units for own in members
-    ]  # Of each device and unit, how many of its blocks have not started.
+    # Of each device and unit, how many of its blocks have not started.
+    waiting = [[len(own)] * units for own in members]
     begun = [0] * graph.devices  # Units begun and not ended on each device.
 
     def has_room(unit: int, index: int) -> bool:

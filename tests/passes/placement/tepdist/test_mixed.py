@@ -17,7 +17,7 @@ from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
 from autopipe.passes.placement.tepdist.levels import O2
 from autopipe.passes.placement.tepdist.search import Bounds, meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
-from autopipe.passes.schedule.limits import step_s
+from autopipe.passes.schedule.limits import quick_step
 from autopipe.passes.sharding.search import split_problem
 from tests.passes.cost.graphs import perceptron, problem
 from tests.passes.cost.mixed import OUTER, kind, mixed_cluster
@@ -51,7 +51,7 @@ def test_no_step_is_shorter_than_its_bound(micro_batches: int) -> None:
         stages = cut_into_stages(both, mesh.groups, {})
         placement = Placement(tuple(Stage(nodes, group, 8) for nodes, group in zip(stages, mesh.groups, strict=True)))
         alone = Placement(tuple(replace(stage, devices=stage.devices[:1]) for stage in placement.stages))
-        step = step_s(both, alone, stage_costs(both, alone))
+        step = quick_step(both, alone, stage_costs(both, alone)).end
         least = bounds.step_s(mesh, micro_batches)
         assert 0 < least <= bounds.divided_s(mesh, micro_batches, stages) <= step
         if max(map(len, mesh.groups)) == 1 and micro_batches == 32:

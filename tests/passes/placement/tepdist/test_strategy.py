@@ -25,7 +25,7 @@ from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.placement.tepdist.search import Bounds, meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
-from autopipe.passes.schedule.limits import step_s
+from autopipe.passes.schedule.limits import quick_step
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
@@ -43,7 +43,7 @@ def open_problem(devices: int = 4, **fields: Any) -> Problem:
 
 def step_of(given: Problem, placement: Placement) -> float:
     own = resized(given, placement.stages[0].micro_batch_size)
-    return step_s(own, placement, stage_costs(own, placement))
+    return quick_step(own, placement, stage_costs(own, placement)).end
 
 
 def zoo_problem(name: str, devices: Cluster, samples: int = 16) -> Problem:

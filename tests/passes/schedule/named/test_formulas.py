@@ -9,7 +9,7 @@ import pytest
 
 from autopipe.passes.registry import scheduler_class
 from autopipe.passes.schedule.published.base import order_gpipe
-from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackwardPlus, order_1f1b
+from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackwardPlus, order_kfkb
 from tests.passes.schedule.named.layouts import chain_on, down, suited, waves
 from tests.passes.schedule.named.measuring import measure
 
@@ -38,7 +38,7 @@ def test_gpipe_and_1f1b(devices, micro_batches, times):
         measure(schedule, graph, times)
         for schedule in (
             order_gpipe(graph, micro_batches, True, lambda task: 1),
-            order_1f1b(graph, micro_batches, True, lambda task: 1),
+            order_kfkb(graph, micro_batches, True, lambda task: 1),
             OneForwardOneBackwardPlus().order(graph, micro_batches),
         )
     )

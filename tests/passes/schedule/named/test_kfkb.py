@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, StageGraph, WrongScheduleError
+from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, StageGraph, WrongScheduleError, depths_to_end
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.cost.memory import table_2
+from autopipe.passes.schedule.orders import merge_orders
 from autopipe.passes.schedule.published.one_f_one_b import (
     KForwardsKBackwards,
     kept_micro_batches,
-    order_1f1b,
     order_kfkb,
     stage_order,
 )
@@ -61,7 +61,7 @@ def messages(graph, source, target):
 
 def test_the_papers_example_with_micro_batches_of_1_2_and_4():
     graph = with_turns(chain(3), (4, 2, 1))
-    schedule = order_kfkb(graph, 4, (1, 1, 1), True, one_tick)
+    schedule = order_kfkb(graph, 4, True, one_tick)
     schedule.verify(graph, train=True)
     assert kept_micro_batches(graph, (1, 1, 1)) == (10, 4, 1), "10, 8 and 4 samples"
     assert orders(schedule)[2] == "F0 B0 F1 B1 F2 B2 F3 B3"
@@ -70,7 +70,7 @@ def test_the_papers_example_with_micro_batches_of_1_2_and_4():
     uniform = with_turns(chain(3), (1, 1, 1))
     assert kept_micro_batches(uniform, (1, 1, 1)) == (3, 2, 1), "12, 8 and 4 samples"
     steps = [
-        simulate(order_kfkb(each, 4, (1,) * 3, True, one_tick), each.stage_devices, predicted(each, size=4))
+        simulate(order_kfkb(each, 4, True, one_tick), each.stage_devices, predicted(each, size=4))
         for each in (graph, uniform)
     ]
     assert [step.peak_memory for step in steps] == [(10, 8, 4), (12, 8, 4)]
@@ -79,7 +79,7 @@ def test_the_papers_example_with_micro_batches_of_1_2_and_4():
 
 def test_two_in_a_row():
     graph = chain(2)
-    found = order_kfkb(graph, 6, (2, 2), True, one_tick)
+    found = order_kfkb(graph, 6, True, one_tick, (2, 2))
     found.verify(graph, train=True)
     assert orders(found) == [
         "F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 B4 B5",
@@ -89,8 +89,12 @@ def test_two_in_a_row():
 
 @given(stage_graphs(), st.integers(1, 6), st.booleans())
 def test_with_equal_sizes_and_k_of_1_it_is_1f1b(graph, micro_batches, train):
-    found = order_kfkb(graph, micro_batches, (1,) * len(graph.stage_devices), train, one_tick)
-    assert found.tasks == order_1f1b(graph, micro_batches, train, one_tick).tasks
+    depths = depths_to_end(len(graph.stage_devices), graph.edges)
+    orders = [
+        stage_order(s, depth, 1, graph.micro_batches_of(s, micro_batches), train) for s, depth in enumerate(depths)
+    ]
+    found = order_kfkb(graph, micro_batches, train, one_tick)
+    assert found.tasks == merge_orders(orders, graph, one_tick)
 
 
 @settings(deadline=None, max_examples=60)
@@ -100,7 +104,7 @@ def test_any_stages_any_sizes_and_any_k_can_run_and_keep_no_more_than_they_shoul
     turns = data.draw(st.tuples(*[st.sampled_from((1, 2, 3, 4, 6))] * count))
     ks = data.draw(st.tuples(*[st.integers(1, 5)] * count))
     graph = with_turns(graph, turns)
-    schedule = order_kfkb(graph, micro_batches, ks, train, one_tick)
+    schedule = order_kfkb(graph, micro_batches, train, one_tick, ks)
     schedule.verify(graph, train)
     step = simulate(schedule, graph.stage_devices, predicted(graph))
     assert len(step.spans) == sum(map(len, schedule.tasks))

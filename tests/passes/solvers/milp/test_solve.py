@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import AutopipeError
-from autopipe.passes.solvers.milp import Builder, Model, SolverReport, Status, solve
+from autopipe.passes.solvers.milp import Builder, MilpResult, Model, Status, solve
 
 # `autopipe.passes.solvers.milp` names the function.
 door = sys.modules[solve.__module__]
@@ -154,7 +154,7 @@ def test_a_start_that_does_not_hold_is_refused() -> None:
     "lie", [np.array([5.0, 0.0]), np.array([4.5, 0.0]), np.array([11.0, 0.0]), np.array([np.nan, 0.0])]
 )
 def test_a_solver_that_lies_is_not_believed(monkeypatch: pytest.MonkeyPatch, lie: np.ndarray) -> None:
-    monkeypatch.setattr(door, "by_highs", lambda *_: SolverReport(lie, -99.0))
+    monkeypatch.setattr(door, "by_highs", lambda *_: MilpResult(Status.FEASIBLE, lie, bound=-99.0))
     assert solve(knapsack(), 1.0).status is Status.UNKNOWN
     begun = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]))
     assert (begun.status, begun.values.tolist(), begun.bound) == (Status.FEASIBLE, [0, 1], -np.inf)
@@ -163,9 +163,9 @@ def test_a_solver_that_lies_is_not_believed(monkeypatch: pytest.MonkeyPatch, lie
 def test_a_run_without_presolve_answers_for_one_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = door.by_highs
 
-    def lying(model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool) -> SolverReport | None:
+    def lying(model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool) -> MilpResult | None:
         if presolve:
-            return SolverReport(np.array([5.0, 0.0]), -15.0 * 2**11)
+            return MilpResult(Status.FEASIBLE, np.array([5.0, 0.0]), bound=-15.0 * 2**11)
         return honest(model, seconds, gap, nodes, presolve)
 
     monkeypatch.setattr(door, "by_highs", lying)
@@ -174,14 +174,15 @@ def test_a_run_without_presolve_answers_for_one_that_lies(monkeypatch: pytest.Mo
 
 
 def test_nothing_is_impossible_that_is_already_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "by_highs", lambda *_: SolverReport(infeasible=True))
+    monkeypatch.setattr(door, "by_highs", lambda *_: MilpResult(Status.INFEASIBLE))
     answer = solve(knapsack(), 1.0, start=np.array([0.0, 1.0]))
     assert (answer.status, answer.values.tolist()) == (Status.FEASIBLE, [0, 1])
 
 
 def test_a_bound_below_the_values_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def claim(model: Model, *_: object) -> SolverReport:
-        return SolverReport(np.array([2.0, 1.0]), model.objective(np.array([4.0, 0.0])))
+    def claim(model: Model, *_: object) -> MilpResult:
+        bound = model.objective(np.array([4.0, 0.0]))
+        return MilpResult(Status.FEASIBLE, np.array([2.0, 1.0]), bound=bound)
 
     monkeypatch.setattr(door, "by_highs", claim)
     answer = solve(knapsack(), 1.0)
