@@ -61,7 +61,7 @@ def plan_form(plan: Plan) -> dict[str, Any]:
     form = encode(plan)
     stages, messages = form["predictions"].values()
     columns = _COLUMNS + _SLICE_COLUMNS
-    if all(each.source_turn.of * each.target_turn.of == 1 for each in plan.prediction.messages):
+    if all(each.source_slice.of * each.target_slice.of == 1 for each in plan.prediction.messages):
         columns, messages = _COLUMNS, [row[: len(_COLUMNS)] for row in messages]
     form["predictions"] = {"stages": stages, "message_columns": list(columns), "messages": messages}
     return {"format": FORMAT, **form}
@@ -113,7 +113,7 @@ def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Pla
         for stage, device in ((each.source_stage, each.source), (each.target_stage, each.target)):
             if device not in placement.stages[stage].devices:
                 row.refuse(f"devices of the stages it names: {device} is none of stage {stage}")
-        for part in (each.source_turn, each.target_turn):
+        for part in (each.source_slice, each.target_slice):
             if part.index >= part.of:
                 row.refuse(f"one of {part.of} turns, counted from 0, not {part.index}")
 

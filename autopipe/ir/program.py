@@ -135,7 +135,7 @@ class MessageBlock:
     `channel` numbers the pieces of a program: messages of one channel arrive in the order in which they are sent.
     `sent` is the block of `tensor` in coordinates of the sender's local one, `received` of the receiver's.
     `needs_gradient` says that its gradient travels the same way back. Where the stages' micro-batches are unequal, it
-    is sent after those of `source_turn` and needed by those of `target_turn`.
+    is sent after those of `source_slice` and needed by those of `target_slice`.
     """
 
     channel: int
@@ -147,8 +147,8 @@ class MessageBlock:
     sent: Box
     received: Box
     needs_gradient: bool
-    source_turn: MicroBatchSlice = EVERY
-    target_turn: MicroBatchSlice = EVERY
+    source_slice: MicroBatchSlice = EVERY
+    target_slice: MicroBatchSlice = EVERY
 
 
 @dataclass(frozen=True, slots=True)

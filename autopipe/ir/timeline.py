@@ -156,8 +156,8 @@ class Message:
     backward_bytes: Index
     forward_s: float
     backward_s: float
-    source_turn: Annotated[MicroBatchSlice, Flat()] = EVERY
-    target_turn: Annotated[MicroBatchSlice, Flat()] = EVERY
+    source_slice: Annotated[MicroBatchSlice, Flat()] = EVERY
+    target_slice: Annotated[MicroBatchSlice, Flat()] = EVERY
 
 
 @dataclass(frozen=True, slots=True)

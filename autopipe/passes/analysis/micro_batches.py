@@ -26,8 +26,8 @@ class Shared:
     `sent` and `received` are the same numbers, in coordinates of either's whole value.
     """
 
-    source_turn: MicroBatchSlice
-    target_turn: MicroBatchSlice
+    source_slice: MicroBatchSlice
+    target_slice: MicroBatchSlice
     sent: Box
     received: Box
 

@@ -241,7 +241,7 @@ class RankTrace:
                 return Action(backward, sends=self._between(receives, True))
             case Verb.FORWARD:
                 before = (
-                    (piece.target_turn, (f"{piece.source_stage}F", piece.source_turn, piece.target_turn))
+                    (piece.target_slice, (f"{piece.source_stage}F", piece.source_slice, piece.target_slice))
                     for piece in receives
                     if piece.source_rank == self.rank
                 )
@@ -257,7 +257,7 @@ class RankTrace:
             case _:
                 given = [(EVERY, (forward, EVERY, EVERY))]
                 given += (
-                    (piece.source_turn, (f"{piece.target_stage}B", piece.target_turn, piece.source_turn))
+                    (piece.source_slice, (f"{piece.target_stage}B", piece.target_slice, piece.source_slice))
                     for piece in sends
                     if piece.needs_gradient and piece.target_rank == self.rank
                 )
@@ -278,7 +278,7 @@ class RankTrace:
         """
         return by_turn(
             (
-                piece.source_turn if piece.source_rank == self.rank else piece.target_turn,
+                piece.source_slice if piece.source_rank == self.rank else piece.target_slice,
                 self._channel(piece, gradient),
             )
             for piece in pieces
@@ -292,8 +292,8 @@ class RankTrace:
         key = piece.channel, gradient
         if key not in self._channels:
             ends = [
-                (piece.source_rank, piece.source_stage, piece.source_turn),
-                (piece.target_rank, piece.target_stage, piece.target_turn),
+                (piece.source_rank, piece.source_stage, piece.source_slice),
+                (piece.target_rank, piece.target_stage, piece.target_slice),
             ]
             (source, stage, sends), (target, _, uses) = ends[::-1] if gradient else ends
             task = f"{stage}{'B' if gradient else 'F'}"

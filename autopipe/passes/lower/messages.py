@@ -56,8 +56,8 @@ def transfer_pieces(
                         sent=sent,
                         received=received,
                         needs_gradient=name in differentiable,
-                        source_turn=shared.source_turn,
-                        target_turn=shared.target_turn,
+                        source_slice=shared.source_slice,
+                        target_slice=shared.target_slice,
                     )
                     pieces.append(piece)
     return tuple(pieces)
@@ -109,10 +109,10 @@ def channels_of(
         if source == target:
             continue
         whole = is_whole(stages, piece, gradient=False)
-        buffers = held[target].most(piece.target_stage, Verb.RECEIVE, piece.source_stage, whole, piece.target_turn)
+        buffers = held[target].most(piece.target_stage, Verb.RECEIVE, piece.source_stage, whole, piece.target_slice)
         gradients = 0
         if piece.needs_gradient:
-            verb, turn = Verb.RECEIVE_GRADIENT, piece.source_turn
+            verb, turn = Verb.RECEIVE_GRADIENT, piece.source_slice
             whole = is_whole(stages, piece, gradient=True)
             gradients = held[source].most(piece.source_stage, verb, piece.target_stage, whole, turn)
         found.append(Channel(piece.channel, source, target, buffers, gradients))

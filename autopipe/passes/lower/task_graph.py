@@ -137,7 +137,7 @@ class _Builder:
         """
         wired = self.wired[stage]
         for piece in wired.receives if receives is not gradient else wired.sends:
-            own, other, there = piece.target_turn, piece.source_turn, piece.source_stage
+            own, other, there = piece.target_slice, piece.source_slice, piece.source_stage
             if receives is gradient:
                 own, other, there = other, own, piece.target_stage
             if own.has(micro_batch) and (piece.needs_gradient or not gradient):

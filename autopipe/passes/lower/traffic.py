@@ -67,7 +67,7 @@ def communication_bytes(
     for piece in parts.pieces:
         if piece.source_rank != piece.target_rank:
             code = parts.stages[piece.source_stage].code
-            times = len(range(code.pipeline, micro_batches * code.ratio, placement.pipelines * piece.source_turn.of))
+            times = len(range(code.pipeline, micro_batches * code.ratio, placement.pipelines * piece.source_slice.of))
             size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
             total["send"] += times * (1 + piece.needs_gradient) * size
     for rank, own_shards in enumerate(parts.shards if loss is not None else ()):

@@ -48,7 +48,7 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
                 (each.stage.micro_batch_size, each.problem.graph.type_of(name).shape) for each in (works[source], work)
             )
             for block in shared(name, *sizes):
-                turns = [(turn.index, turn.of) for turn in (block.source_turn, block.target_turn)]
+                turns = [(turn.index, turn.of) for turn in (block.source_slice, block.target_slice)]
                 for sender, receiver, size in _parts(works[source], work, name, block):
                     way = (source, target, turns[0], turns[1], sender, receiver)
                     forward[way].append(size)
@@ -61,10 +61,10 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
 
     messages = []
     for way in sorted(forward):
-        source, target, source_turn, target_turn, sender, receiver = way
+        source, target, source_slice, target_slice, sender, receiver = way
         there, back = forward[way], backward[way]
         times = seconds(sender, receiver, there), seconds(receiver, sender, back)
-        slices = MicroBatchSlice(*source_turn), MicroBatchSlice(*target_turn)
+        slices = MicroBatchSlice(*source_slice), MicroBatchSlice(*target_slice)
         messages.append(Message(source, target, sender, receiver, sum(there), sum(back), *times, *slices))
     return tuple(messages)
 

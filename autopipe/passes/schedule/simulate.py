@@ -47,7 +47,7 @@ def _message_edges(messages: Sequence[Message], stages: int) -> tuple[list[list[
     kind's list says. Gradients go to whole backwards here, and come from whole ones and from first halves."""
     periods = [1] * stages
     for each in messages:
-        for stage, turn in ((each.source_stage, each.source_turn), (each.target_stage, each.target_turn)):
+        for stage, turn in ((each.source_stage, each.source_slice), (each.target_stage, each.target_slice)):
             periods[stage] = math.lcm(periods[stage], turn.of)
     sends: list[list[list[_MessageEdge]]] = [[[] for _ in range(period)] for period in periods for _ in _PHASES]
     awaited = [[0] * period for period in periods for _ in _PHASES]
@@ -55,7 +55,7 @@ def _message_edges(messages: Sequence[Message], stages: int) -> tuple[list[list[
         there = (each.source, each.target, each.forward_bytes, each.forward_s)
         back = (each.target, each.source, each.backward_bytes, each.backward_s)
         source, target = each.source_stage * len(_PHASES), each.target_stage * len(_PHASES)
-        own, other = each.source_turn, each.target_turn
+        own, other = each.source_slice, each.target_slice
         ways = [(source, target, own, other, there, target)]
         for half in (0, _HALF):
             gradient = source + _WHOLE

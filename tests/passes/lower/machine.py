@@ -102,7 +102,7 @@ class Machine:
     @staticmethod
     def message(piece: MessageBlock, at_target: bool, micro_batch: int) -> int | None:
         """The number of the message that has to do with a micro-batch at one end; None where it is not its turn."""
-        turn = piece.target_turn if at_target else piece.source_turn
+        turn = piece.target_slice if at_target else piece.source_slice
         return micro_batch // turn.of if micro_batch % turn.of == turn.index else None
 
     @staticmethod
@@ -115,9 +115,9 @@ class Machine:
 
     def has_arrived(self, rank: int, piece: MessageBlock, number: int, backward: bool) -> bool:
         if piece.source_rank == piece.target_rank:
-            other, turn = piece.source_stage, piece.source_turn
+            other, turn = piece.source_stage, piece.source_slice
             if backward:
-                other, turn = piece.target_stage, piece.target_turn
+                other, turn = piece.target_stage, piece.target_slice
             return self.has_run(rank, other, number * turn.of + turn.index, backward)
         channel = (piece.channel, backward)
         assert number in self.posted[channel], f"rank {rank} waits for what it never asked for"

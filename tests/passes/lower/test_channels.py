@@ -32,7 +32,7 @@ def most_held(program: Program) -> dict[tuple[int, bool], int]:
                 for piece in wired.sends if gradient else wired.receives:
                     ranks = {piece.source_rank, piece.target_rank}
                     other = piece.target_stage if gradient else piece.source_stage
-                    turn = piece.source_turn if gradient else piece.target_turn
+                    turn = piece.source_slice if gradient else piece.target_slice
                     carries = micro_batch % turn.of == turn.index and (piece.needs_gradient or not gradient)
                     if len(ranks) == 2 and each.source in (None, other) and carries:
                         here = held.setdefault((piece.channel, gradient), set())

@@ -93,7 +93,7 @@ def compare(problem, placement, schedule):
     for rank in program.ranks:
         for stage in rank.stages:
             for piece in stage.sends:
-                turns = piece.source_turn, piece.target_turn
+                turns = piece.source_slice, piece.target_slice
                 link = piece.source_stage, piece.target_stage, piece.source_rank, piece.target_rank, *turns
                 size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
                 forward[link] += size
@@ -104,7 +104,7 @@ def compare(problem, placement, schedule):
                     seconds[link] += way.latency_s + size / way.bandwidth_bytes_per_s
     messages = stage_messages(problem, placement)
     links = [
-        (each.source_stage, each.target_stage, each.source, each.target, each.source_turn, each.target_turn)
+        (each.source_stage, each.target_stage, each.source, each.target, each.source_slice, each.target_slice)
         for each in messages
     ]
     assert {link: each.forward_bytes for link, each in zip(links, messages, strict=True)} == forward

@@ -44,12 +44,12 @@ def _stage(program: Program, wired: StageOnRank) -> str:
     for block in wired.receives:
         argument, value = inputs[block.tensor]
         ends = _block(block, block.source_rank, block.source_stage)
-        part = _part(block.received, value.shape, block.target_turn)
+        part = _part(block.received, value.shape, block.target_slice)
         lines.append(f"    runtime.Receive({argument!r}, {ends}{part}),")
     for block in wired.sends:
         position = outputs.index(block.tensor)
         ends = _block(block, block.target_rank, block.target_stage)
-        part = _part(block.sent, code.outputs[position].shape, block.source_turn)
+        part = _part(block.sent, code.outputs[position].shape, block.source_slice)
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
     if program.loss in outputs:
         # Shares of all ranks and micro-batches add up to the step's loss.

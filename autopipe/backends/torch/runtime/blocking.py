@@ -8,10 +8,9 @@ task whose result it is (Lin et al., "Tessel" (HPCA 2024), section V).
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from autopipe.backends.torch.runtime.stage import RankContext, Receive, Send, Stage
@@ -31,8 +30,8 @@ class ChannelEnd:
     target_stage: int
     target_rank: int
     gradient: bool
-    source_turn: MicroBatchSlice = EVERY
-    target_turn: MicroBatchSlice = EVERY
+    source_slice: MicroBatchSlice = EVERY
+    target_slice: MicroBatchSlice = EVERY
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def global_event_order(lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEn
     needs = defaultdict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]](set)
     leaving = defaultdict[tuple[int, bool], list[tuple[ChannelEnd, MicroBatchSlice]]](list)
     for end in ends:
-        there, back = (end.source_stage, end.source_turn), (end.target_stage, end.target_turn)
+        there, back = (end.source_stage, end.source_slice), (end.target_stage, end.target_slice)
         for gradient, (source, given), (target, taken) in ((False, there, back), (True, back, there)):
             if end.gradient or not gradient:
                 needs[target, gradient].add((taken, source, given))
@@ -115,25 +114,23 @@ class BlockingStage(Stage):
         super().__init__(*wiring)
         self._order = order
 
-    def receive(self, micro_batch: int, source: int | None = None) -> None: ...
-    def send(self, micro_batch: int) -> None: ...
-    def receive_gradient(self, micro_batch: int, source: int | None = None) -> None: ...
-    def send_gradient(self, micro_batch: int) -> None: ...
+    def _remote(self, *_: Any, **__: Any) -> list[Any]:
+        return []  # Nothing is received or sent where a step says so.
 
     def forward(self, micro_batch: int) -> None:
-        if self._order.come_to(Task(self.number, Phase.FORWARD, micro_batch)):
+        if self._order.reach(Task(self.number, Phase.FORWARD, micro_batch)):
             super().forward(micro_batch)
 
     def backward(self, micro_batch: int) -> None:
-        if self._order.come_to(Task(self.number, Phase.BACKWARD, micro_batch)):
+        if self._order.reach(Task(self.number, Phase.BACKWARD, micro_batch)):
             super().backward(micro_batch)
 
     def input_gradient(self, micro_batch: int) -> None:
-        if self._order.come_to(Task(self.number, Phase.INPUT_GRADIENT, micro_batch)):
+        if self._order.reach(Task(self.number, Phase.INPUT_GRADIENT, micro_batch)):
             super().input_gradient(micro_batch)
 
     def weight_gradient(self, micro_batch: int) -> None:
-        if self._order.come_to(Task(self.number, Phase.WEIGHT_GRADIENT, micro_batch)):
+        if self._order.reach(Task(self.number, Phase.WEIGHT_GRADIENT, micro_batch)):
             super().weight_gradient(micro_batch)
 
 
@@ -153,31 +150,23 @@ class GlobalOrder:
             self._order = self._agree()
         self._rest.extend(self._order)
 
-    def come_to(self, task: Task) -> bool:
-        """Exchange what comes before a task, and say whether to run it now."""
+    def reach(self, task: Task | None) -> bool:
+        """Exchange what comes before a task, or at a step's end (None) behind its last; False if it is only noted."""
         if self._order is None:
+            assert task is not None, "a step that is noted has no end"
             self._tasks.append(task)
             return False
-        self.exchange_until(task)
-        return True
-
-    def exchange_until(self, task: Task | None) -> None:
-        """Exchange what comes before a task; at a step's end, what comes behind its last."""
-        while self._rest:
-            event = self._rest.popleft()
-            if event == task:
-                return
+        while self._rest and (event := self._rest.popleft()) != task:
             assert isinstance(event, Message), f"{event} is left out"
-            self._exchange(event)
-
-    def _exchange(self, message: Message) -> None:
-        end, rank = message.end, self._rank
-        stage = rank.stages[end.source_stage if rank.number == end.source_rank else end.target_stage]
-        ports: Sequence[Send | Receive] = stage.sends if rank.number == end.source_rank else stage.receives
-        port = next(each for each in ports if each.channel == end.channel)
-        act = stage.start_send if message.ranks[0] == rank.number else stage.post_recv
-        with rank.heartbeat.waiting():
-            act(port, MicroBatchSlice(*port.slice).micro_batch(message.number)).wait()
+            end, rank = event.end, self._rank
+            leaves = rank.number == end.source_rank
+            stage = rank.stages[end.source_stage if leaves else end.target_stage]
+            ports: Sequence[Send | Receive] = stage.sends if leaves else stage.receives
+            port = next(each for each in ports if each.channel == end.channel)
+            act = stage.start_send if event.ranks[0] == rank.number else stage.post_recv
+            with rank.heartbeat.waiting():
+                act(port, MicroBatchSlice(*port.slice).micro_batch(event.number)).wait()
+        return True
 
     def _agree(self) -> list[Event]:
         """Tell the others this rank's tasks and channels, and order those of all."""
@@ -191,11 +180,10 @@ class GlobalOrder:
             ],
             "arriving": [(port.channel, port.slice) for stage in stages for port in stage.receives],
         }
-        control_group = self._rank.transport.make_control_group()
-        every = [json.loads(data) for data in control_group.gather(json.dumps(own).encode())]
+        every = self._rank.transport.make_control_group().run_collectively("order", lambda: own)
         arriving = {channel: MicroBatchSlice(*numbers) for each in every for channel, numbers in each["arriving"]}
         ends = [
-            replace(ChannelEnd(*end), source_turn=MicroBatchSlice(*leaving), target_turn=arriving[end[0]])
+            ChannelEnd(*(*end, MicroBatchSlice(*leaving), arriving[end[0]]))
             for *end, leaving in sorted(end for each in every for end in each["ends"])
         ]
         return global_event_order([[Task.parse(task) for task in each["tasks"]] for each in every], ends)[number]

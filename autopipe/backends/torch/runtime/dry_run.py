@@ -21,7 +21,6 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.parameters import dtype_name
 from autopipe.backends.torch.runtime.report import Reporter, peak_memory
 from autopipe.backends.torch.runtime.stage import RankContext, Receive, Send, Stage, Tensors
@@ -46,8 +45,8 @@ class Message:
 class DryTransport(Transport):
     """A rank's ends of channels whose other ends do not exist, on torch's `fake` process group."""
 
-    def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, heartbeat: Heartbeat | None = None) -> None:
-        super().__init__(device, timeouts, heartbeat)
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
         self.nccl = self.staged = False
         self.messages: Counter[Message] = Counter()
 

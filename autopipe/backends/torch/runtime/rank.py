@@ -171,7 +171,7 @@ class Rank(RankContext):
         self.clock.begin_step()
         step()
         if self.global_order is not None:
-            self.global_order.exchange_until(None)
+            self.global_order.reach(None)
         self.heartbeat.task = "update"
         if self.train:
             with self.heartbeat.waiting():

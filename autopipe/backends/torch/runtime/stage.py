@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import TypeVar
@@ -235,8 +235,6 @@ class ForwardState:
     """Their numbers are kept by nobody but those operators that need them."""
     waiting: Waiting
     """Where backwards are split: gradients of parameters that the first half leaves."""
-    gradients: dict[int, list[Block]] = field(default_factory=dict)
-    """Gradients of results as they come in from stages on this rank."""
 
 
 class Stage:
@@ -261,12 +259,11 @@ class Stage:
         self._forward = module.forward
         self._readers = Counter(int(name[1:]) for segment in getattr(module, "SEGMENTS", ()) for name in segment)
         """By parameter the segments that run again and read it."""
-        self._arriving: dict[tuple[int, bool], dict[int, PendingRecv]] = {}
-        """By micro-batch, and whether they are gradients, the messages that come, by channel."""
-        self._leaving: dict[tuple[int, bool], dict[int, torch.Tensor]] = {}
-        """In the same way what is to be sent."""
-        self._local: dict[int, dict[int, torch.Tensor]] = {}
-        """By micro-batch and channel the arguments from stages on this rank."""
+        # By micro-batch, and whether they are gradients, by channel: messages that come, those to be sent, and what
+        # came from stages on this rank.
+        self._arriving = defaultdict[tuple[int, bool], dict[int, PendingRecv]](dict)
+        self._leaving = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
+        self._local = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
         self._kept: dict[int, ForwardState] = {}
         self._waiting: dict[int, Waiting] = {}
         self._backwards = 0
@@ -278,8 +275,13 @@ class Stage:
             port for port in ports if self._slices[port.channel].has(micro_batch) and (port.gradient or not gradient)
         ]
 
-    def _is_remote(self, port: Receive | Send) -> bool:
-        return port.rank != self._rank.number
+    def _remote(
+        self, ports: tuple[_Between, ...], micro_batch: int, gradient: bool = False, stage: int | None = None
+    ) -> list[_Between]:
+        """Ports through which something of a micro-batch goes to or comes from other ranks, all or those of one
+        stage."""
+        due = self._due(ports, micro_batch, gradient)
+        return [port for port in due if port.rank != self._rank.number and stage in (None, port.stage)]
 
     def _form(self, port: Receive | Send) -> Form:
         """Of what goes through a port, and of its gradient."""
@@ -288,33 +290,29 @@ class Stage:
 
     def receive(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the arguments that come from other ranks, all or those of one stage."""
-        for port in self._due(self.receives, micro_batch):
-            if self._is_remote(port) and source in (None, port.stage):
-                self.post_recv(port, micro_batch)
+        for port in self._remote(self.receives, micro_batch, stage=source):
+            self.post_recv(port, micro_batch)
 
     def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the results' gradients, all or those of one stage."""
-        for port in self._due(self.sends, micro_batch, gradient=True):
-            if self._is_remote(port) and source in (None, port.stage):
-                self.post_recv(port, micro_batch)
+        for port in self._remote(self.sends, micro_batch, gradient=True, stage=source):
+            self.post_recv(port, micro_batch)
 
     def send(self, micro_batch: int) -> None:
         """Start sending the results that other ranks need."""
-        for port in self._due(self.sends, micro_batch):
-            if self._is_remote(port):
-                self.start_send(port, micro_batch)
+        for port in self._remote(self.sends, micro_batch):
+            self.start_send(port, micro_batch)
 
     def send_gradient(self, micro_batch: int) -> None:
         """Start sending the arguments' gradients to where the arguments came from."""
-        for port in self._due(self.receives, micro_batch, gradient=True):
-            if self._is_remote(port):
-                self.start_send(port, micro_batch)
+        for port in self._remote(self.receives, micro_batch, gradient=True):
+            self.start_send(port, micro_batch)
 
     def post_recv(self, port: Receive | Send, micro_batch: int) -> PendingRecv:
         """Post the receive of what comes through a port: an argument, or the gradient of a result."""
         gradient = isinstance(port, Send)
         pending = self._rank.transport.receive(self._form(port), port.rank, port.channel, gradient)
-        self._arriving.setdefault((micro_batch, gradient), {})[port.channel] = pending
+        self._arriving[micro_batch, gradient][port.channel] = pending
         return pending
 
     def start_send(self, port: Receive | Send, micro_batch: int) -> PendingSend:
@@ -337,14 +335,8 @@ class Stage:
             asking = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
             waiting = self.p.weight_grads.take()
             self._kept[micro_batch] = ForwardState(asking, tuple(map(OutputEdge.of, results)), waiting)
-        leaving = self._leaving[micro_batch, False] = {}
         for port in self._due(self.sends, micro_batch):
-            block = _part(results[port.result].detach(), port.box)
-            if self._is_remote(port):
-                leaving[port.channel] = block
-            else:
-                number = self._slices[port.channel].message(micro_batch)
-                rank.stages[port.stage].accept(number, port.channel, block)
+            self._pass_on(port, micro_batch, results[port.result].detach())
         if self._loss is not None:
             self.losses[micro_batch] = results[self._loss.result].detach()
         if not rank.train:
@@ -359,32 +351,38 @@ class Stage:
 
     def _arguments(self, micro_batch: int) -> Tensors:
         found = {data.argument: self._rank.read(self.number, micro_batch, data) for data in self._data}
-        parts: dict[str, list[Block]] = {}
-        pending = self._arriving.pop((micro_batch, False), {})
-        local = self._local.pop(micro_batch, {})
-        for port in self._due(self.receives, micro_batch):
-            tensor = self._await(pending[port.channel]) if self._is_remote(port) else local[port.channel]
-            parts.setdefault(port.argument, []).append((tensor, port.box))
+        parts = defaultdict[str, list[Block]](list)
+        for port, tensor in self._arrived(self.receives, micro_batch):
+            parts[port.argument].append((tensor, port.box))
         gradients = {port.argument for port in self.receives if port.gradient} if self._rank.train else ()
         for name, pieces in parts.items():
             tensor = _assembled(pieces, self._inputs[name], pieces[0][0].device)
             found[name] = tensor.requires_grad_(True) if name in gradients else tensor
         return {name: found[name] for name in self._inputs}
 
-    def _await(self, pending: PendingRecv) -> torch.Tensor:
-        with self._rank.heartbeat.waiting():
-            return pending.wait()
+    def _arrived(
+        self, ports: tuple[_Between, ...], micro_batch: int, gradient: bool = False
+    ) -> Iterator[tuple[_Between, torch.Tensor]]:
+        """What comes through ports: from stages on this rank in the order in which they ran, then from other ranks."""
+        local = self._local.pop((micro_batch, gradient), {})
+        pending = self._arriving.pop((micro_batch, gradient), {})
+        due = {port.channel: port for port in self._due(ports, micro_batch, gradient)}
+        yield from ((due.pop(channel), tensor) for channel, tensor in local.items())
+        for channel, port in due.items():
+            with self._rank.heartbeat.waiting():
+                tensor = pending[channel].wait()
+            yield port, tensor
 
-    def accept(self, number: int, channel: int, tensor: torch.Tensor) -> None:
-        """The message of this `number` on a channel from a stage on this rank: an argument."""
-        # A copy, because requires_grad is set on what arrives, and two stages may share the tensor.
-        self._local.setdefault(self._slices[channel].micro_batch(number), {})[channel] = tensor.clone()
-
-    def accept_gradient(self, number: int, channel: int, tensor: torch.Tensor) -> None:
-        """The message of this `number` on a channel from a stage on this rank: the gradient of a result."""
-        port = next(port for port in self.sends if port.channel == channel)
-        state = self._kept[self._slices[channel].micro_batch(number)]
-        state.gradients.setdefault(port.result, []).append((tensor, port.box))
+    def _pass_on(self, port: Receive | Send, micro_batch: int, tensor: torch.Tensor) -> None:
+        """Keep a result, or an argument's gradient, for its message; to a stage on this rank it goes at once."""
+        gradient, block = isinstance(port, Receive), _part(tensor, port.box)
+        if port.rank != self._rank.number:
+            self._leaving[micro_batch, gradient][port.channel] = block
+            return
+        target, number = self._rank.stages[port.stage], self._slices[port.channel].message(micro_batch)
+        # A copy of what becomes an argument: requires_grad is set on it, and two stages may share the tensor.
+        arrives = target._local[target._slices[port.channel].micro_batch(number), gradient]
+        arrives[port.channel] = block if gradient else block.clone()
 
     def backward(self, micro_batch: int) -> None:
         """Wait for the results' gradients and compute those of parameters and arguments."""
@@ -418,13 +416,11 @@ class Stage:
         """Run autograd; gradients that a split backward defers are left, or computed behind it."""
         self._rank.heartbeat.task = task = f"{self.number}{phase}{micro_batch}"
         state = self._kept.pop(micro_batch)
-        pending = self._arriving.pop((micro_batch, True), {})
-        for port in self.sends:
-            if port.channel in pending:
-                block = self._await(pending[port.channel]), port.box
-                state.gradients.setdefault(port.result, []).append(block)
+        incoming = defaultdict[int, list[Block]](list)
+        for port, tensor in self._arrived(self.sends, micro_batch, gradient=True):
+            incoming[port.result].append((tensor, port.box))
         start = self._rank.clock.mark()
-        if seeds := self._seeds(state):
+        if seeds := self._seeds(state.results, incoming):
             torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
         state.waiting += self.p.weight_grads.take()  # What ran again leaves.
         if phase == "I":
@@ -436,22 +432,17 @@ class Stage:
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for name, tensor in state.arguments.items()
         }
-        leaving = self._leaving[micro_batch, True] = {}
         for source in self._due(self.receives, micro_batch, gradient=True):
-            part = _part(gradients[source.argument], source.box)
-            if self._is_remote(source):
-                leaving[source.channel] = part
-            else:
-                number = self._slices[source.channel].message(micro_batch)
-                self._rank.stages[source.stage].accept_gradient(number, source.channel, part)
+            self._pass_on(source, micro_batch, gradients[source.argument])
 
-    def _seeds(self, state: ForwardState) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """Where backward starts, and the gradients there."""
-        incoming, results = state.gradients, state.results
+    def _seeds(
+        self, results: tuple[OutputEdge, ...], incoming: defaultdict[int, list[Block]]
+    ) -> list[tuple[GradientEdge, torch.Tensor]]:
+        """Where backward starts, and the gradients there; `incoming` are those that come from elsewhere, by result."""
         if self._loss is not None:
             loss = results[self._loss.result]
             share = torch.full(loss.form[1], self._loss.share, dtype=loss.form[0], device=loss.device)
-            incoming.setdefault(self._loss.result, []).append((share, None))
+            incoming[self._loss.result].append((share, None))
         # Exchanges in backward wait for the whole group, so a rank that no gradient comes to takes part too.
         wanted = range(len(results)) if self.p.group.size > 1 else sorted(incoming)
         return [

@@ -166,9 +166,9 @@ def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph
 def _in_unit(stages: StageGraph, messages: Sequence[Message]) -> Iterator[tuple[Message, Turned, Turned]]:
     """Each message of a unit, with the stage and the turn that sends it forwards, and those that receive it."""
     for each in messages:
-        for number in range(stages.micro_batch_ratio_at(each.source_stage) // each.source_turn.of):
-            source = each.source_stage, each.source_turn.micro_batch(number)
-            yield each, source, (each.target_stage, each.target_turn.micro_batch(number))
+        for number in range(stages.micro_batch_ratio_at(each.source_stage) // each.source_slice.of):
+            source = each.source_stage, each.source_slice.micro_batch(number)
+            yield each, source, (each.target_stage, each.target_slice.micro_batch(number))
 
 
 def _before(stages: StageGraph, stage: int, phase: Phase, turn: int) -> list[Kind]:

@@ -24,8 +24,8 @@ def ends_of(program: Program) -> list[ChannelEnd]:
             piece.target_stage,
             piece.target_rank,
             piece.needs_gradient,
-            piece.source_turn,
-            piece.target_turn,
+            piece.source_slice,
+            piece.target_slice,
         )
         for rank in program.ranks
         for stage in rank.stages
@@ -71,7 +71,7 @@ def test_ranks_that_wait_for_every_message_come_to_their_end(case: Case) -> None
     for message in (*forwards, *backwards):
         end, gradient = message.end, message.gradient
         source, target = end.source_stage, end.target_stage
-        ends_of_it = (source, end.source_turn), (target, end.target_turn)
+        ends_of_it = (source, end.source_slice), (target, end.target_slice)
         phases = (Phase.BACKWARD, Phase.INPUT_GRADIENT) if gradient else (Phase.FORWARD,)
         ran, runs = (
             next(
@@ -85,18 +85,18 @@ def test_ranks_that_wait_for_every_message_come_to_their_end(case: Case) -> None
 
 
 def _gives(task: Task, end: ChannelEnd) -> bool:
-    turn = end.source_turn
+    turn = end.source_slice
     return task.phase is Phase.FORWARD and task.stage == end.source_stage and task.micro_batch % turn.of == turn.index
 
 
 def _gives_back(task: Task, end: ChannelEnd) -> bool:
-    turn = end.target_turn
+    turn = end.target_slice
     backward = task.phase in (Phase.BACKWARD, Phase.INPUT_GRADIENT) and task.micro_batch % turn.of == turn.index
     return end.gradient and backward and task.stage == end.target_stage
 
 
 def _carrying(end: ChannelEnd, gradient: bool, task: Task) -> Message:
-    return Message(end, gradient, task.micro_batch // (end.target_turn if gradient else end.source_turn).of)
+    return Message(end, gradient, task.micro_batch // (end.target_slice if gradient else end.source_slice).of)
 
 
 def test_a_message_stands_right_behind_its_task() -> None:
