@@ -23,9 +23,10 @@ from command_line import parse_arguments
 
 from autopipe.backends.torch.runtime.host import keep_freed_memory
 from autopipe.backends.torch.runtime.transport import (
-    direct_all_gather,
-    start_direct_all_reduce,
+    all_gather,
+    start_direct_exchange,
     start_reduce_scatter,
+    to_all,
 )
 
 _TIMES, _WARM_UP = 16, 3
@@ -74,8 +75,11 @@ def _measure(store: str, sizes: Sequence[int]) -> None:
 def _ways(rows: torch.Tensor) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     parts = [torch.empty_like(row) for row in rows]
     return {
-        "all-reduce": (lambda: dist.all_reduce(rows.clone()), lambda: start_direct_all_reduce(rows, None).wait()),
-        "all-gather": (lambda: dist.all_gather(parts, rows[0]), lambda: direct_all_gather(rows[0], None)),
+        "all-reduce": (
+            lambda: dist.all_reduce(rows.clone()),
+            lambda: start_direct_exchange(to_all(rows, None), None, dist.ReduceOp.SUM).wait(),
+        ),
+        "all-gather": (lambda: dist.all_gather(parts, rows[0]), lambda: all_gather(rows[0], None)),
         "reduce-scatter": (
             lambda: dist.reduce_scatter(parts[0], list(rows)),
             lambda: start_reduce_scatter(rows, None).wait(),

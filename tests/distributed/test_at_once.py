@@ -15,8 +15,8 @@ RANK = """
 import json
 import torch
 import torch.distributed as dist
-from autopipe.backends.torch.runtime.transport import Transport, direct_all_gather, is_direct
-from autopipe.backends.torch.runtime.transport import start_direct_all_reduce, start_reduce_scatter
+from autopipe.backends.torch.runtime.transport import Transport, all_gather, is_direct
+from autopipe.backends.torch.runtime.transport import start_all_reduce, start_reduce_scatter
 
 transport = Transport("cpu")
 transport.start()
@@ -34,9 +34,9 @@ for name, members in (("all", tuple(range(ranks))), ("two", (0, 2))):
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     parts = [torch.empty_like(own) for _ in range(count)]
     dist.all_gather(parts, own, group=group)
-    assert torch.equal(start_direct_all_reduce(own, group).wait(), total)
-    assert torch.equal(start_direct_all_reduce(-own, group, dist.ReduceOp.MAX).wait(), largest)
-    assert torch.equal(direct_all_gather(own.T, group), torch.stack(parts).mT)
+    assert torch.equal(start_all_reduce(own.clone(), group).wait(), total)
+    assert torch.equal(start_all_reduce(-own, group, dist.ReduceOp.MAX).wait(), largest)
+    assert torch.equal(all_gather(own.T, group), torch.stack(parts).mT)
     rows = torch.stack([own * (place + 1) for place in range(count)])
     assert torch.equal(start_reduce_scatter(rows, group).wait(), total * (members.index(rank) + 1))
     large = torch.linspace(0, 1, 3 * (1 << 15)) ** (rank + 1)

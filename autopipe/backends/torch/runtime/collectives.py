@@ -14,15 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.transport import (
-    Transport,
-    direct_all_gather,
-    is_direct,
-    is_reduced_directly,
-    start_all_reduce,
-    start_direct_all_reduce,
-    start_reduce_scatter,
-)
+from autopipe.backends.torch.runtime.transport import Transport, all_gather, start_all_reduce, start_reduce_scatter
 from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, members, moves_between
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
@@ -34,8 +26,7 @@ Windows = tuple[tuple[int, int, int, int], ...]
 """Dimensions read through windows, each with the step, offset and length of its blocks: see `WindowedBlocks`."""
 
 Slices = tuple[slice, ...]
-Blocks = tuple[tuple[Slices, ...], ...]
-"""By position."""
+Blocks = tuple[tuple[Slices, ...], ...]  # By position.
 
 
 class Group:
@@ -136,19 +127,12 @@ class Group:
     def _sum(self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         self._traffic["all_reduce"] += tensor.nbytes
         with self._waiting():
-            if is_reduced_directly(tensor, self._process_group):
-                return start_direct_all_reduce(tensor, self._process_group, how).wait()
-            total = tensor.clone(memory_format=torch.contiguous_format)
-            return start_all_reduce(total, self._process_group, how).wait()
+            return start_all_reduce(tensor, self._process_group, how, in_place=False).wait()
 
     def _gather(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
         self._traffic["all_gather"] += tensor.nbytes * self.size
         with self._waiting():
-            if is_direct(tensor, self._process_group):
-                parts = list(direct_all_gather(tensor, self._process_group))
-            else:
-                parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.ranks]
-                dist.all_gather(parts, tensor.contiguous(), group=self._process_group)
+            parts = all_gather(tensor, self._process_group)
         return torch.cat([parts[place] for place in self.order], dimension)
 
     def _scatter(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -186,16 +170,14 @@ class Group:
         outgoing = [len(parts[position]) for position in self._places]
         incoming = [sizes[position] for position in self._places]
         backend = dist.get_backend(self._process_group)
-        if sent.is_cuda and backend == "gloo":  # It exchanges tensors of the host alone.
-            host = received.cpu()
-            with self._waiting():
-                dist.all_to_all_single(host, sent.cpu(), incoming, outgoing, group=self._process_group)
-            received.copy_(host)
-        elif backend == "fake":  # That of dry runs lets no rank receive that sends nothing.
+        if backend == "fake":  # That of dry runs lets no rank receive that sends nothing.
             received.zero_()
         else:
+            device = "cpu" if backend == "gloo" else sent.device  # Gloo exchanges tensors of the host alone.
+            arrives = received.to(device)
             with self._waiting():
-                dist.all_to_all_single(received, sent, incoming, outgoing, group=self._process_group)
+                dist.all_to_all_single(arrives, sent.to(device), incoming, outgoing, group=self._process_group)
+            received = arrives.to(received.device)
         by_rank = received.split(incoming)
         return [by_rank[place] for place in self.order]
 

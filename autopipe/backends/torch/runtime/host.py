@@ -37,20 +37,32 @@ def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset
     return frozenset(processors[rank * count // ranks : (rank + 1) * count // ranks])
 
 
+def _allowed(process: int = 0) -> set[int]:
+    """Processors on which a process (0: this one) may run; empty where the system, other than Linux, does not tell."""
+    try:
+        return os.sched_getaffinity(process)
+    except (AttributeError, OSError):
+        return set()
+
+
+def _has_own() -> bool:
+    """True if this thread may not run wherever its parent may, since job managers bind what they start; also where the
+    system does not tell of a parent."""
+    return _allowed() != _allowed(os.getppid())
+
+
 def pin_to_cores(rank: int, ranks: int) -> None:
-    """Keep this thread, and those that it starts from now on, to the processors of one of a machine's ranks. Linux
-    alone has that.
+    """Keep this thread, and those that it starts from now on, to the processors of one of a machine's ranks.
 
     Nothing changes for a rank alone, nor where who started it has given it processors of its own.
     """
-    if ranks > 1 and hasattr(os, "sched_setaffinity") and not _has_own():
-        os.sched_setaffinity(0, processors_of(rank, ranks, sorted(os.sched_getaffinity(0))))
+    if ranks > 1 and (processors := _allowed()) and not _has_own():
+        os.sched_setaffinity(0, processors_of(rank, ranks, sorted(processors)))
 
 
 def has_more_ranks_than_cores(ranks: int) -> bool:
     """True if this machine runs more ranks than the process that started them has processors."""
-    inherited = _of_parent()
-    return bool(inherited) and ranks > len(inherited)
+    return 0 < len(_allowed(os.getppid())) < ranks
 
 
 def processors_of_this_rank() -> int:
@@ -61,23 +73,7 @@ def processors_of_this_rank() -> int:
 
 
 def processor_count() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _has_own() -> bool:
-    """True if this thread may not run wherever its parent may, since job managers bind what they start; also where the
-    system does not tell of a parent."""
-    return hasattr(os, "sched_getaffinity") and os.sched_getaffinity(0) != _of_parent()
-
-
-def _of_parent() -> set[int]:
-    """Where the process that started this one may run; empty where the system does not tell."""
-    if not hasattr(os, "sched_getaffinity"):
-        return set()
-    try:
-        return os.sched_getaffinity(os.getppid())
-    except OSError:
-        return set()
+    return len(_allowed()) or os.cpu_count() or 1
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4

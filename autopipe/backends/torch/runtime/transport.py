@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -61,17 +61,14 @@ class PendingRecv:
         return self.buffer if self.buffer.device == self.device else self.buffer.to(self.device, non_blocking=True)
 
 
-@dataclass(slots=True)
 class PendingSend:
     """A tensor that is being sent; it must not change or go away before it is gone."""
 
-    work: dist.Work | None
-    tensor: torch.Tensor | None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bytes = 0 if self.tensor is None else self.tensor.nbytes
+    def __init__(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
+        self.work = work
+        self.tensor: torch.Tensor | None = tensor
+        self.bytes = tensor.nbytes
+        self._lock = threading.Lock()
 
     def is_gone(self) -> bool:
         return self.work is None or self.work.is_completed()
@@ -161,8 +158,7 @@ class RecvBufferPool:
         found = torch.empty(shape, dtype=dtype, device=device)
         if len(self._buffers) < self._size:
             self._buffers.append(found)
-            return found.detach()
-        return found
+        return found.detach()
 
 
 _SMALL_BYTES = 1 << 17
@@ -174,28 +170,11 @@ def is_direct(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
-def is_reduced_directly(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """True if `start_direct_all_reduce` is the way to add the tensor up."""
-    return tensor.nbytes <= _SMALL_BYTES and is_direct(tensor, group)
-
-
-def direct_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The tensors of all ranks of the group, by rank; [ranks, ...]."""
-    return _swap(tensor.detach().expand(dist.get_world_size(group), *tensor.shape), group).wait()
-
-
-def start_direct_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> PendingRecv:
-    """Start adding up all ranks' tensors, or take what else `how` says of them."""
-    return _swap(tensor.detach().expand(dist.get_world_size(group), *tensor.shape), group, how)
-
-
-def _swap(
+def start_direct_exchange(
     rows: torch.Tensor, group: dist.ProcessGroup | None, reduce: dist.ReduceOp.RedOpType | None = None
 ) -> PendingRecv:
-    """Start sending row i to rank i; what arrives is row i from rank i."""
-    rows = rows.contiguous()
+    """Start sending row i to rank i; what arrives is row i from rank i, or with `reduce` the sum of all or maximum."""
+    rows = rows.detach().contiguous()
     received = torch.empty_like(rows)
     work = dist.all_to_all_single(received, rows, group=group, async_op=True)
     return PendingRecv(_started(work), received, received.device, rows, reduce)
@@ -207,22 +186,42 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
+def to_all(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Rows of a direct exchange in which every rank of the group gets the tensor."""
+    return tensor.expand(dist.get_world_size(group), *tensor.shape)
+
+
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensors of all ranks of the group, by rank, [ranks, ...]; written into `rows` where those are given."""
+    if is_direct(tensor, group):
+        gathered = start_direct_exchange(to_all(tensor, group), group).wait()
+        return gathered if rows is None else rows.copy_(gathered)
+    if rows is None:
+        rows = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    dist.all_gather(list(rows.unbind()), tensor.contiguous(), group=group)
+    return rows
+
+
 def start_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    in_place: bool = True,
 ) -> PendingRecv:
-    """Start adding up all ranks' tensors, or take what else `how` says of them; large ones in place."""
-    if is_reduced_directly(tensor, group):
-        return start_direct_all_reduce(tensor, group, how)
-    work = dist.all_reduce(tensor, how, group=group, async_op=True)
-    return PendingRecv(_started(work), tensor, tensor.device)
+    """Start adding up all ranks' tensors, or take what else `how` says of them; large ones in place, if allowed."""
+    if tensor.nbytes <= _SMALL_BYTES and is_direct(tensor, group):
+        return start_direct_exchange(to_all(tensor, group), group, how)
+    total = tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(total, how, group=group, async_op=True)
+    return PendingRecv(_started(work), total, total.device)
 
 
 def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
     """Start adding up, of all ranks' [ranks, ...], the rows that are this rank's."""
     if is_direct(rows, group):
-        return _swap(rows, group, dist.ReduceOp.SUM)
+        return start_direct_exchange(rows, group, dist.ReduceOp.SUM)
     if rows.is_cuda and dist.get_backend(group) == "gloo":  # It scatters tensors of the host alone.
-        sums = start_all_reduce(rows.clone(memory_format=torch.contiguous_format), group)
+        sums = start_all_reduce(rows, group, in_place=False)
         return replace(sums, buffer=sums.buffer[dist.get_rank(group)])
     rows = rows.contiguous()
     share = torch.empty_like(rows[0])
@@ -255,14 +254,12 @@ class ControlGroup:
         # The heartbeat is the main thread's: who waits for another thread says so there.
         with self.heartbeat.waiting() if threading.current_thread() is threading.main_thread() else nullcontext():
             self.waits = True
-            sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
-            dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-            own = torch.zeros(max(1, *(int(size) for size in sizes)), dtype=torch.uint8)
+            sizes = all_gather(torch.tensor([len(data)]), self._group).flatten().tolist()
+            own = torch.zeros(max(1, *sizes), dtype=torch.uint8)
             own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-            parts = [torch.empty_like(own) for _ in range(self.world_size)]
-            dist.all_gather(parts, own, group=self._group)
+            parts = all_gather(own, self._group)
             self.waits = False
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def run_collectively(self, task: str, act: Callable[[], Any]) -> list[Any]:
         """Every rank does its part of a task; what came of each, by rank, as JSON carries it.
@@ -411,22 +408,15 @@ class Transport:
 
     def gather(self, row: torch.Tensor, ranks: tuple[int, ...]) -> None:
         """Fill a row, of which each of the ranks has its share in place. Counted by who asks for it."""
-        rows, group = row.view(len(ranks), -1), self.group(ranks)
-        own = rows[ranks.index(self.rank)]
-        if is_direct(row, group):
-            rows.copy_(direct_all_gather(own, group))
-        else:
-            dist.all_gather(list(rows.unbind()), own, group=group)
+        rows = row.view(len(ranks), -1)
+        all_gather(rows[ranks.index(self.rank)], self.group(ranks), rows)
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """Every rank's numbers, by rank."""
         if self.world_size == 1:
             return [numbers]
-        rows = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
-        rows[self.rank] = torch.tensor(numbers, dtype=torch.float64)
         with self.heartbeat.waiting():
-            self.gather(rows.view(-1), tuple(range(self.world_size)))
-        found: list[list[float]] = rows.tolist()
+            found: list[list[float]] = all_gather(torch.tensor(numbers, dtype=torch.float64), None).tolist()
         return found
 
     def finish(self) -> None:
