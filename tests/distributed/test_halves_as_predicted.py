@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopipe.backends.torch.runtime.parameters import Arguments
-from autopipe.backends.torch.runtime.weight_gradients import FormulaGradient, Waiting, WeightGradQueue, compute_all
+from autopipe.backends.torch.runtime.weight_gradients import Waiting, WeightGradQueue, compute_all
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.schedule import Schedule, Task
@@ -79,7 +80,7 @@ def _held(waiting: Waiting) -> dict[int, int]:
     """Bytes of the operands and the results' gradients that wait, by where they lie."""
     found: list[torch.Tensor] = []
     for each in waiting:
-        assert isinstance(each, FormulaGradient)
-        found += [each.source, *(gradient for (gradient,) in each.arrived)]
+        assert isinstance(each.add, partial), "by formula, from the operand"
+        found += [*each.add.args, *(gradient for (gradient,) in each.arrived)]
     storages = [tensor.untyped_storage() for tensor in found]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}

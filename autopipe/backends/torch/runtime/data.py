@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -44,8 +45,7 @@ class Archive:
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._opened("data") as archive:
-            self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        self.names = frozenset(self._members)
+            self.members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
 
     @contextmanager
     def _opened(self, what: str) -> Iterator[zipfile.ZipFile]:
@@ -56,12 +56,12 @@ class Archive:
             raise ConfigurationError(f"{what} cannot be read: {error}", where=str(self.path)) from error
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with self._opened(repr(name)) as archive, archive.open(self._members[name]) as file:
+        with self._opened(repr(name)) as archive, archive.open(self.members[name]) as file:
             return _array_header(file)[0]
 
     def array(self, name: str) -> np.ndarray:
         """The array called `name`: mapped where it is stored as it is, in memory where it is compressed."""
-        info = self._members[name]
+        info = self.members[name]
         with self._opened(repr(name)) as archive:
             if info.compress_type == zipfile.ZIP_STORED:
                 return self._mapped(info)
@@ -234,14 +234,14 @@ class FileSource(Source):
     def __init__(self, manifest: Manifest, path: Path, begin: Position = START) -> None:
         super().__init__(manifest, begin)
         self._where = str(path)
-        self._archive = Archive(path)
-        self._arrays: dict[str, np.ndarray] = {}
+        archive = Archive(path)
+        self._array = cache(archive.array)
         names = [entry.value.name for entry in manifest.inputs]
         for name in names:
-            if name not in self._archive.names:
-                have = ", ".join(sorted(self._archive.names)) or "nothing"
+            if name not in archive.members:
+                have = ", ".join(sorted(archive.members)) or "nothing"
                 raise ConfigurationError(f"no array for input {name!r}", hint=f"it has {have}", where=self._where)
-        self.samples = _samples(manifest, {name: self._archive.shape(name) for name in names}, self._where)
+        self.samples = _samples(manifest, {name: archive.shape(name) for name in names}, self._where)
         """How many there are; None where no input has samples."""
         self.left_over = 0 if self.samples is None else self.samples % manifest.batch_size
         if manifest.train and self.samples is not None and self.samples < manifest.batch_size:
@@ -272,20 +272,14 @@ class FileSource(Source):
         return batch if self.samples is None else min(batch, self.samples - self.sample(step) % self.samples)
 
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        return self._rows_of(self._array(entry), entry, start, stop, self._where)
-
-    def _array(self, entry: InputRange) -> np.ndarray:
-        name = entry.value.name
-        if name not in self._arrays:
-            self._arrays[name] = self._archive.array(name)
-        return self._arrays[name]
+        return self._rows_of(self._array(entry.value.name), entry, start, stop, self._where)
 
     def check(self, samples: int | None = None) -> None:
         """Look at the first `samples` of each array, a piece at a time. Raises ConfigurationError for numbers that the
         model cannot take."""
         for entry in self._manifest.inputs:
-            array, axis = self._array(entry), entry.batch_axis
-            if not entry.allowed and (array.dtype == _numpy_dtype(entry) or _numpy_dtype(entry).kind not in "biu"):
+            array, axis, dtype = self._array(entry.value.name), entry.batch_axis, _numpy_dtype(entry)
+            if not entry.allowed and (array.dtype == dtype or dtype.kind not in "biu"):
                 _check_convertible(array, entry, self._where)
                 continue
             if axis is None:
@@ -376,31 +370,27 @@ class FunctionSource(Source):
 
     def _numbered(self) -> Iterator[tuple[int, Mapping[str, np.ndarray], int]]:
         """Epochs, batches, and how many samples each batch has: only the last of an epoch may lack some."""
-        batch_size, train = self._manifest.batch_size, self._manifest.train
+        batch_size = self._manifest.batch_size
         for epoch in itertools.count(1):
-            given, short = 0, None
+            number, short = -1, None
             for number, batch in enumerate(self._function()):
                 if short is not None:
-                    raise ConfigurationError(
-                        f"batch {number - 1} has {short[1]} samples, not {batch_size}, and is not the last",
-                        where=self._name,
-                    )
+                    message = f"batch {number - 1} has {short[1]} samples, not {batch_size}, and is not the last"
+                    raise ConfigurationError(message, where=self._name)
                 shapes = {name: np.shape(array) for name, array in batch.items()}
                 count = _samples(self._manifest, shapes, f"{self._name}, batch {number}")
-                count = batch_size if count is None else count
-                if count > batch_size:
+                if count is None or count == batch_size:
+                    yield epoch, batch, batch_size
+                elif count > batch_size:
                     raise ConfigurationError(f"batch {number} has {count} samples, not {batch_size}", where=self._name)
-                if count < batch_size:
+                else:
                     short = batch, count
-                    continue
-                given += 1
-                yield epoch, batch, count
-            if not train:
+            if not self._manifest.train:
                 if short is not None:
                     yield epoch, *short
                 return
             self.left_over = 0 if short is None else short[1]
-            if not given:
+            if number < 0 or (number == 0 and short):
                 raise ConfigurationError(f"epoch {epoch} has no batch of {batch_size} samples", where=self._name)
 
 
@@ -424,11 +414,11 @@ def _samples(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], where: s
         name, axis = entry.value.name, entry.batch_axis
         if name not in shapes:
             continue
-        shape = shapes[name]
-        wanted = ["samples" if index == axis else str(extent) for index, extent in enumerate(entry.value.shape)]
-        if len(shape) != len(wanted) or any(
-            need not in ("samples", str(have)) for have, need in zip(shape, wanted, strict=True)
+        shape, value = shapes[name], entry.value
+        if len(shape) != len(value.shape) or any(
+            index != axis and have != need for index, (have, need) in enumerate(zip(shape, value.shape, strict=True))
         ):
+            wanted = ["samples" if index == axis else str(extent) for index, extent in enumerate(value.shape)]
             raise ConfigurationError(f"{name!r} is {list(shape)}, not [{', '.join(wanted)}]", where=where)
         if axis is None:
             continue

@@ -363,7 +363,7 @@ class Stage:
     def _arrived(
         self, ports: tuple[_Between, ...], micro_batch: int, gradient: bool = False
     ) -> Iterator[tuple[_Between, torch.Tensor]]:
-        """What comes through ports: from stages on this rank in the order in which they ran, then from other ranks."""
+        """Messages through ports: of stages on this rank in the order in which they ran, then of other ranks."""
         local = self._local.pop((micro_batch, gradient), {})
         pending = self._arriving.pop((micro_batch, gradient), {})
         due = {port.channel: port for port in self._due(ports, micro_batch, gradient)}

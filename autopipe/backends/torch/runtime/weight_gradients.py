@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 Function = Callable[..., torch.Tensor]
 Operands = tuple[Any, ...]
@@ -119,48 +119,22 @@ _FORMULAS: dict[Function, Callable[[torch.Tensor, bool, Operands, Settings], For
 }
 
 
-@dataclass(slots=True)
-class FormulaGradient:
-    """The gradient of one operator's weight by formula."""
+@dataclass(frozen=True, slots=True)
+class WeightGradient:
+    """The gradients of one operator's parameters, that wait: `add` adds them up from the gradient of its result."""
 
-    add: Add
-    source: torch.Tensor
+    add: Callable[[torch.Tensor], None]
     arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     """The gradient of the result, once backward has come to it."""
 
-    def follow(self, result: torch.Tensor) -> None:
-        """Have backward note the gradient of the operator's result."""
-        if result.grad_fn is not None:
-            result.grad_fn.register_prehook(self.arrived.append)
-        else:
-            # Nothing flows through the operator, but its result's gradient is needed all the same.
-            result.requires_grad_(True).register_post_accumulate_grad_hook(self._take)
-
-    def _take(self, result: torch.Tensor) -> None:
+    def take(self, result: torch.Tensor) -> None:
+        """Note the gradient of a result through which nothing flows."""
         gradient, result.grad = result.grad, None
         assert gradient is not None
         self.arrived.append((gradient,))
 
-    def compute(self) -> None:
-        for (gradient,) in self.arrived:
-            self.add(self.source, gradient)
 
-
-@dataclass(frozen=True, slots=True)
-class AutogradWeightGradient:
-    """Gradients of one operator's parameters by autograd: where its graph begins and ends, and what comes in."""
-
-    result: GradientEdge
-    operands: list[GradientEdge]
-    parameters: list[torch.Tensor]
-    arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-
-    def compute(self) -> None:
-        for gradients in self.arrived:
-            torch.autograd.backward(self.parameters, torch.autograd.grad([self.result], self.operands, gradients))
-
-
-Waiting = list[FormulaGradient | AutogradWeightGradient]
+Waiting = list[WeightGradient]
 """Of a forward's operators, in the order in which it called them. One that backward does not come to adds nothing."""
 
 
@@ -168,7 +142,9 @@ def compute_all(waiting: Waiting) -> None:
     """Compute them, the last first, each freeing what it alone needed."""
     with torch.no_grad():
         while waiting:
-            waiting.pop().compute()
+            last = waiting.pop()
+            for (gradient,) in last.arrived:
+                last.add(gradient)
 
 
 class WeightGradQueue:
@@ -209,9 +185,12 @@ class WeightGradQueue:
             return deferred
         detached, add = formula
         result = function(operands[0], *detached, *operands[1 + len(detached) :], **settings)
-        waits = FormulaGradient(add, operands[0].detach())
+        waits = WeightGradient(partial(add, operands[0].detach()))
         self._waiting.append(waits)
-        waits.follow(result)
+        if result.grad_fn is not None:
+            result.grad_fn.register_prehook(waits.arrived.append)
+        else:  # Nothing flows through the operator, but its result's gradient is needed all the same.
+            result.requires_grad_(True).register_post_accumulate_grad_hook(waits.take)
         return result
 
     def _formula_of(self, function: Function, operands: Operands, settings: Settings) -> Formula | None:
@@ -256,21 +235,26 @@ class _Deferred(torch.autograd.Function):
             for each in operands
         ]
         with torch.enable_grad():
-            result = function(*copies, **settings)
+            result = get_gradient_edge(output := function(*copies, **settings))
         edges = [
             get_gradient_edge(each) if isinstance(each, torch.Tensor) and each.requires_grad else None
             for each in copies
         ]
         weights = [each for place in places if (each := edges[place]) is not None]
         parameters = [operand for place in places if isinstance(operand := operands[place], torch.Tensor)]
-        context.waits = AutogradWeightGradient(get_gradient_edge(result), weights, parameters)
+
+        def add(gradient: torch.Tensor) -> None:
+            torch.autograd.backward(parameters, torch.autograd.grad([result], weights, [gradient]))
+
+        waits = WeightGradient(add)
+        waiting.append(waits)
+        context.result, context.arrived = result, waits.arrived
         context.flowing = [None if place in places else each for place, each in enumerate(edges)]
-        waiting.append(context.waits)
-        return result.detach()
+        return output.detach()
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        waits, flowing = context.waits, [each for each in context.flowing if each is not None]
-        found = iter(torch.autograd.grad([waits.result], flowing, gradients, retain_graph=True) if flowing else ())
-        waits.arrived.append(gradients)
+        flowing = [each for each in context.flowing if each is not None]
+        found = iter(torch.autograd.grad([context.result], flowing, gradients, retain_graph=True) if flowing else ())
+        context.arrived.append(gradients)
         return (None, None, None, None, *(None if each is None else next(found) for each in context.flowing))
