@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopipe.backends.torch import checkpoint as files
@@ -205,8 +206,8 @@ class Checkpointer:
         # Never waited for by the interpreter: a rank that fails must not hang on a job whose peers are gone.
         Thread(target=run, name="checkpoint", daemon=True).start()
 
-    def _has_ended(self, timeout_s: float) -> bool:
-        """Wait so long for the save that runs, if there is one. Raises what has ended it."""
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Wait for the save that runs, if there is one, up to `timeout_s`. Raises what has ended it."""
         if self._saving is not None:
             if not wait([self._saving], timeout_s).done:
                 return False
@@ -216,15 +217,11 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until what is being saved is committed. Raises LaunchError where it could not be."""
-        while not self._has_ended(_LOOK_S):
+        while not self.has_ended(_LOOK_S):
             if self._control_group.waits:
                 with self._control_group.heartbeat.waiting():
-                    while self._control_group.waits and not self._has_ended(_LOOK_S):
+                    while self._control_group.waits and not self.has_ended(_LOOK_S):
                         pass
-
-    def look(self) -> None:
-        """Raise what has ended the save that runs, if something has."""
-        self._has_ended(0.0)
 
     def close(self) -> None:
         """Wait for the last save, and leave the folder to others."""
@@ -276,7 +273,17 @@ class Checkpointer:
         another model, LaunchError for a damaged one.
         """
         group, manifest = self._control_group, self._manifest
-        newest = group.run_collectively("restore", self._newest)
+
+        def newest_step() -> tuple[int, str]:
+            """Of the newest checkpoint, 0 where there is none, and the digest of its manifest."""
+            step = max(files.committed_steps(self._folder), default=0)
+            try:
+                text = (files.checkpoint_path(self._folder, step) / files.MANIFEST).read_bytes()
+            except OSError:
+                text = b""  # To read it will say what is wrong.
+            return step, hashlib.sha256(text).hexdigest()
+
+        newest = group.run_collectively("restore", newest_step)
         if any(each != newest[0] for each in newest):
             steps = ", ".join(sorted({str(step) for step, _ in newest}))
             reason = f"ranks see different newest checkpoints: steps {steps}"
@@ -301,14 +308,6 @@ class Checkpointer:
             own = (each for each in checkpoint.random if each.rank == group.rank)
             self._state.restore_generators({each.device: tensor_of(reader.read(each.state), "uint8") for each in own})
         else:
-            self._state.seed_generators(checkpoint.seed, checkpoint.step, group.rank)
+            seeds = np.random.SeedSequence((checkpoint.seed, checkpoint.step, group.rank)).generate_state(1, np.uint64)
+            torch.manual_seed(int(seeds[0] >> np.uint64(1)))
         return checkpoint
-
-    def _newest(self) -> tuple[int, str]:
-        """The newest checkpoint's step, 0 where there is none, and the digest of its manifest."""
-        step = max(files.committed_steps(self._folder), default=0)
-        try:
-            manifest = (files.checkpoint_path(self._folder, step) / files.MANIFEST).read_bytes()
-        except OSError:
-            manifest = b""  # To read it will say what is wrong.
-        return step, hashlib.sha256(manifest).hexdigest()

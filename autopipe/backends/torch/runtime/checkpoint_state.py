@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from autopipe.backends.torch.checkpoint import Reader, StoredParameter, StoredTensor
@@ -216,11 +215,6 @@ class TrainingState:
         torch.set_rng_state(states["cpu"])
         if self.device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.device)
-
-    def seed_generators(self, *seeds: int) -> None:
-        """Draw numbers that follow from these seeds."""
-        (seed,) = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
-        torch.manual_seed(int(seed >> np.uint64(1)))
 
 
 def _scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]:

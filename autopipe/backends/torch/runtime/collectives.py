@@ -7,7 +7,6 @@ the shares of all copies add up to the gradient. See `autopipe.passes.lower.shar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -81,17 +80,18 @@ class Group:
         Ranks send one another what they lack. Blocks of `windows` may overlap; where one sticks out of the tensor it is
         filled. Backward sends every block's gradient to where it came from, which adds up what comes back.
         """
-        moves = _moves(tuple(tensor.shape), self.size, self.position, source, target, windows)
+        origin = tuple(tensor.shape)
+        shape, sent, received = _moves(origin, self.size, self.position, source, target, windows)
 
         def there(before: torch.Tensor) -> torch.Tensor:
-            after = before.new_full(moves.shape, fill)
-            for box, block in self._swap(before, moves.sent, after, moves.received):
+            after = before.new_full(shape, fill)
+            for box, block in self._swap(before, sent, after, received):
                 after[box] = block
             return after
 
         def back(gradient: torch.Tensor) -> torch.Tensor:
-            total = gradient.new_zeros(moves.origin)
-            for box, block in self._swap(gradient, moves.received, total, moves.sent):
+            total = gradient.new_zeros(origin)
+            for box, block in self._swap(gradient, received, total, sent):
                 total[box] += block
             return total
 
@@ -105,9 +105,9 @@ class Group:
         self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows, fill: float = 0.0
     ) -> torch.Tensor:
         """The same block where no rank lacks any of it: nothing is sent."""
-        moves = _moves(tuple(tensor.shape), self.size, self.position, source, target, windows)
-        result = tensor.new_full(moves.shape, fill)
-        for before, after in zip(moves.sent[self.position], moves.received[self.position], strict=True):
+        shape, sent, received = _moves(tuple(tensor.shape), self.size, self.position, source, target, windows)
+        result = tensor.new_full(shape, fill)
+        for before, after in zip(sent[self.position], received[self.position], strict=True):
             result[after] = tensor[before]
         return result
 
@@ -200,19 +200,12 @@ def _exchange(tensor: torch.Tensor, run: Exchange, transpose: Exchange) -> torch
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Moves:
-    """Blocks that a rank sends to and receives from each position, of its own tensors before (`origin`) and after."""
-
-    origin: tuple[int, ...]
-    shape: tuple[int, ...]
-    sent: Blocks
-    received: Blocks
-
-
 @lru_cache(maxsize=4096)
-def _moves(shape: tuple[int, ...], size: int, position: int, source: Cuts, target: Cuts, windows: Windows) -> _Moves:
-    """For the rank at `position` of `size`, whose block before has `shape`."""
+def _moves(
+    shape: tuple[int, ...], size: int, position: int, source: Cuts, target: Cuts, windows: Windows
+) -> tuple[tuple[int, ...], Blocks, Blocks]:
+    """For the rank at `position` of `size`, whose block before has `shape`: the shape of its block after, and the parts
+    of the first that it sends to each position and of the second that it receives from each."""
     before, after = (tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts) for cuts in (source, target))
     whole = tuple(extent * degree_of(axes) for extent, axes in zip(shape, before, strict=True))
     through = {dimension: WindowedBlocks(*numbers) for dimension, *numbers in windows}
@@ -225,4 +218,4 @@ def _moves(shape: tuple[int, ...], size: int, position: int, source: Cuts, targe
             sent[move.target].append(move.box.within(have.box(position)).slices)
         if move.target == position:
             received[move.source].append(move.box.within(need.box(position)).slices)
-    return _Moves(shape, need.local_shape(), tuple(map(tuple, sent)), tuple(map(tuple, received)))
+    return need.local_shape(), tuple(map(tuple, sent)), tuple(map(tuple, received))

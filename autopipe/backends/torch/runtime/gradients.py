@@ -81,7 +81,6 @@ class ShardedBucket(ReducedBucket):
         self.shard = OptimizerShard(self._own(self._row), tuple(bucket.runs(transport.rank)))
 
     def _own(self, row: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a row."""
         return row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)]
 
     def _places(self, row: torch.Tensor) -> list[torch.Tensor]:
@@ -161,10 +160,6 @@ class GradientReduction:
                 each.start()
         for each in self._buckets:
             each.finish()
-
-    def gather(self) -> None:
-        for each in self.shared:
-            each.gather()
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """The gradients of the rank's trained blocks by parameter, all of them: what verification compares."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -63,10 +64,7 @@ class Rank(RankContext):
         return self.stages[number]
 
     def main(self, step: Callable[[], None]) -> None:
-        if self.options.device == "meta":
-            with use_fake_tensors() as self.memory_tracker:
-                self._run_all(step)
-        else:
+        with use_fake_tensors() if self.options.device == "meta" else nullcontext() as self.memory_tracker:
             self._run_all(step)
 
     def _run_all(self, step: Callable[[], None]) -> None:
@@ -154,7 +152,7 @@ class Rank(RankContext):
             self.reporter.report()  # No later start reports these steps again.
             self.checkpointer.save(Position(done, self.samples_done), self.seed)
         else:
-            self.checkpointer.look()
+            self.checkpointer.has_ended()
 
     def _tell_epoch(self, step: int) -> None:
         """Say, the first time, that a step that was run took data again."""
@@ -182,7 +180,8 @@ class Rank(RankContext):
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
             with self.heartbeat.waiting():
-                self.reduction.gather()
+                for bucket in self.reduction.shared:
+                    bucket.gather()
         with self.heartbeat.waiting():
             self.transport.finish()
         self.reporter.end_step(time.perf_counter() - started)

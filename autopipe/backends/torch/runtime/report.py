@@ -215,13 +215,13 @@ class OutputCollector:
         without those of what filled the last batch up."""
         if self._path is None or self._manifest.train:
             return
-        found = {}
+        found, steps = {}, -(-samples // self._manifest.batch_size)
         for index, output in enumerate(self._manifest.outputs):
             parts = [
                 (place, shard.box, part)
                 for place in output.places
                 for shard in (_needed(place) if self._manifest.micro_batches_of(place.stage) else ())
-                if (part := self._fetch(index, place, shard)) is not None
+                if (part := self._fetch(index, place, shard, steps)) is not None
             ]
             if self._transport.rank == 0:
                 found[f"output_{index}"] = self._joined(output, parts, samples)
@@ -231,26 +231,20 @@ class OutputCollector:
             with replacing(self._path) as file:
                 np.savez(file, names=names, **found)  # type: ignore[arg-type]
 
-    def _fetch(self, index: int, place: OutputPlace, shard: OutputShard) -> torch.Tensor | None:
+    def _fetch(self, index: int, place: OutputPlace, shard: OutputShard, steps: int) -> torch.Tensor | None:
         """A rank's blocks of all micro-batches that a place had, stacked, on rank 0; None elsewhere."""
-        own, tag = self._transport.rank, _TAG + index
-        if own not in (shard.rank, 0):
-            return None
+        own, manifest, heartbeat = self._transport.rank, self._manifest, self._transport.heartbeat
         if own == shard.rank:
             stacked = torch.stack([block for _, block in sorted(self._kept[index, place.stage].items())])
-            if own == 0:
-                return stacked
-            with self._transport.heartbeat.waiting():
-                dist.send(torch.tensor([len(stacked)]), 0, tag=tag)
-                dist.send(stacked, 0, tag=tag)
-            return None
-        count = torch.empty(1, dtype=torch.int64)
-        with self._transport.heartbeat.waiting():
-            dist.recv(count, shard.rank, tag=tag)
-            dtype = torch_dtype(self._manifest.outputs[index].value.dtype)
-            stacked = torch.empty((int(count), *shard.box.shape), dtype=dtype)
-            dist.recv(stacked, shard.rank, tag=tag)
-        return stacked
+            if own != 0:
+                with heartbeat.waiting():
+                    dist.send(stacked, 0, tag=_TAG + index)
+        elif own == 0:
+            count = steps * len(manifest.micro_batches_of(place.stage))
+            stacked = torch.empty((count, *shard.box.shape), dtype=torch_dtype(manifest.outputs[index].value.dtype))
+            with heartbeat.waiting():
+                dist.recv(stacked, shard.rank, tag=_TAG + index)
+        return stacked if own == 0 else None
 
     def _joined(
         self, output: Output, parts: Sequence[tuple[OutputPlace, Box, torch.Tensor]], samples: int

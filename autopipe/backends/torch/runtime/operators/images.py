@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ def conv_integer(
     x: Tensor, weight: Tensor, x_zero_point: Tensor | None, weight_zero_point: Tensor | None, *window: Any
 ) -> Tensor:
     """Convolution of integers less their zero points, as int32; `window` as in `conv_quantized`."""
-    return _exact_conv(x, x_zero_point, weight, weight_zero_point, None, *window).to(torch.int32)
+    return _exact_conv(x, x_zero_point, weight, weight_zero_point, None, window).to(torch.int32)
 
 
 def conv_quantized(
@@ -54,7 +54,7 @@ def conv_quantized(
 
     `window` is the strides, the pads, the dilations and the number of groups.
     """
-    product = _exact_conv(x, x_zero_point, weight, weight_zero_point, bias, *window)
+    product = _exact_conv(x, x_zero_point, weight, weight_zero_point, bias, window)
     return requantize(product, x_scale.double() * weight_scale.double() / scale.double(), zero_point, dtype)
 
 
@@ -64,13 +64,11 @@ def _exact_conv(
     weight: Tensor,
     weight_zero_point: Tensor | None,
     bias: Tensor | None,
-    strides: Extents,
-    pads: Extents,
-    dilations: Extents,
-    groups: int,
+    window: tuple[Any, ...],
 ) -> Tensor:
     """Convolution in float64 of integers less their zero points. Pads hold the zero point, hence 0."""
-    kernel, bias = centre(weight, weight_zero_point), None if bias is None else bias.double()
+    (strides, pads, dilations, groups), kernel = window, centre(weight, weight_zero_point)
+    bias = None if bias is None else bias.double()
     return _CONV[x.dim() - 3](F.pad(centre(x, x_zero_point), pads), kernel, bias, strides, 0, dilations, groups)
 
 
@@ -274,39 +272,28 @@ def roi_align(
         image = images[int(owner)]
         left, top, right, bottom = region.tolist()
         smallest = -math.inf if half_pixel else 1.0
-        rows = _samples(top, max(bottom - top, smallest), size[0], samples, image.shape[1], image)
-        columns = _samples(left, max(right - left, smallest), size[1], samples, image.shape[2], image)
-        inside = (rows.inside[:, None] & columns.inside).to(image.dtype)
-        parts = [
-            image[:, y[:, None], x] * (wy[:, None] * wx * inside)
-            for y, wy in ((rows.low, 1 - rows.weight), (rows.high, rows.weight))
-            for x, wx in ((columns.low, 1 - columns.weight), (columns.high, columns.weight))
-        ]
+        rows, is_in_y, high = _samples(top, max(bottom - top, smallest), size[0], samples, image.shape[1], image)
+        columns, is_in_x, wide = _samples(left, max(right - left, smallest), size[1], samples, image.shape[2], image)
+        inside = (is_in_y[:, None] & is_in_x).to(image.dtype)
+        parts = [image[:, y[:, None], x] * (wy[:, None] * wx * inside) for y, wy in rows for x, wx in columns]
         merged: Tensor = torch.stack(parts).amax(0) if largest else torch.stack(parts).sum(0)
-        binned = merged.reshape(-1, size[0], rows.each, size[1], columns.each)
+        binned = merged.reshape(-1, size[0], high, size[1], wide)
         found.append(binned.amax((2, 4)) if largest else binned.mean((2, 4)))
     return torch.stack(found) if found else images.new_zeros((0, images.shape[1], *size))
 
 
-class _Samples(NamedTuple):
-    """Samples along one axis: the pixels before and behind each, the weight of the one behind, and if it is inside."""
-
-    low: Tensor
-    high: Tensor
-    weight: Tensor
-    inside: Tensor
-    each: int
-    """In a bin."""
-
-
-def _samples(start: float, extent: float, bins: int, samples: int, pixels: int, like: Tensor) -> _Samples:
-    """Samples of all bins of [start, start + extent)."""
+def _samples(
+    start: float, extent: float, bins: int, samples: int, pixels: int, like: Tensor
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor, int]:
+    """Of all bins of [start, start + extent) the pixels before and behind each sample, with their weights; if it is
+    inside of the image; and samples of a bin."""
     count = samples or max(math.ceil(extent / bins), 1)
     numbers = torch.arange(bins * count, device=like.device, dtype=like.dtype)
     places = start + (numbers + 0.5) * (extent / bins / count)
     clamped = places.clamp(0, pixels - 1)
     low, inside = clamped.floor().long(), (places >= -1.0) & (places <= pixels)
-    return _Samples(low, (low + 1).clamp(max=pixels - 1), clamped - low, inside, count)
+    weight = clamped - low
+    return [(low, 1 - weight), ((low + 1).clamp(max=pixels - 1), weight)], inside, count
 
 
 def dft(data: Tensor, dim: int, *, length: int | None = None, inverse: bool = False, onesided: bool = False) -> Tensor:

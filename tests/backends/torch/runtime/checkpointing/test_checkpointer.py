@@ -312,7 +312,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
 
 def test_a_failed_save_is_seen_while_steps_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(tmp_path)
-    training.saved.look()
+    training.saved.has_ended()
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -322,7 +322,7 @@ def test_a_failed_save_is_seen_while_steps_go_on(tmp_path: Path, monkeypatch: py
     with pytest.raises(LaunchError, match="No space left"):
         for _ in range(1000):
             training.step()
-            training.saved.look()
+            training.saved.has_ended()
             threading.Event().wait(0.01)
 
 
