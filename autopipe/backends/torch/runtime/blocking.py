@@ -52,10 +52,8 @@ Event = Task | Message
 
 
 def global_event_order(lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]) -> list[list[Event]]:
-    """For each rank its tasks and messages in the one order. `lists` are the ranks' tasks; a group's run together.
-
-    What can start first comes first, so that the order is near to that in which things happen.
-    """
+    """For each rank its tasks and messages in the one order. `lists` are the ranks' tasks; a group's run together. What
+    can start first comes first, so that the order is near to that in which things happen."""
     orders: list[list[Event]] = [[] for _ in lists]
     rest = [deque(tasks) for tasks in lists]
     clocks = [0] * len(lists)

@@ -67,8 +67,7 @@ class HostCopies:
         ]
 
 
-_DIGITS = 12
-"""Of a digest, enough to tell two apart."""
+_DIGITS = 12  # Of a digest, enough to tell two apart.
 
 
 def _differences(checkpoint: files.Checkpoint, manifest: Manifest) -> Iterator[str]:
@@ -105,10 +104,8 @@ class Snapshot:
     position: Position
     seed: int
     blocks: Sequence[SavedBlock]
-    counters: Mapping[int, tuple[tuple[str, float], ...]]
-    """By parameter."""
-    generators: Mapping[str, torch.Tensor]
-    """States by device."""
+    counters: Mapping[int, tuple[tuple[str, float], ...]]  # By parameter.
+    generators: Mapping[str, torch.Tensor]  # States by device.
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -165,10 +162,8 @@ class Checkpointer:
     """One rank's part in the checkpoints of a run; all ranks do the same, together."""
 
     def __init__(self, folder: Path, manifest: Manifest, state: TrainingState, control_group: ControlGroup) -> None:
-        """`control_group` must serve nothing else: a save uses it while the steps go on.
-
-        Raises ConfigurationError where another run saves in the folder, LaunchError where it cannot be written.
-        """
+        """`control_group` must serve nothing else: a save uses it while the steps go on. Raises ConfigurationError
+        where another run saves in the folder, LaunchError where it cannot be written."""
         self._folder = folder
         self._manifest = manifest
         self._state = state
@@ -184,10 +179,8 @@ class Checkpointer:
             self._lock = FolderLock(self._folder)
 
     def save(self, position: Position, seed: int) -> None:
-        """Commit the state at this position, while the next steps run. Waits for the save before to end.
-
-        Raises what ended that one.
-        """
+        """Commit the state at this position, while the next steps run. Waits for the save before to end. Raises what
+        ended that one."""
         self.wait()
         state = self._state
         counters = {piece.parameter: state.counters(piece.parameter) for piece in self._pieces}
@@ -267,11 +260,9 @@ class Checkpointer:
         return temporary.name
 
     def restore(self) -> files.Checkpoint | None:
-        """Put the newest committed state in place. Returns its manifest, None where there is none.
-
-        Random numbers go on as they would have under the same plan. Raises ConfigurationError for a checkpoint of
-        another model, LaunchError for a damaged one.
-        """
+        """Put the newest committed state in place. Returns its manifest, None where there is none. Random numbers go on
+        as they would have under the same plan. Raises ConfigurationError for a checkpoint of another model, LaunchError
+        for a damaged one."""
         group, manifest = self._control_group, self._manifest
 
         def newest_step() -> tuple[int, str]:

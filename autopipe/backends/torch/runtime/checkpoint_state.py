@@ -20,8 +20,7 @@ from autopipe.ir.layout import Box, whole
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import ElementRange
 
-_LEAST_BYTES = 2**20
-"""Smaller blocks are not cut up among their holders."""
+_LEAST_BYTES = 2**20  # Smaller blocks are not cut up among their holders.
 _PIECES = 16
 """About as many pieces a rank as make loads even where all hold everything; more would only swell the manifest."""
 
@@ -168,10 +167,8 @@ class TrainingState:
         return found
 
     def restore(self, reader: Reader, saved: Mapping[str, StoredParameter]) -> None:
-        """Put this rank's blocks in place, of parameters that are all there, by name.
-
-        They may have been saved under another plan.
-        """
+        """Put this rank's blocks in place, of parameters that are all there, by name. They may have been saved under
+        another plan."""
         for index, parameter in self._parameters.items():
             with torch.no_grad():
                 parameter.copy_(_read(reader, self._stored(saved, index).value, self._boxes[index]))

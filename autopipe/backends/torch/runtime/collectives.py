@@ -75,11 +75,9 @@ class Group:
     def redistribute(
         self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows = (), fill: float = 0.0
     ) -> torch.Tensor:
-        """This rank's block under `target` of a tensor held as `source` says, both as axes by dimension.
-
-        Ranks send one another what they lack. Blocks of `windows` may overlap; where one sticks out of the tensor it is
-        filled. Backward sends every block's gradient to where it came from, which adds up what comes back.
-        """
+        """This rank's block under `target` of a tensor held as `source` says, both as axes by dimension. Ranks send one
+        another what they lack. Blocks of `windows` may overlap; where one sticks out of the tensor it is filled.
+        Backward sends every block's gradient to where it came from, which adds up what comes back."""
         origin = tuple(tensor.shape)
         shape, sent, received = _moves(origin, self.size, self.position, source, target, windows)
 

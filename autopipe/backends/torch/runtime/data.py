@@ -28,8 +28,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType
 from autopipe.ir.program import InputBounds, InputRange
 
-Slices = tuple[tuple[int, int], ...]
-"""A block of a tensor: (start, stop) in each dimension."""
+Slices = tuple[tuple[int, int], ...]  # A block of a tensor: (start, stop) in each dimension.
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """ZIP's header before each member; its last two fields are the lengths of the name and of the extra field that follow
 (APPNOTE.TXT 4.3.7)."""
@@ -38,9 +37,7 @@ _DAMAGED = (OSError, ValueError, EOFError, KeyError, struct.error, zlib.error, z
 
 class Archive:
     """The arrays of an `.npz` file by name, read where they lie: who takes a few rows of a large one reads those only.
-
-    Raises ConfigurationError where it is damaged.
-    """
+    Raises ConfigurationError where it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,8 +92,7 @@ def _array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 _DATA_STREAM = 2
-_PIECE = 1 << 24
-"""Bytes of an array that are looked at together."""
+_PIECE = 1 << 24  # Bytes of an array that are looked at together.
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +107,8 @@ START = Position()
 
 
 class Source(ABC):
-    """Where samples come from, in the order of their numbers, which run on from step to step.
-
-    This one has no end; `left_over` are the samples at an epoch's end that fill no batch, which training leaves out.
-    """
+    """Where samples come from, in the order of their numbers, which run on from step to step. This one has no end;
+    `left_over` are the samples at an epoch's end that fill no batch, which training leaves out."""
 
     left_over = 0
 
@@ -140,10 +134,8 @@ class Source(ABC):
 
     @abstractmethod
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        """Samples [start, stop) of an input, along its batch axis; the whole value where it has none.
-
-        `start` says the step either way. Behind the last sample come the first ones again.
-        """
+        """Samples [start, stop) of an input, along its batch axis; the whole value where it has none. `start` says the
+        step either way. Behind the last sample come the first ones again."""
 
     def _rows_of(self, array: np.ndarray, entry: InputRange, start: int, stop: int, where: str) -> np.ndarray:
         """`rows`, where `array` is all of the input."""
@@ -160,10 +152,8 @@ class Source(ABC):
 
 
 def open_source(manifest: Manifest, data: str | None, seed: int, begin: Position = START) -> Source:
-    """The source that `--data` names, for a run that goes on from `begin`.
-
-    Raises ConfigurationError where it does not fit the model.
-    """
+    """The source that `--data` names, for a run that goes on from `begin`. Raises ConfigurationError where it does not
+    fit the model."""
     if data is None:
         return RandomSource(manifest, seed, begin)
     if data.endswith(".npz"):
@@ -225,11 +215,9 @@ class RandomSource(Source):
 
 
 class FileSource(Source):
-    """An `.npz` file with one array an input, samples along the batch axis, as many in each.
-
-    Its end is the end of an epoch: training leaves out the last samples, where they fill no batch, and begins again;
-    inference ends there, with its last batch filled up.
-    """
+    """An `.npz` file with one array an input, samples along the batch axis, as many in each. Its end is the end of an
+    epoch: training leaves out the last samples, where they fill no batch, and begins again; inference ends there, with
+    its last batch filled up."""
 
     def __init__(self, manifest: Manifest, path: Path, begin: Position = START) -> None:
         super().__init__(manifest, begin)
@@ -317,11 +305,9 @@ class FileSource(Source):
 
 
 class FunctionSource(Source):
-    """A Python function `module:function` that returns an iterator of batches, each a mapping of input to array.
-
-    Batch i is what step i runs on. The iterator cannot go back: a run that continues takes the batches before it too.
-    Its end is the end of an epoch: for the next one the function is called again, in training.
-    """
+    """A Python function `module:function` that returns an iterator of batches, each a mapping of input to array. Batch
+    i is what step i runs on. The iterator cannot go back: a run that continues takes the batches before it too. Its end
+    is the end of an epoch: for the next one the function is called again, in training."""
 
     def __init__(self, manifest: Manifest, name: str, begin: Position) -> None:
         module, colon, function = name.partition(":")
@@ -395,10 +381,8 @@ class FunctionSource(Source):
 
 
 def check_data(manifest: Manifest, data: str | None, steps: int | None) -> FileSource | None:
-    """The file that `--data` names, its arrays looked at as far as `steps` read them; None where it is no file.
-
-    Raises ConfigurationError where they do not fit the model or one another.
-    """
+    """The file that `--data` names, its arrays looked at as far as `steps` read them; None where it is no file. Raises
+    ConfigurationError where they do not fit the model or one another."""
     if data is None or not data.endswith(".npz"):
         return None
     source = FileSource(manifest, Path(data))
@@ -435,10 +419,8 @@ def _samples(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], where: s
 
 
 def _module(name: str) -> ModuleType:
-    """The module of that name in the current folder, or else on the module path.
-
-    From then on, the folder comes last on the path, for what the module imports from beside it.
-    """
+    """The module of that name in the current folder, or else on the module path. From then on, the folder comes last on
+    the path, for what the module imports from beside it."""
     folder, first = os.getcwd(), name.partition(".")[0]
     spec = None if first in sys.modules or first in sys.stdlib_module_names else PathFinder.find_spec(first, [folder])
     if spec is not None and folder not in sys.path:
@@ -450,11 +432,8 @@ def _module(name: str) -> ModuleType:
 
 
 def _taken(rows: np.ndarray, entry: InputRange, where: str, first: int = 0) -> np.ndarray:
-    """Rows, of which the first is number `first`, in the input's type.
-
-    Raises ConfigurationError for what it cannot hold, text or fractions as whole numbers, and for what it may not:
-    indices and labels out of range.
-    """
+    """Rows, of which the first is number `first`, in the input's type. Raises ConfigurationError for what it cannot
+    hold, text or fractions as whole numbers, and for what it may not: indices and labels out of range."""
     name, dtype, found = entry.value.name, _numpy_dtype(entry), rows
     if rows.dtype != dtype:
         _check_convertible(rows, entry, where)

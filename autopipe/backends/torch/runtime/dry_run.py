@@ -141,10 +141,8 @@ _NO_NUMBERS = "is not supported for tensor subclasses"
 
 @contextmanager
 def use_fake_tensors() -> Iterator[MemoryTracker]:
-    """From now on new tensors have no values, and exchanges return at once.
-
-    Raises LaunchError at an operator that needs values to know what to do, or how large its result is.
-    """
+    """From now on new tensors have no values, and exchanges return at once. Raises LaunchError at an operator that
+    needs values to know what to do, or how large its result is."""
     tensors = MemoryTracker()
     try:
         # What is read as it is, data and constants, becomes such a tensor where it meets one.

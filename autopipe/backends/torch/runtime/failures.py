@@ -27,10 +27,8 @@ class Options:
 
     steps: int = 1
     device: str = "auto"
-    data: str | None = None
-    """`FILE.npz`, `module:function`, or None for random data."""
-    seed: int | None = None
-    """Overrides the manifest's seed for initial parameters and random data."""
+    data: str | None = None  # `FILE.npz`, `module:function`, or None for random data.
+    seed: int | None = None  # Overrides the manifest's seed for initial parameters and random data.
     checkpoint: Path | None = None
     checkpoint_every: int = 0
     resume: bool = False
@@ -39,11 +37,9 @@ class Options:
     """Folder for each rank's losses and gradients of the first step, or outputs; for verification."""
     perturb: float = 0.0
     """How much, relative to them, to change every number of inputs and parameters; for verification."""
-    report: Path | None = None
-    """File for one JSON line a step, written by rank 0."""
+    report: Path | None = None  # File for one JSON line a step, written by rank 0.
     outputs: Path | None = None
-    blocking: bool = False
-    """Wait for every message where it is sent or received, instead of where it is used."""
+    blocking: bool = False  # Wait for every message where it is sent or received, instead of where it is used.
     dry_run: bool = False
     """Run without the other ranks, one step, and report what it does; on device `meta`, without values."""
     start_timeout: float = DEFAULTS.start_s
@@ -80,8 +76,7 @@ _LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken p
 _GRACE_S = 2.0
 """How long a rank that has lost a peer waits before it ends, so that the launcher sees the peer's end first."""
 _BEAT_S = 0.5
-STACKS = signal.SIGUSR1
-"""The signal at which a rank writes to stderr what its threads are doing."""
+STACKS = signal.SIGUSR1  # The signal at which a rank writes to stderr what its threads are doing.
 INTERRUPTED = 130
 
 
@@ -124,10 +119,8 @@ def failure_of(error: BaseException, rank: int, task: str) -> Failure:
 
 
 def end_on_error(number: int, heartbeat: Heartbeat) -> None:
-    """From now on, an exception that nothing catches ends the process at once, with its file written.
-
-    At once, because a normal exit waits for threads of process groups whose peers may never answer.
-    """
+    """From now on, an exception that nothing catches ends the process at once, with its file written. At once, because
+    a normal exit waits for threads of process groups whose peers may never answer."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):

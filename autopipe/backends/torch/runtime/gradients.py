@@ -36,8 +36,7 @@ class ReducedBucket:
         self.parameters = parameters
         self.missing = 0
         """Gradients that its stage's last backward has still to give; where that has not begun, it only falls."""
-        self.pending: PendingRecv | None = None
-        """From its start to its end the exchange."""
+        self.pending: PendingRecv | None = None  # From its start to its end the exchange.
         self._transport = transport
         if bucket.home is not None:
             for parameter in parameters:
@@ -68,10 +67,8 @@ class ReducedBucket:
 
 
 class ShardedBucket(ReducedBucket):
-    """A bucket of which each rank gets a share of the sums, and updates that.
-
-    Its parameters lie in one row, and the share is a part of it: what is gathered after an update is in place.
-    """
+    """A bucket of which each rank gets a share of the sums, and updates that. Its parameters lie in one row, and the
+    share is a part of it: what is gathered after an update is in place."""
 
     def __init__(self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]) -> None:
         super().__init__(transport, bucket, parameters)
@@ -116,11 +113,8 @@ class ShardedBucket(ReducedBucket):
 
 
 class GradientReduction:
-    """All buckets of a rank. Every rank of a group starts the group's buckets in the same order.
-
-    Buckets of parameters with a home stage start as soon as the stage's last backward has their gradients, the others
-    at the end.
-    """
+    """All buckets of a rank. Every rank of a group starts the group's buckets in the same order. Buckets of parameters
+    with a home stage start as soon as the stage's last backward has their gradients, the others at the end."""
 
     def __init__(
         self, transport: Transport, parameters: dict[int, torch.Tensor], buckets: Iterable[Bucket], shared: bool
@@ -139,10 +133,8 @@ class GradientReduction:
         return own + [each.shard.tensor for each in self.shared]
 
     def arm(self, stage: int, times: Mapping[int, int]) -> None:
-        """Mark the stage's next backward as its last: buckets start when their gradients are complete.
-
-        `times` is how often a backward adds to the gradient of a parameter, by its index; once where it is not listed.
-        """
+        """Mark the stage's next backward as its last: buckets start when their gradients are complete. `times` is how
+        often a backward adds to the gradient of a parameter, by its index; once where it is not listed."""
         for each in self._buckets:
             if each.bucket.home == stage:
                 each.missing = sum(times.get(block.parameter, 1) for block in each.bucket.blocks)

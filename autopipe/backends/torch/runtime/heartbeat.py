@@ -17,8 +17,7 @@ from pathlib import Path
 
 PULSES = "AUTOPIPE_PULSES"
 """Environment variable with the folder in which the launcher looks for the ranks' heartbeats."""
-ENDED = "ended"
-"""The task of a rank that has nothing left to do."""
+ENDED = "ended"  # The task of a rank that has nothing left to do.
 _BEAT = struct.Struct("<d")
 _STATE = struct.Struct("<d?")
 _TASK = struct.Struct("<d?64p")
@@ -35,8 +34,7 @@ class Timeouts:
     """Seconds that a rank may take in each phase, without getting further or giving a sign of life."""
 
     start_s: float = 1800.0
-    step_s: float = 600.0
-    """One task of a step; the first one may compile kernels."""
+    step_s: float = 600.0  # One task of a step; the first one may compile kernels.
     checkpoint_s: float = 7200.0
 
     def of(self, task: str) -> float:
@@ -51,8 +49,7 @@ class HeartbeatRecord:
     """A record in the heartbeat file; times are those of the machine's monotonic clock, in seconds."""
 
     at: float
-    since: float
-    """Since when the rank does what it does."""
+    since: float  # Since when the rank does what it does.
     waits: bool
     task: str
 

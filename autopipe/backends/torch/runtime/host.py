@@ -52,10 +52,8 @@ def _has_own() -> bool:
 
 
 def pin_to_cores(rank: int, ranks: int) -> None:
-    """Keep this thread, and those that it starts from now on, to the processors of one of a machine's ranks.
-
-    Nothing changes for a rank alone, nor where who started it has given it processors of its own.
-    """
+    """Keep this thread, and those that it starts from now on, to the processors of one of a machine's ranks. Nothing
+    changes for a rank alone, nor where who started it has given it processors of its own."""
     if ranks > 1 and (processors := _allowed()) and not _has_own():
         os.sched_setaffinity(0, processors_of(rank, ranks, sorted(processors)))
 

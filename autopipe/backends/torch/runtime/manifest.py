@@ -59,11 +59,9 @@ class Manifest:
     inputs: tuple[InputRange, ...]
     outputs: tuple[Output, ...]
     parameters: tuple[Parameter, ...]
-    shards: Annotated[tuple[tuple[Shard, ...], ...], At("ranks"), _SHARDS]
-    """A tuple for each rank."""
+    shards: Annotated[tuple[tuple[Shard, ...], ...], At("ranks"), _SHARDS]  # A tuple for each rank.
     stages: tuple[StageEntry, ...]
-    channels: tuple[Channel, ...]
-    """In global order."""
+    channels: tuple[Channel, ...]  # In global order.
 
     @property
     def batch_size(self) -> int:

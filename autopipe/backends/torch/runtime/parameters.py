@@ -34,13 +34,10 @@ Places = npt.NDArray[np.int64]
 class ContiguousRanges:
     """Runs of `length` elements each, in the tensor's order; together they are a block, row-major."""
 
-    first: int
-    """Place of the block's first element in the tensor."""
+    first: int  # Place of the block's first element in the tensor.
     length: int
-    counts: tuple[int, ...]
-    """Extents of the grid in which the runs lie, outer to inner; () for one run."""
-    strides: tuple[int, ...]
-    """Elements of the tensor from one run to the next, along each of those dimensions."""
+    counts: tuple[int, ...]  # Extents of the grid in which the runs lie, outer to inner; () for one run.
+    strides: tuple[int, ...]  # Elements of the tensor from one run to the next, along each of those dimensions.
 
     @property
     def count(self) -> int:
@@ -73,8 +70,7 @@ def contiguous_ranges(shape: tuple[int, ...], box: Box) -> ContiguousRanges:
 _PARAMETER_STREAM: Final = 1
 PIECE: Final = 1 << 16
 """Words drawn at a time: half a MiB, so that the passes over them stay in a core's cache."""
-SKIP: Final = 512
-"""Words that are drawn as fast as they are skipped."""
+SKIP: Final = 512  # Words that are drawn as fast as they are skipped.
 
 
 def init_shard(parameter: Parameter, box: Box, seed: int, threads: int = 1) -> torch.Tensor:
@@ -159,10 +155,8 @@ def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
 def load_parameters(
     manifest: Manifest, rank: int, device: torch.device, seed: int, valued: bool = True
 ) -> dict[int, torch.Tensor]:
-    """The rank's blocks by parameter index, on `device`, gradients enabled for the trainable ones when training.
-
-    Not `valued`, they are tensors of their shapes and types that nothing is read or drawn for.
-    """
+    """The rank's blocks by parameter index, on `device`, gradients enabled for the trainable ones when training. Not
+    `valued`, they are tensors of their shapes and types that nothing is read or drawn for."""
     found: dict[int, torch.Tensor] = {}
     threads = processors_of_this_rank()
     for shard in manifest.shards[rank]:
@@ -177,10 +171,8 @@ def load_parameters(
 
 
 def read_block(model: Path, parameter: Parameter, box: Box, seed: int, threads: int = 1) -> torch.Tensor:
-    """One block of one parameter of the ONNX file `model`, on the CPU.
-
-    Raises ConfigurationError where the file is not there, LaunchError where it cannot be read or is too short.
-    """
+    """One block of one parameter of the ONNX file `model`, on the CPU. Raises ConfigurationError where the file is not
+    there, LaunchError where it cannot be read or is too short."""
     storage, name, dtype, shape = parameter.storage, parameter.value.name, parameter.value.dtype, parameter.value.shape
     if isinstance(storage, Fill):
         return torch.full(box.shape, storage.value, dtype=torch_dtype(dtype))

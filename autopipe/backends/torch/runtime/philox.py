@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 Doubles = npt.NDArray[np.float64]
 
-_MANTISSA: Final = 52
-"""Bits of a double below its exponent."""
+_MANTISSA: Final = 52  # Bits of a double below its exponent.
 _ROOT_OF_HALF: Final = np.float64(math.sqrt(0.5)).view(np.int64)
 _LN_2: Final = math.log(2.0)
 _AREA: Final = tuple(1.0 / n for n in range(15, 0, -2))

@@ -55,10 +55,8 @@ class Random:
         self.begin(0, 0, 0, 0)
 
     def begin(self, seed: int, step: int, sample: int, shared: int) -> None:
-        """From now on a forward runs whose samples count from `sample` in the step.
-
-        `shared` is the same for all parts of the program's micro-batch: of what carries no samples they draw the same.
-        """
+        """From now on a forward runs whose samples count from `sample` in the step. `shared` is the same for all parts
+        of the program's micro-batch: of what carries no samples they draw the same."""
         key = key_of(seed, (_STEP_STREAM, step))
         first, second = (int(word) & _LOW for word in key)
         self.state = torch.tensor([first, second, sample, shared]).to(self.device, non_blocking=True)
@@ -67,10 +65,8 @@ class Random:
         self, node: int, cuts: tuple[Axes, ...] = (), samples: int | tuple[int, int, int] | None = None
     ) -> Stream:
         """The numbers of a node, of which mesh axes give this rank a part: for each dimension those that `cuts` it.
-
         `samples` is the dimension that counts samples, or it with its extents outside of and inside a sample's index
-        (see `autopipe.ir.batch.Samples`); None where the tensor carries none.
-        """
+        (see `autopipe.ir.batch.Samples`); None where the tensor carries none."""
         key = self.state[0] ^ (node >> 32), self.state[1] ^ (node & _LOW)
         along = tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts)
         degrees = tuple(math.prod(degree for degree, _ in axes) for axes in cuts)
@@ -92,30 +88,31 @@ class Stream:
 
     def draw(self, shape: tuple[int, ...], make: Callable[[Words], Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
         """A tensor of `shape`, this rank's block: `make` gives the elements for words, each for its own or its four."""
-        grid = self._grid(shape)
-        if grid.picked is not None:
-            made = torch.stack(tuple(make(self._words(grid.blocks, grid.rows, grid.samples))), -1)
-            picked = grid.picked.expand(made.shape[:-1]).unsqueeze(-1)
-            return made.gather(-1, picked).squeeze(-1).to(dtype).reshape(shape)
-        rows, blocks = grid.rows.shape[0], grid.blocks.shape[1]
-        found = torch.empty((rows, blocks, 4), dtype=dtype, device=self.sample.device)
-        chunk = _ALL if torch.compiler.is_compiling() else _CHUNK.get(self.sample.device.type, _ALL)
-        width = max(1, min(blocks, chunk))
-        height = max(1, chunk // width)
-        for top in range(0, rows, height):
-            own, samples = grid.rows[top : top + height], grid.samples[top : top + height]
-            for left in range(0, blocks, width):
-                part = found[top : top + height, left : left + width]
-                for index, each in enumerate(make(self._words(grid.blocks[:, left : left + width], own, samples))):
-                    part[..., index] = each
-        return found.view(rows, 4 * blocks)[:, grid.lead : grid.lead + grid.width].reshape(shape)
-
-    def _words(self, blocks: Tensor, rows: Tensor, samples: Tensor) -> Words:
-        return philox_4x32((blocks, rows & _LOW, rows >> 32, samples), self.key)
-
-    def _grid(self, shape: tuple[int, ...]) -> _Grid:
-        """The counters of a block: [rows, 1] of what lies before the last dimension, [1, blocks] along it."""
         *outer, last = shape or (1,)
+        rows, samples, blocks, lead = self._counters(outer, last)
+
+        def words(own: slice, part: slice) -> Words:
+            return philox_4x32((blocks[:, part], rows[own] & _LOW, rows[own] >> 32, samples[own]), self.key)
+
+        if isinstance(lead, Tensor):
+            made = torch.stack(tuple(make(words(slice(None), slice(None)))), -1)
+            picked = lead.expand(made.shape[:-1]).unsqueeze(-1)
+            return made.gather(-1, picked).squeeze(-1).to(dtype).reshape(shape)
+        height, width = rows.shape[0], blocks.shape[1]
+        found = torch.empty((height, width, 4), dtype=dtype, device=self.sample.device)
+        chunk = _ALL if torch.compiler.is_compiling() else _CHUNK.get(self.sample.device.type, _ALL)
+        across = max(1, min(width, chunk))
+        down = max(1, chunk // across)
+        for own in (slice(top, top + down) for top in range(0, height, down)):
+            for part in (slice(left, left + across) for left in range(0, width, across)):
+                for index, each in enumerate(make(words(own, part))):
+                    found[own, part, index] = each
+        return found.view(height, 4 * width)[:, lead : lead + last].reshape(shape)
+
+    def _counters(self, outer: list[int], last: int) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
+        """The counters of a block: of what lies before the last dimension rows and samples, [rows, 1]; along it blocks
+        of four words, [1, blocks], and how many words of the first lie before the rank's own. Where elements are drawn
+        one by one, instead of that the word of its block that each one takes."""
         rows = samples = torch.zeros((), dtype=torch.int64, device=self.sample.device)
         stride = 1
         for dimension in reversed(range(len(outer))):
@@ -128,10 +125,10 @@ class Stream:
         if self.counted is not None and self.counted[0] == len(outer):
             index, _, counted = self._along(len(outer), last)
             assert counted is not None, "the last dimension counts samples"
-            return _Grid(rows, samples + counted, index[None] // 4, picked=index[None] % 4)
+            return rows, samples + counted, index[None] // 4, index[None] % 4
         start = self.places[len(outer)] * last if self.places else 0
         blocks = torch.arange(start // 4, -(-(start + last) // 4), device=self.sample.device)
-        return _Grid(rows, samples, blocks[None], start % 4, last)
+        return rows, samples, blocks[None], start % 4
 
     def _along(self, dimension: int, extent: int) -> tuple[Tensor, int, Tensor | None]:
         """Of a dimension of which this rank has `extent`: where elements lie in a sample, of how many, and of which."""
@@ -143,16 +140,3 @@ class Stream:
         _, before, inside = self.counted
         batch = whole // (before * inside)
         return index // (batch * inside) * inside + index % inside, before * inside, index // inside % batch
-
-
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """The counters of a block; where elements are drawn one by one, which word of its block each one takes."""
-
-    rows: Tensor
-    samples: Tensor
-    blocks: Tensor
-    lead: int = 0
-    """Elements of the first block of four that lie before the rank's own."""
-    width: int = 0
-    picked: Tensor | None = None

@@ -49,8 +49,7 @@ class Rank(RankContext):
         super().__init__(number, options, manifest, transport, heartbeat)
         self.global_order = GlobalOrder(self) if options.blocking else None
         self.memory_tracker: MemoryTracker | None = None
-        self._samples = 0
-        """Taken by this run; those that only fill a batch up are not counted."""
+        self._samples = 0  # Taken by this run; those that only fill a batch up are not counted.
         self._repeated = False
 
     def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:

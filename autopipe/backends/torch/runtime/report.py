@@ -51,17 +51,14 @@ _FINE = -1.0
 _EVERY_S = 0.25
 """Seconds between reports of short steps: to exchange figures, and print and write what they say, takes as long as some
 tasks of a small model, and whoever reads it wants a processor that a rank needs."""
-_MOST_STEPS = 16
-"""In one report, since steps may turn out longer than those before."""
+_MOST_STEPS = 16  # In one report, since steps may turn out longer than those before.
 
 
 class _Figures(NamedTuple):
     """Figures of one step on one rank; behind them come the bytes of its exchanges, by kind (`ir/program.py`)."""
 
-    loss: float
-    """The rank's share."""
-    bad_stage: float
-    """The first stage, and its micro-batch, whose loss is no number; `_FINE` where all are."""
+    loss: float  # The rank's share.
+    bad_stage: float  # The first stage, and its micro-batch, whose loss is no number; `_FINE` where all are.
     bad_micro_batch: float
     seconds: float
     busy_s: float
@@ -77,10 +74,8 @@ class Reporter:
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
-        self._kept: dict[int, list[float]] = {}
-        """By step, `_WIDTH` numbers."""
-        self._together = 1
-        """Steps in a report: as many on every rank."""
+        self._kept: dict[int, list[float]] = {}  # By step, `_WIDTH` numbers.
+        self._together = 1  # Steps in a report: as many on every rank.
 
     def end_step(self, seconds: float) -> None:
         """Report the step that has just ended, or keep it for the next report. Raises LaunchError as `report` does."""
@@ -100,9 +95,7 @@ class Reporter:
 
     def report(self) -> None:
         """Exchange what is kept; print it, and add it to the report file. All ranks together, after the same step.
-
-        Raises LaunchError for a loss of NaN or infinity.
-        """
+        Raises LaunchError for a loss of NaN or infinity."""
         kept, self._kept = self._kept, {}
         if not kept:
             return
@@ -163,10 +156,8 @@ class Reporter:
 
 
 def _resident_peak() -> int:
-    """Bytes of the process's resident set at its largest so far.
-
-    What Linux counts as its usage (`getrusage`) begins with what the process that started it had, a launcher's too.
-    """
+    """Bytes of the process's resident set at its largest so far. What Linux counts as its usage (`getrusage`) begins
+    with what the process that started it had, a launcher's too."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):  # "high water mark"
@@ -174,8 +165,7 @@ def _resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-_INTERPRETER = _resident_peak()
-"""Memory that Python and torch take before a program loads anything."""
+_INTERPRETER = _resident_peak()  # Memory that Python and torch take before a program loads anything.
 
 
 def peak_memory(device: torch.device) -> int:
@@ -185,8 +175,7 @@ def peak_memory(device: torch.device) -> int:
     return _resident_peak() - _INTERPRETER
 
 
-_TAG = 1 << 20
-"""Above every channel's tag."""
+_TAG = 1 << 20  # Above every channel's tag.
 
 
 class OutputCollector:

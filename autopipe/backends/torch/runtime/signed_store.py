@@ -10,8 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from autopipe.ir.errors import LaunchError
 
-KEY = "AUTOPIPE_STORE_KEY"
-"""Environment variable with the key that a launcher gives its ranks, in hexadecimal."""
+KEY = "AUTOPIPE_STORE_KEY"  # Environment variable with the key that a launcher gives its ranks, in hexadecimal.
 _SIZE = hashlib.sha256().digest_size
 
 
@@ -44,10 +43,8 @@ class Signer:
 
 
 class SignedStore(Store):
-    """The store inside with all values signed; numbers that are added up are not. C++ calls these methods, too.
-
-    Who gives one to C++ keeps a reference to it: these methods go with the last one of Python's.
-    """
+    """The store inside with all values signed; numbers that are added up are not. C++ calls these methods, too. Who
+    gives one to C++ keeps a reference to it: these methods go with the last one of Python's."""
 
     def __init__(self, store: Store, signer: Signer, patience: timedelta) -> None:
         super().__init__()

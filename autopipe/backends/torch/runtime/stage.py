@@ -39,16 +39,13 @@ class Data:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Port:
-    """A value, or the block `box` of it, on its way between this stage and a stage on `rank`.
-
-    `slice` is the index and count of the `MicroBatchSlice` of this stage's micro-batches of which it carries something.
-    """
+    """A value, or the block `box` of it, on its way between this stage and a stage on `rank`. `slice` is the index and
+    count of the `MicroBatchSlice` of this stage's micro-batches of which it carries something."""
 
     rank: int
     stage: int
     channel: int
-    gradient: bool = True
-    """True if its gradient goes the other way."""
+    gradient: bool = True  # True if its gradient goes the other way.
     box: Slices | None = None
     slice: tuple[int, int] = (0, 1)
 
@@ -78,8 +75,7 @@ class Loss:
 Port = Data | Receive | Send | Loss
 _Between = TypeVar("_Between", Receive, Send)
 
-Block = tuple[torch.Tensor, Slices | None]
-"""A block of a tensor, and where in it; None for all of it."""
+Block = tuple[torch.Tensor, Slices | None]  # A block of a tensor, and where in it; None for all of it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +119,7 @@ class MeasuredSpan:
     end: float
 
 
-Mark = float | torch.cuda.Event
-"""A moment: of the host's clock, in seconds, or of a CUDA stream."""
+Mark = float | torch.cuda.Event  # A moment: of the host's clock, in seconds, or of a CUDA stream.
 
 
 def seconds_between(first: Mark, second: Mark) -> float:
@@ -229,12 +224,9 @@ def perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
 class ForwardState:
     """Tensors that a forward leaves for its backward."""
 
-    arguments: Tensors
-    """Of the arguments, those whose gradients are needed."""
-    results: tuple[OutputEdge, ...]
-    """Their numbers are kept by nobody but those operators that need them."""
-    waiting: Waiting
-    """Where backwards are split: gradients of parameters that the first half leaves."""
+    arguments: Tensors  # Of the arguments, those whose gradients are needed.
+    results: tuple[OutputEdge, ...]  # Their numbers are kept by nobody but those operators that need them.
+    waiting: Waiting  # Where backwards are split: gradients of parameters that the first half leaves.
 
 
 class Stage:

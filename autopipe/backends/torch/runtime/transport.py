@@ -34,8 +34,7 @@ from autopipe.backends.torch.runtime.signed_store import KEY, SignedStore, Signe
 from autopipe.ir.errors import AutopipeError, LaunchError
 from autopipe.ir.program import Channel
 
-Form = tuple[torch.dtype, tuple[int, ...]]
-"""A tensor's type and shape."""
+Form = tuple[torch.dtype, tuple[int, ...]]  # A tensor's type and shape.
 
 
 @dataclass(slots=True)
@@ -91,10 +90,8 @@ class SendQueue:
     """All messages of a rank that are under way."""
 
     def __init__(self, watched: bool, most_bytes: int = _HELD_BYTES) -> None:
-        """`watched`: only whoever waits for a message learns that it has been sent, as with gloo.
-
-        All are then held until the step's end, up to `most_bytes`; beyond that a thread waits for the earliest.
-        """
+        """`watched`: only whoever waits for a message learns that it has been sent, as with gloo. All are then held
+        until the step's end, up to `most_bytes`; beyond that a thread waits for the earliest."""
         self._watched = watched
         self._most_bytes = most_bytes
         self._under_way: deque[PendingSend] = deque()
@@ -230,17 +227,14 @@ def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) ->
 
 
 class ControlGroup:
-    """All ranks of a world, or the only one, on a process group that nothing else uses.
-
-    So it may go on beside a step, on another thread, without its messages getting between those of the step.
-    """
+    """All ranks of a world, or the only one, on a process group that nothing else uses. So it may go on beside a step,
+    on another thread, without its messages getting between those of the step."""
 
     def __init__(self, rank: int, world_size: int, patience_s: float, heartbeat: Heartbeat) -> None:
         """All ranks make it together. Who has not come after `patience_s` seconds is given up."""
         self.rank = rank
         self.world_size = world_size
-        self.waits = False
-        """True if this rank has come and others have not."""
+        self.waits = False  # True if this rank has come and others have not.
         self.heartbeat = heartbeat
         self._group = None
         if world_size > 1:
@@ -262,10 +256,8 @@ class ControlGroup:
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def run_collectively(self, task: str, act: Callable[[], Any]) -> list[Any]:
-        """Every rank does its part of a task; what came of each, by rank, as JSON carries it.
-
-        Where a rank's part ends in an AutopipeError, all ranks raise it, the first by rank, as that rank's.
-        """
+        """Every rank does its part of a task; what came of each, by rank, as JSON carries it. Where a rank's part ends
+        in an AutopipeError, all ranks raise it, the first by rank, as that rank's."""
         try:
             outcome = {"done": act()}
         except AutopipeError as error:
@@ -287,11 +279,9 @@ ATTEMPT = "AUTOPIPE_ATTEMPT"
 
 
 class Transport:
-    """This rank's ends of all channels and groups.
-
-    Messages of one channel arrive in the order sent. Work handles are kept until waited for: gloo drops messages whose
-    handle is gone. Where ranks share a GPU, which NCCL refuses, tensors travel through pinned host memory.
-    """
+    """This rank's ends of all channels and groups. Messages of one channel arrive in the order sent. Work handles are
+    kept until waited for: gloo drops messages whose handle is gone. Where ranks share a GPU, which NCCL refuses,
+    tensors travel through pinned host memory."""
 
     def __init__(self, device: str, timeouts: Timeouts = DEFAULTS, heartbeat: Heartbeat | None = None) -> None:
         self.timeouts = timeouts
@@ -315,14 +305,11 @@ class Transport:
         """Bytes moved by this step's exchanges so far, by kind (`ir/program.py`)."""
         self._control_groups: list[ControlGroup] = []
         self._joined = False
-        self._store: Store | None = None
-        """Kept here, as `SignedStore` wants it."""
+        self._store: Store | None = None  # Kept here, as `SignedStore` wants it.
 
     def start(self) -> None:
-        """Join the world, with threads that keep to the rank's processors unless NCCL does the exchanges.
-
-        A world of one needs no process group; a process that is in a world already stays in it.
-        """
+        """Join the world, with threads that keep to the rank's processors unless NCCL does the exchanges. A world of
+        one needs no process group; a process that is in a world already stays in it."""
         if self.world_size == 1 or dist.is_initialized():
             return
         if not self.nccl and "LOCAL_RANK" in os.environ:
@@ -423,10 +410,8 @@ class Transport:
         self._sends.finish()
 
     def stop(self) -> None:
-        """Leave all groups, and the world if `start` joined it.
-
-        All ranks together: gloo aborts a rank whose peer goes away while it closes its threads.
-        """
+        """Leave all groups, and the world if `start` joined it. All ranks together: gloo aborts a rank whose peer goes
+        away while it closes its threads."""
         self._sends.close()
         if not dist.is_initialized():
             return
@@ -445,10 +430,8 @@ class Transport:
 
 
 def _launchers_store(patience: timedelta, signed: bool) -> Store | None:
-    """The launcher's store; None where another program started the rank, so that torch shall find or make one.
-
-    NCCL's own threads look into the store, also while they are ended, when they must not wait for Python: not signed.
-    """
+    """The launcher's store; None where another program started the rank, so that torch shall find or make one. NCCL's
+    own threads look into the store, also while they are ended, when they must not wait for Python: not signed."""
     if ATTEMPT not in os.environ:
         return None
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)

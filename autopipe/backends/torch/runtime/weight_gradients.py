@@ -157,19 +157,16 @@ class WeightGradQueue:
         """Of the calls of a forward, or a segment of one by its name, which are always the same."""
         self.begin()
         self._waiting: Waiting = []
-        self.used = False
-        """True if a forward has called an operator such that gradients may wait."""
+        self.used = False  # True if a forward has called an operator such that gradients may wait.
 
     def begin(self, part: str = "") -> None:
         """From now on a forward runs, or this part of one."""
         self._formulas, self._calls = self._known.setdefault(part, []), 0
 
     def __call__(self, function: Function, *operands: Any, **settings: Any) -> torch.Tensor:
-        """`function(*operands, **settings)`, one tensor. Parameters count as such also through views of them.
-
-        Forwards call the same operators with the same parameters in the same order: what is known of a call is looked
-        up by its number, since a forward waits for this code.
-        """
+        """`function(*operands, **settings)`, one tensor. Parameters count as such also through views of them. Forwards
+        call the same operators with the same parameters in the same order: what is known of a call is looked up by its
+        number, since a forward waits for this code."""
         self.used = True
         if not torch.is_grad_enabled():
             return function(*operands, **settings)
@@ -216,10 +213,8 @@ class WeightGradQueue:
 
 
 class _Deferred(torch.autograd.Function):
-    """One operator with a graph of its own, run backwards twice: for what flows, then for its parameters.
-
-    That graph keeps what the operator's own backward keeps, until the second time.
-    """
+    """One operator with a graph of its own, run backwards twice: for what flows, then for its parameters. That graph
+    keeps what the operator's own backward keeps, until the second time."""
 
     @staticmethod
     def forward(

@@ -67,9 +67,7 @@ def _visible(
     lengths: Tensor | None,
 ) -> Tensor | None:
     """The keys that each query may see, by their places and the mask: truth values, or to be added; None where all.
-
-    Keys beyond the mask are not seen.
-    """
+    Keys beyond the mask are not seen."""
     columns = torch.arange(key.shape[2], device=query.device)
     distance = columns - (torch.arange(query.shape[2], device=query.device)[:, None] + offset)
     before, behind = window
@@ -139,11 +137,9 @@ def rotary_embedding(
     width: int = 0,
     head_axis: int = 1,
 ) -> Tensor:
-    """The first `width` numbers (0: all) of each head turned by its position, pairs half a width apart or neighbours.
-
-    x is [b, h, s, d], or [b, s, h, d] with `head_axis` 2; the caches are [b, s, width / 2], or tables to look
-    `positions` [b, s] up in. Su et al., "RoFormer", 2021.
-    """
+    """The first `width` numbers (0: all) of each head turned by its position, pairs half a width apart or neighbours. x
+    is [b, h, s, d], or [b, s, h, d] with `head_axis` 2; the caches are [b, s, width / 2], or tables to look `positions`
+    [b, s] up in. Su et al., "RoFormer", 2021."""
     if positions is not None:
         cosines, sines = F.embedding(positions, cosines), F.embedding(positions, sines)
     cosines, sines = cosines.unsqueeze(head_axis), sines.unsqueeze(head_axis)

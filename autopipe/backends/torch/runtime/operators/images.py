@@ -50,10 +50,8 @@ def conv_quantized(
     dtype: torch.dtype,
     *window: Any,
 ) -> Tensor:
-    """Convolution of quantised numbers, quantised; the bias counts in units of `x_scale * weight_scale`.
-
-    `window` is the strides, the pads, the dilations and the number of groups.
-    """
+    """Convolution of quantised numbers, quantised; the bias counts in units of `x_scale * weight_scale`. `window` is
+    the strides, the pads, the dilations and the number of groups."""
     product = _exact_conv(x, x_zero_point, weight, weight_zero_point, bias, window)
     return requantize(product, x_scale.double() * weight_scale.double() / scale.double(), zero_point, dtype)
 
@@ -84,11 +82,9 @@ def deform_conv(
     groups: int,
     offset_groups: int,
 ) -> Tensor:
-    """Deformable convolution of images: each tap of each window reads at its own offset, bilinearly.
-
-    x is [n, c, h, w], offset [n, offset_groups * kh * kw * 2, oh, ow], mask [n, offset_groups * kh * kw, oh, ow].
-    Dai et al., "Deformable Convolutional Networks", 2017; with a mask, Zhu et al., 2019.
-    """
+    """Deformable convolution of images: each tap of each window reads at its own offset, bilinearly. x is [n, c, h, w],
+    offset [n, offset_groups * kh * kw * 2, oh, ow], mask [n, offset_groups * kh * kw, oh, ow]. Dai et al., "Deformable
+    Convolutional Networks", 2017; with a mask, Zhu et al., 2019."""
     batch, channels, height, width = x.shape
     kh, kw = weight.shape[2:]
     oh, ow = offset.shape[2:]
@@ -263,10 +259,8 @@ def roi_align(
     largest: bool,
 ) -> Tensor:
     """Each region [x1, y1, x2, y2] of `images[owner]` as `size` bins of bilinear samples, averaged or the largest.
-
     `samples` a bin and axis, or as many as the bin has pixels where 0. He et al., "Mask R-CNN", 2017; the largest is
-    taken over the four weighted neighbours of every sample, as ONNX defines.
-    """
+    taken over the four weighted neighbours of every sample, as ONNX defines."""
     found = []
     for region, owner in zip(regions * scale - (0.5 if half_pixel else 0.0), owners, strict=True):
         image = images[int(owner)]
@@ -298,9 +292,7 @@ def _samples(
 
 def dft(data: Tensor, dim: int, *, length: int | None = None, inverse: bool = False, onesided: bool = False) -> Tensor:
     """Discrete Fourier transform along `dim` of real (last extent 1) or complex (2) numbers, cut or zero-padded.
-
-    One-sided and inverse together take one half of a spectrum back to real numbers.
-    """
+    One-sided and inverse together take one half of a spectrum back to real numbers."""
     signal = torch.view_as_complex(data.contiguous()) if data.shape[-1] == 2 else data.squeeze(-1)
     if inverse and onesided:
         real: Tensor = torch.fft.irfft(signal, n=length, dim=dim)

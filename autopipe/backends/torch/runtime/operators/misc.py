@@ -75,10 +75,8 @@ def tensor_scatter(past: Tensor, update: Tensor, start: Tensor | None, dim: int,
 
 
 def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: ShardedAxis | None = None) -> Tensor:
-    """`values[1]` at each index along a new dimension `dim`, `values[0]` elsewhere and for indices out of range.
-
-    With `group` this rank's `depth` places of that dimension.
-    """
+    """`values[1]` at each index along a new dimension `dim`, `values[0]` elsewhere and for indices out of range. With
+    `group` this rank's `depth` places of that dimension."""
     first, whole = (0, depth) if group is None else (group.position * depth, group.size * depth)
     places = indices.unsqueeze(dim)
     classes = along(torch.arange(depth, device=indices.device), dim, indices.dim() + 1)
@@ -282,10 +280,8 @@ cumprod = partial(_running, torch.cumprod, 1)
 
 
 def top_k(data: Tensor, count: int, dim: int, *, largest: bool) -> tuple[Tensor, Tensor]:
-    """The `count` largest or smallest along `dim`, in order, and where they lie.
-
-    Among equals the one with the lower index comes first, which `torch.topk` does not promise.
-    """
+    """The `count` largest or smallest along `dim`, in order, and where they lie. Among equals the one with the lower
+    index comes first, which `torch.topk` does not promise."""
     source = data.to(torch.int64) if data.dtype in (torch.uint16, torch.uint32, torch.uint64) else data
     values, places = torch.sort(source, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, count).to(data.dtype), places.narrow(dim, 0, count)

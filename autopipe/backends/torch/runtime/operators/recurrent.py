@@ -24,8 +24,7 @@ Activation = Callable[[Tensor], Tensor]
 Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]
 """From a step's input, as all gates have it, the states before it and all units' outputs before it, to the states after
 it, the output first."""
-CellFactory = Callable[[int, list[Activation]], Cell]
-"""By direction, with its activations."""
+CellFactory = Callable[[int, list[Activation]], Cell]  # By direction, with its activations.
 
 
 @dataclass(slots=True)
@@ -93,10 +92,8 @@ class Layer:
 
     def loop(self, make: CellFactory, usual: tuple[str, ...]) -> tuple[Tensor, ...]:
         """Every direction's cell over the steps; samples shorter than the longest keep their state and give 0 after.
-
         Parameters of activations are consumed in order by those that take them; `usual` are the activations of one
-        direction where none are named.
-        """
+        direction where none are named."""
         names = self.activations or usual * self.weight.shape[0]
         alphas, betas = iter(self.alpha), iter(self.beta)
         functions = [_activation(name, alphas, betas) for name in names]
@@ -196,10 +193,8 @@ def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple
 def gru(
     x: Tensor, weight: Tensor, recurrence: Tensor, *, reset_after: bool = False, **settings: Any
 ) -> tuple[Tensor, ...]:
-    """Gated recurrent unit, gates in ONNX's order: update, reset, hidden. Returns all outputs and the last states.
-
-    Cho et al., 2014; `reset_after` applies the reset gate behind the recurrence's product.
-    """
+    """Gated recurrent unit, gates in ONNX's order: update, reset, hidden. Returns all outputs and the last states. Cho
+    et al., 2014; `reset_after` applies the reset gate behind the recurrence's product."""
     layer = Layer(x, weight, recurrence, **settings)
     if layer.fits_kernels and reset_after and not layer.activations:
         return layer.fused(torch.gru, (1, 0, 2))
@@ -236,12 +231,9 @@ def lstm(
     coupled: bool = False,
     **settings: Any,
 ) -> tuple[Tensor, ...]:
-    """Long short-term memory, gates in ONNX's order: input, output, forget, cell.
-
-    `peepholes` [directions, 3 * h] let gates see the cell, whose first state is `cell`; `coupled` makes the forget gate
-    1 - the input gate. Returns all outputs, the last outputs and the last cells. Hochreiter and Schmidhuber, 1997;
-    Gers et al., 2002.
-    """
+    """Long short-term memory, gates in ONNX's order: input, output, forget, cell. `peepholes` [directions, 3 * h] let
+    gates see the cell, whose first state is `cell`; `coupled` makes the forget gate 1 - the input gate. Returns all
+    outputs, the last outputs and the last cells. Hochreiter and Schmidhuber, 1997; Gers et al., 2002."""
     layer = Layer(x, weight, recurrence, **settings)
     if cell is None:
         layer.states.append(torch.zeros_like(layer.states[0]))

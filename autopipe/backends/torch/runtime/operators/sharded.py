@@ -315,10 +315,8 @@ def batch_norm(
     group: ShardedAxis | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x normalised by its own statistics, with `group` those of all ranks' samples; the running mean and variance moved
-    towards them; and these statistics.
-
-    Unlike torch, ONNX moves towards the population's variance, and `momentum` is what is left of the old.
-    """
+    towards them; and these statistics. Unlike torch, ONNX moves towards the population's variance, and `momentum` is
+    what is left of the old."""
     axes = tuple(axis for axis in range(x.dim()) if axis != 1)
     if group is None:
         y = F.batch_norm(x, None, None, scale, bias, training=True, eps=epsilon)
