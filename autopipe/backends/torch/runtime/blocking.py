@@ -1,9 +1,9 @@
-"""Stages that wait for every message right where they come to it: what overlapping messages with tasks is measured by.
+"""Stages that wait for every message where they come to it: what overlapping messages with tasks is measured by.
 
-A generated step sends and posts receives where that overlaps best; waiting at those places would deadlock. So these
-stages take no notice of them, and exchange messages between tasks, in one order of all tasks and messages that is the
-same for all ranks: a topological order of tasks in which a message, one item for both ends, stands right behind the
-task whose result it is (Lin et al., "Tessel" (HPCA 2024), section V).
+A generated step sends and posts receives where that overlaps best; waiting there would deadlock. So these stages
+exchange messages between tasks, in one order of all tasks and messages that all ranks share: a topological order of
+tasks with each message, one item for both ends, right behind the task that gives it (Lin et al., "Tessel" (HPCA 2024),
+section V).
 """
 
 from __future__ import annotations

@@ -321,36 +321,34 @@ class FunctionSource(Source):
         self._name = name
         self._batches = self._numbered()
         self._step = -1
-        self._epoch = 1
-        self._batch: Mapping[str, np.ndarray] = {}
-        self._count = manifest.batch_size
+        self._current: tuple[int, Mapping[str, np.ndarray], int] = (1, {}, manifest.batch_size)
 
     def has(self, step: int) -> bool:
         return self._manifest.train or self._advance(step)
 
     def epoch(self, step: int) -> int:
-        return self._epoch
+        return self._current[0]
 
     def count(self, step: int) -> int:
-        return self._count
+        return self._current[2]
 
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
         begin, batch_size, name = self._begin, self._manifest.batch_size, entry.value.name
         step = begin.steps + (start - begin.samples) // batch_size
         self._advance(step)
-        if name not in self._batch:
+        _, batch, _ = self._current
+        if name not in batch:
             raise ConfigurationError(f"a batch lacks input {name!r}", where=self._name)
         offset = begin.samples + (self._step - begin.steps) * batch_size
         where = f"{self._name}, batch {step}"
-        return self._rows_of(np.asarray(self._batch[name]), entry, start - offset, stop - offset, where)
+        return self._rows_of(np.asarray(batch[name]), entry, start - offset, stop - offset, where)
 
     def _advance(self, step: int) -> bool:
         """Take the batches up to that of `step`; no more where they end before."""
         while self._step < step:
-            found = next(self._batches, None)
-            if found is None:
+            if (found := next(self._batches, None)) is None:
                 return False
-            self._epoch, self._batch, self._count = found
+            self._current = found
             self._step += 1
         return True
 

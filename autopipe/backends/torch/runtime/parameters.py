@@ -1,8 +1,8 @@
 """A rank's parameters: its own blocks only, read from the ONNX file by offset or drawn from the seed.
 
-Element i of a drawn parameter is made from word i of the stream that the seed and the parameter's name stand for,
-whatever the plan, the rank and the element type, so that any sharding holds what one device would. A block is runs of
-neighbouring elements, drawn a piece at a time by several threads.
+Element i of a drawn parameter is made from word i of the stream of the seed and the parameter's name, so that any
+sharding, in any element type, holds what one device would. A block is runs of neighbouring elements, drawn a piece at a
+time by several threads.
 """
 
 from __future__ import annotations

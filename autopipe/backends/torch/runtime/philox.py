@@ -1,10 +1,9 @@
-"""Random numbers that any rank can draw from any place of a stream: counter-based, so shards equal the whole.
+"""Random numbers that any rank can draw from any place of a stream, so that shards equal the whole: element i is made
+from the i-th 64-bit word of Philox (Salmon et al., SC 2011) under the stream's key.
 
-Element i of a stream is made from the i-th 64-bit word of Philox (Salmon et al., SC 2011) under the stream's key.
-
-Box and Muller (1958) need a logarithm and a cosine, of which libraries differ in the last bit: by processor, by
-version, by where a number stands in an array. Here both are polynomials, made of the operations that IEEE 754 rounds in
-one way only (sum, product, quotient, root), so that ranks of different machines hold the same parameters.
+Box and Muller (1958) need a logarithm and a cosine, of which libraries differ in the last bit. Here both are
+polynomials, made of the operations that IEEE 754 rounds in one way only (sum, product, quotient, root), so that ranks
+of different machines hold the same parameters.
 """
 
 from __future__ import annotations

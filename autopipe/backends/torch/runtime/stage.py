@@ -101,12 +101,10 @@ def _assembled(pieces: list[Block], form: Form, device: torch.device, add: bool 
     if len(pieces) == 1 and pieces[0][1] is None:
         return pieces[0][0]
     dtype, shape = form
-    whole = (torch.zeros if add else torch.empty)(shape, dtype=dtype, device=device)
+    make, put = (torch.zeros, torch.Tensor.add_) if add else (torch.empty, torch.Tensor.copy_)
+    whole = make(shape, dtype=dtype, device=device)
     for tensor, box in pieces:
-        if add:
-            _part(whole, box).add_(tensor)
-        else:
-            _part(whole, box).copy_(tensor)
+        put(_part(whole, box), tensor)
     return whole
 
 

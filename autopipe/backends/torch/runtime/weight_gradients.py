@@ -1,12 +1,9 @@
 """The second half of a split backward: gradients of parameters that wait until the schedule says so.
 
-Where a schedule splits a stage's backward, its generated forward calls costly operators through `WeightGradQueue`.
-Autograd then gives at once only the gradients of what flows through the stage (Qi et al., "Zero Bubble Pipeline
-Parallelism", 2024, section 2). Those of the operators' parameters are queued: by formula for products, convolutions and
-lookups, which are most of what a model trains, else by a graph of autograd of the operator's own.
-
-By formula, the operator runs with its weight detached, so that autograd's own backward gives what flows and nothing
-else; a hook on its result takes the gradient from which, with the operand kept, the weight's gradient follows.
+Where a schedule splits a stage's backward, its forward calls costly operators through `WeightGradQueue`. Autograd then
+gives at once only the gradients of what flows through the stage (Qi et al., "Zero Bubble Pipeline Parallelism", 2024,
+section 2). By formula, an operator runs with its weight detached, and a hook on its result takes the gradient from
+which, with the operand kept, the weight's follows. Operators without a formula get a graph of autograd of their own.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.sharded import ShardedAxis
+from autopipe.backends.torch.runtime.collectives import Group
 
 
 def attention(
@@ -28,7 +28,7 @@ def attention(
     precision: torch.dtype | None = None,
     capture: int | None = None,
     merge: bool = False,
-    group: ShardedAxis | None = None,
+    group: Group | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Attention of [b, h, s, d] tensors; query heads may be a multiple of the key-value heads.
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.sharded import ShardedAxis, from_front
+from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.backends.torch.runtime.operators.sharded import from_front
 from autopipe.backends.torch.runtime.random_streams import Stream
 
 
@@ -74,7 +75,7 @@ def tensor_scatter(past: Tensor, update: Tensor, start: Tensor | None, dim: int,
     return past.scatter(dim, places.reshape(shape).expand(update.shape), update.to(past.dtype))
 
 
-def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: ShardedAxis | None = None) -> Tensor:
+def one_hot(indices: Tensor, depth: int, values: Tensor, dim: int, group: Group | None = None) -> Tensor:
     """`values[1]` at each index along a new dimension `dim`, `values[0]` elsewhere and for indices out of range. With
     `group` this rank's `depth` places of that dimension."""
     first, whole = (0, depth) if group is None else (group.position * depth, group.size * depth)

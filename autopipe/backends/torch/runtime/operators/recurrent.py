@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.operators.misc import reverse_sequence
-from autopipe.backends.torch.runtime.operators.sharded import ShardedAxis
 
 Activation = Callable[[Tensor], Tensor]
 Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]
@@ -43,7 +43,7 @@ class Layer:
     beta: tuple[float, ...] = ()
     clip: float | None = None
     batch_first: bool = False
-    group: ShardedAxis | None = None
+    group: Group | None = None
     start: Tensor = field(init=False)
     states: list[Tensor] = field(init=False)
 

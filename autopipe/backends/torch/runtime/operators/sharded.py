@@ -1,13 +1,10 @@
 """Operators over axes of which each rank has a part: lookups, softmaxes, losses, normalisations, reductions.
 
-A function `..._part` gives this rank's part of what its name says. Parts are equal and lie in the order of the ranks;
-they are never gathered. What the ranks tell one another is a number or two for each row: see
-`autopipe.ir.ops.operator`. Where every rank has the result, the gradients of all copies count.
-
-Of the classes of a loss, a rank's share is the loss of the labels among its own (Shoeybi et al., "Megatron-LM: training
-multi-billion parameter language models using model parallelism", 2019, section 3). Normalisations exchange the moments
-of the parts forward, and two sums a row backward. Variances of parts are taken about their own means and joined in
-double precision (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", The American Statistician
+A function `..._part` gives this rank's part of what its name says. Parts are equal, in the order of the ranks, and
+never gathered: ranks exchange a number or two a row (see `autopipe.ir.ops.operator`). Where every rank has the result,
+the gradients of all copies count. A rank's share of a loss is that of the labels among its own classes (Shoeybi et al.,
+"Megatron-LM", 2019, section 3). Normalisations exchange moments: variances of the parts about their own means, joined
+in double precision (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", The American Statistician
 37(3), 1983), so that a mean far from zero costs no digits.
 """
 
@@ -16,32 +13,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class ShardedAxis(Protocol):
-    """A group as these operators see it (`collectives.Group`): `total` and `largest` have no gradient."""
-
-    size: int
-    position: int
-
-    def total(self, tensor: Tensor) -> Tensor: ...
-    def largest(self, tensor: Tensor) -> Tensor: ...
-    def all_reduce(self, tensor: Tensor) -> Tensor: ...
-    def all_gather(self, tensor: Tensor, dimension: int) -> Tensor: ...
+from autopipe.backends.torch.runtime.collectives import Group
 
 
-def once(tensor: Tensor, group: ShardedAxis) -> Tensor:
+def once(tensor: Tensor, group: Group) -> Tensor:
     """`tensor` on the first rank of the group and zeros on the others: what is added once to shares of a sum."""
     everywhere = torch.ones((), dtype=torch.bool, device=tensor.device)
     return tensor if group.position == 0 else tensor.masked_fill(everywhere, 0)
 
 
-def own_places(places: Tensor, extent: int, group: ShardedAxis) -> tuple[Tensor, Tensor]:
+def own_places(places: Tensor, extent: int, group: Group) -> tuple[Tensor, Tensor]:
     """Places counted from the start of this rank's part, 0 where they are in another, and whether they are in it."""
     local = places - group.position * extent
     mine = (local >= 0) & (local < extent)
@@ -59,7 +46,7 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def gather_part(table: Tensor, dim: int, indices: Tensor, group: ShardedAxis) -> Tensor:
+def gather_part(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
     """`table` at `indices` along `dim`, of which this rank has a part; zeros for those that other ranks have."""
     places, mine = _places(indices, table.shape[dim], group)
     if dim == 0 and table.dim() == 2:
@@ -70,13 +57,13 @@ def gather_part(table: Tensor, dim: int, indices: Tensor, group: ShardedAxis) ->
     return found.masked_fill(~mine.reshape(*mine.shape, *[1] * (table.dim() - dim - 1)), 0)
 
 
-def gather_elements_part(table: Tensor, dim: int, indices: Tensor, group: ShardedAxis) -> Tensor:
+def gather_elements_part(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
     """`torch.gather` from a table of which this rank has a part along `dim`; zeros for what other ranks have."""
     places, mine = _places(indices, table.shape[dim], group)
     return table.gather(dim, places).masked_fill(~mine, 0)
 
 
-def _places(indices: Tensor, rows: int, group: ShardedAxis) -> tuple[Tensor, Tensor]:
+def _places(indices: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
     """Where indices are in this rank's rows, and whether they are."""
     places = from_front(indices, rows * group.size)
     torch._assert_async(((places >= 0) & (places < rows * group.size)).all(), "an index is out of range")
@@ -89,7 +76,7 @@ def from_front(indices: Tensor, extent: int) -> Tensor:
     return torch.where(indices < 0, indices + extent, indices)
 
 
-def _softmax(logarithm: bool, scores: Tensor, dim: int, group: ShardedAxis) -> Tensor:
+def _softmax(logarithm: bool, scores: Tensor, dim: int, group: Group) -> Tensor:
     found: Tensor = _Softmax.apply(precise(scores), dim, group, logarithm)  # type: ignore[no-untyped-call]
     return found
 
@@ -101,7 +88,7 @@ class _Softmax(torch.autograd.Function):
     """Softmax p of scores, or its logarithm. Of a gradient g: p (g - Σ p g), or g - p Σ g, sums over all ranks."""
 
     @staticmethod
-    def forward(context: Any, scores: Tensor, dim: int, group: ShardedAxis, logarithm: bool) -> Tensor:
+    def forward(context: Any, scores: Tensor, dim: int, group: Group, logarithm: bool) -> Tensor:
         context.dim, context.group, context.logarithm = dim, group, logarithm
         shifted = scores - group.largest(scores.amax(dim, keepdim=True))
         total = group.total(shifted.exp().sum(dim, keepdim=True))
@@ -121,7 +108,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Losses by label. Only exponentials of the scores are kept, and backward is one pass over them."""
 
     @staticmethod
-    def forward(context: Any, scores: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
+    def forward(context: Any, scores: Tensor, places: Tensor, own: Tensor, group: Group) -> Tensor:
         largest = group.largest(scores.amax(1, keepdim=True))
         picked = scores.gather(1, places.unsqueeze(1)) - largest
         exponentials = (scores - largest).exp_()
@@ -138,7 +125,7 @@ class _CrossEntropy(torch.autograd.Function):
         return found.scatter_add_(1, places.unsqueeze(1), -share), None, None, None
 
 
-def _likelihoods(logarithms: Tensor, places: Tensor, own: Tensor, group: ShardedAxis) -> Tensor:
+def _likelihoods(logarithms: Tensor, places: Tensor, own: Tensor, group: Group) -> Tensor:
     picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
     return -(picked * own).masked_fill(own == 0, 0)
 
@@ -151,8 +138,8 @@ def _loss_part(
     ignore_index: int = -100,
     reduction: str = "mean",
     *,
-    group: ShardedAxis,
-    batch: ShardedAxis | None = None,
+    group: Group,
+    batch: Group | None = None,
 ) -> Tensor:
     """This rank's share of a loss over classes, axis 1, of which it has a part: that of labels in its part.
 
@@ -188,7 +175,7 @@ def _share(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     *,
-    batch: ShardedAxis,
+    batch: Group,
 ) -> Tensor:
     """This rank's share of the mean of a loss of torch's over the labels of all ranks, of which it has a part."""
     losses = loss(scores, labels, weight, ignore_index=ignore_index, reduction="sum")
@@ -227,7 +214,7 @@ class _Standardized(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, dims: Dims, epsilon: float | None, group: ShardedAxis
+        context: Any, x: Tensor, dims: Dims, epsilon: float | None, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
         variance, mean = (each.double() for each in torch.var_mean(x, dims, correction=0, keepdim=True))
         mean, square = (group.total(torch.stack((mean, variance + mean.square()))) / group.size).unbind()
@@ -250,7 +237,7 @@ class _Standardized(torch.autograd.Function):
         return (gradient - mean - y * slope) * factor, None, None, None
 
 
-def _standardized(x: Tensor, dims: Dims, epsilon: float | None, group: ShardedAxis) -> tuple[Tensor, Tensor, Tensor]:
+def _standardized(x: Tensor, dims: Dims, epsilon: float | None, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's part of x standardised over all ranks' parts of `dims`; the mean and the variance."""
     y, mean, variance = _Standardized.apply(wide(x), dims, epsilon, group)  # type: ignore[no-untyped-call]
     return y.to(x.dtype), mean, variance
@@ -262,7 +249,7 @@ def _by_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def layer_norm_part(
-    x: Tensor, dims: Dims, scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis
+    x: Tensor, dims: Dims, scale: Tensor, bias: Tensor | None, epsilon: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's part of a layer normalisation over `dims`, which are the last; the mean and 1 / deviation."""
     y, mean, variance = _standardized(precise(x), dims, epsilon, group)
@@ -270,7 +257,7 @@ def layer_norm_part(
     return y if bias is None else y + bias, mean, torch.rsqrt(variance + epsilon)
 
 
-def rms_norm_part(x: Tensor, dims: Dims, scale: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
+def rms_norm_part(x: Tensor, dims: Dims, scale: Tensor, epsilon: float, group: Group) -> Tensor:
     x = precise(x)
     data = wide(x)
     squares = group.all_reduce(data.square().sum(dims, keepdim=True))
@@ -285,7 +272,7 @@ def skip_layer_norm(
     shift: Tensor | None,
     bias: Tensor | None,
     epsilon: float,
-    group: ShardedAxis | None = None,
+    group: Group | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Layer normalisation of `x + skip + bias`, its mean and 1 / deviation, and the sum; with `group` this rank's part
     of the last axis."""
@@ -296,7 +283,7 @@ def skip_layer_norm(
 
 
 def skip_rms_norm(
-    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float, group: ShardedAxis | None = None
+    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None, epsilon: float, group: Group | None = None
 ) -> tuple[Tensor, None, None, Tensor]:
     total = x + skip if bias is None else x + skip + bias
     if group is not None:
@@ -312,7 +299,7 @@ def batch_norm(
     variance: Tensor,
     momentum: float,
     epsilon: float,
-    group: ShardedAxis | None = None,
+    group: Group | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x normalised by its own statistics, with `group` those of all ranks' samples; the running mean and variance moved
     towards them; and these statistics. Unlike torch, ONNX moves towards the population's variance, and `momentum` is
@@ -333,17 +320,17 @@ def batch_norm(
 skip_layer_norm_part, skip_rms_norm_part, batch_norm_part = skip_layer_norm, skip_rms_norm, batch_norm
 
 
-def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
+def instance_norm_part(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: Group) -> Tensor:
     return _by_channel(_standardized(x, tuple(range(2, x.dim())), epsilon, group)[0], scale, bias)
 
 
-def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: ShardedAxis) -> Tensor:
+def group_norm_part(x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: Group) -> Tensor:
     x = precise(x)
     y = _standardized(x.reshape(x.shape[0], groups, -1), (2,), epsilon, group)[0]
     return _by_channel(y.reshape(x.shape), scale, bias)
 
 
-def mean_variance_norm(x: Tensor, axes: Dims, group: ShardedAxis | None = None) -> Tensor:
+def mean_variance_norm(x: Tensor, axes: Dims, group: Group | None = None) -> Tensor:
     """x, with `group` this rank's part of it, less its mean over its standard deviation (plus 1e-9), over `axes`."""
     if group is not None:
         return _standardized(x, axes, None, group)[0]
@@ -354,7 +341,7 @@ def mean_variance_norm(x: Tensor, axes: Dims, group: ShardedAxis | None = None) 
 mean_variance_norm_part = mean_variance_norm
 
 
-def normalize_part(x: Tensor, p: int, dim: int, group: ShardedAxis) -> Tensor:
+def normalize_part(x: Tensor, p: int, dim: int, group: Group) -> Tensor:
     """This rank's part of x over its p-norm along `dim`; p is 1 or 2."""
     data = wide(x)
     if p == 1:
@@ -364,13 +351,13 @@ def normalize_part(x: Tensor, p: int, dim: int, group: ShardedAxis) -> Tensor:
     return (data / norm).to(x.dtype)
 
 
-def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: ShardedAxis) -> Tensor:
+def extreme_part(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: Group) -> Tensor:
     """The largest or smallest over `dims` of all ranks' parts; those that are equal share the gradient."""
     found: Tensor = _Extreme.apply(wide(x), dims, largest, group)  # type: ignore[no-untyped-call]
     return found.to(x.dtype) if keepdim else found.to(x.dtype).squeeze(dims)
 
 
-def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
+def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
     """The 2-norm over `dims` of all ranks' parts; that of zeros has no gradient."""
     squares = group.all_reduce(wide(x).square().sum(dims, keepdim=True))
     tiny = torch.finfo(squares.dtype).tiny
@@ -378,11 +365,11 @@ def norm_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tenso
     return norm.to(x.dtype) if keepdim else norm.to(x.dtype).squeeze(dims)
 
 
-def log_sum_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
+def log_sum_part(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
     return group.all_reduce(wide(x).sum(dims, keepdim)).log().to(x.dtype)
 
 
-def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -> Tensor:
+def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
     data = wide(x)
     largest = group.largest(data.amax(dims, keepdim=True))
     largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
@@ -390,7 +377,7 @@ def log_sum_exp_part(x: Tensor, dims: Dims, keepdim: bool, group: ShardedAxis) -
     return total.to(x.dtype) if keepdim else total.to(x.dtype).squeeze(dims)
 
 
-def index_of_extreme_part(x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: ShardedAxis) -> Tensor:
+def index_of_extreme_part(x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: Group) -> Tensor:
     """Where along `dim` of all ranks' parts the largest or smallest lies: the first or the last place."""
     data = wide(x) if largest else -wide(x)
     extent = x.shape[dim]
@@ -405,7 +392,7 @@ def index_of_extreme_part(x: Tensor, dim: int, keepdim: bool, largest: bool, las
 
 class _Extreme(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, dims: Dims, largest: bool, group: ShardedAxis) -> Tensor:
+    def forward(context: Any, x: Tensor, dims: Dims, largest: bool, group: Group) -> Tensor:
         if largest:
             found = group.largest(x.amax(dims, keepdim=True))
         else:
