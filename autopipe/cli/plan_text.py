@@ -45,7 +45,8 @@ def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterat
     losses = [(*each, "") for each in breakdown.losses]
     inside = told(each for each in losses if each[0] in _EXCHANGES)
     outside = [each for each in losses if each[0] not in _EXCHANGES]
-    outside.append(("communication", breakdown.communication_s, f" ({inside})" if inside else ""))
+    exchanged_s = breakdown.messages_s + breakdown.collectives_s + breakdown.gradients_s
+    outside.append(("communication", exchanged_s, f" ({inside})" if inside else ""))
     if parts := told(sorted(outside, key=lambda each: -each[1])):
         yield f"of the step: ideal {ideal_s / step_s:.1%}, {parts}"
 
@@ -65,7 +66,9 @@ def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iter
     )
     reasons: dict[str, list[str]] = {}
     for each in best:
-        if each.step_time_s is not None or each.is_bounded:
+        # Without a schedule it was left out because none of its placement could be the shortest.
+        is_bounded = each.choice.schedule is None and each.lower_bound_s is not None
+        if each.step_time_s is not None or is_bounded:
             table.add_row(*_weighed_row(each, chosen_s))
         else:
             reasons.setdefault(each.refused or "", []).append(each.choice.strategy)

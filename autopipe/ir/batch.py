@@ -18,7 +18,7 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Constant, Graph, Node, Value
 from autopipe.ir.memo import GRAPHS, remembered
-from autopipe.ir.ops import Spaces, operator_of
+from autopipe.ir.ops import operator_of, spaces_of
 from autopipe.ir.space import AxisKind, Dimension, NotationError, Space
 
 
@@ -53,18 +53,15 @@ class BatchAxes:
 
     def axis(self, node: int) -> str | None:
         """The axis by which a node is split over replicas: the first that may be cut, with samples outermost in it."""
-        for found in self.nodes[node]:
-            if found.outer == 1 and found.kind is not AxisKind.WHOLE:
-                return found.axis
-        return None
+        own = self.nodes[node]
+        return next((each.axis for each in own if each.outer == 1 and each.kind is not AxisKind.WHOLE), None)
 
     def lost(self, graph: Graph, space: Space, node: int) -> str | None:
         """A value of this node that carries samples where no axis of its space counts them; None where all is well."""
-        extents = space.extents()
-        for name, dimension, place in _samples_in(graph.nodes[node], space, self.values):
-            if _axis_at(dimension, place, extents, self.batch) is None:
-                return name
-        return None
+        extents, samples = space.extents(), _samples_in(graph.nodes[node], space, self.values)
+        return next(
+            (name for name, words, place in samples if _axis_at(words, place, extents, self.batch) is None), None
+        )
 
     def of(self, value: str) -> Samples | None:
         """Where a value's samples are (the first place, where two dimensions count them); None where nowhere."""
@@ -74,18 +71,16 @@ class BatchAxes:
 
 @remembered(GRAPHS)
 def batch_axes_of(graph: Graph) -> BatchAxes:
-    """Follow the batch axes of `graph.batch_axes` through the graph.
-
-    A node whose operator has no row is not looked through. A value of which the samples end up on both sides of a cut
-    that is no multiple of a sample counts as carrying none.
-    """
+    """Follow the batch axes of `graph.batch_axes` through the graph. A node whose operator has no row is not looked
+    through. A value of which the samples end up on both sides of a cut that is no multiple of a sample counts as
+    carrying none."""
     extents = [graph.type_of(name).shape[axis] for name, axis in graph.batch_axes]
     batch = extents[0] if extents else 0
     values: dict[str, set[Samples]] = {name: {Samples(axis)} for name, axis in graph.batch_axes}
     nodes: list[tuple[NodeSamples, ...]] = [()] * len(graph.nodes)
     if batch <= 1:
         return BatchAxes(batch, tuple(nodes), {name: tuple(found) for name, found in values.items()})
-    spaces = Spaces(graph)
+    spaces = spaces_of(graph)
     fixed = {value.name for value in graph.inputs}
     consumers = graph.consumers()
     # Forwards in one go; only what is learnt backwards is visited again.
@@ -97,11 +92,11 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
         node = graph.nodes[index]
         if operator_of(node) is None or not any(name in values for name in (*node.inputs, *node.outputs)):
             continue
-        found = _node_samples(node, spaces[index], values, batch)
+        found = _node_samples(node, spaces(index), values, batch)
         if found == nodes[index]:
             continue
         nodes[index] = found
-        for name, place in _places(node, spaces[index], found):
+        for name, place in _places(node, spaces(index), found):
             if name in fixed or place in values.setdefault(name, set()):
                 continue
             values[name].add(place)
@@ -127,15 +122,10 @@ def _samples_in(
 
 def _node_samples(node: Node, space: Space, values: dict[str, set[Samples]], batch: int) -> tuple[NodeSamples, ...]:
     """The axes of a node's space that count samples, given what is known of its operands and results."""
-    extents = space.extents()
-    tensors = _samples_in(node, space, values)
-    found = {axis for _, dimension, place in tensors if (axis := _axis_at(dimension, place, extents, batch))}
-    return tuple(
-        NodeSamples(axis.name, outer, inner, axis.kind)
-        for axis in space.axes
-        for name, outer, inner in sorted(found)
-        if name == axis.name
-    )
+    extents, tensors = space.extents(), _samples_in(node, space, values)
+    found = sorted({axis for _, dimension, place in tensors if (axis := _axis_at(dimension, place, extents, batch))})
+    pairs = ((axis, outer, inner) for axis in space.axes for name, outer, inner in found if name == axis.name)
+    return tuple(NodeSamples(axis.name, outer, inner, axis.kind) for axis, outer, inner in pairs)
 
 
 def _axis_at(dimension: Dimension, place: Samples, extents: dict[str, int], batch: int) -> tuple[str, int, int] | None:
@@ -189,9 +179,9 @@ def rebatched(graph: Graph, size: int) -> Graph:
         if parameter.value.name in axes.values:
             message = f"parameter {parameter.value.name!r} has an entry for each of the {axes.batch} samples"
             raise ModelError(message, "export with a batch of one micro-batch")
-    spaces = Spaces(graph)
+    spaces = spaces_of(graph)
     for index, node in enumerate(graph.nodes):
-        if operator_of(node) is not None and (lost := axes.lost(graph, spaces[index], index)) is not None:
+        if operator_of(node) is not None and (lost := axes.lost(graph, spaces(index), index)) is not None:
             message = f"{node.op} does not keep the samples of {lost!r} apart, so the batch cannot shrink"
             raise ModelError(message, _EXPORT, repr(node.name))
     shrunk = {}
@@ -256,12 +246,12 @@ def _sliced(constant: Constant, axes: BatchAxes, size: int) -> Constant:
 
 def _check(graph: Graph) -> None:
     """Raise ModelError where a node does not fit the smaller shapes."""
-    spaces = Spaces(graph)
+    spaces = spaces_of(graph)
     for index, node in enumerate(graph.nodes):
         if operator_of(node) is None:
             raise ModelError(f"{node.op} is not supported, so the batch cannot shrink", where=repr(node.name))
         try:
-            spaces[index]
+            spaces(index)
         except NotationError as error:
             message = f"{node.op} cannot run on a smaller batch than it was exported with"
             raise ModelError(message, "export with a symbolic batch dimension", repr(node.name)) from error

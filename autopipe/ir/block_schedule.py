@@ -20,8 +20,6 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.json_file import JsonRecord, read_record
 
 SCHEDULE_FORMAT = "autopipe.schedule/1"
-_MOST_NAMES = 8
-"""Blocks of a circle that are named."""
 _MOST = 2**53
 """Largest whole number that is read: a larger one is not exact in every reader of JSON."""
 Whole = Annotated[int, AtLeast(0), AtMost(_MOST)]
@@ -65,13 +63,15 @@ class BlockGraph:
             message, hint = self._wrong(block)
             if message:
                 raise ConfigurationError(message, hint, f"block {block.name!r}")
-        if len(self.order) < len(self.blocks):
-            waiting = min(set(range(len(self.blocks))) - set(self.order))
-            circle = [repr(self.blocks[index].name) for index in self._circle(waiting)]
-            if len(circle) > _MOST_NAMES:
-                circle = [*circle[: _MOST_NAMES - 2], "...", circle[-1]]
+        if stuck := set(range(len(self.blocks))) - set(self.order):
+            path = [min(stuck)]
+            while path[-1] not in path[:-1]:
+                path.append(next(other for other in self.blocks[path[-1]].after if other in stuck))
+            circle = [repr(self.blocks[index].name) for index in path[path.index(path[-1]) :]]
+            if len(circle) > 8:
+                circle = [*circle[:6], "...", circle[-1]]
             message = f"blocks wait in a circle: {' after '.join(circle)}"
-            raise ConfigurationError(message, where=f"block {self.blocks[waiting].name!r}")
+            raise ConfigurationError(message, where=f"block {self.blocks[path[0]].name!r}")
 
     def _wrong(self, block: Block) -> tuple[str, str]:
         """The fault of a block, and a hint; both "" where there is none."""
@@ -90,14 +90,6 @@ class BlockGraph:
             return "it has not one delay of 0 or more for each block before it", ""
         return "", ""
 
-    def _circle(self, start: int) -> list[int]:
-        """A circle of blocks, each after the next, reached from one that never becomes ready."""
-        ready = set(self.order)
-        path = [start]
-        while path[-1] not in path[:-1]:
-            path.append(next(other for other in self.blocks[path[-1]].after if other not in ready))
-        return path[path.index(path[-1]) :]
-
     @cached_property
     def order(self) -> tuple[int, ...]:
         """Indices of the blocks, each after all that it waits for; without those in or behind a circle."""
@@ -112,11 +104,7 @@ class BlockGraph:
 
     @cached_property
     def following(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.blocks]
-        for index, block in enumerate(self.blocks):
-            for other in set(block.after):
-                found[other].append(index)
-        return tuple(map(tuple, found))
+        return _inverted((block.after for block in self.blocks), len(self.blocks))
 
     @cached_property
     def waits(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -128,24 +116,27 @@ class BlockGraph:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in range(self.devices)]
-        for index, block in enumerate(self.blocks):
-            for device in block.devices:
-                found[device].append(index)
-        return tuple(map(tuple, found))
+        return _inverted((block.devices for block in self.blocks), self.devices)
 
     @cached_property
     def loads(self) -> tuple[int, ...]:
         return tuple(sum(self.blocks[index].time for index in members) for members in self.members)
 
 
+def _inverted(sets: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
+    """For each number below `count` the indices, ascending, of the sets that hold it."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for index, each in enumerate(sets):
+        for number in set(each):
+            found[number].append(index)
+    return tuple(map(tuple, found))
+
+
 @dataclass(frozen=True, slots=True)
 class BlockRepetend:
-    """A steady state: block i of unit n starts at `starts[i] + period * (n - offsets[i])`.
-
-    One repetition holds each block once; block i stands in it for the unit `offsets[i]` further than the oldest one:
-    Tessel's micro-batch index of the block.
-    """
+    """A steady state: block i of unit n starts at `starts[i] + period * (n - offsets[i])`. One repetition holds each
+    block once; block i stands in it for the unit `offsets[i]` further than the oldest one: Tessel's micro-batch index
+    of the block."""
 
     starts: tuple[Index, ...]
     offsets: tuple[Index, ...]
@@ -162,10 +153,8 @@ class BlockSchedule:
     """Time between units in the steady state; None where there is none."""
     lower_bound: int = 0
     """No schedule that repeats with every unit has a shorter period; where `repetend` is None, none a shorter makespan.
-
     Where memory is short and the period above the largest load, schedules that repeat with several units together may
-    still take less time a unit.
-    """
+    still take less time a unit."""
     optimal: bool = False
     """True if the period (the makespan's where `repetend` is None) is proven to be the least."""
     repetend: BlockRepetend | None = None
@@ -243,7 +232,6 @@ def check_blocks(schedule: BlockSchedule) -> None:
 
 
 def order_form(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object]]:
-    """A device's order, from the block, the unit and the start of each of its tasks."""
     return [{"block": block, "unit": unit, "start": start} for block, unit, start in tasks]
 
 

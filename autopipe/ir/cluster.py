@@ -10,36 +10,28 @@ from itertools import accumulate, chain, pairwise
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts
 
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp64")
-"""The precisions a device may state a peak for."""
-OPERATOR_CLASSES = ("matmul", "convolution", "elementwise", "normalization", "reduction", "memory", "recurrent")
-"""The classes of operators that reach different fractions of what the hardware can do."""
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator (or one processor socket) as a roofline model sees it."""
+    """One accelerator (or one processor socket) as a roofline model sees it, and what was measured on it, if anything.
+
+    `peak_flops` are FLOP/s by precision, a multiply-add counting two; `efficiency` is the fraction of the peak (or of
+    the bandwidth to the device's own memory) that is reached, by operator class. Of measured costs, `tasks` are those
+    besides operators, `collectives` of ranks in one node, `post` is the CPU time of posting a message at either end,
+    `follow` that of each further message of the same task.
+    """
 
     name: str
-    """The product, such as `V100-SXM2-16GB`."""
     memory_bytes: int
-    """Memory a program may use, in bytes."""
     peak_flops: tuple[tuple[str, float], ...]
-    """FLOP/s by precision, one multiply-add counted as two."""
     bandwidth_bytes_per_s: float
-    """Bytes a second between the device and its own memory."""
     launch_latency_s: float
     """Seconds from one kernel's end to the next one's start, when each is launched by itself."""
     efficiency: tuple[tuple[str, float], ...]
-    """Fraction of the peak (or of the bandwidth) reached, by operator class; above 0, at most 1."""
     tasks: TaskCosts | None = None
-    """Measured cost of tasks besides their operators."""
     collectives: tuple[ExchangeCost, ...] = ()
-    """Measured cost of collectives of ranks in one node."""
     post: Affine | None = None
-    """Measured CPU time of posting a message at either end."""
     follow: Affine | None = None
-    """Measured CPU time of each further message of the same task."""
 
     def __hash__(self) -> int:
         # Devices are keys of many tables, and what tells them apart is at the front.
@@ -69,9 +61,7 @@ class Link:
     """A way between two devices: sending n bytes takes `latency_s + n / bandwidth_bytes_per_s`."""
 
     latency_s: float
-    """Seconds before the first byte arrives."""
     bandwidth_bytes_per_s: float
-    """Bytes a second that one device sends to another, in one direction."""
 
     def seconds(self, size_bytes: float) -> float:
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
@@ -82,11 +72,8 @@ class Level:
     """One level of the hierarchy: `size` groups of the level below (devices, at the lowest) joined by `link`."""
 
     name: str
-    """Kind of group, such as `node` or `cluster`."""
     size: int
-    """How many members of the level below one group holds."""
     link: Link
-    """The link between two members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +81,7 @@ class Group:
     """Neighbouring devices of a cluster that have nodes and links of their own."""
 
     name: str = field(compare=False)
-    """Name in reports."""
     size: int
-    """Number of devices."""
     levels: tuple[Level, ...]
     """From the innermost (devices in a node) to the outermost in the group."""
 
@@ -106,16 +91,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices 0, 1, ... filled into nodes in order, nodes into the levels above.
-
-    Where the number of devices is not a multiple of a level's extent, the last group of that level is partly filled.
-    A cluster of `groups` holds each one's devices in order, and one level that joins the groups.
-    """
+    """Devices 0, 1, ... filled into nodes in order, nodes into the levels above. Where the number of devices is not a
+    multiple of a level's extent, the last group of that level is partly filled. A cluster of `groups` holds each one's
+    devices in order, and one level that joins the groups."""
 
     name: str
-    """The preset or the file it comes from."""
     devices: tuple[Device, ...]
-    """One entry a device, in order of their indices."""
     levels: tuple[Level, ...]
     """From the innermost (devices in a node) to the outermost (nodes in the cluster); with `groups` what joins them."""
     groups: tuple[Group, ...] = ()
@@ -140,7 +121,6 @@ class Cluster:
 
     @property
     def kinds(self) -> tuple[Device, ...]:
-        """The kinds of devices, in order of the first of each."""
         return self.kinds_among(range(self.size))
 
     def kinds_among(self, devices: Iterable[int]) -> tuple[Device, ...]:
@@ -156,11 +136,9 @@ class Cluster:
 
     @property
     def node_count(self) -> int:
-        """Number of nodes that hold a device."""
         return self.node(self.size - 1) + 1
 
     def node(self, device: int) -> int:
-        """Index of the node that holds `device`."""
         first, levels = self.part(device)
         before = sum(-(-group.size // group.levels[0].size) for group, start in self._placed() if start < first)
         return before + (device - first) // levels[0].size

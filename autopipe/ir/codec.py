@@ -35,25 +35,15 @@ Mark = TypeVar("Mark")
 class Bound:
     """Mark of a number that is within a bound: `words` in errors, `preposition` in descriptions."""
 
+    words: str
+    preposition: str
+    holds: Callable[[float, float], bool]
     bound: float
-    words: ClassVar[str]
-    preposition: ClassVar[str]
-    holds: ClassVar[Callable[[float, float], bool]]
 
 
-class AtLeast(Bound):
-    __slots__ = ()
-    words, preposition, holds = "at least", "from", operator.ge
-
-
-class Above(Bound):
-    __slots__ = ()
-    words, preposition, holds = "above", "above", operator.gt
-
-
-class AtMost(Bound):
-    __slots__ = ()
-    words, preposition, holds = "at most", "up to", operator.le
+AtLeast = functools.partial(Bound, "at least", "from", operator.ge)
+Above = functools.partial(Bound, "above", "above", operator.gt)
+AtMost = functools.partial(Bound, "at most", "up to", operator.le)
 
 
 class Spelling:
@@ -134,18 +124,15 @@ Filled = Fits(bool, "at least one")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key a dataclass takes."""
+    """One key a dataclass takes, with the `name` and the `hint` (its type with marks) of the field that it sets.
+    `default` is `dataclasses.MISSING` where the key must be given, `flag` the command-line flag that sets it, if any,
+    and `path` the keys of nested mappings that lead to it."""
 
     name: str
-    """Of the field."""
     hint: Any
-    """Its type, with marks."""
     default: object
-    """Its value where it is not given; `dataclasses.MISSING` where it must be."""
     flag: str = ""
-    """The command-line flag that sets it, if any."""
     path: tuple[str, ...] = ()
-    """Keys of nested mappings that lead to it."""
     sparse: bool = False
     flat: bool = False
 
@@ -160,16 +147,12 @@ def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
     hints = typing.get_type_hints(schema, include_extras=True)
     found = {}
     for field in dataclasses.fields(schema):
-        hint = hints[field.name]
-        marks = unwrap(hint)[1]
-        if not field.init or any(isinstance(mark, Rest | Origin) for mark in marks):
-            continue
-        factory = field.default_factory
-        default = field.default if factory is dataclasses.MISSING else factory()
-        at = find(marks, At)
-        path = tuple(at.key.split(".")) if at else (field.name,)
-        sparse, flat = find(marks, Sparse) is not None, find(marks, Flat) is not None
-        found[field.name] = Key(field.name, hint, default, field.metadata.get("flag", ""), path, sparse, flat)
+        name, hint, factory = field.name, hints[field.name], field.default_factory
+        marks = {type(mark): mark for mark in unwrap(hint)[1]}
+        if field.init and marks.keys().isdisjoint((Rest, Origin)):
+            default = field.default if factory is dataclasses.MISSING else factory()
+            path = tuple(typing.cast(At, marks.get(At, At(name))).key.split("."))
+            found[name] = Key(name, hint, default, field.metadata.get("flag", ""), path, Sparse in marks, Flat in marks)
     return tuple(found[name] for name in getattr(schema, "written", found))
 
 
@@ -313,7 +296,7 @@ class Record:
         """The value under `key` of an object as a value of type `hint`."""
         if self.is_plain and (quick := _quick(hint)) and self.has(key):
             found = quick(self.value[key])
-            if found is not None:
+            if found is not _UNFIT:
                 return found
         return decode(self.at(key, hint), hint)
 
@@ -330,12 +313,12 @@ class Record:
             yield key, self.child(value, key)
 
 
+Reader = Callable[[Record], Any]
+
+
 def decode(record: Record, hint: Any, **more: object) -> Any:
     """The record as a value of type `hint`, a dataclass with the fields `more`. Raises ConfigurationError."""
     return _read_dataclass(hint, record, **more) if more else _reader(hint)(record)
-
-
-Reader = Callable[["Record"], Any]
 
 
 @functools.cache
@@ -349,7 +332,7 @@ def _reader(hint: Any) -> Reader:
         return functools.partial(_read_union, base)
     if fits := find(marks, Fits):
         inner = tuple(mark for mark in marks if mark is not fits)
-        return functools.partial(_read_fitting, Annotated[base, *inner] if inner else base, fits)
+        return functools.partial(_read_fitting, _reader(Annotated[base, *inner] if inner else base), fits)
     if dataclasses.is_dataclass(base):
         return functools.partial(_read_row if find(marks, Row) else _read_dataclass, typing.cast(Any, base))
     if origin is Literal:
@@ -363,9 +346,8 @@ def _reader(hint: Any) -> Reader:
     return functools.partial(_read_scalar, hint, origin or base, marks)
 
 
-def _read_fitting(hint: Any, fits: Fits, record: Record) -> object:
-    value = decode(record, hint)
-    if not fits.test(value):
+def _read_fitting(read: Reader, fits: Fits, record: Record) -> object:
+    if not fits.test(value := read(record)):
         record.refuse(fits.words)
     return value
 
@@ -388,11 +370,14 @@ def _read_literal(literal: Any, record: Record) -> object:
         record.refuse(describe(literal))
     options = typing.get_args(literal)
     value = record.text if isinstance(options[0], str) else record.value
-    for option in options:
-        if value == option and type(value) is type(option):
-            return option
+    if _is_option(value, literal):
+        return value
     message = f"{record.path}: {quote(str(value))} is none of {', '.join(map(str, options))}"
     raise record.error(message, nearest(str(value), map(str, options)))
+
+
+def _is_option(value: object, literal: Any) -> bool:
+    return any(value == option and type(value) is type(option) for option in typing.get_args(literal))
 
 
 def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
@@ -417,7 +402,7 @@ def _read_row(schema: type[Shape], record: Record) -> Shape:
         if len(cells) < len(inner):
             break
         taken = {each.name: decode(cell, each.hint) for each, cell in zip(inner, cells, strict=False)}
-        values[key.name] = unwrap(key.hint)[0](**taken) if key.flat else taken[key.name]
+        values |= {key.name: unwrap(key.hint)[0](**taken)} if key.flat else taken
         cells = cells[len(inner) :]
     if cells or any(key.required and key.name not in values for key in keys(schema)):
         record.refuse(describe(Annotated[schema, Row()]))
@@ -432,11 +417,11 @@ def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shap
     for key, read, quick in _key_readers(schema):
         if key.name in more:
             continue
-        if key.flat and missing:
-            break
-        if record.is_plain and quick and (found := quick(record.value.get(key.path[0]))) is not None:
+        if quick and record.is_plain and (found := quick(record.value.get(key.path[0], _UNFIT))) is not _UNFIT:
             values[key.name] = found
             continue
+        if key.flat and missing:
+            break
         place = record
         for step in () if key.flat else key.path:
             if not place.has(step):
@@ -456,24 +441,33 @@ def _key_readers(schema: type[Dataclass]) -> tuple[tuple[Key, Reader, Callable[[
     return tuple((key, _reader(key.hint), _quick(key.hint) if len(key.path) == 1 else None) for key in keys(schema))
 
 
+_UNFIT = object()
+
+
 @functools.cache
 def _quick(hint: Any) -> Callable[[Any], Any] | None:
-    """A function from plain values to what `decode` makes of them, or None where they need a closer look. Large
+    """A function from plain values to what `decode` makes of them, or `_UNFIT` where they need a closer look. Large
     documents are mostly texts, whole numbers and lists of these, for which no record has to be made."""
     base, marks = unwrap(hint)
-    least = max((mark.bound for mark in marks if isinstance(mark, AtLeast)), default=-math.inf)
-    if not all(isinstance(mark, AtLeast | At | Sparse) for mark in marks):
+    bounds = [mark for mark in marks if isinstance(mark, Bound)]
+    if any(each.holds is not operator.ge for each in bounds) or not all(
+        isinstance(each, Bound | At | Sparse) for each in marks
+    ):
         return None
+    least = max((each.bound for each in bounds), default=-math.inf)
     if base is str or base is bool:
-        return lambda value: value if type(value) is base else None
+        return lambda value: value if type(value) is base else _UNFIT
     if base is int:
-        return lambda value: value if type(value) is int and value >= least else None
+        return lambda value: value if type(value) is int and value >= least else _UNFIT
+    if is_union(base) and len(members := typing.get_args(base)) == 2 and members[1] is type(None):
+        quick = _quick(members[0])
+        return quick and (lambda value: None if value is None else quick(value))
     return _quick_indices if base == tuple[Index, ...] else None
 
 
-def _quick_indices(value: Any) -> tuple[int, ...] | None:
+def _quick_indices(value: Any) -> object:
     are_integers = type(value) is list and {int}.issuperset(map(type, value))
-    return tuple(value) if are_integers and min(value, default=0) >= 0 else None
+    return tuple(value) if are_integers and min(value, default=0) >= 0 else _UNFIT
 
 
 def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Record) -> object:
@@ -484,7 +478,7 @@ def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Recor
         record.refuse(describe(hint))
     value = float(value) if base is float else value
     for mark in marks:
-        if isinstance(mark, Bound) and not type(mark).holds(value, mark.bound):
+        if isinstance(mark, Bound) and not mark.holds(value, mark.bound):
             raise record.error(f"{record.path} is {record.display}", f"it must be {mark.words} {mark.bound}")
     return value
 
@@ -513,6 +507,9 @@ def accepts(record: Record, hint: Any) -> bool:
     return isinstance(value, int | float if base is float else int) and not isinstance(value, bool)
 
 
+Writer = Callable[[Any], Any]
+
+
 def encode(value: Dataclass) -> dict[str, Any]:
     """A dataclass as lists, dicts and scalars that `decode` reads."""
     return _write_dataclass(type(value), value)
@@ -528,8 +525,7 @@ def _same(value: Any) -> Any:
 
 
 @functools.cache
-def _writer(hint: Any) -> Callable[[Any], Any]:
-    """The function that writes a type: worked out once."""
+def _writer(hint: Any) -> Writer:
     base, marks = unwrap(hint)
     origin, members = typing.get_origin(base), typing.get_args(base)
     if coded := find(marks, Coded):
@@ -577,9 +573,7 @@ def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
 
 
 @functools.cache
-def _key_writers(
-    schema: type[Dataclass],
-) -> tuple[tuple[tuple[Key, Callable[[Any], Any]], ...], tuple[str, Rest] | None]:
+def _key_writers(schema: type[Dataclass]) -> tuple[tuple[tuple[Key, Writer], ...], tuple[str, Rest] | None]:
     return tuple((key, _writer(key.hint)) for key in keys(schema)), marked_field(schema, Rest)
 
 
@@ -598,5 +592,5 @@ def _holds(value: object, hint: Any) -> bool:
     if base is type(None):
         return value is None
     if origin is Literal:
-        return any(value == option and type(value) is type(option) for option in typing.get_args(base))
+        return _is_option(value, base)
     return isinstance(value, origin or base) and not (isinstance(value, bool) and base is not bool)

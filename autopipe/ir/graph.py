@@ -52,7 +52,6 @@ class DType(enum.Enum):
 
     @property
     def is_floating(self) -> bool:
-        """True if gradients can flow through values of this type."""
         return self in _FLOATING
 
     @property
@@ -98,15 +97,16 @@ class FileSlice:
 
 @dataclass(frozen=True, slots=True)
 class FoldedSlice(FileSlice):
-    """Numbers that an exporter made of a parameter, which is had back from them."""
+    """Numbers that an exporter made of a parameter, which is had back from them: of each number itself, or, as `form`
+    says, its `log` or the `log of the negative`.
+
+    `rows` says where each row of the parameter, a matrix, begins, in elements (() where it is stored as it is), `step`
+    how many elements there are from one of a row's numbers to the next.
+    """
 
     rows: tuple[Index, ...] = ()
-    """Where each row of the parameter, a matrix, begins, in elements; none where it is stored as it is."""
     step: int = 1
-    """Elements from one of a row's numbers to the next."""
     form: str = ""
-    """Function from the numbers to the parameter: "" for the numbers themselves, else their `log` or the `log of the
-    negative`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,10 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Initializer:
-    """How to draw a parameter that has no stored numbers."""
+    """How to draw a parameter that has no stored numbers: `normal` (mean 0, standard deviation `scale`), `uniform` (in
+    [-scale, scale]), `zeros` or `ones`."""
 
     scheme: str
-    """One of `normal` (mean 0, standard deviation `scale`), `uniform` (in [-scale, scale]), `zeros`, `ones`."""
     scale: float = 0.0
 
 
@@ -217,12 +217,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A whole model, or one evaluation of it on one micro-batch.
-
-    `values` types every value that a node writes, in the order written. `opset` is the version of the "" domain that
-    gives the nodes their meaning. `batch_axes` says, for each input that carries samples, which of its axes counts
-    them.
-    """
+    """A whole model, or one evaluation of it on one micro-batch. `values` types every value that a node writes, in the
+    order written. `opset` is the version of the "" domain that gives the nodes their meaning. `batch_axes` says, for
+    each input that carries samples, which of its axes counts them."""
 
     name: str
     opset: int
@@ -241,9 +238,8 @@ class Graph:
         types: dict[str, Value] = {}
         kept: tuple[Parameter | Constant, ...] = (*self.parameters, *self.constants)
         for value in itertools.chain(self.inputs, (each.value for each in kept), self.values):
-            if value.name in types:
+            if types.setdefault(value.name, value) is not value:
                 raise ModelError(f"value {value.name!r} is defined twice", where=repr(self.name))
-            types[value.name] = value
         producers = {name: index for index, node in enumerate(self.nodes) for name in node.outputs if name}
         object.__setattr__(self, "_types", types)
         object.__setattr__(self, "_producers", producers)

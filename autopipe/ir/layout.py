@@ -72,12 +72,11 @@ class MeshAxis(NamedTuple):
     stride: int
 
     def place(self, position: int) -> int:
-        """Where the device at `position` of the group stands on this axis."""
         return position // self.stride % self.degree
 
 
 MeshAxes = tuple[MeshAxis, ...]
-"""Several axes, outer to inner."""
+"""Outer to inner."""
 
 
 def mesh_of(splits: Sequence[Split], group: int) -> MeshAxes:
@@ -121,7 +120,6 @@ def place_along(axes: MeshAxes, position: Positions) -> Positions:
 
 
 def degree_of(axes: Iterable[MeshAxis]) -> int:
-    """How many places axes have together."""
     return math.prod([axis.degree for axis in axes])
 
 
@@ -176,7 +174,6 @@ class Layout:
 
     @property
     def is_partial(self) -> bool:
-        """True if devices hold but shares of the value."""
         return bool(self.sums or self.means)
 
     @property
@@ -214,16 +211,13 @@ class Layout:
 
     @property
     def local_elements(self) -> int:
-        """Number of elements of one device's block."""
         return math.prod(self.local_shape()) if self.windows else math.prod(self.shape) // self.parts
 
     def like_first(self, group: int) -> tuple[int, ...]:
         """The positions, of `group`, of the devices that hold the same block as the one at position 0."""
         positions = np.arange(group)
-        same = np.ones(group, dtype=bool)
-        for axes in self.cuts:
-            same &= place_along(axes, positions) == 0
-        return tuple(np.flatnonzero(same).tolist())
+        apart = sum((place_along(axes, positions) for axes in self.cuts), np.zeros_like(positions))
+        return tuple(np.flatnonzero(apart == 0).tolist())
 
     def box(self, position: int) -> Box:
         """Box held by the device at `position` of the group; blocks read through windows may exceed the tensor."""
@@ -254,11 +248,9 @@ def operand_layout(
     axes: Mapping[str, MeshAxis],
     windows: Sequence[Windowed] = (),
 ) -> Layout:
-    """Layout in which devices need an operand, or hold a result, of a node whose splits have these `axes_of`.
-
-    `windows` are the operand's (`Space.windows_of`). A cut inside a merged dimension is a block only where `is_block`
-    says so; callers keep to such splits.
-    """
+    """Layout in which devices need an operand, or hold a result, of a node whose splits have these `axes_of`. `windows`
+    are the operand's (`Space.windows_of`). A cut inside a merged dimension is a block only where `is_block` says so;
+    callers keep to such splits."""
     cuts = [merged([axes[name] for name in dimension if name in axes]) for dimension in dimensions]
     if not windows:
         return Layout(shape, tuple(cuts))
@@ -300,17 +292,15 @@ def even_degree_hint(extent: int, degree: int) -> str:
 
 
 def is_block(space: Space, axis: str, degree: int) -> bool:
-    """True if cutting `axis` leaves every device one block of each tensor: it is the outermost of its dimensions."""
     return are_blocks(space, (Split(axis, degree),))
 
 
 def are_blocks(space: Space, splits: Sequence[Split]) -> bool:
     """True if `splits` together leave every device one block of each tensor, equal to the others'. In a dimension made
     of several axes an inner one may be cut where all those outside it are cut to extent one."""
-    degrees = {split.axis: split.degree for split in splits}
-    if any(axis.extent % degrees.get(axis.name, 1) for axis in space.axes):
+    degrees, extents = {split.axis: split.degree for split in splits}, space.extents()
+    if any(extent % degrees.get(axis, 1) for axis, extent in extents.items()):
         return False
-    extents = {axis.name: axis.extent for axis in space.axes}
     return all(is_one_block(dimension, extents, degrees) for dimension in mixed_dimensions(space))
 
 
@@ -348,23 +338,15 @@ def of_neighbours(layout: Layout, size: int) -> Layout:
     do not make up one block, it is the smallest that has them all."""
     windows = layout.windows or (None,) * len(layout.cuts)
     cut = [cut_by_neighbours(axes, window, size) for axes, window in zip(layout.cuts, windows, strict=True)]
-    cuts = tuple(axes for axes, _ in cut)
-    return Layout(layout.shape, cuts, windows=tuple(window for _, window in cut) if layout.windows else ())
+    cuts, windows = zip(*cut, strict=True) if cut else ((), ())
+    return Layout(layout.shape, cuts, windows=windows if layout.windows else ())
 
 
 def cut_by_neighbours(
     axes: MeshAxes, window: WindowedBlocks | None, size: int
 ) -> tuple[MeshAxes, WindowedBlocks | None]:
     """The same along one dimension, cut by `axes` and read through `window`, if by any."""
-    outer = _outer(axes, size)
-    if window is None or not outer:
-        return outer, None
-    return outer, window.joined(degree_of(axes) // degree_of(outer))
-
-
-def _outer(axes: MeshAxes, size: int) -> MeshAxes:
-    """The part of `axes` that tells one set of neighbours from another, up to the first axis that lies within one."""
-    found = []
+    found = []  # What tells one set of neighbours from another, up to the first axis that lies within one.
     for axis in axes:
         span = axis.stride * axis.degree
         if axis.stride % size == 0:
@@ -373,7 +355,8 @@ def _outer(axes: MeshAxes, size: int) -> MeshAxes:
         if span > size and span % size == 0 and size % axis.stride == 0:
             found.append(MeshAxis(span // size, 1))  # The axis's outer part: it goes on inside of a set.
         break
-    return merged(found)
+    outer = merged(found)
+    return outer, window.joined(degree_of(axes) // degree_of(outer)) if window and outer else None
 
 
 def _ranges(layout: Layout, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -397,11 +380,9 @@ class Move:
 
 
 def moves_between(source: Layout, target: Layout, group: int) -> Iterator[Move]:
-    """The moves that make `target` of `source`, whose blocks are even and no shares of sums, by target.
-
-    A device keeps what it has. Of several holders the nearest one sends, which mostly is in the same node. What of a
-    block sticks out of the tensor nobody sends.
-    """
+    """The moves that make `target` of `source`, whose blocks are even and no shares of sums, by target. A device keeps
+    what it has. Of several holders the nearest one sends, which mostly is in the same node. What of a block sticks out
+    of the tensor nobody sends."""
     holders = holders_by_box(source, group)
     for position in range(group):
         need = target.box(position)
@@ -431,5 +412,5 @@ class Relayout:
 
     @property
     def divisor(self) -> int:
-        """Divisor of a sum that stands for a mean."""
+        """Of a sum that stands for a mean."""
         return degree_of(self.source.means) // degree_of(self.result.means)

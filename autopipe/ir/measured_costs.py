@@ -4,6 +4,7 @@ operators. `autopipe profile` writes a file of them, `plan --costs` uses it: JSO
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -40,7 +41,6 @@ MESSAGES = ("send", "post", "follow")
 """Measurements of messages between ranks: on their way, the CPU time of one end, and of each further message along with
 it."""
 EXCHANGES = (*MESSAGES, *COLLECTIVES)
-"""Measurements between ranks: messages, and collectives by the size of their group."""
 FORMAT = "autopipe.costs/1"
 _TYPE = re.compile(rf"(?:(?:{'|'.join(each.value for each in DType)})\[(?:\d{{1,15}}(?:,\d{{1,15}})*)?\])?")
 Attributes = tuple[tuple[str, Attribute], ...]
@@ -83,11 +83,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operator on one device: what its time depends on, as far as is known while planning.
-
-    `operands` and `results` are local types such as `float32[8,64]`, "" where absent; `attributes` those that the file
-    states. `gradients` are the places of the operands whose gradients backward gives.
-    """
+    """One operator on one device: what its time depends on, as far as is known while planning. `operands` and `results`
+    are local types such as `float32[8,64]`, "" where absent; `attributes` those that the file states. `gradients` are
+    the places of the operands whose gradients backward gives."""
 
     operator: str
     attributes: Annotated[Attributes, _SORTED]
@@ -109,34 +107,30 @@ def operation_of(signature: Signature, gradients: Iterable[int], precision: str)
 
 @dataclass(frozen=True, slots=True)
 class OperationCost:
-    """Measured time of an operator, with the roofline's figures, by which other operators are judged."""
+    """Measured time of an operator (of backward None for inference), with the roofline's figures, by which other
+    operators are judged: its `Operator.kind`, and of forward and of backward operations and bytes read and written."""
 
     operation: Annotated[Operation, Flat()]
     kind: str
-    """Class of the operator, as `ir.ops.operator.Operator.kind`."""
     flops: tuple[Amount, Amount]
-    """Of forward and of backward."""
     moved_bytes: Annotated[tuple[Amount, Amount], At("bytes")]
-    """Read and written by forward and by backward."""
     forward: Timing
     backward: Timing | None
-    """None where it was not measured, as for inference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One operation to measure: a node as one device sees it, whole or its share under `splits`."""
+    """One operation to measure: a node as one device sees it, whole or its share under `splits`. `signatures` are those
+    of the operator and of what is computed along with it, with local shapes. Gradients flow through the values
+    `wanted`; those of `parameters` stay."""
 
     operation: Operation
     signatures: tuple[Signature, ...]
-    """With local shapes: the operator, and what is computed along with it."""
     splits: tuple[Split, ...]
     below: tuple[tuple[str, int], ...]
     """For each operand that indexes something, how many there are to choose from."""
     wanted: tuple[str, ...]
-    """Values that gradients flow through."""
     parameters: tuple[str, ...]
-    """Operands that are parameters: their gradients stay."""
     kind: str
     flops: tuple[float, float]
     moved_bytes: tuple[float, float]
@@ -183,12 +177,11 @@ _UPDATES = Fits(lambda updates: len(updates) == 3, "3 entries: an optimizer with
 
 @dataclass(frozen=True, slots=True)
 class TaskCosts:
-    """Cost of a rank's step besides its operators."""
+    """Cost of a rank's step besides its operators. `forward_s` and `backward_s` are of one stage and micro-batch:
+    finding arguments, starting autograd, handing over."""
 
     forward_s: Amount
-    """Of one stage's forward of one micro-batch: finding the arguments, handing over the results."""
     backward_s: Amount
-    """Of its backward: starting autograd, handing back the gradients."""
     waiting_s: Amount
     """Of an operator whose parameters' gradients wait for the second half of a split backward: how much longer it takes
     for that, in the forward and both halves together."""
@@ -197,8 +190,7 @@ class TaskCosts:
     accumulate: TensorCosts
     """Adding a micro-batch's gradients to those before, by bytes of gradients."""
     bucket: TensorCosts
-    """Putting gradients into a bucket whose sums other ranks take part in, and having those back, besides the
-    exchange."""
+    """Putting gradients into a bucket that several ranks sum, and having the sums back, besides the exchange."""
     updates: Annotated[tuple[TensorCosts, ...], _UPDATES]
     """An optimizer's update, by bytes of parameters: without states, with one (momentum), with two (AdamW)."""
 
@@ -211,11 +203,9 @@ class TimedBytes:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """Messages or collectives of a group of ranks on one machine, and the line through what they took.
-
-    Bytes are those of `passes/cost/communication.py`: of one message; of what each rank holds before an all-reduce,
-    a reduce-scatter, an all-to-all; of what each holds after an all-gather.
-    """
+    """Messages or collectives of a group of ranks on one machine, and the line through what they took. Bytes are those
+    of `passes/cost/communication.py`: of one message; of what each rank holds before an all-reduce, a reduce-scatter,
+    an all-to-all; of what each holds after an all-gather."""
 
     kind: Annotated[str, Fits(EXCHANGES.__contains__, " or ".join(EXCHANGES))]
     ranks: Annotated[int, AtLeast(2), AtMost(2**20)]
@@ -269,19 +259,15 @@ def merged(parts: Iterable[Costs]) -> Costs:
 
 
 def costs_text(costs: Costs) -> str:
-    devices = ",\n".join(map(_device_text, costs.devices))
-    return f'{{"format": {json.dumps(FORMAT)},\n "devices": [\n{devices}\n]}}\n'
-
-
-def _device_text(costs: DeviceCosts) -> str:
-    parts = []
-    for key, value in encode(costs).items():
-        if key in ("exchanges", "operations") and value:
+    def entry(key: str, value: object) -> str:
+        if isinstance(value, list) and key in ("exchanges", "operations") and value:
             lines = ",\n  ".join(json.dumps(each, allow_nan=False) for each in value)
-            parts.append(f'"{key}": [\n  {lines}]')
-        else:
-            parts.append(f'"{key}": {json.dumps(value, allow_nan=False)}')
-    return "{" + ",\n ".join(parts) + "}"
+            return f'"{key}": [\n  {lines}]'
+        return f'"{key}": {json.dumps(value, allow_nan=False)}'
+
+    texts = ("{" + ",\n ".join(itertools.starmap(entry, encode(each).items())) + "}" for each in costs.devices)
+    devices = ",\n".join(texts)
+    return f'{{"format": {json.dumps(FORMAT)},\n "devices": [\n{devices}\n]}}\n'
 
 
 def read_costs(path: Path) -> Costs:

@@ -111,16 +111,13 @@ class SplitProof:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A DAG of stages. Edges between stages follow from the graph: see `stage_edges`.
-
-    Mostly there is one pipeline, whose stages partition the graph's nodes. Where there are several (Chimera's two
-    directions), each holds all nodes, and micro-batch m runs on pipeline m mod `pipelines`.
-    """
+    """A DAG of stages. Edges between stages follow from the graph: see `stage_edges`. Mostly there is one pipeline,
+    whose stages partition the graph's nodes. Where there are several (Chimera's two directions), each holds all nodes,
+    and micro-batch m runs on pipeline m mod `pipelines`."""
 
     written: ClassVar = ("stages", "notes")
     stages: Annotated[tuple[Stage, ...], Filled]
     proof: SplitProof | None = field(default=None, compare=False)
-    """Proof of the splits, where they were searched."""
     notes: Annotated[tuple[str, ...], Sparse()] = field(default=(), compare=False)
     """Remarks of the strategy on the model, a line each."""
 
@@ -146,26 +143,21 @@ class Placement:
     def verify(self, graph: Graph) -> None:
         """Raise InfeasibleError unless each pipeline's stages partition the nodes, acyclic in stage order."""
         for pipeline in range(self.pipelines):
-            self._verify_partition(graph, pipeline)
+            seen: dict[int, int] = {}
+            for index, stage in ((index, each) for index, each in enumerate(self.stages) if each.pipeline == pipeline):
+                if not stage.devices or len(set(stage.devices)) != len(stage.devices):
+                    raise InfeasibleError(f"stage {index} has devices {stage.devices}")
+                for node in stage.nodes:
+                    if node in seen:
+                        raise InfeasibleError(f"node {graph.nodes[node].name!r} is in stages {seen[node]} and {index}")
+                    seen[node] = index
+            missing = [node.name for position, node in enumerate(graph.nodes) if position not in seen]
+            if missing:
+                where = f" of pipeline {pipeline}" if self.pipelines > 1 else ""
+                raise InfeasibleError(f"{len(missing)} nodes are in no stage{where}, the first is {missing[0]!r}")
         for source, target in stage_edges(graph, self):
             if source > target:
                 raise InfeasibleError(f"stage {target} needs a value of the later stage {source}")
-
-    def _verify_partition(self, graph: Graph, pipeline: int) -> None:
-        seen: dict[int, int] = {}
-        for index, stage in enumerate(self.stages):
-            if stage.pipeline != pipeline:
-                continue
-            if not stage.devices or len(set(stage.devices)) != len(stage.devices):
-                raise InfeasibleError(f"stage {index} has devices {stage.devices}")
-            for node in stage.nodes:
-                if node in seen:
-                    raise InfeasibleError(f"node {graph.nodes[node].name!r} is in stages {seen[node]} and {index}")
-                seen[node] = index
-        missing = [node.name for position, node in enumerate(graph.nodes) if position not in seen]
-        if missing:
-            where = f" of pipeline {pipeline}" if self.pipelines > 1 else ""
-            raise InfeasibleError(f"{len(missing)} nodes are in no stage{where}, the first is {missing[0]!r}")
 
 
 _CHEAP_KINDS = frozenset({"view", "memory", "elementwise", "reduction"})
@@ -173,11 +165,9 @@ _CHEAP_KINDS = frozenset({"view", "memory", "elementwise", "reduction"})
 
 @remembered(GRAPHS)
 def recomputed_nodes(graph: Graph) -> frozenset[int]:
-    """Nodes that every stage which needs their values computes for itself: masks, positions, constant tables.
-
-    Computing them again costs less than sending: they depend on no parameter, so no gradient flows through them, and
-    on no expensive operator; the data inputs they start from can be read by any rank.
-    """
+    """Nodes that every stage which needs their values computes for itself: masks, positions, constant tables. Computing
+    them again costs less than sending: they depend on no parameter, so no gradient flows through them, and on no
+    expensive operator; the data inputs they start from can be read by any rank."""
     found: set[int] = set()
     for index, node in enumerate(graph.nodes):
         row = operator_of(node)

@@ -16,39 +16,33 @@ from autopipe.ir.timeline import Prediction
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """All that is decided before a placement and a schedule follow: naming it gives the same plan again."""
+    """All that is decided before a placement and a schedule follow: naming it gives the same plan again. `options` are
+    the strategy's that are not its defaults, as a configuration spells them; `schedule` is None where none was looked
+    at, `micro_batches` where they are left to the strategy; `shard` as `Optimizer.shard`."""
 
     strategy: str
     options: tuple[tuple[str, str], ...] = ()
-    """The strategy's options that are not its defaults, as a configuration spells them."""
     schedule: str | None = None
-    """None where no schedule was looked at."""
     micro_batches: Count | None = None
-    """None where they are left to the strategy, or to what it wants."""
     recompute: str = "none"
     shard: bool = False
-    """True if replicas hold the optimizer's state in shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A choice and what came of it."""
+    """A choice and what came of it: figures of its placement and its simulated step, None where there is none.
+    `lower_bound_s` is what no schedule of its placement is shorter than, `refused` why there is no step, and `same_as`
+    the strategy that came to the same placement before: the step is that one's."""
 
     choice: Choice
     step_time_s: Annotated[float | None, Sparse()] = None
-    """Of the simulated step; None where there is none."""
     lower_bound_s: Annotated[float | None, Sparse()] = None
-    """No schedule of its placement takes less; None where there is no placement."""
     micro_batches: Annotated[Index | None, Sparse()] = None
-    """Micro-batches of its placement."""
     stages: Annotated[Index | None, Sparse()] = None
     bubble_rate: Annotated[float | None, Sparse()] = None
     peak_memory_bytes: Annotated[Index | None, Sparse()] = None
-    """The most on any device."""
     refused: Annotated[str | None, Sparse()] = None
-    """Why there is no step: in one line."""
     same_as: Annotated[str | None, Sparse()] = None
-    """The strategy that came to the same placement before; the step is that one's."""
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -56,11 +50,6 @@ class Alternative:
         if self.step_time_s is not None:
             return self.step_time_s, 0.0
         return math.inf, math.inf if self.lower_bound_s is None else self.lower_bound_s
-
-    @property
-    def is_bounded(self) -> bool:
-        """True if it was left out because no schedule of its placement could be the shortest."""
-        return self.choice.schedule is None and self.lower_bound_s is not None
 
 
 def best_of_each(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
@@ -107,7 +96,6 @@ class Breakdown:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step."""
         return math.fsum(getattr(self, field.name) for field in dataclasses.fields(self))
 
     @property
@@ -116,20 +104,14 @@ class Breakdown:
         found = ((field.name.removesuffix("_s"), getattr(self, field.name)) for field in dataclasses.fields(self)[1:])
         return tuple(sorted(found, key=lambda each: -each[1]))
 
-    @property
-    def communication_s(self) -> float:
-        """Messages, collectives and gradients."""
-        return self.messages_s + self.collectives_s + self.gradients_s
-
 
 @dataclass(frozen=True, slots=True)
 class CostCoverage:
-    """For how many nodes a plan went by measured costs."""
+    """How many nodes' own operations were `measured`; those `judged` take what the roofline says, times how much longer
+    than that the measured ones took."""
 
     measured: Index
-    """Nodes whose own operation was measured."""
     judged: Index
-    """Nodes that take what the roofline says, times how much longer than that the measured ones took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +131,6 @@ class Summary:
     bubble_rate: float
     peak_memory_bytes: tuple[Index, ...]
     search_time_s: tuple[tuple[str, float], ...]
-    """Wall-clock seconds by pass."""
     lower_bound_s: float
     """No schedule of this placement can take less."""
     optimal: bool
@@ -161,22 +142,20 @@ class Summary:
     """Bytes that a step's exchanges move over all devices, by kind (`ir/program.py`); None where the placement cannot
     be executed."""
     splits: SplitProof | None = None
-    """Proof of the splits, where they were searched."""
     costs: Annotated[CostCoverage | None, Sparse()] = None
-    """How far measured costs went, where the plan was made with some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A placement and a schedule for one graph. `graph_digest` says for which."""
+    """A placement and a schedule for one graph. `graph_digest` says for which, `model` is its ONNX file's path.
+    `device_names` are kinds of devices, in a cluster of groups, and `alternatives` the candidates of the search and
+    their results, () where the strategy was named. The schedule has a file of its own."""
 
     written: ClassVar = (
         "model", "graph_digest", "mode", "batch_size", "summary", "memory_limits", "device_names", "placement",
         "prediction", "breakdown", "alternatives",
     )  # fmt: skip
-    """All but the schedule, which has a file of its own."""
     model: str
-    """Path of the ONNX file."""
     graph_digest: str
     mode: Annotated[str, Fits(("train", "infer").__contains__, "train or infer")]
     batch_size: Count
@@ -184,15 +163,10 @@ class Plan:
     schedule: Schedule
     summary: Summary
     prediction: Annotated[Prediction, At("predictions")] = field(default_factory=Prediction)
-    """Prediction that the summary was simulated from."""
     memory_limits: tuple[Index, ...] = ()
-    """Bytes that may be used on each device."""
     device_names: Annotated[tuple[str, ...], Sparse()] = ()
-    """The name of each device's kind, in a cluster of groups of devices."""
     alternatives: Annotated[tuple[Alternative, ...], Sparse()] = ()
-    """Candidates of the search and their results; () where the strategy was named."""
     breakdown: Breakdown | None = None
-    """Breakdown of the step."""
 
     @property
     def has_own_sizes(self) -> bool:

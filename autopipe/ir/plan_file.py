@@ -34,15 +34,12 @@ from autopipe.ir.schedule import (
     micro_batch_ratios,
     on_each_device,
     pipelines_of,
-    sharing,
 )
 from autopipe.ir.timeline import Message, Prediction, Timeline
 
 FORMAT = "autopipe.plan/1"
 PLAN_FILE = "plan.json"
 SCHEDULE_FILE = "schedule.json"
-_AROUND = 6
-"""Cells of an order that an error has on either side of the wrong one."""
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Message))[:-2]
 _SLICE_COLUMNS = ("source_turn", "source_turns", "target_turn", "target_turns")
 """Columns of messages behind the others, where stages have micro-batches of different sizes."""
@@ -97,7 +94,7 @@ def read_plan(folder: Path) -> Plan:
         plan,
         model=os.path.normpath(os.path.join(folder.resolve(), plan.model)),
         summary=summary,
-        schedule=_schedule_of(folder / SCHEDULE_FILE, stages, plan.mode == "train"),
+        schedule=_read_schedule(folder / SCHEDULE_FILE, stages, plan.mode == "train"),
     )
 
 
@@ -118,27 +115,10 @@ def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Pla
                 row.refuse(f"one of {part.of} turns, counted from 0, not {part.index}")
 
 
-def _schedule_of(path: Path, stages: StageGraph, train: bool) -> Schedule:
-    """The schedule in `path`, which must be able to run."""
-    schedule = read_schedule(path, stages.stage_devices, stages.ratios)
-    if schedule.devices < stages.devices:
-        message = f"tasks are for {schedule.devices} devices, the placement has {stages.devices}"
-        raise ConfigurationError(message, where=str(path))
-    try:
-        schedule.verify(dataclasses.replace(stages, devices=schedule.devices), train)
-    except WrongScheduleError as error:
-        cells = [str(task) for task in schedule.tasks[error.device]] or ["it has no tasks"]
-        start, stop = max(0, error.position - _AROUND), error.position + _AROUND + 1
-        if schedule.tasks[error.device]:
-            cells[error.position] = f"[{cells[error.position]}]"
-        text = " ".join([*["..."] * (start > 0), *cells[start:stop], *["..."] * (stop < len(cells))])
-        raise ConfigurationError(f"{error.reason}: {text}", "plan again", f"{path}: {error.where}") from error
-    return schedule
-
-
 _BLOCK = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")
 Kind = tuple[int, Phase, int]
 """A stage, what it does, and in which of its turns."""
+_HALVES = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
 
 
 def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
@@ -155,21 +135,18 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     found = {kind_of(task) for order in distinct for task in order}
     kinds = sorted(found, key=lambda kind: ("FBIW".index(kind[1].value), kind[0], kind[2]))
     index = {kind: position for position, kind in enumerate(kinds)}
+    graph = StageGraph(schedule.devices, (), plan.prediction.edges, (), ratios)
     blocks = []
     for stage, phase, turn in kinds:
-        own = stages[stage]
-        memory = {  # What it adds to the bytes in use.
-            Phase.FORWARD: own.kept_bytes,
-            Phase.BACKWARD: -own.kept_bytes,
-            Phase.INPUT_GRADIENT: own.weight_kept_bytes - own.kept_bytes,
-            Phase.WEIGHT_GRADIENT: -own.weight_kept_bytes,
-        }[phase]
+        own, needs = stages[stage], set(graph.needs(stage, phase, turn))
+        if phase in _HALVES:  # Another stage may have its backward whole or split.
+            needs |= {(other, half, part) for other, _, part in needs if other != stage for half in _HALVES}
         block = {
             "name": f"{stage}{phase.value}" + (f".{turn}" if ratios[stage] > 1 else ""),
             "devices": list(plan.placement.stages[stage].devices),
             "time": own.seconds(phase),
-            "memory": memory if plan.mode == "train" else 0,
-            "after": sorted(index[kind] for kind in _before(plan, ratios, (stage, phase, turn)) if kind in index),
+            "memory": own.added_bytes(phase) if plan.mode == "train" else 0,
+            "after": sorted(index[kind] for kind in needs if kind in index),
         }
         blocks.append(block)
     starts = {(span.device, span.task): span.start for span in timeline.own_spans}
@@ -199,25 +176,32 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     }
 
 
-def read_schedule(path: Path, stage_devices: tuple[tuple[int, ...], ...], ratios: tuple[int, ...]) -> Schedule:
-    """Order of tasks in `path`, for stages on these devices with these numbers of micro-batches a unit (() where all
-    have one). Raises ConfigurationError with file and key."""
+def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
+    """The schedule in `path`, which can run. Raises ConfigurationError with file and key."""
     record = read_record(path, SCHEDULE_FORMAT)
-    ratios = ratios or (1,) * len(stage_devices)
-    kinds = [_kind_of(block, stage_devices, ratios) for block in record.at("blocks").items()]
-    orders = tuple(_orders_of(record.at("tasks"), kinds, ratios))
+    kinds = [_kind_of(block, stages) for block in record.at("blocks").items()]
+    orders = tuple(_orders_of(record.at("tasks"), kinds, stages))
     if len(orders) != (devices := record.get("devices", Count)):
         record.at("tasks").refuse(f"one list for each of {devices} devices")
-    return Schedule(
+    schedule = Schedule(
         record.get("units", Count),
         orders,
         record.get("repetends", Repetends) or None,
         record.get("period", float | None),
         record.get("proof", Proof | None),
     )
+    if devices < stages.devices:
+        message = f"tasks are for {devices} devices, the placement has {stages.devices}"
+        raise ConfigurationError(message, where=str(path))
+    try:
+        schedule.verify(dataclasses.replace(stages, devices=devices), train)
+    except WrongScheduleError as error:
+        message = f"{error.reason}: {error.around or 'it has no tasks'}"
+        raise ConfigurationError(message, "plan again", f"{path}: {error.where}") from error
+    return schedule
 
 
-def _orders_of(tasks: JsonRecord, kinds: list[Kind], ratios: tuple[int, ...]) -> Iterator[tuple[Task, ...]]:
+def _orders_of(tasks: JsonRecord, kinds: list[Kind], stages: StageGraph) -> Iterator[tuple[Task, ...]]:
     """The order of each device: one and the same where lists are equal, as they are within groups of devices."""
 
     def task_of(record: JsonRecord) -> Task:
@@ -225,7 +209,7 @@ def _orders_of(tasks: JsonRecord, kinds: list[Kind], ratios: tuple[int, ...]) ->
         if block >= len(kinds):
             record.at("block").refuse(f"the index of one of {len(kinds)} blocks")
         stage, phase, turn = kinds[block]
-        return Task(stage, phase, unit * ratios[stage] + turn)
+        return Task(stage, phase, unit * stages.micro_batch_ratio_at(stage) + turn)
 
     known: list[tuple[object, tuple[Task, ...]]] = []
     for each in tasks.items():
@@ -236,31 +220,13 @@ def _orders_of(tasks: JsonRecord, kinds: list[Kind], ratios: tuple[int, ...]) ->
         yield order
 
 
-def _before(plan: Plan, ratios: tuple[int, ...], kind: Kind) -> list[Kind]:
-    """The blocks that a block waits for on the same unit, which may have a later stage's backward whole or split."""
-    stage, phase, turn = kind
-    edges = plan.prediction.edges
-
-    def overlapping(other: int, phase: Phase) -> list[Kind]:
-        return [(other, phase, number) for number in sharing(turn, ratios[stage], ratios[other])]
-
-    if phase is Phase.FORWARD:
-        return [each for source, target in edges if target == stage for each in overlapping(source, phase)]
-    if phase is Phase.WEIGHT_GRADIENT:
-        return [(stage, Phase.INPUT_GRADIENT, turn)]
-    halves = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
-    targets = [target for source, target in edges if source == stage]
-    gradients = [each for target in targets for half in halves for each in overlapping(target, half)]
-    return [(stage, Phase.FORWARD, turn), *gradients]
-
-
-def _kind_of(record: JsonRecord, stage_devices: tuple[tuple[int, ...], ...], ratios: tuple[int, ...]) -> Kind:
+def _kind_of(record: JsonRecord, stages: StageGraph) -> Kind:
     match = _BLOCK.fullmatch(record.get("name", str))
-    if match is None or int(match[1]) >= len(stage_devices):
-        record.at("name").refuse(f"a stage below {len(stage_devices)} and a phase, such as 0F")
+    if match is None or int(match[1]) >= len(stages.stage_devices):
+        record.at("name").refuse(f"a stage below {len(stages.stage_devices)} and a phase, such as 0F")
     stage, turn = int(match[1]), int(match[3] or 0)
-    if turn >= ratios[stage]:
-        record.at("name").refuse(f"one of {ratios[stage]} turns of stage {stage}, counted from 0")
-    if record.get("devices", tuple[Index, ...]) != stage_devices[stage]:
-        record.at("devices").refuse(f"the devices of stage {stage}: {list(stage_devices[stage])}")
+    if turn >= (turns := stages.micro_batch_ratio_at(stage)):
+        record.at("name").refuse(f"one of {turns} turns of stage {stage}, counted from 0")
+    if record.get("devices", tuple[Index, ...]) != (devices := stages.stage_devices[stage]):
+        record.at("devices").refuse(f"the devices of stage {stage}: {list(devices)}")
     return stage, Phase(match[2]), turn

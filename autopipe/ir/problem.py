@@ -16,7 +16,7 @@ Size = Annotated[int, AtLeast(1), AtMost(2**40)]
 
 
 class Mode(enum.Enum):
-    """True if a step trains (forward, backward, update) or infers (forward alone)."""
+    """A step trains (forward, backward, update) or infers (forward alone)."""
 
     TRAIN = "train"
     INFER = "infer"
@@ -24,35 +24,34 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Time of one node on one kind of device: measured, or the roofline's times a factor."""
+    """Time of one node on one kind of device: measured (`known`), or the roofline's times `scale`, a factor for forward
+    and one for backward."""
 
     device: str
-    """Name of the device in the cluster."""
     known: bool
-    """True if the node's own operation was measured."""
     points: tuple[tuple[float, float, float], ...] = ()
     """The part of the node that a device does, its seconds of forward and of backward; ascending. () where the
     roofline's count."""
     scale: tuple[float, float] = (1.0, 1.0)
-    """Factors on the roofline's seconds of forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """Cost of one evaluation of one node, whatever the device: the annotation that makes a graph a costed graph. All
-    figures are for the whole node on one micro-batch; a node split into n equal parts does a share of 1/n each."""
+    figures are for the whole node on one micro-batch; a node split into n equal parts does a share of 1/n each.
+
+    `kind` is `Operator.kind`; bytes are those read and written, parameters included; `measured` has times on each kind
+    of device, where plans use measured costs.
+    """
 
     kind: str
-    """Class of the operator, as `Operator.kind`."""
     forward_flops: float
     backward_flops: float
     forward_bytes: float
-    """Bytes read and written by forward, parameters included."""
     backward_bytes: float
     kept_bytes: int
     """Bytes of values that this node makes backward keep, counted at the first node that does."""
     measured: tuple[Measured, ...] = ()
-    """Measured time on each kind of device, where plans use measured costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,7 @@ class Optimizer:
     shard: bool = False
     """True if devices that hold the same block of a parameter keep a share of its state each, and update that share
     (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020,
-    section 5.1); else each keeps all of it.
-    """
+    section 5.1); else each keeps all of it."""
 
     @property
     def states(self) -> int:
@@ -110,11 +108,9 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A costed graph of one micro-batch on one cluster, and the limits that an answer must keep.
-
-    `graph` is one evaluation: `batch_size / micro_batches` samples, of which stages may take fewer at once. `work` has
-    one entry a node. `memory_limit` is in bytes a device (the device's own memory where the user gives none).
-    """
+    """A costed graph of one micro-batch on one cluster, and the limits that an answer must keep. `graph` is one
+    evaluation: `batch_size / micro_batches` samples, of which stages may take fewer at once. `work` has one entry a
+    node. `memory_limit` is in bytes a device (the device's own memory where the user gives none)."""
 
     graph: Graph
     work: tuple[Work, ...]
@@ -135,7 +131,6 @@ class Problem:
     """Sizes that a strategy may choose its stages' micro-batches from: divisors of the graph's samples, ascending. ()
     where the size is given; stages then have the graph's."""
     costs: Costs | None = None
-    """Measured costs, where plans are not made with the roofline alone."""
     known_s: float = math.inf
     """Seconds of a step that is known already: a strategy may raise InfeasibleError where it has nothing shorter."""
 
@@ -146,7 +141,6 @@ class Problem:
 
     @property
     def train(self) -> bool:
-        """True if backward and update are part of a step."""
         return self.mode is Mode.TRAIN
 
     @property

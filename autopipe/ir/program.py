@@ -25,12 +25,9 @@ from autopipe.ir.schedule import EVERY, MicroBatchSlice
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One operator on local shards: `signature` holds local shapes.
-
-    `mesh` has the axis of the group's mesh that each split lies along; `joint` has the sets of split axes over
-    which the operator itself asks for a group: see `Call.group`. `samples` says where samples are counted in what a
-    random operator draws.
-    """
+    """One operator on local shards: `signature` holds local shapes. `mesh` has the axis of the group's mesh that each
+    split lies along; `joint` has the sets of split axes over which the operator itself asks for a group: see
+    `Call.group`. `samples` says where samples are counted in what a random operator draws."""
 
     node: int
     signature: Signature
@@ -63,10 +60,6 @@ class Collective:
     relayout: Relayout
 
     @property
-    def kind(self) -> str:
-        return self.relayout.kind
-
-    @property
     def reads(self) -> tuple[str, ...]:
         return (self.source.name,)
 
@@ -80,11 +73,11 @@ Operation = Compute | Collective
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Nodes of a stage that recomputes, which run again together."""
+    """Nodes of a stage that recomputes, which run again together if gradients come back to any of their results: those
+    of the local names `flowing`."""
 
     nodes: tuple[int, ...]
     flowing: frozenset[str]
-    """Local names of results that gradients come back to. A segment that gives none of them does not run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +85,9 @@ class StageCode:
     """The forward of one stage, the same for all devices of its group.
 
     `inputs` and `outputs` are local values in the order of the function's arguments and results. `parameters` pairs
-    the index in the graph's parameters with the local value. `constants` are local too.
+    the index in the graph's parameters with the local value. `constants` are local too. `deferred` are nodes whose
+    parameters' gradients are left to the second half of a split backward. Where the stage recomputes and trains,
+    `segments` have its nodes in the order in which they run.
     """
 
     stage: int
@@ -104,13 +99,10 @@ class StageCode:
     operations: tuple[Operation, ...]
     recompute: bool = False
     pipeline: int = 0
-    """Of the placement's pipelines the one it belongs to."""
     ratio: int = 1
     """Micro-batches that it makes of each of the program's, of samples in equal number."""
     deferred: tuple[int, ...] = ()
-    """Nodes whose parameters' gradients are left to the second half of a split backward."""
     segments: tuple[Segment, ...] = ()
-    """Where it recomputes and the program trains: its nodes in the order in which they run."""
 
     def by_segment(self) -> tuple[tuple[Operation, ...], ...]:
         """The operations of each segment, of all where there are none; an exchange goes with what is computed next."""
@@ -171,11 +163,9 @@ class DataInput:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's block of a parameter, and the ranks whose gradients for the same block add up to its gradient.
-
-    `home` is the one stage that uses the block, where there is one and all of those ranks run it: its last backward
-    completes the gradient on all of them.
-    """
+    """A rank's block of a parameter, and the ranks whose gradients for the same block add up to its gradient. `home` is
+    the one stage that uses the block, where there is one and all of those ranks run it: its last backward completes the
+    gradient on all of them."""
 
     parameter: Index
     box: Annotated[Box, Flat()]
@@ -184,8 +174,7 @@ class Shard:
 
 
 class Verb(enum.Enum):
-    """Action of one line of a rank's program, for one stage and one micro-batch. `input_gradient` and `weight_gradient`
-    are the two halves of a backward that is split."""
+    """Action of one line of a rank's program; `input_gradient` and `weight_gradient` are halves of a split backward."""
 
     RECEIVE = "receive"
     FORWARD = "forward"
@@ -256,10 +245,8 @@ class OutputShard:
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
     """The stage that gives an output, as which of its results, the blocks that make it up, and how they combine.
-
     `combine` is `concat` where the blocks are parts (or copies) of the value, and `sum` where the value is the sum of
-    all ranks' blocks, divided by `copies`. `copies` ranks have each part.
-    """
+    all ranks' blocks, divided by `copies`. `copies` ranks have each part."""
 
     stage: Index
     position: Index
@@ -270,13 +257,12 @@ class OutputPlace:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A value of a micro-batch of the stage that gives it, and where each pipeline has it."""
+    """A value of a micro-batch of the stage that gives it, and where each pipeline has it. Micro-batches are
+    concatenated along `batch_axis`, averaged where it is None."""
 
     value: Annotated[Value, Flat()]
     batch_axis: Index | None
-    """The axis that counts samples, along which micro-batches are concatenated; None where they are averaged."""
     places: tuple[OutputPlace, ...]
-    """One a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,23 +277,22 @@ class InputBounds:
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
-    """Range of a graph input's numbers: rows of tables and classes, by where they are used."""
+    """Range of a graph input's numbers: rows of tables and classes, by where they are used. Random data are whole
+    numbers in [0, `below`) (any real number where it is None), in `drawn` blocks within bounds of their own. In
+    `allowed` blocks other numbers are refused, but for the label `ignored`, which counts for nothing."""
 
     value: Annotated[Value, Flat()]
     batch_axis: Index | None
     below: int | None
-    """Random data: whole numbers in [0, `below`), or any real number."""
     drawn: Annotated[tuple[InputBounds, ...], Sparse()] = ()
-    """Blocks of random data that have bounds of their own."""
     allowed: Annotated[tuple[InputBounds, ...], Sparse()] = ()
-    """Blocks for which other numbers are refused."""
     ignored: Annotated[int | None, Sparse()] = None
-    """The label that is allowed besides: its position counts for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything that code is generated from, for steps of `micro_batches` times `micro_batch_size` samples."""
+    """Everything that code is generated from, for steps of `micro_batches` times `micro_batch_size` samples. `channels`
+    are those between different ranks, by number; `shard` is `Optimizer.shard`."""
 
     world_size: int
     train: bool
@@ -320,10 +305,7 @@ class Program:
     stages: tuple[StageCode, ...]
     ranks: tuple[RankCode, ...]
     channels: tuple[Channel, ...]
-    """Channels between different ranks, by number."""
     shard: bool = False
-    """True if ranks that hold the same block of a parameter update a share of it each, and gather it again: see
-    `Optimizer.shard`."""
 
     def micro_batches_of(self, stage: int) -> range:
         """The micro-batches that a stage runs in a step: m runs on pipeline m mod their number."""
@@ -362,35 +344,28 @@ class ElementRange:
 
     def boxes(self, shape: tuple[int, ...]) -> Iterator[Box]:
         """The same as boxes of a block of `shape`, in order: two for each dimension at most."""
-        return _boxes(shape, self.start, self.stop)
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    if not shape:
-        yield Box((), ())
-        return
-    inner = math.prod(shape[1:])
-    row, last = start // inner, (stop - 1) // inner
-    if row == last or start % inner:
-        end = min(inner, stop - row * inner)
-        for box in _boxes(shape[1:], start % inner, end):
-            yield Box((row, *box.starts), (row + 1, *box.stops))
-        start = row * inner + end
-    if start < stop:
-        rows = start // inner, stop // inner
-        if rows[0] < rows[1]:
-            yield Box((rows[0], *(0 for _ in shape[1:])), (rows[1], *shape[1:]))
-        if rows[1] * inner < stop:
-            yield from _boxes(shape, rows[1] * inner, stop)
+        if not shape:
+            yield Box((), ())
+            return
+        inner, stop = math.prod(shape[1:]), self.stop
+        row, offset = divmod(self.start, inner)
+        if offset or row == (stop - 1) // inner:  # Part of a row comes first.
+            end = min(inner, stop - row * inner)
+            for box in replace(self, start=offset, stop=end).boxes(shape[1:]):
+                yield Box((row, *box.starts), (row + 1, *box.stops))
+            row += 1
+        last = stop // inner
+        if row < last:
+            yield Box((row, *(0 for _ in shape[1:])), (last, *shape[1:]))
+        if row <= last and last * inner < stop:
+            yield from replace(self, start=last * inner).boxes(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Blocks of one element type whose gradients the same ranks add up in one exchange.
-
-    One that is shared out (ZeRO-1) is one row of elements: its blocks one behind the other, each at a multiple of 16
-    bytes, filled up so that all ranks have equal shares, which begin and end wherever that is in the parameters.
-    """
+    """Blocks of one element type whose gradients the same ranks add up in one exchange. One that is shared out (ZeRO-1)
+    is one row of elements: its blocks one behind the other, each at a multiple of 16 bytes, filled up so that all ranks
+    have equal shares, which begin and end wherever that is in the parameters."""
 
     blocks: tuple[Block, ...]
 

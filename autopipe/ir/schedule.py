@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import enum
 import re
-from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -49,24 +49,19 @@ class Task:
         """The task that `text` spells. Raises ConfigurationError."""
         match = _TASK.fullmatch(text)
         if match is None:
-            raise ConfigurationError(
-                f"{text!r} is not a task", hint="tasks are written like 2F0: stage, phase, micro-batch"
-            )
+            raise ConfigurationError(f"{text!r} is not a task", "tasks are written like 2F0: stage, phase, micro-batch")
         return Task(int(match[1]), Phase(match[2]), int(match[3]))
 
 
 @dataclass(frozen=True, slots=True)
 class Repetend:
-    """The part of a device's list that repeats, each time with all micro-batch indices one `stride` further."""
+    """The part of a device's list that repeats: `length` tasks from index `start` on, 0 where the device has none,
+    `count` times, each time with the stages' own micro-batch indices one `stride` further."""
 
     start: Index
-    """Index of its first task in the device's list."""
     length: Index
-    """Tasks of one repetition; 0 where the device has none."""
     count: Index
-    """How often it stands in the list."""
     stride: Index = 1
-    """Micro-batches, of the stages' own, that one repetition advances by."""
 
 
 Repetends = tuple[Annotated[Repetend, Row()], ...]
@@ -74,16 +69,17 @@ Repetends = tuple[Annotated[Repetend, Row()], ...]
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Quality of a schedule for its placement, as its search proved it."""
+    """Quality of a schedule's period (of its step, where it has none) for its placement, as its search proved it.
+
+    `order` names the schedule whose order it is: the searched one's own, or a published one that was no worse. No
+    period is below `lower_bound`, in its units; where it is `optimal` it is the least but for `rounding`, the share by
+    which the search may have overstated it, by rounding times to whole numbers.
+    """
 
     order: str
-    """Name of the schedule whose order it is: the searched one's own, or a published one that was no worse."""
     lower_bound: float
-    """No period is shorter, in the period's own units (no step, where the schedule has no period)."""
     optimal: bool
-    """True if the period (the step, where there is none) is proven to be the least, but for `rounding`."""
     rounding: float = 0.0
-    """Share of the period by which the search may have overstated it, by rounding times to whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +126,14 @@ class Schedule:
         for device in firsts:
             _check_tasks(self, graph, train, device)
         groups = lane_groups(graph.stage_devices, lanes)
-        needs = _Needs(graph, [self.tasks[device] for device in firsts])
+        needs = _needs_in(graph, [self.tasks[device] for device in firsts])
         waiting = [deque(self.tasks[device]) for device in firsts]
         done: set[_Number] = set()
         moved = True
         while moved:
             moved = False
             for queue in waiting:
-                while queue and done.issuperset(needs.of(queue[0])):
+                while queue and done.issuperset(needs(queue[0])):
                     task = queue[0]
                     if any(not waiting[lane] or waiting[lane][0] != task for lane in groups[task.stage]):
                         break  # A group computes together: the task is not yet next on all lanes of its stage.
@@ -147,10 +143,14 @@ class Schedule:
                     moved = True
         for device, queue in zip(firsts, waiting, strict=True):
             if queue:
-                missing = next((Task(*need) for need in needs.of(queue[0]) if need not in done), None)
+                missing = next((Task(*need) for need in needs(queue[0]) if need not in done), None)
                 why = f"waits for {missing}, which can never run" if missing else "never starts"
                 position = len(self.tasks[device]) - len(queue)
                 raise WrongScheduleError(self, device, position, f"{queue[0]} {why}")
+
+
+_AROUND = 6
+"""Cells of an order on either side of the wrong one."""
 
 
 class WrongScheduleError(InfeasibleError):
@@ -163,6 +163,9 @@ class WrongScheduleError(InfeasibleError):
         lines = [f"{index}: {' '.join(cells)}" for index, cells in enumerate(grid)]
         super().__init__("\n".join([reason, *lines]), where=f"device {device}")
         self.device, self.position, self.reason = device, position, reason
+        start, stop, cells = max(0, position - _AROUND), position + _AROUND + 1, grid[device]
+        self.around = " ".join([*["..."] * (start > 0), *cells[start:stop], *["..."] * (stop < len(cells))])
+        """The cells around the wrong one."""
 
 
 Value = TypeVar("Value")
@@ -205,7 +208,6 @@ class StageGraph:
     devices: int
     """Devices of the cluster; some may have no stage."""
     stage_devices: tuple[tuple[int, ...], ...]
-    """The device group of each stage."""
     edges: tuple[tuple[int, int], ...]
     """(source, target), sorted, each once; both ends in one pipeline."""
     pipelines: tuple[int, ...] = ()
@@ -240,6 +242,18 @@ class StageGraph:
         """The micro-batches of another stage that have samples of a stage's micro-batch."""
         return sharing(micro_batch, self.micro_batch_ratio_at(stage), self.micro_batch_ratio_at(other))
 
+    def needs(self, stage: int, phase: Phase, micro_batch: int) -> list[tuple[int, Phase, int]]:
+        """Tasks that must be done before one, by stage, phase and micro-batch; its stage's own, if any, is the first.
+        Of other stages they are in the task's own phase."""
+        if phase is Phase.WEIGHT_GRADIENT:
+            return [(stage, Phase.INPUT_GRADIENT, micro_batch)]
+        if phase is Phase.FORWARD:
+            own, around = [], [source for source, target in self.edges if target == stage]
+        else:
+            own = [(stage, Phase.FORWARD, micro_batch)]
+            around = [target for source, target in self.edges if source == stage]
+        return own + [(other, phase, each) for other in around for each in self.sharing(stage, micro_batch, other)]
+
     def micro_batches_of(self, stage: int, micro_batches: int) -> range:
         """The micro-batches that a stage runs where the problem has `micro_batches`. Of several pipelines, m runs on
         pipeline m mod their number; there is but one where stages have ratios of their own."""
@@ -254,11 +268,9 @@ def pipelines_of(placement: Placement) -> tuple[int, ...]:
 
 
 def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int, ...]:
-    """Micro-batches that each stage runs for one of `micro_batch_size` samples; () where it is one for each.
-
-    Number n of a stage with micro-batches of b samples has the step's samples from n * b on, b of them. Raises
-    InfeasibleError where one does not divide `micro_batch_size`, or where several pipelines have different ones.
-    """
+    """Micro-batches that each stage runs for one of `micro_batch_size` samples; () where it is one for each. Number n
+    of a stage with micro-batches of b samples has the step's samples from n * b on, b of them. Raises InfeasibleError
+    where one does not divide `micro_batch_size`, or where several pipelines have different ones."""
     sizes = tuple(stage.micro_batch_size for stage in placement.stages)
     for index, size in enumerate(sizes):
         if micro_batch_size % size:
@@ -298,41 +310,34 @@ _TRAIN_PHASES = (
 )
 
 
-class _Needs:
-    """Which tasks must be done before a task: those of the stages around it that have samples in common with it."""
+def _needs_in(graph: StageGraph, orders: Sequence[Sequence[Task]]) -> Callable[[Task], list[_Number]]:
+    """A function to the tasks that must be done before one: those around it that have samples in common with it."""
+    before: defaultdict[int, list[int]] = defaultdict(list)
+    after: defaultdict[int, list[int]] = defaultdict(list)
+    for source, target in graph.edges:
+        before[target].append(source)
+        after[source].append(target)
+    # A step may split some of a stage's backwards and leave others whole.
+    split = {(task.stage, task.micro_batch) for order in orders for task in order if task.phase is Phase.INPUT_GRADIENT}
 
-    def __init__(self, graph: StageGraph, orders: Sequence[Sequence[Task]]) -> None:
-        self.before: dict[int, list[int]] = {}
-        self.after: dict[int, list[int]] = {}
-        self.ratios = graph.ratios
-        for source, target in graph.edges:
-            self.before.setdefault(target, []).append(source)
-            self.after.setdefault(source, []).append(target)
-        halves = {task for order in orders for task in order if task.phase is Phase.INPUT_GRADIENT}
-        self.split = {(task.stage, task.micro_batch) for task in halves}
-        """Stages and micro-batches whose backward is split: a step may split some and leave others whole."""
+    half, whole = Phase.INPUT_GRADIENT, Phase.BACKWARD
 
-    def of(self, task: Task) -> list[_Number]:
-        if task.phase is Phase.FORWARD:
-            return [
-                (stage, Phase.FORWARD, number)
-                for stage in self.before.get(task.stage, ())
-                for number in self._sharing(task, stage)
-            ]
-        if task.phase is Phase.WEIGHT_GRADIENT:
-            return [(task.stage, Phase.INPUT_GRADIENT, task.micro_batch)]
-        gradients = [
-            (stage, Phase.INPUT_GRADIENT if (stage, number) in self.split else Phase.BACKWARD, number)
-            for stage in self.after.get(task.stage, ())
-            for number in self._sharing(task, stage)
+    def needs(task: Task) -> list[_Number]:
+        own, phase = task.micro_batch, task.phase
+        if phase is Phase.WEIGHT_GRADIENT:
+            return [(task.stage, half, own)]
+        around = (before if phase is Phase.FORWARD else after)[task.stage]
+        shared = [
+            (stage, number)
+            for stage in around
+            for number in (graph.sharing(task.stage, own, stage) if graph.ratios else (own,))
         ]
-        return [(task.stage, Phase.FORWARD, task.micro_batch), *gradients]
+        if phase is Phase.FORWARD:
+            return [(stage, phase, number) for stage, number in shared]
+        halves = [(stage, half if (stage, number) in split else whole, number) for stage, number in shared]
+        return [(task.stage, Phase.FORWARD, own), *halves]
 
-    def _sharing(self, task: Task, other: int) -> Sequence[int]:
-        """The micro-batches of another stage that have samples of the task's."""
-        if not self.ratios:
-            return (task.micro_batch,)
-        return sharing(task.micro_batch, self.ratios[task.stage], self.ratios[other])
+    return needs
 
 
 def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int) -> None:
@@ -367,23 +372,20 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSlice:
-    """Every `of`-th micro-batch of a stage, from number `index` on: those of which a channel carries something."""
+    """Every `of`-th micro-batch of a stage, from number `index` on: those of which a channel carries something, each
+    in a message of its own."""
 
     index: Index = 0
     of: Count = 1
 
     def has(self, micro_batch: int) -> bool:
-        """True if it is one of them."""
         return micro_batch % self.of == self.index
 
     def message(self, micro_batch: int) -> int:
-        """The number of the message that carries something of this micro-batch."""
         return micro_batch // self.of
 
     def micro_batch(self, message: int) -> int:
-        """The micro-batch that a message carries something of."""
         return message * self.of + self.index
 
 
 EVERY = MicroBatchSlice()
-"""All of them."""

@@ -40,20 +40,15 @@ Dimension = tuple[str, ...]
 
 
 class AxisKind(enum.Enum):
-    """Meaning of a split along the axis."""
+    """Meaning of a split along the axis: a parallel one, which indexes every result, leaves independent shards; for the
+    others see the marks."""
 
     PARALLEL = "parallel"
-    """Indexes every result: shards are independent."""
     WHOLE = "whole"
-    """Cannot be split."""
     SUM = "sum"
-    """Reduced: shards hold partial sums."""
     MEAN = "mean"
-    """Reduced: shards hold means of equal shares."""
     JOINT = "joint"
-    """Computed together: shards of results that it indexes, partial sums of those that it does not."""
     AGREED = "agreed"
-    """Computed together: shards of results that it indexes, copies of those that it does not."""
 
     @property
     def is_joint(self) -> bool:
@@ -63,8 +58,6 @@ class AxisKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of an iteration space."""
-
     name: str
     extent: int
     kind: AxisKind
@@ -113,7 +106,6 @@ class Space:
         return {axis.name: axis.extent for axis in self.axes}
 
     def windows_of(self, operand: int) -> tuple[Windowed, ...]:
-        """The dimensions of an operand that are read through windows."""
         return tuple(each for each in self.windows if each.operand == operand)
 
     def __str__(self) -> str:
@@ -140,7 +132,7 @@ class NotationError(ModelError):
 
 
 _MARKS = {"!": AxisKind.WHOLE, "+": AxisKind.SUM, "~": AxisKind.MEAN, "&": AxisKind.JOINT, "=": AxisKind.AGREED}
-_TOKEN = re.compile(r"\(|\)|\?|\[[^\]]*\]|1(?![\w])|[A-Za-z_]\w*[!+~&=]?")
+_TOKEN = re.compile(r"\([^)]*\)|\[[^\]]*\]|1(?![\w])|[A-Za-z_]\w*[!+~&=]?")
 
 
 def parse(
@@ -150,12 +142,9 @@ def parse(
     extents: dict[str, int] | None = None,
     fill: float = 0.0,
 ) -> Space:
-    """The space that `notation` describes for tensors of these shapes (None where a tensor is absent).
-
-    Extents follow from the shapes; those of axes inside merged dimensions that occur alone nowhere must be given in
-    `extents`. Windows that stick out of a tensor read `fill` there. Raises NotationError where notation and shapes
-    disagree.
-    """
+    """The space that `notation` describes for tensors of these shapes (None where a tensor is absent). Extents follow
+    from the shapes; those of axes inside merged dimensions that occur alone nowhere must be given in `extents`. Windows
+    that stick out of a tensor read `fill` there. Raises NotationError where notation and shapes disagree."""
     left, arrow, right = notation.partition("->")
     if not arrow:
         raise NotationError(f"no arrow in notation {notation!r}")
@@ -163,9 +152,8 @@ def parse(
     windows: list[_Window] = []
     operands = _tensors(left, len(operand_shapes), marks, windows)
     results = _tensors(right, len(result_shapes), marks, [])
-    known = dict(extents or {})
     pairs = [*zip(operands, operand_shapes, strict=True), *zip(results, result_shapes, strict=True)]
-    _solve_extents(pairs, known, notation)
+    known = _solved_extents(pairs, dict(extents or {}), notation)
     written = [{name for dimension in tensor for name in dimension} for tensor in results if tensor is not None]
     in_results = set.intersection(*written) if written else set()
     unmarked = {name: AxisKind.PARALLEL if name in in_results else AxisKind.WHOLE for name in marks}
@@ -192,42 +180,28 @@ def _tensors(
 def _tensor(text: str, marks: dict[str, str], index: int, windows: list[_Window]) -> tuple[Dimension, ...] | None:
     if text == "?":
         return None
+
+    def marked(word: str) -> str:
+        """The axis of a word, whose mark is taken down."""
+        name = word.rstrip("!+~&=")
+        marks[name] = marks.get(name) or word[len(name) :]
+        return name
+
     dimensions: list[Dimension] = []
-    group: list[str] | None = None
     for token in _TOKEN.findall(text):
-        if token == "(":
-            group = []
-        elif token == ")":
-            dimensions.append(tuple(group or ()))
-            group = None
-        elif token == "1":
-            if group is None:
-                dimensions.append(())
-        elif token.startswith("["):
-            word, *numbers = token.strip("[]").split()
-            stride, offset, reach = map(int, numbers)
-            windows.append((index, len(dimensions), _marked(word, marks), (stride, offset, reach)))
+        if token.startswith("["):
+            word, stride, offset, reach = token[1:-1].split()
+            windows.append((index, len(dimensions), marked(word), (int(stride), int(offset), int(reach))))
             dimensions.append(())
         else:
-            name = _marked(token, marks)
-            if group is None:
-                dimensions.append((name,))
-            else:
-                group.append(name)
+            dimensions.append(tuple(marked(word) for word in token.strip("()").split() if word != "1"))
     return tuple(dimensions)
 
 
-def _marked(word: str, marks: dict[str, str]) -> str:
-    """The axis of a word, whose mark is taken down."""
-    name = word.rstrip("!+~&=")
-    marks[name] = marks.get(name) or word[len(name) :]
-    return name
-
-
-def _solve_extents(
+def _solved_extents(
     pairs: list[tuple[tuple[Dimension, ...] | None, tuple[int, ...] | None]], known: dict[str, int], notation: str
-) -> None:
-    """Add to `known` the extents that follow from the tensors' shapes: first of axes that are a whole dimension."""
+) -> dict[str, int]:
+    """`known` with the extents that follow from the tensors' shapes: first of axes that are a whole dimension."""
     dimensions: list[tuple[Dimension, int]] = []
     for tensor, shape in pairs:
         if tensor is not None and shape is not None:
@@ -247,3 +221,4 @@ def _solve_extents(
             product *= known[missing[0]]
         if dimension and product != extent:
             raise NotationError(f"dimension {dimension} of {notation!r} has extent {product}, the tensor {extent}")
+    return known

@@ -11,20 +11,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MessageEnd:
-    """One message of a send or receive: the other rank, and the task of the same message there."""
+    """One message of a send or receive: the other rank, and its task that receives or sends the same message."""
 
     peer: int
     channel: int
     tensor: str
     bytes: int
     task: str
-    """The peer's task, which sends what this one receives, or receives what this one sends."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskNode:
     """One task. Tasks of a schedule are named as in the rank's file and the timeline, such as `2F0`; a send of its
-    results is `2SEND_F0`, of gradients `2SEND_B0`, receives alike, `@1` behind one from stage 1 alone."""
+    results is `2SEND_F0`, of gradients `2SEND_B0`, receives alike, `@1` behind one from stage 1 alone.
+
+    `bytes` are moved, added, updated or freed; `after` are tasks of this rank, by place, that are really waited for;
+    `group` are the ranks that do a collective, a reduction or a gathering together, `inside` is the task during which.
+    """
 
     kind: str
     """`receive`, `forward`, `send`, `backward`, `input_gradient`, `weight_gradient`, `collective`, `accumulate`,
@@ -33,29 +36,21 @@ class TaskNode:
     stage: int | None = None
     micro_batch: int | None = None
     bytes: int = 0
-    """Bytes moved, added, updated or freed."""
     after: tuple[int, ...] = ()
-    """Tasks of this rank, by place, that must be done before: nothing but what is really waited for."""
     messages: tuple[MessageEnd, ...] = ()
-    """Of a send or receive."""
     group: tuple[int, ...] = ()
-    """Ranks that do a collective, a reduction or a gathering together."""
     inside: int | None = None
-    """The task during which a collective is done."""
     what: str = ""
     """Value freed; or kind and value of a collective; or `shares` for a reduction that gives each rank one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopedTasks:
-    """Tasks that stand in the program once: `count` times as many as those from `start` to `end`, as a loop.
-
-    `last` is where those of its last time start; the micro-batches of one time are `stride` further than those of the
-    time before, None where stages differ in that.
-    """
+    """Tasks that stand in a section (`warm-up`, `repetend`, `cool-down` or `end`) of the program once: `count` times as
+    many as those from `start` to `end`, as a loop. `last` is where those of its last time start; the micro-batches of
+    one time are `stride` further than those of the time before, None where stages differ in that."""
 
     section: str
-    """`warm-up`, `repetend`, `cool-down` or `end`."""
     start: int
     end: int
     count: int = 1
@@ -65,17 +60,15 @@ class LoopedTasks:
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """A rank's tasks in the order in which it does them."""
+    """A rank's tasks in the order in which it does them, and by the plan's predictions the bytes in use after each
+    (those of a forward or backward while it runs), of which `static_bytes` are there all through a step."""
 
     rank: int
     nodes: tuple[TaskNode, ...]
     held: tuple[int, ...]
-    """Bytes in use after each task, by the predictions of the plan; those of a forward or backward while it runs."""
     static_bytes: int
-    """Of that, what is there all through a step: parameters, gradients, optimizer state, message buffers."""
     stretches: tuple[LoopedTasks, ...]
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in use."""
         return max(self.held, default=self.static_bytes)

@@ -106,22 +106,19 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class StagePrediction:
-    """Predicted times of a stage on each of its devices, for one micro-batch where nothing else is said."""
+    """Predicted seconds and bytes of a stage on each of its devices, for one micro-batch where nothing else is said."""
 
     forward_s: float
     backward_s: float = 0.0
     """Seconds of a backward, with the forward that recomputation runs again."""
     input_gradient_s: float = 0.0
-    """Seconds of a split backward's first half, which gives the gradients of what the stage received."""
     weight_gradient_s: float = 0.0
-    """Seconds of its second half, which gives the gradients of parameters."""
     split_s: float = 0.0
     """Seconds more that a micro-batch takes because its backward is split, most of them in the forward and in the first
     half: they count with the first half."""
     gradient_s: float = 0.0
     """Seconds, once a step, in which gradients are summed over devices."""
     update_s: float = 0.0
-    """Seconds of the optimizer's step."""
     parameter_bytes: Index = 0
     static_bytes: Index = 0
     """Bytes there all through a step: parameters, gradients, optimizer state, message buffers."""
@@ -140,13 +137,21 @@ class StagePrediction:
             Phase.WEIGHT_GRADIENT: self.weight_gradient_s,
         }[phase]
 
+    def added_bytes(self, phase: Phase) -> int:
+        """Bytes that a task of a step that trains adds to those in use, less than nothing where it frees."""
+        return {
+            Phase.FORWARD: self.kept_bytes,
+            Phase.BACKWARD: -self.kept_bytes,
+            Phase.INPUT_GRADIENT: self.weight_kept_bytes - self.kept_bytes,
+            Phase.WEIGHT_GRADIENT: -self.weight_kept_bytes,
+        }[phase]
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """Message from a device of one stage to a device of a later one after a forward; its gradient comes back after the
     backward. Where the stages have micro-batches of different sizes it is for the samples that those of one slice of
-    the source and those of one slice of the target have in common: the number of the message is the same for both.
-    """
+    the source and those of one slice of the target have in common: the number of the message is the same for both."""
 
     source_stage: Index
     target_stage: Index

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from autopipe import configs
 from autopipe.configs.cluster import (
+    Efficiencies,
+    PeakRates,
     build_cluster,
     cluster_names,
     cluster_preset,
@@ -15,7 +18,6 @@ from autopipe.configs.cluster import (
     read_cluster,
 )
 from autopipe.configs.configuration import dump_configuration, load_configuration, resolve_cluster
-from autopipe.ir.cluster import OPERATOR_CLASSES, PRECISIONS
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from tests.configs.texts import parse_configuration
 
@@ -57,8 +59,8 @@ def test_a_preset_grows_to_any_number_of_devices(name: str) -> None:
         cluster = build_cluster(description, count)
         assert cluster.size == count
         device = cluster.devices[-1]
-        assert all(0 < device.fraction(kind) <= 1 for kind in OPERATOR_CLASSES)
-        assert all(device.peak(precision) > 0 for precision in PRECISIONS)
+        assert all(0 < device.fraction(kind) <= 1 for kind in (field.name for field in fields(Efficiencies)))
+        assert all(device.peak(precision) > 0 for precision in (field.name for field in fields(PeakRates)))
         assert device.peak("fp16") >= device.peak("fp32") > device.peak("fp64") > 1e8
         assert all(level.link.bandwidth_bytes_per_s < device.bandwidth_bytes_per_s for level in cluster.levels)
     assert [level.link.bandwidth_bytes_per_s for level in cluster.levels] == sorted(

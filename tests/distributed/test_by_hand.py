@@ -287,7 +287,7 @@ def test_exchanges_of_every_type(pools: Pools, tmp_path: Path, precision: str) -
     folder = tmp_path / "program"
     program = write(graph, placement, schedule_of(graph, placement, 2), loss, folder, precision)
     kinds = {
-        (operation.kind, operation.source.dtype)
+        (operation.relayout.kind, operation.source.dtype)
         for operation in program.stages[0].operations
         if isinstance(operation, Collective)
     }

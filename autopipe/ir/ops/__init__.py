@@ -5,14 +5,15 @@ This module has all rows; the families stand in the modules beside it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from autopipe.ir.graph import Graph, Node
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import attention, elementwise, movement, normalization, products
-from autopipe.ir.ops.operator import NotationLine, Operator, Signature, signature_of
+from autopipe.ir.ops.operator import Operator, Signature, signature_of
 from autopipe.ir.space import Space
 
-__all__ = ["OPERATORS", "NotationLine", "Operator", "Signature", "operator_of", "signature_of", "space_of"]
+__all__ = ["OPERATORS", "Operator", "Signature", "operator_of", "signature_of", "space_of", "spaces_of"]
 _FAMILIES = attention, elementwise, movement, normalization, products
 OPERATORS: dict[str, Operator] = {row.name: row for family in _FAMILIES for row in family.ROWS}
 
@@ -53,17 +54,14 @@ def use_keys(graph: Graph) -> tuple[Hashable, ...]:
     )
 
 
-class Spaces:
-    """The spaces of one graph's nodes by index, each worked out when it is asked for; the operator must have a row."""
+@remembered(GRAPHS)
+def spaces_of(graph: Graph) -> Callable[[int], Space]:
+    """A function to the spaces of one graph's nodes by index; equal uses have one. The operator must have a row."""
+    keys, known = use_keys(graph), dict[Hashable, Space]()
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._keys = use_keys(graph)
-        self._known: dict[Hashable, Space] = {}
+    def space(node: int) -> Space:
+        if keys[node] not in known:
+            known[keys[node]] = space_of(graph, graph.nodes[node])
+        return known[keys[node]]
 
-    def __getitem__(self, node: int) -> Space:
-        key = self._keys[node]
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = space_of(self._graph, self._graph.nodes[node])
-        return found
+    return space

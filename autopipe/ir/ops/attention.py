@@ -10,7 +10,6 @@ import math
 from autopipe.ir.ops.elementwise import pointwise
 from autopipe.ir.ops.normalization import MOMENTS, NORM
 from autopipe.ir.ops.operator import (
-    NotationLine,
     Operator,
     Signature,
     Statistics,
@@ -32,7 +31,7 @@ def is_positional(signature: Signature) -> bool:
     return bool(node.integer("is_causal")) or max(windows) >= 0
 
 
-def attention(signature: Signature) -> NotationLine:
+def attention(signature: Signature) -> Space:
     """`b (h r) q d, b h k d, b h k v -> b (h r) q v` with d and k whole. Where masks depend on places, a device with
     some of the queries knows which they are; all know all keys and values."""
     query, key, value = (signature.operand(index).shape for index in range(3))
@@ -59,7 +58,7 @@ def _attention_flops(signature: Signature, space: Space) -> float:
     return 2.0 * scores * (axes["d"] + axes["v"])
 
 
-def _headed(signature: Signature, s: str, heads: int, *others: str) -> NotationLine:
+def _headed(signature: Signature, s: str, heads: int, *others: str) -> Space:
     """`b h s d`, or `b s (h d)`, with d whole; `heads` are those of the second spelling."""
     shape = signature.operand(0).shape
     if len(shape) == 4:
@@ -67,7 +66,7 @@ def _headed(signature: Signature, s: str, heads: int, *others: str) -> NotationL
     return notate(signature, [f"b {s} (h d!)", *others], ["b s (h d)"], h=heads, d=shape[2] // heads)
 
 
-def rotary_embedding(signature: Signature) -> NotationLine:
+def rotary_embedding(signature: Signature) -> Space:
     """`b h s d, b s 1, b s 1, b s -> b h s d` with d whole; with positions the caches are tables that stay whole."""
     others = ("1 1", "1 1", "b s") if signature.present(3) else ("b s 1", "b s 1")
     return _headed(signature, "s", signature.node.integer("num_heads"), *others)
@@ -79,7 +78,7 @@ ATTENTION = (
 )
 
 
-def _fused_matmul(signature: Signature) -> NotationLine:
+def _fused_matmul(signature: Signature) -> Space:
     """MatMul of factors that may be transposed."""
     swapped = [bool(signature.node.integer(name)) for name in ("transA", "transB")]
     shapes = [signature.operand(index).shape for index in (0, 1)]
@@ -91,7 +90,7 @@ def _fused_matmul(signature: Signature) -> NotationLine:
     return notate(signature, operands, [result])
 
 
-def _skip_layer_norm(signature: Signature) -> NotationLine:
+def _skip_layer_norm(signature: Signature) -> Space:
     """`*b x, *b x, x … -> *b x, *b 1, *b 1, *b x` with x=."""
     words = marked(signature.words, [signature.rank - 1], "=")
     shape = signature.operand(1).shape
@@ -101,7 +100,7 @@ def _skip_layer_norm(signature: Signature) -> NotationLine:
     return notate(signature, [words, skip, *vectors], [words, statistics, statistics, words])
 
 
-def _rotary_embedding(signature: Signature) -> NotationLine:
+def _rotary_embedding(signature: Signature) -> Space:
     """`b h s d, b s, 1 1, 1 1 -> b h s d`, or `b s (h d)`; where one position starts all, devices count on from it."""
     shape, positions = signature.operand(0).shape, signature.operand(1).shape
     starts = math.prod(positions) == 1

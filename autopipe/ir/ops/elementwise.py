@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from autopipe.ir.ops.operator import (
-    NotationLine,
     Operator,
     Signature,
     aligned,
+    changed,
     marked,
     names,
-    no_flops,
     notate,
     notated,
     opaque,
@@ -27,13 +27,12 @@ from autopipe.ir.ops.operator import (
 from autopipe.ir.space import Space
 
 
-def broadcast(signature: Signature) -> NotationLine:
+def broadcast(signature: Signature) -> Space:
     """`*x, *x -> *x`: trailing dimensions aligned, extent one (or absence) broadcasts."""
     result = signature.result().shape
     words = names(len(result), "x")
-    return notate(
-        signature, [aligned(value.shape if value else (), result, words) for value in signature.operands], [words]
-    )
+    read = [aligned(value.shape if value else (), result, words) for value in signature.operands]
+    return notate(signature, read, [words])
 
 
 first_operand = notated("*x -> *x")
@@ -54,7 +53,7 @@ def _variadic_flops(signature: Signature, space: object) -> float:
     return float(max(1, len(signature.operands) - 1) * signature.result().elements)
 
 
-def per_channel(signature: Signature) -> NotationLine:
+def per_channel(signature: Signature) -> Space:
     """PRelu's slope: broadcasts from opset 7 on; before, one a channel (axis 1) or one for all."""
     slope = signature.operand(1).shape
     if signature.opset >= 7:
@@ -105,8 +104,7 @@ ACTIVATION = (
 
 def _made(name: str, static: tuple[int, ...] = (), cost: float = 0.0) -> Operator:
     """Numbers that depend on their place: not to be split."""
-    flops: Callable[..., float] = per_result(cost) if cost else no_flops
-    return Operator(name, opaque, "memory", flops, 0.0, static=static, differentiable=False)
+    return Operator(name, opaque, "memory", per_result(cost), 0.0, static=static, differentiable=False)
 
 
 GENERATION = (
@@ -126,7 +124,7 @@ SAMPLING = (
 )
 
 
-def linear(signature: Signature) -> NotationLine:
+def linear(signature: Signature) -> Space:
     """`*x, scale, zero point -> *x`: one scale for all, one a slice of `axis`, or one a block along it (kept whole)."""
     words, axis = signature.words, signature.axis(1)
     blocked = signature.node.integer("block_size")
@@ -155,33 +153,29 @@ def transformed_axis(signature: Signature) -> int:
     return positive(-2 if array is None else int(array.reshape(())), signature.rank)
 
 
-def _dft(signature: Signature) -> NotationLine:
-    words = replaced(signature.words, [transformed_axis(signature), signature.rank - 1])
-    return notate(signature, [words], [words])
-
-
 def _transform_flops(signature: Signature, space: Space) -> float:
-    """The usual count for a fast transform of n points: 5 n log2 n."""
+    """The usual count for a fast transform of n points, 5 n log2 n; for LU factorisation two thirds of n³."""
+    if signature.node.op == "Det":
+        return 2 / 3 * signature.operand(0).shape[-1] * signature.operand(0).elements
     axis = 2 if signature.node.op == "STFT" else transformed_axis(signature)
     return 2.5 * signature.result().elements * math.log2(max(signature.result().shape[axis], 2))
 
 
-def _det(signature: Signature) -> NotationLine:
+def _det(signature: Signature) -> Space:
     if signature.rank < 3:
         return opaque(signature)
     last = [signature.rank - 2, signature.rank - 1]
     return notate(signature, [marked(signature.words, last, "!")], [signature.words[:-2]])
 
 
-def _det_flops(signature: Signature, space: Space) -> float:
-    """LU factorisation: two thirds of n³ for each matrix."""
-    return 2 / 3 * signature.operand(0).shape[-1] * signature.operand(0).elements
+def _dft(signature: Signature) -> Space:
+    return changed(signature, [transformed_axis(signature), signature.rank - 1])
 
 
 SPECTRAL = (
     Operator("DFT", _dft, "elementwise", _transform_flops, static=(1, 2)),
     Operator("STFT", notated("d0 *1 -> d0 1 1 1"), "elementwise", _transform_flops, keeps=("2",), static=(1, 3)),
-    Operator("Det", _det, "elementwise", _det_flops, keeps=("0", ">0")),
+    Operator("Det", _det, "elementwise", _transform_flops, keeps=("0", ">0")),
 )
 
 # Regions are independent of one another; the images they lie in are looked up.
@@ -192,9 +186,7 @@ _DRAW = 25.0
 """Operations that a number takes: ten rounds of Philox make four."""
 
 
-def _drawn(
-    name: str, notation: Callable[[Signature], NotationLine], cost: float, kind: str = "elementwise"
-) -> Operator:
+def _drawn(name: str, notation: Callable[[Signature], Space], cost: float, kind: str = "elementwise") -> Operator:
     return Operator(name, notation, kind, per_result(_DRAW + cost), random=True, differentiable=False)
 
 
@@ -210,15 +202,12 @@ def is_active(signature: Signature) -> bool:
 
 
 RANDOM = (
-    Operator(
-        "Dropout",
-        first_operand,
-        "elementwise",
-        per_result(_DRAW + 2),
-        2 / (_DRAW + 2),
+    replace(
+        _drawn("Dropout", first_operand, 2),
+        backward=2 / (_DRAW + 2),
         keeps=("mask",),
         static=(1, 2),
-        random=True,
+        differentiable=True,
     ),
     _drawn("Bernoulli", first_operand, 2),
     _drawn("RandomUniform", notated("-> *x"), 2),

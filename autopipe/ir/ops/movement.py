@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,6 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops.elementwise import first_operand
 from autopipe.ir.ops.operator import (
-    NotationLine,
     Operator,
     Signature,
     aligned,
@@ -35,21 +33,15 @@ def permutation(signature: Signature) -> tuple[int, ...]:
     return signature.node.integers("perm", tuple(range(signature.rank - 1, -1, -1)))
 
 
-def _transpose(signature: Signature) -> NotationLine:
+def _transpose(signature: Signature) -> Space:
     words = signature.words
     return notate(signature, [words], [[words[axis] for axis in permutation(signature)]])
 
 
-def _expand(signature: Signature) -> NotationLine:
+def _expand(signature: Signature) -> Space:
     result = signature.result().shape
     words = names(len(result))
     return notate(signature, [aligned(signature.operand(0).shape, result, words), "1"], [words])
-
-
-def _concat(signature: Signature) -> NotationLine:
-    """`a 1, a 1 -> a 1`: no split along the axis that is put together."""
-    words = replaced(signature.words, [signature.axis()])
-    return notate(signature, [words] * len(signature.operands), [words])
 
 
 def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
@@ -71,7 +63,7 @@ def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
     return tuple(taken)
 
 
-def _slice(signature: Signature) -> NotationLine:
+def _slice(signature: Signature) -> Space:
     shape = signature.operand(0).shape
     return changed(signature, [axis for axis, taken in enumerate(slices(signature)) if taken != (0, shape[axis], 1)])
 
@@ -86,16 +78,12 @@ def padding(signature: Signature) -> tuple[tuple[int, int], ...]:
     return tuple(pads)
 
 
-def _pad(signature: Signature) -> NotationLine:
-    return changed(signature, [axis for axis, pads in enumerate(padding(signature)) if pads != (0, 0)])
-
-
-def _tile(signature: Signature) -> NotationLine:
+def _tile(signature: Signature) -> Space:
     shapes = zip(signature.operand(0).shape, signature.result().shape, strict=True)
     return changed(signature, [axis for axis, (before, after) in enumerate(shapes) if before != after])
 
 
-def _blocks(signature: Signature) -> NotationLine:
+def _blocks(signature: Signature) -> Space:
     """DepthToSpace and SpaceToDepth: between `b (c r! s!) h w` and `b c (h r!) (w s!)`."""
     block = signature.node.integer("blocksize")
     deep = "b (c r! s!) h w" if signature.node.text("mode", "DCR") == "CRD" else "b (r! s! c) h w"
@@ -104,17 +92,17 @@ def _blocks(signature: Signature) -> NotationLine:
     return notate(signature, source, result, r=block, s=block)
 
 
-def _reverse_sequence(signature: Signature) -> NotationLine:
+def _reverse_sequence(signature: Signature) -> Space:
     words = signature.words
     time, batch = signature.node.integer("time_axis"), signature.node.integer("batch_axis", 1)
     return notate(signature, [marked(words, [time], "!"), [words[batch]]], [words])
 
 
-def _col2im(signature: Signature) -> NotationLine:
+def _col2im(signature: Signature) -> Space:
     return notate(signature, ["b (c k!) 1"], ["b c *1"], k=math.prod(signature.integers(2)))
 
 
-def _compress(signature: Signature) -> NotationLine:
+def _compress(signature: Signature) -> Space:
     return changed(signature, [signature.axis()]) if signature.node.has("axis") else opaque(signature)
 
 
@@ -122,10 +110,10 @@ MOVEMENT = (
     Operator("Identity", first_operand, "view"),
     Operator("Transpose", _transpose, "view"),
     Operator("Expand", _expand, "view", static=(1,)),
-    Operator("Concat", _concat, "memory"),
+    Operator("Concat", lambda use: changed(use, [use.axis()], len(use.operands)), "memory"),
     Operator("Split", lambda use: changed(use, [use.axis()]), "view", static=(1,)),
     Operator("Slice", _slice, "view", static=(1, 2, 3, 4)),
-    Operator("Pad", _pad, "memory", static=(1, 2, 3)),
+    Operator("Pad", lambda use: changed(use, np.flatnonzero(np.any(padding(use), 1))), "memory", static=(1, 2, 3)),
     Operator("Tile", _tile, "memory", static=(1,)),
     Operator("CenterCropPad", _tile, "memory", static=(1,)),
     Operator("DepthToSpace", _blocks, "memory"),
@@ -138,7 +126,7 @@ MOVEMENT = (
 )
 
 
-def _gather(signature: Signature) -> NotationLine:
+def _gather(signature: Signature) -> Space:
     """`a v& b, i -> a i b`: a device with some rows of the table gives those, and zeros for the others. Rows that are
     known while compiling are spelled as such, and those that are no numbers do not add up: v is whole."""
     mark = "&" if signature.constant(1) is None and signature.operand(0).dtype.is_floating else "!"
@@ -154,7 +142,7 @@ def _shared(signature: Signature) -> list[str]:
     return replaced(signature.words, apart)
 
 
-def _gather_elements(signature: Signature) -> NotationLine:
+def _gather_elements(signature: Signature) -> Space:
     """A device with some rows of the table gives those, and zeros for the others."""
     axis, table = signature.axis(), _shared(signature)
     picked = [*table[:axis], signature.words[axis], *table[axis + 1 :]]
@@ -163,12 +151,12 @@ def _gather_elements(signature: Signature) -> NotationLine:
     return notate(signature, [table, picked], [picked])
 
 
-def _scatter_elements(signature: Signature) -> NotationLine:
+def _scatter_elements(signature: Signature) -> Space:
     table = _shared(signature)
     return notate(signature, [table, table, table], [table])
 
 
-def _gather_nd(signature: Signature) -> NotationLine:
+def _gather_nd(signature: Signature) -> Space:
     """`b v! t, b i 1 -> b i t`: the last dimension of the indices addresses as many of the data."""
     batch = signature.node.integer("batch_dims")
     data, indices = signature.operand(0).shape, signature.operand(1).shape
@@ -179,7 +167,7 @@ def _gather_nd(signature: Signature) -> NotationLine:
     return notate(signature, [[*shared, *unindexed(data[batch:depth]), *rest], [*places, "1"]], [[*places, *rest]])
 
 
-def _scatter_nd(signature: Signature) -> NotationLine:
+def _scatter_nd(signature: Signature) -> Space:
     """`1 t, 1 1, 1 t -> 1 t`."""
     data, indices = signature.operand(0).shape, signature.operand(1).shape
     rest = names(len(data) - indices[-1], "t")
@@ -187,7 +175,7 @@ def _scatter_nd(signature: Signature) -> NotationLine:
     return notate(signature, [table, unindexed(indices), [*unindexed(indices[:-1]), *rest]], [table])
 
 
-def _one_hot(signature: Signature) -> NotationLine:
+def _one_hot(signature: Signature) -> Space:
     """`*i, 1, 1 -> *i v&`: a device with some of the classes knows which they are."""
     rank = len(signature.result().shape)
     axis = positive(signature.node.integer("axis", -1), rank)
@@ -195,7 +183,7 @@ def _one_hot(signature: Signature) -> NotationLine:
     return notate(signature, [words], [[*words[:axis], "v&", *words[axis:]]])
 
 
-def _tensor_scatter(signature: Signature) -> NotationLine:
+def _tensor_scatter(signature: Signature) -> Space:
     """A cache `b … s! …` written at one place a sample."""
     cache = replaced(signature.words, [signature.axis(-2)])
     return notate(signature, [cache, cache, *([["d0"]] if signature.present(2) else [])], [cache])
@@ -214,51 +202,27 @@ INDEXING = (
 )
 
 
-def regroup(signature: Signature) -> NotationLine:
+def regroup(signature: Signature) -> Space:
     """`(a b) c -> a b c`: the common refinement of both shapes, each of its factors an axis. Where two shapes of equal
     product have none (4 3 -> 6 2), those dimensions are not indexed."""
     source, target = signature.operand(0).shape, signature.result().shape
     left, right = unindexed(source), unindexed(target)
-    extents: list[tuple[str, int]] = []
-    if signature.operand(0).elements:
-        for sources, targets in _segments(source, target):
-            factors = _refine([source[i] for i in sources], [target[i] for i in targets])
-            axes = [(f"a{len(extents) + index}", factor) for index, factor in enumerate(factors)]
-            extents += axes
-            for words, shape, dimensions in ((left, source, sources), (right, target, targets)):
-                rest = iter(axes)
-                for dimension in dimensions if axes else ():
-                    group, size = [], 1
-                    while size < shape[dimension]:
-                        name, extent = next(rest)
-                        group.append(name)
-                        size *= extent
-                    words[dimension] = group[0] if len(group) == 1 else f"({' '.join(group)})"
-    return notate(signature, [left], [right], **dict(extents))
-
-
-def _segments(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Shortest runs of dimensions, above extent one, whose products agree."""
-    lefts = [axis for axis, extent in enumerate(source) if extent > 1]
-    rights = [axis for axis, extent in enumerate(target) if extent > 1]
-    while lefts and rights:
-        taken, given = [lefts.pop(0)], [rights.pop(0)]
-        size, other = source[taken[0]], target[given[0]]
-        while size != other:
-            if size < other:
-                taken.append(lefts.pop(0))
-                size *= source[taken[-1]]
-            else:
-                given.append(rights.pop(0))
-                other *= target[given[-1]]
-        yield taken, given
-
-
-def _refine(source: Sequence[int], target: Sequence[int]) -> list[int]:
-    """Factors of the common refinement, outer to inner; [] where there is none."""
-    cuts = sorted({*itertools.accumulate(source, int.__mul__), *itertools.accumulate(target, int.__mul__)})
-    pairs = list(itertools.pairwise([1, *cuts]))
-    return [] if any(inner % outer for outer, inner in pairs) else [inner // outer for outer, inner in pairs]
+    extents: dict[str, int] = {}
+    # Products up to each dimension's end cut the elements' row-major order: where both shapes cut, a segment ends.
+    ends = [list(itertools.accumulate(shape, int.__mul__)) for shape in (source, target)]
+    common = sorted({1, *ends[0]} & {1, *ends[1]}) if signature.operand(0).elements else []
+    for first, last in itertools.pairwise(common):
+        cuts = sorted({first, *(end for side in ends for end in side if first < end <= last)})
+        if any(inner % outer for outer, inner in itertools.pairwise(cuts)):
+            continue
+        axes = {inner: f"a{len(extents) + index}" for index, inner in enumerate(cuts[1:])}
+        extents |= {axes[inner]: inner // outer for outer, inner in itertools.pairwise(cuts)}
+        for words, shape, side in ((left, source, ends[0]), (right, target, ends[1])):
+            for place, (extent, end) in enumerate(zip(shape, side, strict=True)):
+                if extent > 1 and first < end <= last:
+                    group = [axes[cut] for cut in cuts if end // extent < cut <= end]
+                    words[place] = group[0] if len(group) == 1 else f"({' '.join(group)})"
+    return notate(signature, [left], [right], **extents)
 
 
 REGROUP = (
@@ -271,7 +235,7 @@ REGROUP = (
 
 @dataclass(frozen=True, slots=True)
 class ResizedAxis:
-    """One axis that changes, and by how much; `region` is the part of it that is read, from 0 to 1."""
+    """An axis that changes, and by how much; `region` is the part of it that is read, from 0 to 1."""
 
     axis: int
     source: int
@@ -314,7 +278,7 @@ def _scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
 
 def _numbers(signature: Signature, index: int) -> tuple[float, ...]:
     array = signature.constant(index)
-    return () if array is None else tuple(float(value) for value in np.asarray(array, np.float64).reshape(-1))
+    return () if array is None else tuple(array.astype(np.float64).reshape(-1).tolist())
 
 
 _WORDS = {
@@ -329,7 +293,7 @@ _WORDS = {
 """Allowed values of attributes."""
 
 
-def resize(signature: Signature) -> NotationLine:
+def resize(signature: Signature) -> Space:
     """`*d i -> *d o` with i and o whole. Raises ModelError for a word that ONNX does not define."""
     for name, words in _WORDS.items():
         if signature.node.has(name) and signature.node.text(name) not in words:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopipe.ir.ops.operator import (
-    NotationLine,
     Operator,
     Signature,
     Statistic,
@@ -15,7 +14,6 @@ from autopipe.ir.ops.operator import (
     axes_of,
     joint_splits,
     marked,
-    no_flops,
     no_statistics,
     notate,
     notated,
@@ -37,7 +35,7 @@ def trains(signature: Signature) -> bool:
     return any(value is not None for value in signature.results[1:])
 
 
-def batch_norm(signature: Signature) -> NotationLine:
+def batch_norm(signature: Signature) -> Space:
     """`n c *i, c, c, c, c -> n c *i, c, c`; with the batch's own statistics all devices' samples count."""
     mark = "=" if trains(signature) else ""
     first = f"n{mark} c *i{mark}"
@@ -49,14 +47,14 @@ def normalized_axes(signature: Signature) -> range:
     return range(signature.axis(-1), signature.rank)
 
 
-def layer_norm(signature: Signature) -> NotationLine:
+def layer_norm(signature: Signature) -> Space:
     """`*b *x=, *x, *x -> *b *x, *b 1, *b 1`."""
     shape, words, axes = signature.operand(0).shape, signature.words, normalized_axes(signature)
     scales = [aligned(value.shape if value else (), shape, words) for value in signature.operands[1:]]
     return notate(signature, [marked(words, axes, "="), *scales], [words, replaced(words, axes)])
 
 
-def group_norm(signature: Signature) -> NotationLine:
+def group_norm(signature: Signature) -> Space:
     """`n (g c=) *i=, (g c), (g c) -> n (g c) *i`; before opset 21 scale and bias are one a group."""
     groups, channels = signature.node.integer("num_groups"), signature.operand(0).shape[1]
     scale = "(g c)" if signature.operand(1).shape == (channels,) else "g"
@@ -75,8 +73,8 @@ def softmax_axes(signature: Signature) -> range:
     return range(signature.axis(-1), signature.axis(-1) + 1)
 
 
-def _softmax(signature: Signature) -> NotationLine:
-    return along(signature, softmax_axes(signature), "&")
+def _softmax(signature: Signature) -> Space:
+    return along(signature, softmax_axes(signature), "!" if signature.node.op == "Hardmax" else "&")
 
 
 MOMENTS = (), (2,), (16,)
@@ -92,7 +90,7 @@ extreme_statistics = per_row((1,), (2,))
 
 def _normalization(
     name: str,
-    notation: Callable[[Signature], NotationLine],
+    notation: Callable[[Signature], Space],
     cost: float,
     statistics: Statistics = _MOMENTS,
     mixes: Callable[[Signature], bool] = lambda signature: False,
@@ -123,15 +121,12 @@ NORMALIZATION = (
 
 def reduced_axes(signature: Signature) -> tuple[int, ...]:
     """Axes that a Reduce operator goes over, ascending: all where none are given, unless it is told to do nothing."""
-    given = axes_of(signature, 1)
-    if given:
+    if given := axes_of(signature, 1):
         return tuple(sorted(set(given)))
-    if signature.node.integer("noop_with_empty_axes"):
-        return ()
-    return tuple(range(signature.rank))
+    return () if signature.node.integer("noop_with_empty_axes") else tuple(range(signature.rank))
 
 
-def _folded(signature: Signature, axes: tuple[int, ...], mark: str) -> NotationLine:
+def _folded(signature: Signature, axes: tuple[int, ...], mark: str) -> Space:
     """`a r+ -> a 1`, or `a r+ -> a` where dimensions are dropped; means and more of whole numbers stay whole."""
     own = "!" if mark in "=~" and not signature.operand(0).dtype.is_floating else mark
     result = replaced(signature.words, axes)
@@ -147,11 +142,11 @@ def running_axis(signature: Signature) -> int:
     return positive(int(array.reshape(())), signature.rank)
 
 
-def _running(signature: Signature) -> NotationLine:
+def _running(signature: Signature) -> Space:
     return along(signature, [running_axis(signature)], "!")
 
 
-def _top_k(signature: Signature) -> NotationLine:
+def _top_k(signature: Signature) -> Space:
     axis = [signature.axis(-1)]
     return notate(signature, [marked(signature.words, axis, "!")], [replaced(signature.words, axis)])
 
@@ -203,14 +198,7 @@ REDUCTION = (
     Operator("CumSum", _running, "reduction", _per_operand(1.0), 1.0, static=(1,)),
     Operator("CumProd", _running, "reduction", _per_operand(1.0), 2.0, keeps=("0", ">0"), static=(1,)),
     Operator("TopK", _top_k, "reduction", _per_operand(4.0), 1.0, keeps=(">1",), static=(1,)),
-    Operator(
-        "Hardmax",
-        lambda signature: along(signature, softmax_axes(signature), "!"),
-        "reduction",
-        no_flops,
-        0.0,
-        differentiable=False,
-    ),
+    Operator("Hardmax", _softmax, "reduction", backward=0.0, differentiable=False),
 )
 
 
@@ -224,12 +212,10 @@ def weighs_labels(signature: Signature) -> bool:
     return reduction(signature) == "mean" and (signature.present(2) or signature.node.has("ignore_index"))
 
 
-def class_loss(signature: Signature) -> NotationLine:
+def class_loss(signature: Signature) -> Space:
     """`n c *d, n *d, 1 -> n *d`, or a scalar that adds up or averages over n and *d; the second result is `n c *d`.
-
     Devices with a part of the classes each give the loss of the labels in their part. Where labels have weights, or
-    some are left out, devices with a part of the labels each add up the weights that the mean divides by.
-    """
+    some are left out, devices with a part of the labels each add up the weights that the mean divides by."""
     mark = {"none": "", "sum": "+", "mean": "&" if weighs_labels(signature) else "~"}[reduction(signature)]
     labels, scores = f"n{mark} *d{mark}", f"n{mark} c& *d{mark}"
     return notate(signature, [scores, labels, "1"], [labels if reduction(signature) == "none" else "", scores])

@@ -20,20 +20,16 @@ from autopipe.ir.space import NotationError, Space, parse
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """One exchange that an operator makes itself, over the devices along `axes`."""
+    """One exchange that an operator makes itself, `times` in an evaluation, over the devices along split `axes` (in the
+    order of the space). In backward it is made where a gradient goes to one of the operands `through`."""
 
     axes: tuple[str, ...]
-    """The split axes over whose devices it goes, in the order of the space."""
     bytes: int
     """Of the tensor that is reduced, or of the whole that is gathered."""
     kind: str = "all_reduce"
-    """`all_reduce`, `all_gather` or `reduce_scatter`."""
     backward: bool = False
-    """True if it is made in backward, where a gradient comes."""
     times: int = 1
-    """How often it is made in one evaluation."""
     through: tuple[int, ...] = (0,)
-    """In backward: it is made where a gradient goes to one of these operands."""
 
 
 def joint_splits(space: Space, degrees: Mapping[str, int], names: Iterable[str] | None = None) -> tuple[str, ...]:
@@ -73,10 +69,8 @@ def single(dtype: DType) -> int:
 @dataclass(frozen=True, slots=True)
 class Signature:
     """One use of an operator: the node, the types of what it reads and writes, and what is known while compiling.
-
     `operands[i]` and `results[i]` are None where an optional tensor is absent. `constants[i]` holds an operand's
-    numbers where they are known, else None. `opset` gives the "" domain's meaning.
-    """
+    numbers where they are known, else None. `opset` gives the "" domain's meaning."""
 
     node: Node
     operands: tuple[Value | None, ...]
@@ -114,7 +108,7 @@ class Signature:
         return self.constants[index] if index < len(self.constants) else None
 
     def integers(self, index: int) -> tuple[int, ...]:
-        """The same as whole numbers, flat; () where they are not known."""
+        """The constant as whole numbers, flat; () where it is none."""
         array = self.constant(index)
         return () if array is None else tuple(int(each) for each in array.reshape(-1))
 
@@ -138,16 +132,6 @@ def signature_of(graph: Graph, node: Node) -> Signature:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NotationLine:
-    """A line of notation (see `autopipe.ir.space`), with extents of axes that shapes alone do not tell."""
-
-    text: str
-    extents: tuple[tuple[str, int], ...] = ()
-    fill: float = 0.0
-    """Value read outside of a tensor by windows."""
-
-
 Words = str | Sequence[str]
 """How notation spells a tensor: a word for each dimension, or all of them one blank apart, in which `*x!` stands for
 axes x0! x1! … of the dimensions that no other word spells, and `*1` for as many without an axis."""
@@ -169,24 +153,20 @@ def _spelled(value: Value | None, words: Words | None) -> str:
 
 
 def notate(
-    signature: Signature,
-    operands: Sequence[Words],
-    results: Sequence[Words],
-    fill: float = 0.0,
-    **extents: int,
-) -> NotationLine:
-    """A line for the tensors that are there, of which optional ones may be fewer: operands behind the given ones are
-    settings, which no axis indexes; results behind the given ones are as the last one."""
+    signature: Signature, operands: Sequence[Words], results: Sequence[Words], fill: float = 0.0, **extents: int
+) -> Space:
+    """The space of a use, from words for its tensors and from extents of axes that shapes alone do not tell. Operands
+    behind the given ones are settings, which no axis indexes; results behind the given ones are as the last one. `fill`
+    is what windows read outside of a tensor."""
     sides = zip_longest(signature.operands, operands[: len(signature.operands)])
     left = [_spelled(value, words) for value, words in sides]
     last = len(results) - 1
     right = [_spelled(value, results[min(place, last)]) for place, value in enumerate(signature.results)]
-    return NotationLine(f"{', '.join(left)} -> {', '.join(right)}", tuple(extents.items()), fill)
-
-
-def no_flops(signature: Signature, space: Space) -> float:
-    """For operators that only move data."""
-    return 0.0
+    read, written = (
+        tuple(None if value is None else value.shape for value in side)
+        for side in (signature.operands, signature.results)
+    )
+    return parse(f"{', '.join(left)} -> {', '.join(right)}", read, written, extents, fill)
 
 
 Statistics = Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]]
@@ -218,26 +198,24 @@ def per_row(
 class Operator:
     name: str
     """Operator type; of other domains with the domain in front: `com.microsoft.Gelu`."""
-    notation: Callable[[Signature], NotationLine]
-    """Its line of notation for one use."""
+    notation: Callable[[Signature], Space]
+    """The space of one use, from a line of notation (see `autopipe.ir.space`)."""
     kind: str
     """Class for costs: matmul, convolution, recurrent, normalization, reduction, elementwise, memory (copies), or
     view (neither work nor traffic: the result aliases the operand)."""
-    flops: Callable[[Signature, Space], float] = no_flops
+    flops: Callable[[Signature, Space], float] = lambda signature, space: 0.0
     """Floating-point operations of one forward evaluation; a multiply-add counts two."""
     backward: float = 1.0
     """Operations of backward, as a multiple of forward (2 for products: one for each operand's gradient)."""
     keeps: tuple[str, ...] = ()
     """Tensors that backward needs: "0", "1" … operands, ">0" … results, "*" all operands, "mask" one byte an element of
     the first result, "places" eight (where a maximum was). Values kept by several consumers count once; parameters and
-    constants are kept anyway.
-    """
+    constants are kept anyway."""
     static: tuple[int, ...] = ()
     """Operands whose numbers must be known while compiling (Reshape's shape)."""
     random: bool = False
     """True if it draws numbers: anew in each evaluation, and others for each node."""
     differentiable: bool = True
-    """True if gradients flow from the results to floating operands."""
     mixes_samples: Callable[[Signature], bool] = lambda signature: False
     """True if one use's result of a sample depends on other samples of the batch in a way that a micro-batch changes
     (BatchNormalization in training mode, a mean loss that ignores some labels); the frontend warns."""
@@ -253,22 +231,16 @@ class Operator:
         as a file may state any, and NotationError, a ModelError, where the row does not fit the tensors."""
         where = repr(signature.node.name)
         try:
-            line = self.notation(signature)
+            return self.notation(signature)
+        except NotationError as error:
+            raise NotationError(f"{self.name} does not fit its tensors: {error.message}", where=where) from error
         except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
             shapes = ", ".join("absent" if value is None else str(value.shape) for value in signature.operands)
             message = f"{self.name} cannot take operands {shapes} with these attributes"
             raise ModelError(message, where=where) from error
-        operands, results = (
-            tuple(None if value is None else value.shape for value in side)
-            for side in (signature.operands, signature.results)
-        )
-        try:
-            return parse(line.text, operands, results, dict(line.extents), line.fill)
-        except NotationError as error:
-            raise NotationError(f"{self.name} does not fit its tensors: {error.message}", where=where) from error
 
 
-def notated(text: str) -> Callable[[Signature], NotationLine]:
+def notated(text: str) -> Callable[[Signature], Space]:
     """The same line for every use, as `notate` takes it."""
     left, _, right = text.partition("->")
     operands, results = ([words.strip() for words in side.split(",") if side.strip()] for side in (left, right))
@@ -310,20 +282,20 @@ def aligned(shape: Sequence[int], result: Sequence[int], words: Sequence[str]) -
     return [words[offset + axis] if extent == result[offset + axis] else "1" for axis, extent in enumerate(shape)]
 
 
-def opaque(signature: Signature) -> NotationLine:
+def opaque(signature: Signature) -> Space:
     """No axis at all: an operator that cannot be split."""
     return notate(signature, [], [unindexed(value.shape if value else ()) for value in signature.results])
 
 
-def along(signature: Signature, axes: Iterable[int], mark: str) -> NotationLine:
+def along(signature: Signature, axes: Iterable[int], mark: str) -> Space:
     """The first operand and all results have one shape, with `mark` at `axes`; other operands are settings."""
     return notate(signature, [marked(signature.words, axes, mark)], [signature.words])
 
 
-def changed(signature: Signature, axes: Iterable[int]) -> NotationLine:
-    """The first operand and all results have one shape but for `axes`, which are not indexed; others are settings."""
+def changed(signature: Signature, axes: Iterable[int], operands: int = 1) -> Space:
+    """The first operands and all results have one shape but for `axes`, which are not indexed; others are settings."""
     words = replaced(signature.words, axes)
-    return notate(signature, [words], [words])
+    return notate(signature, [words] * operands, [words])
 
 
 def positive(axis: int, rank: int) -> int:
@@ -360,56 +332,43 @@ class SpatialWindow:
         """Extent that a window covers, holes counted."""
         return tuple(dilation * (size - 1) + 1 for size, dilation in zip(self.kernel, self.dilations, strict=True))
 
-    @property
-    def is_padded(self) -> bool:
-        return any(self.begin) or any(self.end)
-
     def inside(self, is_split: Callable[[str], bool]) -> SpatialWindow:
         """Without pads along the axes of windows that are split."""
-        pads = [
+        begin, end = (
             tuple(0 if is_split(f"o{axis}") else pad for axis, pad in enumerate(side))
             for side in (self.begin, self.end)
-        ]
-        return replace(self, begin=pads[0], end=pads[1])
+        )
+        return replace(self, begin=begin, end=end)
 
     def words(self, axis: int, source: int, result: int, splits: bool = True) -> tuple[str, str]:
         """How notation spells a spatial axis from extent `source` to `result`, of the operand and of the result."""
+        word, stride, begin, reach = f"o{axis}", self.strides[axis], self.begin[axis], self.reach[axis]
         if not splits:
-            return f"i{axis}!", f"o{axis}!"
-        stride, begin, reach = self.strides[axis], self.begin[axis], self.reach[axis]
-        word = f"o{axis}"
-        if (stride, begin, reach) == (1, 0, 1) and source == result:
-            return word, word
-        return f"[{word} {stride} {-begin} {reach}]", word
+            return f"i{axis}!", f"{word}!"
+        is_same = (stride, begin, reach) == (1, 0, 1) and source == result
+        return word if is_same else f"[{word} {stride} {-begin} {reach}]", word
 
     def spread(self, source: tuple[int, ...]) -> tuple[int, ...]:
-        """Extents of a transposed convolution's whole result, before it is cropped."""
+        """Extents that `source` windows cover: a transposed convolution's whole result, before it is cropped."""
         return tuple(
             (count - 1) * stride + reach for count, stride, reach in zip(source, self.strides, self.reach, strict=True)
         )
 
     def needed(self, source: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
         """Pads at the end with which `result` windows fit exactly (negative where the last elements are not read)."""
-        return tuple(
-            (count - 1) * stride + reach - extent - begin
-            for count, stride, reach, extent, begin in zip(
-                result, self.strides, self.reach, source, self.begin, strict=True
-            )
-        )
+        covered = zip(self.spread(result), source, self.begin, strict=True)
+        return tuple(whole - extent - begin for whole, extent, begin in covered)
 
 
 def window_of(node: Node, kernel: tuple[int, ...], source: tuple[int, ...], result: tuple[int, ...]) -> SpatialWindow:
     """The window of a convolution or pooling from spatial extents `source` to `result`."""
-    rank = len(kernel)
-    ones = (1,) * rank
-    strides = node.integers("strides") or ones
-    dilations = node.integers("dilations") or ones
-    policy = node.text("auto_pad", "NOTSET")
+    rank, policy = len(kernel), node.text("auto_pad", "NOTSET")
+    strides, dilations = (node.integers(name) or (1,) * rank for name in ("strides", "dilations"))
+    pads = (node.integers("pads") if policy == "NOTSET" else ()) or (0,) * (2 * rank)
+    window = SpatialWindow(kernel, strides, dilations, pads[:rank], pads[rank:])
     if policy in ("SAME_UPPER", "SAME_LOWER"):
-        bare = SpatialWindow(kernel, strides, dilations, (0,) * rank, (0,) * rank)
-        totals = [max(total, 0) for total in bare.needed(source, result)]
+        totals = [max(total, 0) for total in window.needed(source, result)]
         small, large = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
         begin, end = (small, large) if policy == "SAME_UPPER" else (large, small)
-        return SpatialWindow(kernel, strides, dilations, begin, end)
-    pads = (node.integers("pads") if policy == "NOTSET" else ()) or (0,) * (2 * rank)
-    return SpatialWindow(kernel, strides, dilations, pads[:rank], pads[rank:])
+        return replace(window, begin=begin, end=end)
+    return window

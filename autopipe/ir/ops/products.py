@@ -13,7 +13,6 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Node, Value
 from autopipe.ir.ops.normalization import extreme_statistics
 from autopipe.ir.ops.operator import (
-    NotationLine,
     Operator,
     Signature,
     SpatialWindow,
@@ -43,7 +42,7 @@ def takes_bias(product: Value, bias: Value) -> bool:
     return len(product.shape) > 1 and bias.shape == product.shape[-1:] and bias.dtype is product.dtype
 
 
-def matmul(signature: Signature) -> NotationLine:
+def matmul(signature: Signature) -> Space:
     """`*b m k, *b k n -> *b m n`, with numpy's rules for vectors and for broadcasting the leading dimensions."""
     first, second, result = batched(signature.operand(0).shape, signature.operand(1).shape, signature.result().shape)
     return notate(signature, [first, second], [result])
@@ -58,7 +57,7 @@ def batched(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ..
     return [" ".join(words) for words in ([*first, *row, k], [*second, k, *column], [*stacks, *row, *column])]
 
 
-def gemm(signature: Signature) -> NotationLine:
+def gemm(signature: Signature) -> Space:
     """`m k, k n, *m *n -> m n`, either matrix possibly transposed; of devices with parts of k the first adds C."""
     biased = has_bias(signature)
     k = "k&" if biased else "k+"
@@ -104,7 +103,7 @@ def equation_of(signature: Signature) -> Equation:
     return Equation(operands, right)
 
 
-def einsum(signature: Signature) -> NotationLine:
+def einsum(signature: Signature) -> Space:
     """The equation itself: letters absent from the result add up, letters twice in an operand stay whole."""
     equation = equation_of(signature)
     result = signature.result().shape
@@ -113,16 +112,12 @@ def einsum(signature: Signature) -> NotationLine:
     spread = result[start : start + lead] if lead else ()
     diagonal = {letter for word in equation.operands for letter in word if word.count(letter) > 1}
 
-    def axis(letter: str) -> str:
-        mark = "!" if letter in diagonal else "" if letter in equation.result else "+"
-        return f"{letter}{mark}"
-
     def tensor(word: str, shape: tuple[int, ...]) -> str:
         dims: list[str] = []
         hidden = len(shape) - len(word.replace(".", ""))
         for letter in word:
             if letter != ".":
-                dims.append(axis(letter))
+                dims.append(letter + ("!" if letter in diagonal else "" if letter in equation.result else "+"))
                 continue
             for place, extent in enumerate(shape[len(dims) : len(dims) + hidden], len(spread) - hidden):
                 dims.append(f"e{place}" if place >= 0 and extent == spread[place] else "1")
@@ -132,7 +127,7 @@ def einsum(signature: Signature) -> NotationLine:
     return notate(signature, words, [tensor(equation.result, result)])
 
 
-def _with_scales(signature: Signature, second: int, k: str) -> NotationLine:
+def _with_scales(signature: Signature, second: int, k: str) -> Space:
     """A product whose other operands are scales and zero points, of which the factors are cut only where all are one
     number for the whole matrix."""
     scales = [value for index, value in enumerate(signature.operands) if index not in (0, second) and value]
@@ -167,7 +162,7 @@ def windowed(
     return " ".join(read for read, _ in words), " ".join(written for _, written in words)
 
 
-def conv(signature: Signature) -> NotationLine:
+def conv(signature: Signature) -> Space:
     """`n (g c) *[o], (g m) c *k, (g m) -> n (g m) *o`, windows of the operand for each o. c adds up only without a
     bias, which would be added twice."""
     weight = signature.operand(1).shape
@@ -177,7 +172,7 @@ def conv(signature: Signature) -> NotationLine:
     return notate(signature, tensors, [f"n (g m) {written}"], **_channels(signature, 1))
 
 
-def conv_transpose(signature: Signature) -> NotationLine:
+def conv_transpose(signature: Signature) -> Space:
     """`n (g c) *i, (g c) m *k, (g m) -> n (g m) *o`."""
     weight = signature.operand(1).shape
     groups, c = signature.node.integer("group", 1), "c&" if signature.present(2) else "c+"
@@ -185,7 +180,7 @@ def conv_transpose(signature: Signature) -> NotationLine:
     return notate(signature, [f"n (g {c}) *i!", "(g c) m *k!", "(g m)"], ["n (g m) *o!"], **extents)
 
 
-def conv_integer(signature: Signature) -> NotationLine:
+def conv_integer(signature: Signature) -> Space:
     """As Conv, with zero points; channels are split only by batch and with one zero point for all."""
     tensors: list[Words] = ["n (g c+) *i!", "(g m) c *k!"]
     if len(signature.operands) > 3 and signature.operand(3).shape not in ((), (1,)):
@@ -194,7 +189,7 @@ def conv_integer(signature: Signature) -> NotationLine:
     return notate(signature, tensors, ["n (g m) *o!"], **_channels(signature, 1))
 
 
-def conv_quantized(signature: Signature) -> NotationLine:
+def conv_quantized(signature: Signature) -> Space:
     """QLinearConv: as Conv with bias; scale and zero point of the weights may be one a channel."""
     extents = _channels(signature, 3)
     tensors: list[Words] = []
@@ -206,7 +201,7 @@ def conv_quantized(signature: Signature) -> NotationLine:
     return notate(signature, tensors, ["n (g m) *o!"], **extents)
 
 
-def deform_conv(signature: Signature) -> NotationLine:
+def deform_conv(signature: Signature) -> Space:
     """`n c *i, m c *k, n *offset *o, m, n *mask *o -> n m *o`; m is split where there is one group."""
     m, c = ("m", "c!") if signature.node.integer("group", 1) == 1 else ("m!", "d!")
     return notate(signature, ["n c! *i!", f"{m} {c} *k!", "n q! *o!", m, "n r! *o!"], [f"n {m} *o!"])
@@ -220,26 +215,23 @@ def _channels(signature: Signature, weight: int) -> dict[str, int]:
 
 
 def _conv_flops(signature: Signature, space: Space) -> float:
-    """Each element of the result sums over the weights of one output channel."""
+    """Each element of the result sums over the weights of an output channel; each of a transposed convolution's operand
+    is spread by those of an input channel."""
     weight = signature.operand(3 if signature.node.op == "QLinearConv" else 1).shape
-    return 2.0 * signature.result().elements * math.prod(weight[1:])
-
-
-def _transpose_flops(signature: Signature, space: Space) -> float:
-    """Each element of the operand is spread by the weights of one input channel."""
-    return 2.0 * signature.operand(0).elements * math.prod(signature.operand(1).shape[1:])
+    outer = signature.operand(0) if signature.node.op == "ConvTranspose" else signature.result()
+    return 2.0 * outer.elements * math.prod(weight[1:])
 
 
 CONVOLUTION = (
     Operator("Conv", conv, "convolution", _conv_flops, 2.0, keeps=("0", "1"), weights=(1,)),
-    Operator("ConvTranspose", conv_transpose, "convolution", _transpose_flops, 2.0, keeps=("0", "1"), weights=(1,)),
+    Operator("ConvTranspose", conv_transpose, "convolution", _conv_flops, 2.0, keeps=("0", "1"), weights=(1,)),
     Operator("ConvInteger", conv_integer, "convolution", _conv_flops, differentiable=False),
     Operator("QLinearConv", conv_quantized, "convolution", _conv_flops, differentiable=False),
     Operator("DeformConv", deform_conv, "convolution", _conv_flops, 2.0, keeps=("*",), weights=(1,)),
 )
 
 
-def pool(signature: Signature) -> NotationLine:
+def pool(signature: Signature) -> Space:
     """`n c *[o] -> n c *o`, windows of the operand for each o. Where indices into the whole tensor are asked for, it
     stays whole; so does a mean along axes with pads that do not count, as its divisor changes towards the edges."""
     indexed = any(value is not None for value in signature.results[1:])
@@ -262,12 +254,6 @@ def _even_divisors(signature: Signature, window: SpatialWindow, indexed: bool) -
     )
 
 
-def _global_largest(signature: Signature) -> NotationLine:
-    """`n c *i= -> n c *1`; of whole numbers nothing is split."""
-    mark = "=" if signature.operand(0).dtype.is_floating else "!"
-    return notate(signature, [f"n c *i{mark}"], ["n c *1"])
-
-
 def _window_flops(signature: Signature, space: Space) -> float:
     return float(signature.result().elements * math.prod(signature.node.integers("kernel_shape")))
 
@@ -282,7 +268,12 @@ POOLING = (
     Operator("LpPool", pool, "reduction", _window_flops, 2.0, keeps=("0", ">0")),
     Operator("GlobalAveragePool", notated("n c *i~ -> n c *1"), "reduction", _source_flops, 1.0),
     Operator(
-        "GlobalMaxPool", _global_largest, "reduction", _source_flops, keeps=("0", ">0"), statistics=extreme_statistics
+        "GlobalMaxPool",
+        lambda use: notate(use, ["n c *i=" if use.operand(0).dtype.is_floating else "n c *i!"], ["n c *1"]),
+        "reduction",
+        _source_flops,
+        keeps=("0", ">0"),
+        statistics=extreme_statistics,
     ),
     Operator("GlobalLpPool", notated("n c *i! -> n c *1"), "reduction", _source_flops, 2.0, keeps=("0", ">0")),
     # Indices of MaxUnpool count in the whole tensor.
@@ -307,12 +298,10 @@ def _check(node: Node) -> None:
             raise ModelError(f"{node.op} has no activation {name!r}", where=repr(node.name))
 
 
-def recurrent(signature: Signature) -> NotationLine:
-    """`s b i, e gh i, e gh k, e bias, b, e b k, e b h -> s e b h, e b h, e b h`; with layout 1 b goes first.
-
-    e are directions, h hidden units, and k the same units where all of them are read: a device with some of them holds
-    the weights whole, since its rows lie apart, gate by gate.
-    """
+def recurrent(signature: Signature) -> Space:
+    """`s b i, e gh i, e gh k, e bias, b, e b k, e b h -> s e b h, e b h, e b h`; with layout 1 b goes first. e are
+    directions, h hidden units, and k the same units where all of them are read: a device with some of them holds the
+    weights whole, since its rows lie apart, gate by gate."""
     _check(signature.node)
     if signature.node.integer("layout") == 1:
         data, before, state, whole = "b s! i!", "b e! k!", "b e! h&", "b s! e! h&"

@@ -18,11 +18,9 @@ from autopipe.ir.placement import recomputed_nodes
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Nodes in a topological order and the places where it may be cut.
-
-    `order[p]` is the node at place p; `cuts` are places, ascending, from 0 to the number of nodes: block b holds the
-    nodes at places `cuts[b]` to `cuts[b + 1] - 1`. `block_of[node]` is its block.
-    """
+    """Nodes in a topological order and the places where it may be cut. `order[p]` is the node at place p; `cuts` are
+    places, ascending, from 0 to the number of nodes: block b holds the nodes at places `cuts[b]` to `cuts[b + 1] - 1`.
+    `block_of[node]` is its block."""
 
     order: tuple[int, ...]
     cuts: tuple[int, ...]
@@ -63,10 +61,8 @@ class Blocks:
     @staticmethod
     def of(graph: Graph, nodes: Sequence[Iterable[int]]) -> Blocks:
         """Blocks of these nodes, of which none reads from a following one."""
-        needs = [0] * len(nodes)
-        for _, block, readers in values_between(
-            graph, {node: block for block, each in enumerate(nodes) for node in each}
-        ):
+        needs, block_of = [0] * len(nodes), {node: block for block, each in enumerate(nodes) for node in each}
+        for _, block, readers in values_between(graph, block_of):
             for reader in readers:
                 needs[reader] |= 1 << block
         return Blocks(tuple(tuple(sorted(each)) for each in nodes), tuple(needs))
@@ -84,10 +80,8 @@ def input_free_nodes(graph: Graph) -> set[int]:
 
 @remembered(GRAPHS)
 def linear_order(graph: Graph) -> tuple[int, ...]:
-    """The graph's own order, with nodes that depend on no input moved down to just before their first reader.
-
-    Such nodes (a transposed weight, a table of positions) would otherwise cross every cut above their reader.
-    """
+    """The graph's own order, with nodes that depend on no input moved down to just before their first reader. Such
+    nodes (a transposed weight, a table of positions) would otherwise cross every cut above their reader."""
     floating = input_free_nodes(graph)
     order: dict[int, None] = {}
     for index in (*(index for index in range(len(graph.nodes)) if index not in floating), *sorted(floating)):
@@ -117,11 +111,9 @@ def make_chain(
 
 
 def values_between(graph: Graph, block_of: Mapping[int, int]) -> Iterator[tuple[str, int, list[int]]]:
-    """(value, block that computes it, other blocks that read it, ascending) of all values that leave their block.
-
-    Nodes that are in no block do not count, nor do `recomputed_nodes`: each block computes those for itself, and they
-    read nothing else.
-    """
+    """(value, block that computes it, other blocks that read it, ascending) of all values that leave their block. Nodes
+    that are in no block do not count, nor do `recomputed_nodes`: each block computes those for itself, and they read
+    nothing else."""
     recomputed = recomputed_nodes(graph)
     for name, reading in graph.consumers().items():
         producer = graph.producer(name)
@@ -181,32 +173,20 @@ def range_maxima(blocks: NDArray[np.float64]) -> Matrix:
 
 
 def distinct_sums(count: int, items: Iterable[tuple[list[int], float]]) -> Matrix:
-    """`[i, j]` = the sum over items of their weight, once, where any of an item's blocks is in i to j - 1.
-
-    An item is (its blocks ascending, weight). Each block counts where no earlier one of the item is in the range.
-    """
-    return _first_hits(count, ((-1, blocks, weight) for blocks, weight in items))
+    """`[i, j]` = the sum over items of their weight, once, where any of an item's blocks is in i to j - 1. An item is
+    (its blocks ascending, weight). Each block counts where no earlier one of the item is in the range."""
+    return incoming_sums(count, ((-1, blocks, weight) for blocks, weight in items))
 
 
 def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
-    """`[i, j]` = the sum of the values that blocks before i produce and blocks i to j - 1 read, once each.
-
-    A value is (producing block, reading blocks ascending, weight).
-    """
-    return _first_hits(count, values)
-
-
-def _first_hits(count: int, items: Iterable[tuple[int, list[int], float]]) -> Matrix:
-    """`[i, j]` = the sum over items of their weight, once, where blocks i to j - 1 hold any of an item's blocks.
-
-    An item is (a block before i, its blocks ascending, weight): each block counts where the one before is not in range.
-    """
+    """`[i, j]` = the sum of the values that blocks before i produce and blocks i to j - 1 read, once each. A value is
+    (producing block, reading blocks ascending, weight). Readers count where the one before is out of range."""
     weights = np.zeros((count + 1, count))
-    for before, blocks, weight in items:
-        for block in blocks:
-            if block != before:
-                weights[before + 1, block] += weight
-                before = block
+    for before, readers, weight in values:
+        for reader in readers:
+            if reader != before:
+                weights[before + 1, reader] += weight
+                before = reader
     reachable = np.cumsum(weights, axis=0)
     prefix = np.concatenate((np.zeros((count + 1, 1)), np.cumsum(reachable, axis=1)), axis=1)
     return np.maximum(prefix - np.diagonal(prefix)[:, None], 0.0)

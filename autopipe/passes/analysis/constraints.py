@@ -29,9 +29,8 @@ class ResolvedConstraint:
     devices: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        if self.constraint.nodes is not None:
-            return self.constraint.match
-        return f"the constraint on {self.constraint.match!r}"
+        match = self.constraint.match
+        return f"the constraint on {match!r}" if self.constraint.nodes is None else match
 
 
 def resolved_constraints(
@@ -46,13 +45,13 @@ def resolved_constraints(
     resolved = tuple(_resolved(problem, constraint) for constraint in problem.constraints)
     for pipeline in range(pipelines):
         _check_agreement(problem, [each for each in resolved if each.constraint.pipeline == pipeline])
-    foreign = next((each for each in resolved if not 0 <= each.constraint.pipeline < pipelines), None)
-    if foreign is not None:
-        raise ConfigurationError(
-            f"{foreign} is for pipeline {foreign.constraint.pipeline}, but this strategy makes {pipelines}",
-            hint="strategy manual makes as many as constraints ask for",
-        )
     largest = problem.micro_batch_size
+    for each in resolved:
+        if not 0 <= each.constraint.pipeline < pipelines:
+            raise ConfigurationError(
+                f"{each} is for pipeline {each.constraint.pipeline}, but this strategy makes {pipelines}",
+                hint="strategy manual makes as many as constraints ask for",
+            )
     for each in resolved:
         size = each.constraint.micro_batch_size
         if size not in (None, largest) and not own_sizes:
@@ -138,11 +137,9 @@ def _matching(graph: Graph, match: str) -> tuple[int, ...]:
 
 
 def required_splits(resolved: Sequence[ResolvedConstraint], samples: SampleAxes) -> dict[int, tuple[Split, ...]]:
-    """By node the splits, outer to inner, that `resolved` ask for; () where they ask for none on purpose.
-
-    Of a constraint's axes a node is split along those that it has. Raises ConfigurationError, naming the constraint and
-    the node, for axes that none of its nodes has, that cannot be split, or that the degrees do not divide.
-    """
+    """By node the splits, outer to inner, that `resolved` ask for; () where they ask for none on purpose. Of a
+    constraint's axes a node is split along those that it has. Raises ConfigurationError, naming the constraint and the
+    node, for axes that none of its nodes has, that cannot be split, or that the degrees do not divide."""
     found: dict[int, tuple[Split, ...]] = {}
     for constraint in resolved:
         splits, nodes = constraint.constraint.split, constraint.nodes
@@ -169,11 +166,9 @@ def own_axis(samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AX
 
 
 def checked_splits(who: str, samples: SampleAxes, node: int, splits: Sequence[tuple[str, int]]) -> tuple[Split, ...]:
-    """A node's splits along axes that it has, outer to inner; those into one part are none.
-
-    Raises ConfigurationError, naming `who` asks for them and the node, for an axis that stands twice, that cannot be
-    split, or that the degrees do not divide.
-    """
+    """A node's splits along axes that it has, outer to inner; those into one part are none. Raises ConfigurationError,
+    naming `who` asks for them and the node, for an axis that stands twice, that cannot be split, or that the degrees do
+    not divide."""
     space = samples.uses[node].space
     where = repr(samples.graph.nodes[node].name)
     for position, (name, degree) in enumerate(splits):

@@ -4,8 +4,9 @@ half: the gradients of parameters that cost a product of their own.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node
@@ -28,17 +29,13 @@ def differentiable_values(graph: Graph) -> frozenset[str]:
 
 @remembered(GRAPHS)
 def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """For each node the positions of the operands whose gradients the second half of a split backward computes.
-
-    They are parameters, or views of such, whose gradient costs a product or a lookup of its own (`Operator.weights`).
-    A vector is none: its gradient is a sum, cheaper computed than waited for.
-    """
+    """For each node the positions of the operands whose gradients the second half of a split backward computes. They
+    are parameters, or views of such, whose gradient costs a product or a lookup of its own (`Operator.weights`). A
+    vector is none: its gradient is a sum, cheaper computed than waited for."""
 
     def is_weight(name: str) -> bool:
-        parameter = graph.parameter(viewed(graph, name))
-        if parameter is None or not parameter.trainable:
-            return False
-        return parameter.value.dtype.is_floating and len(parameter.value.shape) > 1
+        found = graph.parameter(viewed(graph, name))
+        return bool(found and found.trainable and found.value.dtype.is_floating and len(found.value.shape) > 1)
 
     found: list[tuple[int, ...]] = []
     for node in graph.nodes:
@@ -71,12 +68,9 @@ _BESIDE = {"mask": 1, "places": 8}
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor kept from forward to backward.
-
-    Two nodes that keep the same tensor give it the same `key`. `bytes` is its whole size; `dimensions` say, in the
-    axes of the node that keeps it, which splits cut it, and `windows` which dimensions, of what extent, it is read
-    through windows along.
-    """
+    """A tensor kept from forward to backward. Two nodes that keep the same tensor give it the same `key`. `bytes` is
+    its whole size; `dimensions` say, in the axes of the node that keeps it, which splits cut it, and `windows` which
+    dimensions, of what extent, it is read through windows along."""
 
     key: tuple[str, int]
     bytes: int
@@ -95,6 +89,10 @@ class SavedTensor:
         return size
 
 
+Dimensions = tuple[Dimension, ...] | None
+Kept = SavedTensor | None
+
+
 @remembered(GRAPHS)
 def kept_values(graph: Graph, precision: str = "fp32") -> tuple[tuple[SavedTensor, ...], ...]:
     """For each node what backward needs of it, at `precision`.
@@ -104,60 +102,49 @@ def kept_values(graph: Graph, precision: str = "fp32") -> tuple[tuple[SavedTenso
     that reads it (PyTorch documentation, "Automatic Mixed Precision package", `cache_enabled`). A view keeps nothing;
     keeping a view keeps what it is a view of. Nodes through which no gradient flows keep nothing.
     """
-    keeper = _Keeper(graph, precision)
-    return tuple(keeper.of(node, use) for node, use in zip(graph.nodes, uses_of(graph), strict=True))
+    gradient, widths = differentiable_values(graph), element_bytes(graph, precision)
+    trained = {each.value.name for each in graph.parameters if each.trainable}
+    free = {value.name for value in graph.inputs} | {each.value.name for each in graph.constants}
+    free |= {each.value.name for each in graph.parameters}
 
+    def tensor(name: str, dimensions: Dimensions, windows: Iterable[Windowed] = (), cast: str = "") -> Kept:
+        """A value, if it is kept; `cast` names the copy that its reader makes of it, if it makes one."""
+        through = tuple((window, graph.type_of(name).shape[window.dimension]) for window in windows)
+        root = viewed(graph, name)
+        value, width = graph.type_of(root), widths[root]
+        if cast and value.dtype.is_floating and width > 2:
+            return SavedTensor((root if root in trained else cast, 2), value.elements * 2, dimensions or (), through)
+        if root in free:
+            return None
+        return SavedTensor((root, width), value.elements * width, dimensions or (), through)
 
-class _Keeper:
-    def __init__(self, graph: Graph, precision: str) -> None:
-        self.graph, self.narrow = graph, narrows(precision)
-        self.gradient, self.widths = differentiable_values(graph), element_bytes(graph, precision)
-        self.trained = {each.value.name for each in graph.parameters if each.trainable}
-        self.free = {value.name for value in graph.inputs}
-        self.free |= {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants}
-
-    def of(self, node: Node, use: OpInstance) -> tuple[SavedTensor, ...]:
-        """Tensors that a node keeps, each once."""
-        if use.row.kind == "view" or not use.row.differentiable or self.gradient.isdisjoint(node.inputs):
-            return ()
-        found: dict[tuple[str, int], SavedTensor] = {}
-        for kept in self._tensors(node, use):
-            found.setdefault(kept.key, kept)
-        return tuple(found.values())
-
-    def _tensors(self, node: Node, use: OpInstance) -> Iterator[SavedTensor]:
-        result = node.outputs[0]
+    def tensors(node: Node, use: OpInstance) -> Iterator[Kept]:
+        result, read = node.outputs[0], node.inputs
         # A factor is needed for the gradients of the other factors only.
         multiplies = use.row.kind in ("matmul", "convolution") or use.row.name == "Mul"
-        casts = self.narrow and use.row.kind in PRODUCT_KINDS
+        casts = narrows(precision) and use.row.kind in PRODUCT_KINDS
         for what in use.row.keeps:
             if what in _BESIDE:
-                width, elements = _BESIDE[what], self.graph.type_of(result).elements
+                width, elements = _BESIDE[what], graph.type_of(result).elements
                 yield SavedTensor((f"{result}\0{what}", width), elements * width, use.space.results[0] or ())
             elif what.startswith(">"):
                 place = int(what[1:])
-                if place < len(node.outputs):
-                    yield from self._tensor(node.outputs[place], use.space.results[place], (), None)
+                if place < len(node.outputs) and node.outputs[place]:
+                    yield tensor(node.outputs[place], use.space.results[place])
             else:
-                for place in range(len(node.inputs)) if what == "*" else (int(what),):
-                    others = (name for other, name in enumerate(node.inputs) if other != place)
-                    if place >= len(node.inputs) or (multiplies and self.gradient.isdisjoint(others)):
-                        continue
-                    windows = use.space.windows_of(place)
-                    cast = f"{result}\0{place}" if casts else None
-                    yield from self._tensor(node.inputs[place], use.space.operands[place], windows, cast)
+                for place in range(len(read)) if what == "*" else (int(what),):
+                    others = read[:place] + read[place + 1 :]
+                    if place < len(read) and read[place] and not (multiplies and gradient.isdisjoint(others)):
+                        cast = f"{result}\0{place}" if casts else ""
+                        yield tensor(read[place], use.space.operands[place], use.space.windows_of(place), cast)
 
-    def _tensor(
-        self, name: str, dimensions: tuple[Dimension, ...] | None, windows: tuple[Windowed, ...], cast: str | None
-    ) -> Iterator[SavedTensor]:
-        """A value, if it is kept; `cast` names the copy that its reader makes of it, if it makes one."""
-        if not name:
-            return
-        through = tuple((window, self.graph.type_of(name).shape[window.dimension]) for window in windows)
-        root = viewed(self.graph, name)
-        value, width = self.graph.type_of(root), self.widths[root]
-        if cast is not None and value.dtype.is_floating and width > 2:
-            key = root if root in self.trained else cast
-            yield SavedTensor((key, 2), value.elements * 2, dimensions or (), through)
-        elif root not in self.free:
-            yield SavedTensor((root, width), value.elements * width, dimensions or (), through)
+    def kept(node: Node, use: OpInstance) -> tuple[SavedTensor, ...]:
+        if use.row.kind == "view" or not use.row.differentiable or gradient.isdisjoint(node.inputs):
+            return ()
+        found: dict[tuple[str, int], SavedTensor] = {}
+        for each in tensors(node, use):
+            if each is not None:
+                found.setdefault(each.key, each)
+        return tuple(found.values())
+
+    return tuple(itertools.starmap(kept, zip(graph.nodes, uses_of(graph), strict=True)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,7 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
         if value.dtype.is_floating and not _becomes_whole(graph, value):
             found.append(InputRange(value, axis, None))
             continue
-        uses = _InputUses(graph, value)
+        uses = _uses_of(graph, value)
         least = int(uses.drawn.below.min(initial=_UNBOUNDED))
         # There is always one number left to draw.
         below = None if value.dtype.is_floating else _MASK_LIMIT if least == _UNBOUNDED else max(least, 1)
@@ -90,9 +91,7 @@ class _Bounds:
 
     def parts(self, value: Value, batch_axis: int | None, widest: bool) -> tuple[InputBounds, ...]:
         """The bounded parts of an input, each a block and one for all samples: by its tightest sample, or its widest.
-
-        Elements with the same bounds that make up no block are left out.
-        """
+        Elements with the same bounds that make up no block are left out."""
         if not self.below.size:
             return ()
         shape = value.shape if self.below.size == value.elements else (1,) * len(value.shape)
@@ -127,36 +126,36 @@ class _Path:
     """True if they are the input's own numbers, but for the shift."""
 
 
-class _InputUses:
-    """Bounds on the numbers of one input, from every use that they come to."""
+class _InputUses(NamedTuple):
+    """Bounds on drawn and on given numbers of one input, and the label that counts for nothing."""
 
-    def __init__(self, graph: Graph, value: Value) -> None:
-        places = np.arange(value.elements).reshape(value.shape) if value.elements <= _MOST_ELEMENTS else None
-        size = 1 if places is None else value.elements
-        self.drawn, self.taken = _Bounds(size), _Bounds(size)
-        """Bounds of drawn and of given numbers."""
-        self.ignored: int | None = None
-        """The label that counts for nothing."""
-        waiting, visits = [_Path(value.name, places, np.zeros((), np.int64), exact=True)], 0
-        while waiting and visits < _MOST_VISITS:
-            path, visits = waiting.pop(), visits + 1
-            for index in graph.consumers().get(path.name, ()):
-                node = graph.nodes[index]
-                for slot in (slot for slot, name in enumerate(node.inputs) if name == path.name):
-                    limits = _limits(signature_of(graph, node), slot)
-                    if limits is None:
-                        waiting += _further(graph, node, slot, path)
-                    else:
-                        self._bound(node, path, *limits)
+    drawn: _Bounds
+    taken: _Bounds
+    ignored: int | None
 
-    def _bound(self, node: Node, path: _Path, least: int | Numbers, below: int | Numbers) -> None:
-        """Take down the range of an operand that is an index or a label."""
-        bounds = [np.asarray(bound, np.int64) - path.shift for bound in (least, below)]
-        self.drawn.tighten(path.places, *bounds)
-        if path.exact and node.op != "OneHot":  # whose rows of other numbers are empty
-            self.taken.tighten(path.places, *bounds)
-        if node.op in _LOSSES and node.has("ignore_index") and not path.shift.any():
-            self.ignored = node.integer("ignore_index")
+
+def _uses_of(graph: Graph, value: Value) -> _InputUses:
+    """Bounds from every use that an input's numbers come to as an index or a label."""
+    places = np.arange(value.elements).reshape(value.shape) if value.elements <= _MOST_ELEMENTS else None
+    drawn, taken = (_Bounds(1 if places is None else value.elements) for _ in range(2))
+    ignored = None
+    waiting, visits = [_Path(value.name, places, np.zeros((), np.int64), exact=True)], 0
+    while waiting and visits < _MOST_VISITS:
+        path, visits = waiting.pop(), visits + 1
+        readers = (graph.nodes[index] for index in graph.consumers().get(path.name, ()))
+        uses = ((each, slot) for each in readers for slot, name in enumerate(each.inputs) if name == path.name)
+        for node, slot in uses:
+            limits = _limits(signature_of(graph, node), slot)
+            if limits is None:
+                waiting += _further(graph, node, slot, path)
+                continue
+            bounds = [np.asarray(bound, np.int64) - path.shift for bound in limits]
+            drawn.tighten(path.places, *bounds)
+            if path.exact and node.op != "OneHot":  # whose rows of other numbers are empty
+                taken.tighten(path.places, *bounds)
+            if node.op in _LOSSES and node.has("ignore_index") and not path.shift.any():
+                ignored = node.integer("ignore_index")
+    return _InputUses(drawn, taken, ignored)
 
 
 def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:

@@ -14,17 +14,16 @@ from autopipe.ir.errors import CodegenError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Box, Layout, holders_by_box, whole
 from autopipe.ir.placement import Placement, crossing_values
-from autopipe.ir.schedule import EVERY, MicroBatchSlice, micro_batch_ratios
+from autopipe.ir.schedule import EVERY, MicroBatchSlice, micro_batch_ratios, sharing
 from autopipe.ir.space import AxisKind
+from autopipe.passes.analysis.stage_nodes import live_nodes
 from autopipe.passes.frontend.read import mixing_nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The block of a value that micro-batches of a sender's slice and of a receiver's slice share.
-
-    `sent` and `received` are the same numbers, in coordinates of either's whole value.
-    """
+    """The block of a value that micro-batches of a sender's slice and a receiver's slice share: `sent` and `received`
+    in coordinates of either's whole value."""
 
     source_slice: MicroBatchSlice
     target_slice: MicroBatchSlice
@@ -36,36 +35,30 @@ def shared_blocks(
     graph: Graph, batch: BatchAxes, name: str, source: tuple[int, tuple[int, ...]], target: tuple[int, tuple[int, ...]]
 ) -> tuple[Shared, ...]:
     """All that is sent of a value; `source` and `target` are the stages' samples a micro-batch, and the value's shape.
-
     A value that depends on no sample is sent whole, to each of the receiver's micro-batches once. Raises
-    InfeasibleError where `check_shareable` does.
-    """
+    InfeasibleError where `check_shareable` does."""
     (source_size, _), (target_size, _) = source, target
     if source_size == target_size:
         return (Shared(EVERY, EVERY, whole(source[1]), whole(target[1])),)
     check_shareable(graph, batch, name, source_size, target_size)
     period = math.lcm(source_size, target_size)
-    place = next(iter(batch.values.get(name, ())), None)
+    sends, receipts, place = period // source_size, period // target_size, batch.of(name)
     found: list[Shared] = []
-    for j in range(period // target_size):
-        receiving = MicroBatchSlice(j, period // target_size)
-        for i in range(period // source_size):
-            sending = MicroBatchSlice(i, period // source_size)
-            start, stop = max(i * source_size, j * target_size), min((i + 1) * source_size, (j + 1) * target_size)
-            if start < stop and place is None:
-                found.append(Shared(sending, receiving, whole(source[1]), whole(target[1])))
+    for j in range(receipts):
+        for i in sharing(j, receipts, sends):
+            turns = MicroBatchSlice(i, sends), MicroBatchSlice(j, receipts)
+            if place is None:
+                found.append(Shared(*turns, whole(source[1]), whole(target[1])))
                 break
-            if start < stop and place is not None:
-                sides = (_boxes(place, *each, start, stop) for each in ((i, *source), (j, *target)))
-                found += (Shared(sending, receiving, *boxes) for boxes in zip(*sides, strict=True))
+            start, stop = max(i * source_size, j * target_size), min((i + 1) * source_size, (j + 1) * target_size)
+            sides = (_boxes(place, *each, start, stop) for each in ((i, *source), (j, *target)))
+            found += (Shared(*turns, *boxes) for boxes in zip(*sides, strict=True))
     return tuple(found)
 
 
 def _boxes(place: Samples, index: int, size: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The blocks of samples [start, stop), in micro-batch `index` of `size` samples, of a value of that shape.
-
-    There are several where something else is counted outside of samples.
-    """
+    """The blocks of samples [start, stop), in micro-batch `index` of `size` samples, of a value of that shape. There
+    are several where something else is counted outside of samples."""
     for outer in range(place.outer):
         first = (outer - index) * size
         starts, stops = [0] * len(shape), list(shape)
@@ -77,10 +70,8 @@ def block_transfers(
     hold: Layout, need: Layout, senders: Sequence[int], receivers: Sequence[int], shared: Shared
 ) -> Iterator[tuple[int, int, Box, Box]]:
     """(sender, receiver, block of the sender's local value, of the receiver's) of all that one group sends another.
-
     Copies are taken from their holders in turn, so that no one sender serves all receivers, and from the receiver
-    itself where it is one.
-    """
+    itself where it is one."""
     held = [(box, [senders[place] for place in places]) for box, places in holders_by_box(hold, len(senders))]
 
     @cache
@@ -106,26 +97,15 @@ def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, targ
     """Raise InfeasibleError for a value between micro-batches of `source` and `target` samples that depends on samples
     but does not keep them apart along one dimension: a mean of some is no mean of others."""
     places = batch.values.get(name, ())
-    if source != target and len(places) != 1 and (places or _depends_on_samples(graph, batch, name)):
+    if source == target or len(places) == 1:
+        return
+    nodes = live_nodes(graph, (name,)) if not places else ()
+    if places or any(batch.values.get(each) for node in nodes for each in graph.nodes[node].inputs):
         raise InfeasibleError(
             f"{name!r} goes from micro-batches of {source} samples to ones of {target}, but its samples cannot be told "
             "apart",
             hint="give the stages that compute and read it equal micro-batches, or make them one stage",
         )
-
-
-def _depends_on_samples(graph: Graph, batch: BatchAxes, name: str) -> bool:
-    """True if it is computed from anything that carries samples."""
-    seen, waiting = {name}, [name]
-    while waiting:
-        each = waiting.pop()
-        if batch.values.get(each):
-            return True
-        producer = graph.producer(each)
-        read = [] if producer is None else [name for name in graph.nodes[producer].inputs if name not in seen]
-        seen.update(read)
-        waiting += filter(None, read)
-    return False
 
 
 def micro_batch_size(graph: Graph, placement: Placement) -> int:
@@ -136,10 +116,7 @@ def micro_batch_size(graph: Graph, placement: Placement) -> int:
 
 
 def stage_micro_batches(graph: Graph, placement: Placement) -> tuple[int, ...]:
-    """Micro-batches of its own that each stage makes of one of the graph's.
-
-    Raises CodegenError where the samples cannot be shared out like that.
-    """
+    """Micro-batches of its own that each stage makes of one of the graph's. Raises CodegenError where it cannot."""
     try:
         ratios = micro_batch_ratios(placement, micro_batch_size(graph, placement))
     except InfeasibleError as error:
@@ -149,13 +126,10 @@ def stage_micro_batches(graph: Graph, placement: Placement) -> tuple[int, ...]:
 
 def stage_graphs(graph: Graph, placement: Placement) -> tuple[Graph, ...]:
     """For each stage the graph of one of its own micro-batches; nodes, values and parameters keep names and places.
-
-    Raises ModelError where the graph's batch cannot shrink.
-    """
-    sizes = [stage.micro_batch_size for stage in placement.stages]
+    Raises ModelError where the graph's batch cannot shrink."""
     largest = micro_batch_size(graph, placement)
-    by_size = {size: graph if size == largest else rebatched(graph, size) for size in sizes}
-    return tuple(by_size[size] for size in sizes)
+    sizes = (stage.micro_batch_size for stage in placement.stages)
+    return tuple(graph if size == largest else rebatched(graph, size) for size in sizes)
 
 
 _APART = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.WHOLE)
@@ -163,19 +137,16 @@ _APART = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.WHOLE)
 
 
 def check_portions(graph: Graph, placement: Placement) -> None:
-    """Raise InfeasibleError where micro-batches of a stage's own would change what is computed.
-
-    Batch statistics and sums over samples depend on how many samples are together, a mean of equal shares does not; and
-    what passes between stages of different micro-batches must keep its samples apart.
-    """
+    """Raise InfeasibleError where micro-batches of a stage's own would change what is computed. Batch statistics and
+    sums over samples depend on how many samples are together, a mean of equal shares does not; and what passes between
+    stages of different micro-batches must keep its samples apart."""
     ratios = stage_micro_batches(graph, placement)
     if set(ratios) == {1}:
         return
     batch = batch_axes_of(graph)
     mixing = {node.name for node in mixing_nodes(graph)}
-    for node, axes in zip(graph.nodes, batch.nodes, strict=True):
-        if any(each.kind not in _APART for each in axes):
-            mixing.add(node.name)
+    pairs = zip(graph.nodes, batch.nodes, strict=True)
+    mixing |= {node.name for node, axes in pairs if any(each.kind not in _APART for each in axes)}
     for index, (stage, times) in enumerate(zip(placement.stages, ratios, strict=True)):
         mixed = next((graph.nodes[node] for node in stage.nodes if graph.nodes[node].name in mixing), None)
         if times > 1 and mixed is not None:

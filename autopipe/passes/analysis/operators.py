@@ -34,11 +34,9 @@ class OpInstance:
 
 @remembered(GRAPHS)
 def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
-    """The use that each node makes of its operator, in the order of the nodes.
-
-    Nodes that agree in operator, attributes, tensor types and constants share one `OpInstance`: equal layers are
-    worked out once a layer's kind. Raises ModelError for an operator without a row.
-    """
+    """The use that each node makes of its operator, in the order of the nodes. Nodes that agree in operator,
+    attributes, tensor types and constants share one `OpInstance`: equal layers are worked out once a layer's kind.
+    Raises ModelError for an operator without a row."""
     known: dict[Hashable, OpInstance] = {}
     found = []
     for node, key in zip(graph.nodes, use_keys(graph), strict=True):
@@ -55,10 +53,8 @@ def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SampleAxes:
-    """A graph with its uses and its batch axes: what every data-parallel stage is cut by.
-
-    `axes[i]` is the axis by which node i is split, None where it carries no samples.
-    """
+    """A graph with its uses and its batch axes: what every data-parallel stage is cut by. `axes[i]` is the axis by
+    which node i is split, None where it carries no samples."""
 
     graph: Graph
     uses: tuple[OpInstance, ...]
@@ -75,10 +71,8 @@ class SampleAxes:
         return axis is None or degree == 1 or is_block(self.uses[node].space, axis, degree)
 
     def splits(self, nodes: Iterable[int], degree: int) -> tuple[tuple[int, tuple[Split, ...]], ...]:
-        """Splits that share the samples of `nodes` among `degree` devices; nodes without samples are not split.
-
-        Raises InfeasibleError, naming the node, where an axis cannot be cut into equal blocks.
-        """
+        """Splits that share the samples of `nodes` among `degree` devices; nodes without samples are not split. Raises
+        InfeasibleError, naming the node, where an axis cannot be cut into equal blocks."""
         if degree == 1:
             return ()
         found = []

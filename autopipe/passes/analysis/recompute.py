@@ -16,7 +16,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import recomputed_nodes
-from autopipe.ir.program import Collective, Compute, Operation, Segment, StageCode
+from autopipe.ir.program import Collective, Compute, Segment, StageCode
 from autopipe.passes.analysis.gradients import differentiable_values, viewed
 
 _FINER = 2**0.5
@@ -53,11 +53,9 @@ def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
 
 
 def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[int, ...]:
-    """Places to cut a row of nodes that keep `kept` bytes each, ascending; `crossing` is by the node behind a cut.
-
-    The sum of the bytes that cross, times `held`, and those that the largest segment keeps is the least there is for
-    the limits of a segment that are tried.
-    """
+    """Places to cut a row of nodes that keep `kept` bytes each, ascending; `crossing` is by the node behind a cut. The
+    sum of the bytes that cross, times `held`, and those that the largest segment keeps is the least there is for the
+    limits of a segment that are tried."""
     total = sum(kept)
     sums = (0, *accumulate(kept))
     best: tuple[int, ...] = ()
@@ -86,19 +84,16 @@ def _cheapest_cuts(sums: Sequence[int], crossing: Sequence[int], limit: float) -
             window.popleft()
         before[end] = window[0]
         cost[end] = cost[window[0]] + (crossing[end] if end < count else 0)
-    cuts = []
-    place = before[count]
-    while place > 0:
+    cuts: list[int] = []
+    place = count
+    while place := before[place]:
         cuts.append(place)
-        place = before[place]
     return tuple(reversed(cuts))
 
 
 def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-    """Positions of the node that writes a value and of the last that reads it, or a view of it.
-
-    Views are left out, but for those of parameters: what passes has a gradient of its own, as large as a table.
-    """
+    """Positions of the node that writes a value and of the last that reads it, or a view of it. Views are left out, but
+    for those of parameters: what passes has a gradient of its own, as large as a table."""
 
     def root_of(name: str) -> str:
         root = viewed(graph, name)
@@ -138,13 +133,12 @@ def _kept(graph: Graph, index: int) -> int:
 
 
 def flowing_values(code: StageCode, differentiable: frozenset[str]) -> set[str]:
-    """The stage's values, by their local names, that a gradient comes back to: autograd runs no other backward.
-
-    They depend on something that wants a gradient, and something that the stage gives depends on them.
-    """
+    """The stage's values, by their local names, that a gradient comes back to: autograd runs no other backward. They
+    depend on something that wants a gradient, and something that the stage gives depends on them."""
     read = (*code.inputs, *(value for _, value in code.parameters))
     wanting = {value.name for value in read if value.name in differentiable}
-    passing = [operation for operation in code.operations if _passes_gradients(operation)]
+    rows = ((each, isinstance(each, Compute) and operator_of(each.signature.node)) for each in code.operations)
+    passing = [each for each, row in rows if row is False or (row is not None and row.differentiable)]
     for operation in passing:
         if not wanting.isdisjoint(operation.reads):
             results = (operation.result,) if isinstance(operation, Collective) else operation.signature.results
@@ -156,18 +150,9 @@ def flowing_values(code: StageCode, differentiable: frozenset[str]) -> set[str]:
     return flowing
 
 
-def _passes_gradients(operation: Operation) -> bool:
-    if isinstance(operation, Collective):
-        return True
-    row = operator_of(operation.signature.node)
-    return row is not None and row.differentiable
-
-
 def with_segments(graph: Graph, code: StageCode, differentiable: frozenset[str], held: int) -> StageCode:
-    """A stage of a program that trains, in segments if it recomputes, with `held` micro-batches in flight.
-
-    `graph` is that of its own micro-batches, and gradients flow through the values that are `differentiable`.
-    """
+    """A stage of a program that trains, in segments if it recomputes, with `held` micro-batches in flight. `graph` is
+    that of its own micro-batches, and gradients flow through the values that are `differentiable`."""
     if not code.recompute:
         return code
     flowing = flowing_values(code, differentiable)

@@ -32,11 +32,9 @@ from autopipe.ir.space import Space
 
 @lru_cache(maxsize=1 << 16)
 def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
-    """Steps that bring a value from `source`, whose blocks are even and no partial sums, to `target`.
-
-    Cut first, so that less is gathered. Where the axes of one dimension go to another one as they are, and none else
-    leave, that is an all-to-all; what is neither goes from device to device.
-    """
+    """Steps that bring a value from `source`, whose blocks are even and no partial sums, to `target`. Cut first, so
+    that less is gathered. Where the axes of one dimension go to another one as they are, and none else leave, that is
+    an all-to-all; what is neither goes from device to device."""
     assert not source.is_partial and not source.windows, source
     if source == target:
         return ()
@@ -86,17 +84,16 @@ def steps_between(source: Layout, target: Layout) -> tuple[Relayout, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def reductions(source: Layout, target: Layout) -> tuple[Relayout, ...]:
-    """Steps that add up the partial sums of `source`, on the way to `target`: scattered where that cuts further.
-
-    The last step's result has no partial sums left; the axes that cut one dimension of `target` inside of those that
-    cut it now are scattered along it, all others reduced to copies. The blocks of both are even.
-    """
+    """Steps that add up the partial sums of `source`, on the way to `target`: scattered where that cuts further. The
+    last step's result has no partial sums left; the axes that cut one dimension of `target` inside of those that cut it
+    now are scattered along it, all others reduced to copies. The blocks of both are even."""
     cuts, left = list(source.cuts), source.partial_over
     found = []
     held = source
     for inside, dimension, rest in scattered(source.cuts, left, target.cuts):
         cuts[dimension], left = merged(cuts[dimension] + inside), rest
-        result = _shares(source, tuple(cuts), left)
+        sums, means = merged(without(held.sums, inside)), merged(without(held.means, inside))
+        result = Layout(source.shape, tuple(cuts), sums, means)
         found.append(Relayout("reduce_scatter", held, result, inside, dimension))
         held = result
     if left:
@@ -108,10 +105,8 @@ def reductions(source: Layout, target: Layout) -> tuple[Relayout, ...]:
 def scattered(
     cuts: tuple[MeshAxes, ...], shares: MeshAxes, target: tuple[MeshAxes, ...]
 ) -> Iterator[tuple[MeshAxes, int, MeshAxes]]:
-    """How shares over the axes `shares` are scattered from `cuts` on the way to those of `target`.
-
-    The axes along which they are, of which dimension, and the axes over which shares are left then; outer to inner.
-    """
+    """How shares over the axes `shares` are scattered from `cuts` on the way to those of `target`. The axes along which
+    they are, of which dimension, and the axes over which shares are left then; outer to inner."""
     for dimension, (now, wanted) in enumerate(zip(cuts, target, strict=True)):
         inside = scattered_along(now, wanted, shares)
         if inside:
@@ -152,15 +147,6 @@ def without(axes: MeshAxes, taken: MeshAxes) -> MeshAxes:
     assert atoms is not None, (axes, taken)
     gone = set(_split(taken, atoms))
     return tuple(axis for axis in _split(axes, atoms) if axis not in gone)
-
-
-def _shares(source: Layout, cuts: tuple[MeshAxes, ...], left: MeshAxes) -> Layout:
-    """The layout when shares are left over the axes `left` of those that `source` has."""
-    atoms = _chain([*source.sums, *source.means, *left])
-    assert atoms is not None, (source, left)
-    rest = set(_split(left, atoms))
-    sums, means = (merged(axis for axis in _split(axes, atoms) if axis in rest) for axes in (source.sums, source.means))
-    return Layout(source.shape, cuts, sums, means)
 
 
 def _chain(axes: Iterable[MeshAxis]) -> list[int] | None:
@@ -208,11 +194,9 @@ def node_layouts(graph: Graph, index: int, space: Space, splits: tuple[Split, ..
 
 
 def taken_layouts(graph: Graph, nodes: Sequence[NodeLayouts], whole: Set[str] = frozenset()) -> dict[str, Layout]:
-    """For each value a stage does not compute, the layout to hold it in: the one all its nodes need, else whole.
-
-    Blocks that are read through windows are held as even ones where there are such. Constants and the values in `whole`
-    are whole.
-    """
+    """For each value a stage does not compute, the layout to hold it in: the one all its nodes need, else whole. Blocks
+    that are read through windows are held as even ones where there are such. Constants and the values in `whole` are
+    whole."""
     written = frozenset(name for each in nodes for name in each.node.outputs)
     fixed = whole | {each.value.name for each in graph.constants}
     return {
@@ -223,8 +207,6 @@ def taken_layouts(graph: Graph, nodes: Sequence[NodeLayouts], whole: Set[str] = 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One step of a change of one value's layout."""
-
     value: str
     step: Relayout
 
@@ -232,11 +214,9 @@ class Exchange:
 def with_exchanges(
     nodes: Sequence[NodeLayouts], taken: dict[str, Layout], given: Set[str], shares: Set[str], group: int
 ) -> Iterator[NodeLayouts | Exchange]:
-    """The nodes of a stage in order, with the exchanges between them.
-
-    `taken` are the layouts of the values it does not compute, `given` the values that others want whole or in shards
-    of one's own choice, and `shares` the scalars that may stay partial.
-    """
+    """The nodes of a stage in order, with the exchanges between them. `taken` are the layouts of the values it does not
+    compute, `given` the values that others want whole or in shards of one's own choice, and `shares` the scalars that
+    may stay partial."""
     wanted = _wanted(nodes)
     forms = {name: [layout] for name, layout in taken.items()}
     """The forms in which the group has each value so far, the one it is known by first."""

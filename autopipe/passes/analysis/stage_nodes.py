@@ -20,58 +20,42 @@ class StageNodes:
 
 
 def assign_nodes(graph: Graph, placement: Placement, wanted: tuple[str, ...]) -> tuple[StageNodes, ...]:
-    """Nodes of each stage so that each pipeline computes `wanted`.
-
-    Nodes that nothing wanted depends on are left out. A recomputed node (see `recomputed_nodes`) stands in every stage
-    that needs its values.
-    """
-    live = live_nodes(graph, wanted)
-    found: dict[int, StageNodes] = {}
-    for pipeline in range(placement.pipelines):
-        found |= _assign_pipeline(graph, placement, pipeline, wanted, live)
-    return tuple(found[index] for index in range(len(placement.stages)))
-
-
-def _assign_pipeline(
-    graph: Graph, placement: Placement, pipeline: int, wanted: tuple[str, ...], live: tuple[int, ...]
-) -> dict[int, StageNodes]:
-    """The same for the stages of one pipeline."""
-    recomputed, every, stage_of = recomputed_nodes(graph), graph.sources(), placement.stage_of(pipeline)
-    stages = {index: stage for index, stage in enumerate(placement.stages) if stage.pipeline == pipeline}
-    computed: dict[int, set[int]] = {index: set() for index in stages}
-    outputs: dict[int, dict[str, None]] = {index: {} for index in stages}
-    for name in wanted:
-        producer = graph.producer(name)
-        if producer is None:
-            outputs[min(stages)][name] = None  # An input, parameter or constant: any stage can give it.
-            continue
-        stage = stage_of[producer]
-        outputs[stage][name] = None
-        if producer in recomputed:
-            computed[stage].add(producer)
-    for index in live:
-        if index in recomputed:
-            continue
-        stage = stage_of[index]
-        computed[stage].add(index)
-        for name, producer in every[index]:
+    """Nodes of each stage so that each pipeline computes `wanted`. Nodes that nothing wanted depends on are left out. A
+    recomputed node (see `recomputed_nodes`) stands in every stage that needs its values."""
+    recomputed, every = recomputed_nodes(graph), graph.sources()
+    computed = [set[int]() for _ in placement.stages]
+    outputs = [dict[str, None]() for _ in placement.stages]
+    homes = [placement.stage_of(pipeline) for pipeline in range(placement.pipelines)]
+    for pipeline, stage_of in enumerate(homes):
+        for name in wanted:
+            producer = graph.producer(name)
+            if producer is None:  # An input, parameter or constant: any stage can give it.
+                outputs[[stage.pipeline for stage in placement.stages].index(pipeline)][name] = None
+                continue
+            outputs[stage_of[producer]][name] = None
             if producer in recomputed:
-                computed[stage].add(producer)
-            elif stage_of[producer] != stage:
-                outputs[stage_of[producer]][name] = None
-    for own in computed.values():  # Recomputed nodes bring all that they start from.
-        waiting = [node for node in own if node in recomputed]
+                computed[stage_of[producer]].add(producer)
+        for index in live_nodes(graph, wanted):
+            if index in recomputed:
+                continue
+            own = stage_of[index]
+            computed[own].add(index)
+            for name, producer in every[index]:
+                if producer in recomputed:
+                    computed[own].add(producer)
+                elif stage_of[producer] != own:
+                    outputs[stage_of[producer]][name] = None
+    for nodes in computed:  # Recomputed nodes bring all that they start from.
+        waiting = [node for node in nodes if node in recomputed]
         while waiting:
-            sources = {producer for _, producer in every[waiting.pop()]} - own
-            own |= sources
+            sources = {producer for _, producer in every[waiting.pop()]} - nodes
+            nodes |= sources
             waiting += sources
-    return {
-        number: StageNodes(
-            tuple((node, _splits(graph, placement, stage_of, node, stage)) for node in sorted(computed[number])),
-            tuple(outputs[number]),
-        )
-        for number, stage in stages.items()
-    }
+    found = []
+    for stage, nodes, given in zip(placement.stages, computed, outputs, strict=True):
+        splits = ((node, _splits(graph, placement, homes[stage.pipeline], node, stage)) for node in sorted(nodes))
+        found.append(StageNodes(tuple(splits), tuple(given)))
+    return tuple(found)
 
 
 @remembered(GRAPHS)
@@ -86,10 +70,8 @@ def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _splits(graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage) -> tuple[Split, ...]:
-    """The splits of a node on a stage's group: its own where it lives there, else the same axis over this group.
-
-    Where micro-batches differ, so do the extents that count samples: the group must divide its own.
-    """
+    """The splits of a node on a stage's group: its own where it lives there, else the same axis over this group. Where
+    micro-batches differ, so do the extents that count samples: the group must divide its own."""
     home = placement.stages[stage_of[node]]
     if home is stage:
         return stage.splits_of(node)

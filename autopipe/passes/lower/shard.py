@@ -17,7 +17,7 @@ from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import Graph, Node, Value
 from autopipe.ir.layout import Box, Layout, are_blocks, even_degree_hint, holders_by_box, mesh_of, replicated
 from autopipe.ir.memo import GRAPHS, remembered
-from autopipe.ir.ops import OPERATORS, Spaces, qualified_name, signature_of
+from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, spaces_of
 from autopipe.ir.ops.operator import joint_splits
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Shard, StageCode
@@ -53,10 +53,10 @@ def shard_stage(
     """
     group = len(stage.devices)
     splits_of = {index: tuple(split for split in splits if split.degree > 1) for index, splits in nodes.nodes}
-    spaces = _spaces(graph)
+    spaces = spaces_of(graph)
     for index, splits in splits_of.items():
-        _check_splits(graph.nodes[index], spaces[index], splits, group)
-    forms = [node_layouts(graph, index, spaces[index], splits, group) for index, splits in splits_of.items()]
+        _check_splits(graph.nodes[index], spaces(index), splits, group)
+    forms = [node_layouts(graph, index, spaces(index), splits, group) for index, splits in splits_of.items()]
     taken = taken_layouts(graph, forms, whole)
     for name in nodes.outputs:
         if name not in taken and graph.producer(name) is None:
@@ -67,7 +67,7 @@ def shard_stage(
     operations = tuple(
         _collective(step, held)
         if isinstance(step, Exchange)
-        else _compute(graph, step, spaces[step.index], splits_of[step.index], group, held, reduced, batch)
+        else _compute(graph, step, spaces(step.index), splits_of[step.index], group, held, reduced, batch)
         for step in steps
     )
     indices, constant_indices = _indices(graph)
@@ -91,11 +91,6 @@ def shard_stage(
         parameters={name: layout for name, layout in taken.items() if name in indices},
         outputs={name: held.layouts[name] for name in nodes.outputs},
     )
-
-
-@remembered(GRAPHS)
-def _spaces(graph: Graph) -> Spaces:
-    return Spaces(graph)
 
 
 def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: int) -> None:

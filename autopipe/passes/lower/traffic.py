@@ -113,14 +113,14 @@ def _exchanges(
 ) -> Iterator[StageExchange]:
     group = len(code.devices)
     for operation in operations:
-        if isinstance(operation, Collective) and operation.kind != "slice":
+        if isinstance(operation, Collective) and operation.relayout.kind != "slice":
             source = operation.source
             width = widths.get(source.name.partition("\0")[0], source.dtype.itemsize)  # Whichever form of the value.
             size = _elements(operation, group) * width
-            exchange = StageExchange(operation.kind, size, False, source.name, operation.relayout.over)
+            exchange = StageExchange(operation.relayout.kind, size, False, source.name, operation.relayout.over)
             yield exchange
             if operation.result.name in flowing:
-                yield replace(exchange, kind=transposed(operation.kind), backward=True)
+                yield replace(exchange, kind=transposed(operation.relayout.kind), backward=True)
         elif not isinstance(operation, Collective) and operation.joint:
             signature = signature_of(graph, graph.nodes[operation.node])
             row = OPERATORS[qualified_name(signature.node)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 from typing import Any
 
-from autopipe.ir.cluster import OPERATOR_CLASSES, Cluster, Device, Level, Link
+from autopipe.configs.cluster import Efficiencies
+from autopipe.ir.cluster import Cluster, Device, Level, Link
 from autopipe.ir.graph import DType, Fill, Graph, Node, Parameter, Value
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.problem import Mode, Problem
@@ -66,7 +68,7 @@ def perceptron(widths: list[int], batch: int = 8) -> Graph:
 
 
 def device(memory: int = 10**9, flops: float = 1e12, bandwidth: float = 1e11, latency: float = 1e-6) -> Device:
-    efficiency = tuple((kind, 0.5) for kind in OPERATOR_CLASSES)
+    efficiency = tuple((field.name, 0.5) for field in fields(Efficiencies))
     return Device("toy", memory, (("fp32", flops),), bandwidth, latency, efficiency)
 
 

@@ -31,7 +31,7 @@ def code_of(graph: Graph, *splits: tuple[int, str], loss: str | None = None) -> 
 
 
 def exchanges(code: StageCode) -> list[tuple[str, int]]:
-    return [(each.kind, each.relayout.dimension) for each in code.operations if isinstance(each, Collective)]
+    return [(each.relayout.kind, each.relayout.dimension) for each in code.operations if isinstance(each, Collective)]
 
 
 def two_products() -> tuple[Builder, str]:

@@ -32,7 +32,7 @@ def meshes_of(stage: StageCode) -> tuple[MeshAxes, ...]:
     for operation in stage.operations:
         if isinstance(operation, Compute):
             found.update(map(operation.mesh_of, operation.joint))
-        elif operation.kind != "slice":
+        elif operation.relayout.kind != "slice":
             found.add(operation.relayout.over)
     return tuple(sorted(found - {(), (MeshAxis(len(stage.devices), 1),)}))
 

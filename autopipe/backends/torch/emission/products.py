@@ -201,7 +201,7 @@ def _average_pool(call: Call) -> str:
     window, counted = _pooling_window(call), bool(call.node.integer("count_include_pad"))
     if _fits(call, window) and set(window.dilations) == {1}:
         function, settings = f"F.avg_pool{len(window.kernel)}d", _pooling_settings(window, True)
-        excluded = False if window.is_padded and not counted else None
+        excluded = False if any(window.begin + window.end) and not counted else None
         return called(function, call.arg(0), *settings, count_include_pad=excluded)
     none = (0,) * len(window.kernel)
     return _general("average_pool", call, pads(window.begin, window.end) if counted else pads(none, none))

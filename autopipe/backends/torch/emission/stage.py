@@ -245,7 +245,7 @@ class _Writer:
             )
         size = max(operation.source.bytes, operation.result.bytes)
         ranks = degree_of(step.over) if step.over else group
-        return code, f"{operation.kind} over {ranks} ranks, {size / 2**20:.3g} MiB"
+        return code, f"{operation.relayout.kind} over {ranks} ranks, {size / 2**20:.3g} MiB"
 
 
 def _comment(operation: Compute) -> str:

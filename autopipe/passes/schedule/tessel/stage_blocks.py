@@ -116,16 +116,11 @@ def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Seq
     they keep is rounded up, the room down. A device that has room for all units at once gets no limit."""
     used = {device for block in blocks.graph.blocks[: len(blocks.kinds)] for device in block.devices}
     unit = max(1, min((max(0, free[device]) for device in used), default=0) // _SHARES)
-    changed = []
-    for stage, phase, _ in blocks.kinds:  # The parts of a micro-batch add up to nothing.
-        kept, waiting = -(-costs[stage].kept_bytes // unit), -(-costs[stage].weight_kept_bytes // unit)
-        by_phase = {
-            Phase.FORWARD: kept,
-            Phase.BACKWARD: -kept,
-            Phase.INPUT_GRADIENT: waiting - kept,
-            Phase.WEIGHT_GRADIENT: -waiting,
-        }
-        changed.append(by_phase[phase])
+    rounded = [
+        replace(each, kept_bytes=-(-each.kept_bytes // unit), weight_kept_bytes=-(-each.weight_kept_bytes // unit))
+        for each in costs
+    ]  # The parts of a micro-batch add up to nothing.
+    changed = [rounded[stage].added_bytes(phase) for stage, phase, _ in blocks.kinds]
     changed += [0] * (len(blocks.graph.blocks) - len(changed))
     made = tuple(replace(block, memory=change) for block, change in zip(blocks.graph.blocks, changed, strict=True))
     rooms: list[int | None] = [None] * blocks.graph.devices
@@ -172,13 +167,6 @@ def _in_unit(stages: StageGraph, messages: Sequence[Message]) -> Iterator[tuple[
 
 
 def _before(stages: StageGraph, stage: int, phase: Phase, turn: int) -> list[Kind]:
-    """Tasks that a task waits for in its unit: its stage's last one of the kind, and those its micro-batch needs."""
-    last = [(stage, phase, turn - 1)] if turn else []
-    if phase is Phase.WEIGHT_GRADIENT:
-        return [(stage, Phase.INPUT_GRADIENT, turn), *last]
-    if phase is Phase.FORWARD:
-        around = [source for source, target in stages.edges if target == stage]
-    else:
-        around = [target for source, target in stages.edges if source == stage]
-        last = [(stage, Phase.FORWARD, turn), *last]
-    return [*last, *((other, phase, number) for other in around for number in stages.sharing(stage, turn, other))]
+    """Tasks that a task waits for in its unit: those its micro-batch needs, and its stage's last one of the kind."""
+    needs, own = stages.needs(stage, phase, turn), int(phase is not Phase.FORWARD)
+    return [*needs[:own], *([(stage, phase, turn - 1)] if turn else []), *needs[own:]]
