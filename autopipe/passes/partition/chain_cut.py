@@ -100,8 +100,7 @@ def run_lengths(seconds: _Floats, before: _Floats, after: _Floats) -> _Floats:
 
 def crossing_seconds(graph: Graph, block_of: Mapping[int, int], blocks: int, link: Link, replicas: int = 1) -> _Floats:
     """For each place between two blocks, and 0 at both ends, the time of sending what crosses it, each of `replicas`
-    devices its own samples. Nodes that are in no block count for nothing.
-    """
+    devices its own samples. Nodes that are in no block count for nothing."""
     change = np.zeros(blocks + 2)
     for name, start, readers in values_between(graph, block_of):
         if readers[-1] > start:
@@ -139,8 +138,13 @@ def cut_into_stages(
     known, stops = even_stops(chain.by_block(seconds), count), []
     limits = [min(map(problem.memory_of, group)) for group in groups]
     if len(set(limits)) > 1:
+        # At [a, b] the bytes of the parameters that blocks a to b - 1 read, with all that training keeps of them.
+        readers, items = problem.graph.consumers(), list[tuple[list[int], float]]()
+        for name in (each.value.name for each in problem.graph.parameters):
+            blocks = sorted({int(chain.block_of[node]) for node in readers.get(name, ())})
+            items.append((blocks, float(state_of(problem, ((name, 1),)).total)))
         room = [limit * len(group) for group, limit in zip(groups, limits, strict=True)]
-        stops = best_stops(within_room(lengths, _state_bytes(problem, chain), room), known, bounds)
+        stops = best_stops(within_room(lengths, distinct_sums(chain.blocks, items), room), known, bounds)
     stops = stops or best_stops(lengths, known, bounds)
     return tuple(chain.nodes(start, stop) for start, stop in itertools.pairwise([0, *stops]))
 
@@ -166,10 +170,8 @@ def _bounds(graph: Graph, chain: Chain, count: int, fixed: Mapping[int, int]) ->
 
 
 def _lengths(problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], replicas: int | None) -> list[_Floats]:
-    """For each stage, at [a, b] the seconds of blocks a to b - 1, with what crosses both ends; infinite for none.
-
-    A group's devices share the work, and the slowest kind of them tells how long it takes.
-    """
+    """For each stage, at [a, b] the seconds of blocks a to b - 1, with what crosses both ends; infinite for none. A
+    group's devices share the work, and the slowest kind of them tells how long it takes."""
     cluster, block_of = problem.cluster, dict(enumerate(chain.block_of.tolist()))
     kinds = [(frozenset(cluster.kinds_among(group)), len(group)) for group in groups]
 
@@ -195,13 +197,3 @@ def _lengths(problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], re
         ends.append(crossing(cluster.slowest_link((one[-1], other[0])), lanes))
     ends.append(ends[0])
     return [run_lengths(own[kind], ends[stage], ends[stage + 1]) for stage, kind in enumerate(kinds)]
-
-
-def _state_bytes(problem: Problem, chain: Chain) -> _Floats:
-    """At [a, b] the bytes of the parameters that blocks a to b - 1 read, with all that training keeps of them."""
-    readers = problem.graph.consumers()
-    items = []
-    for each in problem.graph.parameters:
-        blocks = sorted({int(chain.block_of[node]) for node in readers.get(each.value.name, ())})
-        items.append((blocks, float(state_of(problem, ((each.value.name, 1),)).total)))
-    return distinct_sums(chain.blocks, items)

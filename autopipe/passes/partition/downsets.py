@@ -20,12 +20,9 @@ _CELLS = 2**22
 
 
 def count_downsets(needs: tuple[int, ...]) -> int | None:
-    """The number of downsets, the empty one among them; None where counting takes too long.
-
-    `needs` are what each block reads from, as bits, in topological order. Blocks that have nothing to do with each
-    other multiply; otherwise the downsets with a block, all that it needs set aside, and those without it, all that
-    needs it set aside, add up.
-    """
+    """The number of downsets, the empty one among them; None where counting takes too long. `needs` are what each block
+    reads from, as bits, in topological order. Blocks that have nothing to do with each other multiply; otherwise the
+    downsets with a block, all that it needs set aside, and those without it, all that needs it set aside, add up."""
     below = closed(needs)
     above = [sum(1 << other for other, need in enumerate(below) if need >> block & 1) for block in range(len(needs))]
     linked = [one | other for one, other in zip(below, above, strict=True)]
@@ -86,10 +83,8 @@ def bits(mask: int) -> list[int]:
 
 
 def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[int]] | None:
-    """All downsets as bits, ascending, by the number of their blocks; None where they are more than `most`.
-
-    `needs` as `count_downsets` takes them. Each downset of a level goes on with one of the blocks that are ready.
-    """
+    """All downsets as bits, ascending, by the number of their blocks; None where they are more than `most`. `needs` as
+    `count_downsets` takes them. Each downset of a level goes on with one of the blocks that are ready."""
     readers: list[list[int]] = [[] for _ in needs]
     for reader, need in enumerate(needs):
         for block in bits(need):
@@ -149,13 +144,10 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Downsets:
-    """All downsets, larger ones first, and every pair of which one holds the other.
-
-    `holds[d, b]` says whether downset d holds block b: d = 0 holds all, the last one none. Pair p is (`inner[p]`,
-    `outer[p]`), two different downsets: what the outer one has more can be a stage. Pairs go by inner downset. The
-    downsets of one number of blocks are `levels[i]` to `levels[i + 1] - 1`; the pairs with such an inner one are
-    `starts[i]` to `starts[i + 1] - 1`.
-    """
+    """All downsets, larger ones first, and every pair of which one holds the other. `holds[d, b]` says whether downset
+    d holds block b: d = 0 holds all, the last one none. Pair p is (`inner[p]`, `outer[p]`), two different downsets:
+    what the outer one has more can be a stage. Pairs go by inner downset. The downsets of one number of blocks are
+    `levels[i]` to `levels[i + 1] - 1`; the pairs with such an inner one are `starts[i]` to `starts[i + 1] - 1`."""
 
     holds: NDArray[np.bool_]
     inner: NDArray[np.int64]

@@ -27,11 +27,9 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flow:
-    """Operators 0, 1, … in a topological order, and the values that go from one to others.
-
-    `work[v]` is what operator v takes, in any unit. Value a is made by operator `source[a]`, has `size[a]` bytes and is
-    read by `readers[starts[a] : starts[a + 1]]`: later operators, each once, ascending.
-    """
+    """Operators 0, 1, … in a topological order, and the values that go from one to others. `work[v]` is what operator v
+    takes, in any unit. Value a is made by operator `source[a]`, has `size[a]` bytes and is read by `readers[starts[a] :
+    starts[a + 1]]`: later operators, each once, ascending."""
 
     work: Floats
     source: Places
@@ -54,10 +52,6 @@ class Flow:
         order = np.argsort(readers, kind="stable")
         return list(zip(sources[order].tolist(), readers[order].tolist(), strict=True))
 
-    def ancestors(self) -> list[int]:
-        """For each operator all that it depends on, as bits."""
-        return closed(self.needs())
-
     def needs(self) -> list[int]:
         """For each operator those that it reads from, as bits."""
         found = [0] * self.operators
@@ -79,7 +73,6 @@ class Flow:
         return self.readers[self.starts[value] : self.starts[value + 1]]
 
     def reordered(self, order: Places) -> Flow:
-        """The same, with the operators in another topological order."""
         place = np.empty(self.operators, dtype=np.int64)
         place[order] = np.arange(self.operators)
         value, _, readers = self.edges()
@@ -88,10 +81,8 @@ class Flow:
 
 
 def make_flow(work: Floats, values: list[tuple[int, float, list[int]]]) -> Flow:
-    """The flow of values given as producer, bytes and readers; those that nobody else reads are left out.
-
-    Values of one producer for the same readers are one.
-    """
+    """The flow of values given as producer, bytes and readers; those that nobody else reads are left out. Values of one
+    producer for the same readers are one."""
     sizes: dict[tuple[int, tuple[int, ...]], float] = {}
     for source, size, readers in values:
         others = tuple(sorted({reader for reader in readers if reader != source}))
@@ -108,13 +99,10 @@ def make_flow(work: Floats, values: list[tuple[int, float, list[int]]]) -> Flow:
 
 
 def flow_of(problem: Problem) -> tuple[Flow, Places]:
-    """The flow of a problem's operators, and the node that each of them is.
-
-    Work is in seconds of a micro-batch's forward and backward, on average over kinds of devices: FLOPs alone would
-    count a stage of lookups and normalisations as idle. A value's bytes are those of its message, at the problem's
-    precision, and of the gradient that comes back where it has one. Nodes that every stage computes for itself are left
-    out.
-    """
+    """The flow of a problem's operators, and the node that each of them is. Work is in seconds of a micro-batch's
+    forward and backward, on average over kinds of devices: FLOPs alone would count a stage of lookups and
+    normalisations as idle. A value's bytes are those of its message, at the problem's precision, and of the gradient
+    that comes back where it has one. Nodes that every stage computes for itself are left out."""
     graph, shared = problem.graph, recomputed_nodes(problem.graph)
     order = np.array([node for node in linear_order(graph) if node not in shared], dtype=np.int64)
     place = {int(node): index for index, node in enumerate(order)}
@@ -140,10 +128,8 @@ Members = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DivisionSpace:
-    """A flow to be divided into `stages`, each with work: operator v may be in stages `first[v]` to `last[v]`.
-
-    Both never fall along an edge.
-    """
+    """A flow to be divided into `stages`, each with work: operator v may be in stages `first[v]` to `last[v]`. Both
+    never fall along an edge."""
 
     flow: Flow
     stages: int
@@ -172,12 +158,10 @@ class DivisionSpace:
         return replace(self, first=np.maximum(self.first, stage - steps), last=np.minimum(self.last, stage + steps))
 
     def under(self, limit: float) -> DivisionSpace:
-        """The part where no stage takes more work than `limit`; it may be empty.
-
-        All predecessors of an operator are in no later stage, all its successors in no earlier one: as soon as possible
-        and as late as possible are by work, not by number of operators.
-        """
-        flow, masks = self.flow, [mask | 1 << each for each, mask in enumerate(self.flow.ancestors())]
+        """The part where no stage takes more work than `limit`; it may be empty. All predecessors of an operator are in
+        no later stage, all its successors in no earlier one: as soon as possible and as late as possible are by work,
+        not by number of operators."""
+        flow, masks = self.flow, [mask | 1 << each for each, mask in enumerate(closed(self.flow.needs()))]
         before, after = np.empty(flow.operators), np.zeros(flow.operators)
         for start in range(0, flow.operators, _ROWS):
             rows = membership(masks[start : start + _ROWS], flow.operators)
@@ -188,11 +172,9 @@ class DivisionSpace:
         return replace(self, first=np.maximum(self.first, soonest), last=np.minimum(self.last, latest))
 
     def best_line(self, limit: float) -> Places | None:
-        """The stage of each operator in the line that least crosses; None where there is no line.
-
-        No stage takes more work than `limit`. What a stage receives depends on where it begins and ends alone, and all
-        stages receive together what crosses: so the best line follows from the best lines of fewer stages.
-        """
+        """The stage of each operator in the line that least crosses; None where there is no line. No stage takes more
+        work than `limit`. What a stage receives depends on where it begins and ends alone, and all stages receive
+        together what crosses: so the best line follows from the best lines of fewer stages."""
         count = self.flow.operators
         done = np.concatenate(([0.0], np.cumsum(self.flow.work)))
         best = np.full((self.stages + 1, count + 1), np.inf)
@@ -272,16 +254,14 @@ class DivisionSpace:
 
     def best_over_downsets(self, members: Members, limit: float, evenest: bool = False) -> Places | None:
         """The stage of each operator where least crosses, as `best_line` says it, but of lines in any order; with
-        `evenest` where the largest stage takes least work.
-        """
+        `evenest` where the largest stage takes least work."""
         done = members @ self.flow.work
         order = np.argsort(done, kind="stable")
         members, done = members[order], done[order]
 
         def price(before: int, after: Places) -> Floats:
             """Of the stages from one downset to several others: their work, or the bytes that they read of what was
-            made before them.
-            """
+            made before them."""
             if evenest:
                 work: Floats = (members[after] & ~members[before]) @ self.flow.work
                 return work
@@ -331,8 +311,7 @@ class DivisionSpace:
 
 def division_space(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Mapping[int, int]) -> DivisionSpace:
     """Divisions under which `settled` nodes are in the stages that are asked for, and every edge leads to no earlier
-    stage. Raises ConfigurationError, naming two nodes, where there are none.
-    """
+    stage. Raises ConfigurationError, naming two nodes, where there are none."""
     own = np.array([settled.get(node, -1) for node in nodes.tolist()], dtype=np.int64)
     first, last = np.maximum(own, 0), np.where(own < 0, stages - 1, own)
     cause = np.arange(flow.operators)

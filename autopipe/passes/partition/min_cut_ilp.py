@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
+from autopipe.passes.partition.downsets import closed
 from autopipe.passes.partition.flow import (
     DivisionSpace,
     Flow,
@@ -35,12 +36,10 @@ Term = tuple[int, float]
 
 
 class Program:
-    """The variables of operators' stages in a space of divisions, and rows that are still collected.
-
-    Asked of operator v and stage s is "is v in stage s or a later one?", y[v, s]: 0 or 1, and it never grows with s. An
-    edge u → v says y[u, s] <= y[v, s] for every s; stage(u) <= stage(v) in whole numbers says the same much more
-    loosely once numbers need not be whole. Operator v is in stage s where y[v, s] - y[v, s + 1] is 1.
-    """
+    """The variables of operators' stages in a space of divisions, and rows that are still collected. Asked of operator
+    v and stage s is "is v in stage s or a later one?", y[v, s]: 0 or 1, and it never grows with s. An edge u → v says
+    y[u, s] <= y[v, s] for every s; stage(u) <= stage(v) in whole numbers says the same much more loosely once numbers
+    need not be whole. Operator v is in stage s where y[v, s] - y[v, s + 1] is 1."""
 
     def __init__(self, space: DivisionSpace) -> None:
         """Stages are counted upwards, edges lead to no earlier one, and each stage has work."""
@@ -104,10 +103,8 @@ class Program:
 
 
 def crossing_program(space: DivisionSpace, limit: float) -> Program:
-    """Least bytes that cross, where no stage takes more work than `limit`.
-
-    A value costs its bytes in stage t where a reader is in t and its producer is not.
-    """
+    """Least bytes that cross, where no stage takes more work than `limit`. A value costs its bytes in stage t where a
+    reader is in t and its producer is not."""
     program, flow, first, last = Program(space), space.flow, space.first, space.last
     for stage in range(space.stages):
         program.at_least(program.loads(stage, max(limit, 1e-300)), -1.0)
@@ -157,7 +154,7 @@ def grouped(space: DivisionSpace, cheap: float, ceiling: float) -> Places:
 
 def _neighbours(flow: Flow, cheap: float) -> Places:
     """For each operator the one that it joins: itself, one it reads, or one that reads it."""
-    before = flow.ancestors()
+    before = closed(flow.needs())
     reads: list[list[int]] = [[] for _ in range(flow.operators)]
     for value, _, reader in zip(*flow.edges(), strict=True):
         reads[reader].append(int(value))
@@ -179,10 +176,8 @@ def _neighbours(flow: Flow, cheap: float) -> Places:
 
 def _earlier(flow: Flow, before: Sequence[int], operator: int, reads: list[int], gives: list[int]) -> int | None:
     """The operator that `operator` may follow into an earlier stage: the last it reads, with all it shares behind it.
-
     What it gives then crosses in place of what the other gives it, which is no less; nobody else needs in the later
-    stage what it read there.
-    """
+    stage what it read there."""
     if not reads:
         return None
     last = max(int(flow.source[value]) for value in reads)
@@ -195,8 +190,7 @@ def _earlier(flow: Flow, before: Sequence[int], operator: int, reads: list[int],
 
 def _sole_reader(flow: Flow, before: Sequence[int], reads: list[int], gives: list[int]) -> int | None:
     """The operator that one may wait for which reads and gives these values: its first reader, of which all other
-    readers come after. What it reads then crosses in place of what it gives, which is no less.
-    """
+    readers come after. What it reads then crosses in place of what it gives, which is no less."""
     if not gives:
         return None
     first, *others = sorted({reader for value in gives for reader in flow.readers_of(value).tolist()})
@@ -208,10 +202,8 @@ def _sole_reader(flow: Flow, before: Sequence[int], reads: list[int], gives: lis
 
 def _joined(flow: Flow, one: Places, other: Places) -> Places:
     """The groups, where each of these pairs of operators is in one, and with them what lies between: the strongly
-    connected parts of the graph in which a pair is joined both ways.
-
-    They are numbered in a topological order in which a group comes as early as its last operator lets it.
-    """
+    connected parts of the graph in which a pair is joined both ways. They are numbered in a topological order in which
+    a group comes as early as its last operator lets it."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
@@ -342,10 +334,8 @@ class DivisionProblem:
         return other if self.flow.crossing(other) < self.flow.crossing(one) * (1 - _SAME) else one
 
     def _balanced(self, limit: float) -> Places:
-        """A division under the limit that is no line.
-
-        Raises InfeasibleError where there is none, with the smallest unbalance that has one.
-        """
+        """A division under the limit that is no line. Raises InfeasibleError where there is none, with the smallest
+        unbalance that has one."""
         total, stages = float(self.flow.work.sum()), self.space.stages
         least = self.space.least_limit()
         group = grouped(self.space, 0.0, np.inf)
@@ -430,11 +420,9 @@ def divide(
     time_limit: float = 30.0,
 ) -> StageDivision:
     """The nodes in `stages` stages, each with work, of which none takes over (1 + `unbalance`) times the mean.
-
     `settled` nodes are in the stages that are asked for. Stages are numbered so that each reads from earlier ones only.
     Raises ConfigurationError where `settled` allows no division, InfeasibleError where the limit allows none, with the
-    smallest unbalance that does.
-    """
+    smallest unbalance that does."""
     flow, nodes = flow_of(problem)
     settled = settled or {}
     space = division_space(problem.graph, flow, nodes, stages, settled)

@@ -21,20 +21,16 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A task and where the file has it."""
-
     task: Task
     place: str
     """File, line and column, such as `order.csv:2:5`."""
 
 
 def read_orders(path: Path) -> list[list[Cell]]:
-    """A row's tasks in order, a row a rank; empty cells, where a rank waits, are left out.
-
-    A cell is a task, such as `2F0`: the stage, F (forward), B (backward), I or W (its halves: input and weight
-    gradient), the micro-batch. Two tasks that torch overlaps, such as `(0F4;3B1)OVERLAP_F_B`, follow one another.
-    Raises ConfigurationError with file, line and column for a cell that is anything else.
-    """
+    """A row's tasks in order, a row a rank; empty cells, where a rank waits, are left out. A cell is a task, such as
+    `2F0`: the stage, F (forward), B (backward), I or W (its halves: input and weight gradient), the micro-batch. Two
+    tasks that torch overlaps, such as `(0F4;3B1)OVERLAP_F_B`, follow one another. Raises ConfigurationError with file,
+    line and column for a cell that is anything else."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -82,7 +78,6 @@ class CsvOrder:
         require_equal_micro_batches(self.name, problem, placement)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
-        """The schedule. Raises ConfigurationError with line and column where the file does not fit the placement."""
         graph = StageGraph.of(problem, placement)
         return fitted_order(read_orders(Path(self.file)), self.file, graph, problem.micro_batches, problem.train)
 

@@ -134,12 +134,10 @@ def _reordered(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[i
 
 
 def best_size(problem: Problem, place: Callable[[Problem, float], tuple[Placement, float]]) -> Placement:
-    """Of the placements for each size that the problem leaves open the one with the shortest step.
-
-    `place` gives a placement with the seconds of its step. It is told those of the shortest so far: it may raise
-    InfeasibleError where it has none that takes less. Raises the InfeasibleError of the smallest micro-batches where
-    there is none for any size.
-    """
+    """Of the placements for each size that the problem leaves open the one with the shortest step. `place` gives a
+    placement with the seconds of its step. It is told those of the shortest so far: it may raise InfeasibleError where
+    it has none that takes less. Raises the InfeasibleError of the smallest micro-batches where there is none for any
+    size."""
     best: tuple[Placement, float] | None = None
     refused: InfeasibleError | None = None
     for size in problem.micro_batch_sizes or (problem.micro_batch_size,):

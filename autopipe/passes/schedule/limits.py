@@ -67,12 +67,10 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline | St
 
 
 def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) -> float:
-    """Seconds below which no schedule of this placement's work can be.
-
-    The longest way of one micro-batch, and each device's computation between the earliest start and the least that
-    follows; where backwards can be split, what follows is what their first halves need, and splitting costs nothing
-    here, since whole ones do without. The update comes after.
-    """
+    """Seconds below which no schedule of this placement's work can be. The longest way of one micro-batch, and each
+    device's computation between the earliest start and the least that follows; where backwards can be split, what
+    follows is what their first halves need, and splitting costs nothing here, since whole ones do without. The update
+    comes after."""
     stages = StageGraph.of(problem, placement)
     units = problem.micro_batches // stages.pipeline_count
     if not units:
@@ -142,12 +140,10 @@ def is_chain(graph: StageGraph) -> bool:
 
 
 def chain_step(graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool) -> Step:
-    """The step that `simulate` gives for kFkB's order with k = 1, to the last bit, where `is_chain`.
-
-    With tasks of one length, stage s of p runs forward m in slot s + m (warming up) or s + 2m, and its backward in slot
-    2p - 1 - s + 2m. Whatever the lengths, a task waits only for tasks of earlier slots, so slots are gone through in
-    order, all stages of a slot at once.
-    """
+    """The step that `simulate` gives for kFkB's order with k = 1, to the last bit, where `is_chain`. With tasks of one
+    length, stage s of p runs forward m in slot s + m (warming up) or s + 2m, and its backward in slot 2p - 1 - s + 2m.
+    Whatever the lengths, a task waits only for tasks of earlier slots, so slots are gone through in order, all stages
+    of a slot at once."""
     stages = prediction.stages
     ends = _ends(stages, prediction.messages, micro_batches, train)
     last = max(

@@ -102,12 +102,11 @@ _figures = attrgetter(*(field.name for field in fields(StagePrediction)))
 
 
 def predict(problem: Problem, placement: Placement) -> Prediction:
-    """Seconds and bytes of every stage and every message."""
     return predicted(problem, placement, stage_costs(problem, placement))
 
 
 def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Prediction:
-    """The same where it is known what the stages cost."""
+    """The prediction for stages whose costs are known."""
     return Prediction(tuple(StagePrediction(*_figures(cost)) for cost in costs), stage_messages(problem, placement))
 
 

@@ -72,8 +72,7 @@ def _message_edges(messages: Sequence[Message], stages: int) -> tuple[list[list[
 @dataclass(frozen=True, slots=True)
 class DeviceSymmetry:
     """One simulation for all equal devices: `schedule` has an order a lane, `groups` the lanes of each stage, and
-    `prediction` the messages of the first of each of `links`, between devices.
-    """
+    `prediction` the messages of the first of each of `links`, between devices."""
 
     schedule: Schedule
     groups: tuple[tuple[int, ...], ...]
@@ -125,13 +124,10 @@ def static_memory(devices: int, stage_devices: StageDevices, costs: Sequence[Sta
 def _memory_curves(
     static: Sequence[int], costs: Sequence[StagePrediction], spans: Sequence[Span], train: bool
 ) -> tuple[Curve, ...]:
-    """(time, bytes in use from then on), a device each.
-
-    What a forward keeps is held from its start to the end of its backward; where that is split, to the end of its first
-    half, and what the second half needs from there to the end of that one. What comes and goes within a task is held
-    while a backward (of a split one the first half) runs or, without training, a forward. What is freed at an instant
-    is free for what is taken at that instant.
-    """
+    """(time, bytes in use from then on), a device each. What a forward keeps is held from its start to the end of its
+    backward; where that is split, to the end of its first half, and what the second half needs from there to the end of
+    that one. What comes and goes within a task is held while a backward (of a split one the first half) runs or,
+    without training, a forward. What is freed at an instant is free for what is taken at that instant."""
     changes: list[list[tuple[float, int]]] = [[] for _ in static]
     for span in spans:
         cost = costs[span.task.stage]
@@ -185,12 +181,9 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
 
 
 class _Run:
-    """The state of the simulation between two events.
-
-    A task is a number, its kind times `count` plus its micro-batch: steps have many tasks. No stage has more than
-    `count` micro-batches. The kinds are stage and phase; then the sums of the stages' gradients, last stage first; then
-    the devices' updates.
-    """
+    """The state of the simulation between two events. A task is a number, its kind times `count` plus its micro-batch:
+    steps have many tasks. No stage has more than `count` micro-batches. The kinds are stage and phase; then the sums of
+    the stages' gradients, last stage first; then the devices' updates."""
 
     def __init__(
         self, schedule: Schedule, stage_devices: StageDevices, prediction: Prediction, names: Sequence[int]

@@ -25,12 +25,10 @@ Splits = tuple[Split, ...]
 
 
 def configurations(space: Space, group: int, outermost: str | None = None) -> tuple[Splits, ...]:
-    """All splits of `space` that `group` devices can execute, the first of them none.
-
-    Degrees divide extents, their product divides `group`, and no axis is split that must stay whole. The axis
-    `outermost`, where samples are counted, is split outside of all others, which keep the order of the space: so equal
-    degrees of neighbours fall on the same devices. Of dimensions that several axes make up each device has one block.
-    """
+    """All splits of `space` that `group` devices can execute, the first of them none. Degrees divide extents, their
+    product divides `group`, and no axis is split that must stay whole. The axis `outermost`, where samples are counted,
+    is split outside of all others, which keep the order of the space: so equal degrees of neighbours fall on the same
+    devices. Of dimensions that several axes make up each device has one block."""
     axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
     found = _splits_of([axis for axis in axes if axis.kind is not AxisKind.WHOLE and axis.extent > 1], group)
     extents, mixed = space.extents(), mixed_dimensions(space)
@@ -79,10 +77,8 @@ def distinct(codes: Integers) -> tuple[Integers, Integers]:
 
 
 def combined(columns: Sequence[tuple[Sequence[Any], Integers]], rows: int) -> tuple[list[tuple[Any, ...]], Integers]:
-    """The different rows of columns, in order, and which of them each of the `rows` equals.
-
-    Of a column its items are given, and the number of each row's item.
-    """
+    """The different rows of columns, in order, and which of them each of the `rows` equals. Of a column its items are
+    given, and the number of each row's item."""
     codes, count = np.zeros(rows, dtype=np.int64), 1
     for items, of in columns:
         known, codes = distinct(codes * len(items) + of)
@@ -130,10 +126,8 @@ class MeshPositions:
 
 
 _Part = tuple[list[Layout], Integers]
-"""The different layouts of one dimension alone, or of no dimension with shares; and which each configuration has.
-
-How a dimension is cut does not depend on the others, so that a tensor's layouts are put together from few parts.
-"""
+"""The different layouts of one dimension alone, or of no dimension with shares; and which each configuration has. How a
+dimension is cut does not depend on the others, so that a tensor's layouts are put together from few parts."""
 
 
 def mesh_positions(configurations: Sequence[Splits], group: int) -> MeshPositions:
@@ -167,11 +161,8 @@ class TensorLayouts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutTable:
-    """The layouts of nodes' tensors on `group` devices.
-
-    But for windows how a tensor is cut does not depend on its extents: those cut equally are worked out once. Equal
-    configurations are to be the same object.
-    """
+    """The layouts of nodes' tensors on `group` devices. But for windows how a tensor is cut does not depend on its
+    extents: those cut equally are worked out once. Equal configurations are to be the same object."""
 
     group: int
     _positions: dict[int, tuple[tuple[Splits, ...], MeshPositions]] = field(default_factory=dict)

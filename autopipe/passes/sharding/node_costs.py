@@ -147,9 +147,8 @@ class StageContext:
     def holding(self, name: str, layouts: Sequence[Layout]) -> tuple[Floats, Floats, Integers]:
         """Cost of a parameter in each of `layouts`: seconds to exchange gradients among the devices with the same
         block, and to add up micro-batches' gradients and update; bytes on a device of all that training keeps.
-
-        Gradients go at the bandwidth of their group: many parameters share one exchange, and its latency is no one's.
-        """
+        Gradients go at the bandwidth of their group: many parameters share one exchange, and its latency is no
+        one's."""
         parts, devices = [layout.parts for layout in layouts], len(self.devices)
         by_parts = {count: state_of(self.problem, ((name, count),), {name: devices // count}) for count in set(parts)}
         states = [by_parts[count] for count in parts]
@@ -209,9 +208,7 @@ def stage_context(
 
 def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:
     """Bytes on one device that backward keeps of a micro-batch, for each configuration of the node that keeps them.
-
-    `SavedTensor.local_bytes` for all of them at once.
-    """
+    `SavedTensor.local_bytes` for all of them at once."""
     found = np.zeros(positions.configurations, dtype=np.int64)
     for each in kept:
         size = each.bytes // positions.degrees(axis for dimension in each.dimensions for axis in dimension)
@@ -225,10 +222,8 @@ def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
-    """Cost of each configuration of a variable: seconds of a step, and bytes on a device.
-
-    Of the seconds `gradients` are to exchange gradients once a step, `backward` is one micro-batch's backward.
-    """
+    """Cost of each configuration of a variable: seconds of a step, and bytes on a device. Of the seconds `gradients`
+    are to exchange gradients once a step, `backward` is one micro-batch's backward."""
 
     seconds: Floats
     gradients: Floats
@@ -249,7 +244,6 @@ class NodeClass:
         return self.stage.layouts.mesh_positions_of(self.configurations)
 
     def reads(self, position: int) -> TensorLayouts:
-        """How the operand at `position` is laid out in each configuration."""
         graph, space = self.stage.graph, self.stage.samples.uses[self.node].space
         shape = graph.type_of(graph.nodes[self.node].inputs[position]).shape
         return self.stage.layouts.operand(space, position, shape, self.configurations)
@@ -261,7 +255,6 @@ class NodeClass:
         return self.stage.layouts.result(space, position, shape, self.configurations)
 
     def costs(self) -> Costs:
-        """Costs of the configurations, each by itself."""
         stage, problem = self.stage, self.stage.problem
         forward, backward = stage.seconds(self.node, self.configurations).T
         if not problem.train:
@@ -301,7 +294,6 @@ class NodeClass:
 
 
 def node_classes(stage: StageContext) -> dict[int, NodeClass]:
-    """The class of each node of the stage, in order."""
     known: dict[Hashable, NodeClass] = {}
     spaces: dict[Hashable, tuple[Splits, ...]] = {}
     found = {}

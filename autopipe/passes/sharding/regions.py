@@ -27,11 +27,9 @@ from autopipe.passes.sharding.configurations import Splits
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A graph on `replicas` groups of devices, each with an equal share of the samples.
-
-    `weights` says, of each value that depends on parameters and constants alone, on which parameters. `readers` are the
-    nodes that read each value.
-    """
+    """A graph on `replicas` groups of devices, each with an equal share of the samples. `weights` says, of each value
+    that depends on parameters and constants alone, on which parameters. `readers` are the nodes that read each
+    value."""
 
     graph: Graph
     samples: SampleAxes
@@ -71,10 +69,8 @@ class Network:
         return (*outer, Split(axis, degree))
 
     def splits_on(self, node: int, axis: str, degree: int) -> bool:
-        """True if a replica's `degree` devices can share a node along an axis in equal blocks.
-
-        A node without samples stays whole where there are several replicas: its parts would go over all the devices.
-        """
+        """True if a replica's `degree` devices can share a node along an axis in equal blocks. A node without samples
+        stays whole where there are several replicas: its parts would go over all the devices."""
         space = self.uses[node].space
         if space.axis(axis).kind is AxisKind.WHOLE:
             return False
@@ -105,10 +101,8 @@ _PRODUCTS = ("matmul", "convolution")
 
 @dataclass(slots=True)
 class Region:
-    """Nodes with the axis each is cut along, and the kinds of axes whose partial sums end it.
-
-    It is `open` where some node needs a cut value whole; `leaves` are cut values that others read, or the model gives.
-    """
+    """Nodes with the axis each is cut along, and the kinds of axes whose partial sums end it. It is `open` where some
+    node needs a cut value whole; `leaves` are cut values that others read, or the model gives."""
 
     axes: dict[int, str]
     ends: set[AxisKind] = field(default_factory=set)
@@ -134,11 +128,8 @@ def seed_axis(network: Network, node: int, degree: int, tables: Set[str]) -> str
 
 
 def grow(network: Network, seed: int, axis: str, degree: int, members: Set[int], fixed: dict[int, str]) -> Region:
-    """The region that begins with a node cut along an axis, among `members`.
-
-    Nodes of `fixed` are cut already: a region may end there, where it fits. Normalisations, which would exchange
-    statistics of their parts, are left whole.
-    """
+    """The region that begins with a node cut along an axis, among `members`. Nodes of `fixed` are cut already: a region
+    may end there, where it fits. Normalisations, which would exchange statistics of their parts, are left whole."""
     graph, region, waiting = network.graph, Region({seed: axis}), [seed]
     cut: dict[str, int] = {}  # The dimension in which each value is cut.
 
@@ -193,11 +184,8 @@ def _place(words: tuple[tuple[str, ...], ...] | None, axis: str) -> int:
 def tensor_splits(
     network: Network, nodes: Iterable[int], degree: int, tables: Set[str], pays: Callable[[int], bool]
 ) -> tuple[tuple[int, Splits], ...]:
-    """Splits that share the tables and products of a stage among `degree` devices.
-
-    A region whose end no gathering follows is split as it is. Of others the product alone is, where that `pays`: its
-    result is gathered.
-    """
+    """Splits that share the tables and products of a stage among `degree` devices. A region whose end no gathering
+    follows is split as it is. Of others the product alone is, where that `pays`: its result is gathered."""
     members = frozenset(nodes)
     axes: dict[int, str] = {}
     for node in sorted(members):
@@ -248,10 +236,8 @@ def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "re
 def with_samples_split(
     samples: SampleAxes, nodes: Iterable[int], replicas: int, found: dict[int, Splits]
 ) -> NodeSplits:
-    """The splits `found`, and for the others of `nodes` a split of their samples.
-
-    Raises InfeasibleError, naming the node, where samples cannot be cut into equal blocks.
-    """
+    """The splits `found`, and for the others of `nodes` a split of their samples. Raises InfeasibleError, naming the
+    node, where samples cannot be cut into equal blocks."""
     others = samples.splits((node for node in nodes if node not in found), replicas)
     return tuple(sorted((*found.items(), *others)))
 
@@ -263,11 +249,9 @@ def one_stage(problem: Problem, splits: NodeSplits) -> Placement:
 
 
 def group_splits(network: Network, degree: int, nodes: Iterable[int]) -> dict[int, Splits]:
-    """The splits of those of `nodes` that a replica's `degree` devices share.
-
-    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
-    section 3. Where a cut leads to a node that needs a value whole, nothing is cut.
-    """
+    """The splits of those of `nodes` that a replica's `degree` devices share. Shoeybi et al., "Megatron-LM: Training
+    Multi-Billion Parameter Language Models Using Model Parallelism" (2019), section 3. Where a cut leads to a node that
+    needs a value whole, nothing is cut."""
     if degree == 1:
         return {}
     members, samples = tuple(nodes), network.samples
@@ -290,10 +274,8 @@ Place = TypeVar("Place")
 
 
 def visited(places: Sequence[Place], chunks: int, wave: bool) -> tuple[Place, ...]:
-    """The place of each stage of a chain with `chunks` stages a place.
-
-    It goes over them again and again (Megatron's interleaving), or with `wave` back and forth (Hanayo's).
-    """
+    """The place of each stage of a chain with `chunks` stages a place. It goes over them again and again (Megatron's
+    interleaving), or with `wave` back and forth (Hanayo's)."""
     order: list[Place] = []
     for chunk in range(chunks):
         order += reversed(places) if wave and chunk % 2 else places
@@ -303,11 +285,9 @@ def visited(places: Sequence[Place], chunks: int, wave: bool) -> tuple[Place, ..
 def settled_stages(
     resolved: Sequence[ResolvedConstraint], groups: Sequence[tuple[int, ...]], strategy: str
 ) -> dict[int, int]:
-    """The stage of each node for which a constraint asks for a stage, or for the devices of one of `groups`.
-
-    `strategy` is who makes the stages. Raises ConfigurationError, naming the constraint, for stages or devices that
-    there are not, and for a stage that has other devices than are asked for.
-    """
+    """The stage of each node for which a constraint asks for a stage, or for the devices of one of `groups`. `strategy`
+    is who makes the stages. Raises ConfigurationError, naming the constraint, for stages or devices that there are not,
+    and for a stage that has other devices than are asked for."""
     found: dict[int, int] = {}
     for each in resolved:
         stages = [each.constraint.stage] if each.constraint.stage is not None else []
@@ -346,9 +326,7 @@ def check_degrees(problem: Problem, fixed: Mapping[int, Splits], placement: Plac
 
 def check_constraints_met(problem: Problem, placement: Placement, strategy: str) -> None:
     """Raise ConfigurationError, naming constraint and node, for one that a placement of one pipeline does not fulfil.
-
-    As for strategy manual, a split along an axis asks nothing of nodes that do not have it.
-    """
+    As for strategy manual, a split along an axis asks nothing of nodes that do not have it."""
     resolved = resolved_constraints(problem)
     if not resolved:
         return

@@ -43,8 +43,7 @@ Way = tuple[MeshAxes, WindowedBlocks | None]
 @dataclass(frozen=True, slots=True, eq=False)
 class DimensionPair:
     """One dimension of `extent` cells: the few ways in which sources hold and targets want it cut, and which of them
-    each layout has.
-    """
+    each layout has."""
 
     dimension: int
     extent: int
@@ -80,10 +79,8 @@ def _pairs_by_dimension(sources: Sequence[Layout], targets: Sequence[Layout]) ->
 @dataclass(frozen=True, slots=True, eq=False)
 class _Overlap:
     """Along one dimension of `extent` cells what each position needs and has of it, for each pair of ways to cut it.
-
     `least` is the fewest cells that a position has, `lacks` true where one lacks any, `regular` where all need as much
-    and have all or nothing of some part; of all three [ways of sources, ways of targets].
-    """
+    and have all or nothing of some part; of all three [ways of sources, ways of targets]."""
 
     extent: int
     need: Floats
@@ -98,9 +95,7 @@ class _Overlap:
 @lru_cache(maxsize=1024)
 def _overlap_between(held: tuple[Way, ...], wanted: tuple[Way, ...], extent: int, group: int) -> _Overlap:
     """For `group` positions, of which nothing may be written to: many tensors are cut alike along some dimension.
-
-    Windows count in the `extent` elements of the dimension, even blocks (extent 0) in the fewest cells that do.
-    """
+    Windows count in the `extent` elements of the dimension, even blocks (extent 0) in the fewest cells that do."""
     cells = extent or math.lcm(*(degree_of(axes) for axes, _ in (*held, *wanted)))
     positions = np.arange(group)
 
@@ -164,11 +159,9 @@ def _missing_volume(pairs: Sequence[DimensionPair], shape: tuple[int, int], grou
 
 
 def _gathers_apart(pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int) -> _Truths:
-    """Which of [sources, targets] are made by cutting and then gathering one dimension after the other.
-
-    As `steps_between` finds them: each dimension is cut further or gathered; all axes begin and end at strides of which
-    each divides the next; and no axis that is left is one that a target cuts another dimension by.
-    """
+    """Which of [sources, targets] are made by cutting and then gathering one dimension after the other. As
+    `steps_between` finds them: each dimension is cut further or gathered; all axes begin and end at strides of which
+    each divides the next; and no axis that is left is one that a target cuts another dimension by."""
     divisors = tuple(count for count in range(1, group + 1) if group % count == 0)
     apart = np.ones(shape, dtype=bool)
     ends, leaving = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -220,11 +213,9 @@ Addition = tuple[tuple[str, MeshAxes, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SumReduction:
-    """Cost of several reductions, collectives one after the other.
-
-    `steps` are the different collectives, the first of them none, with the parts into which the tensor is cut before;
-    `of` says which of them each reduction has, [steps, reductions].
-    """
+    """Cost of several reductions, collectives one after the other. `steps` are the different collectives, the first of
+    them none, with the parts into which the tensor is cut before; `of` says which of them each reduction has, [steps,
+    reductions]."""
 
     steps: list[tuple[Cost, int]]
     of: Integers
@@ -247,8 +238,7 @@ class _Paths:
 
 def _scattered(pair: DimensionPair, shares: Sequence[MeshAxes], shares_of: Integers) -> tuple[list[MeshAxes], Integers]:
     """The different axes along which shares are scattered along one dimension, the first of them none; and which of
-    them are for each source and target, [sources · targets].
-    """
+    them are for each source and target, [sources · targets]."""
     insides: dict[MeshAxes, int] = {(): 0}
     cases, case_of = distinct(pair.held_of * len(shares) + shares_of)
     table = np.zeros((len(cases), len(pair.wanted)), dtype=np.int64)
@@ -282,10 +272,8 @@ class ReshardTable:
     _collectives: dict[tuple[str, MeshAxes], Cost] = field(default_factory=dict)
 
     def seconds(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
-        """Seconds from each of `sources`, which hold no shares of sums, to each of `targets`; [sources, targets].
-
-        The tensor has `size_bytes` in all. Each entry is the sum of `relayout_seconds` over `steps_between`.
-        """
+        """Seconds from each of `sources`, which hold no shares of sums, to each of `targets`; [sources, targets]. The
+        tensor has `size_bytes` in all. Each entry is the sum of `relayout_seconds` over `steps_between`."""
         windows = tuple(layout.windows for layout in targets)
         shape = targets[0].shape if any(windows) else ()
         key = tuple(layout.cuts for layout in sources), tuple(layout.cuts for layout in targets), windows, shape
@@ -309,11 +297,9 @@ class ReshardTable:
         return fixed, per_byte
 
     def to_reader(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
-        """From each of `sources`, shares of sums among them, to each of `targets`, which nobody but it wants.
-
-        Shares are scattered where the target cuts further, as lowering does it. Of a tensor of `size_bytes`; [sources,
-        targets].
-        """
+        """From each of `sources`, shares of sums among them, to each of `targets`, which nobody but it wants. Shares
+        are scattered where the target cuts further, as lowering does it. Of a tensor of `size_bytes`; [sources,
+        targets]."""
         if not any(source.is_partial for source in sources):
             return self.seconds(sources, targets, size_bytes)
         evens = [target.even() for target in targets]
@@ -325,11 +311,9 @@ class ReshardTable:
         return paths.adding.seconds(size_bytes)[paths.addition_of] + np.take_along_axis(moving, paths.held_of, axis=0)
 
     def _reduction_paths(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> _Paths:
-        """How the shares of each of `sources` are added up on the way to `targets`, which are even and hold none.
-
-        A target's axes cut one dimension each, so what is scattered along one does not depend on the others. Each
-        layout that is held after that and each addition is made once.
-        """
+        """How the shares of each of `sources` are added up on the way to `targets`, which are even and hold none. A
+        target's axes cut one dimension each, so what is scattered along one does not depend on the others. Each layout
+        that is held after that and each addition is made once."""
         rows = np.repeat(np.arange(len(sources)), len(targets))
         shares, shares_of = numbered(source.partial_over for source in sources)
         parts, parts_of = numbered(source.parts for source in sources)
@@ -382,11 +366,9 @@ class ReshardTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedValue:
-    """A variable for a value that several nodes read: the layout in which they find it, and what layouts cost.
-
-    So a change of layout that several readers share is paid once: a value goes from the layout in which its node leaves
-    it to the variable's, and from there to each reader's.
-    """
+    """A variable for a value that several nodes read: the layout in which they find it, and what layouts cost. So a
+    change of layout that several readers share is paid once: a value goes from the layout in which its node leaves it
+    to the variable's, and from there to each reader's."""
 
     layouts: tuple[Layout, ...]
     from_source: Floats
@@ -403,13 +385,9 @@ def shared_value(
     given: bool,
     times: int,
 ) -> SharedValue:
-    """The variable of a computed value of `size_bytes` that changes layout `times` a step.
-
-    `given` says whether others want it besides `readers`.
-
-    Lowering scatters shares of sums only to what all readers want alike: hence a second set of the layouts wanted by
-    all, which cost less to come to and cannot be left.
-    """
+    """The variable of a computed value of `size_bytes` that changes layout `times` a step. `given` says whether others
+    want it besides `readers`. Lowering scatters shares of sums only to what all readers want alike: hence a second set
+    of the layouts wanted by all, which cost less to come to and cannot be left."""
     held = [layout.reduced() for layout in source.layouts]
     free = list(dict.fromkeys([*held, *(layout.even() for reader in readers for layout in reader.layouts)]))
     bound: list[Layout] = []

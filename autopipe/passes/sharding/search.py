@@ -87,9 +87,7 @@ def make_tables(
     problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], options: StageOptions = NO_OPTIONS
 ) -> Tables:
     """The model of `nodes` (ascending, all of them computed) on `devices`. Equal nodes and equal edges have one array.
-
-    Raises ConfigurationError where a device states no figure for a class of operators.
-    """
+    Raises ConfigurationError where a device states no figure for a class of operators."""
     stage = stage_context(problem, nodes, devices, options)
     graph, kinds = stage.graph, node_classes(stage)
     places = {node: place for place, node in enumerate(kinds)}
@@ -202,11 +200,9 @@ class SplitProblem:
         self, placement: Placement, index: int, solver: Solver, overlap: bool = False, own: Problem | None = None
     ) -> FittedPlacement:
         """`placement` with stage `index` split as `solver` finds it best, or by its samples where that is faster.
-
         `overlap` says whether `solver` counts the exchange of gradients as hidden by the last micro-batch's backward;
         `own` is the problem on the stage's micro-batches, where that is known. Raises InfeasibleError, with the least
-        excess, where nothing fits into memory, and what `solver` raises.
-        """
+        excess, where nothing fits into memory, and what `solver` raises."""
         stage, options = placement.stages[index], self.options[index]
         own = own or resized(self.problem, stage.micro_batch_size)
         tables = make_tables(own, [node for node, _ in self.plans[index].nodes], stage.devices, options)
@@ -235,11 +231,9 @@ class SplitProblem:
         return replace(other, proof=SplitProof(max(seconds(other), bound), bound, seconds(other) <= bound))
 
     def _trials(self, placement: Placement, index: int, tables: Tables, solver: Solver) -> list[FittedPlacement]:
-        """`placement` with the best splits of stage `index`, and where its devices do not hold those, with others.
-
-        What comes and goes is the most that one node needs while it runs. So several bounds on that are tried: under
-        each, configurations that need more are forbidden, and what remains is for the sum of what stays.
-        """
+        """`placement` with the best splits of stage `index`, and where its devices do not hold those, with others. What
+        comes and goes is the most that one node needs while it runs. So several bounds on that are tried: under each,
+        configurations that need more are forbidden, and what remains is for the sum of what stays."""
 
         def measured(answer: Assignment) -> FittedPlacement:
             proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
@@ -326,10 +320,8 @@ def split_problem(problem: Problem, placement: Placement, fixed: Mapping[int, Sp
 def split_stages(
     problem: Problem, placement: Placement, fixed: Mapping[int, Splits], solver: Solver, overlap: bool = False
 ) -> Placement:
-    """`placement` with every stage split so, and what is proven of that: what all stages cost together.
-
-    Raises InfeasibleError where memory does not hold any placement, with the least excess, and what `solver` raises.
-    """
+    """`placement` with every stage split so, and what is proven of that: what all stages cost together. Raises
+    InfeasibleError where memory does not hold any placement, with the least excess, and what `solver` raises."""
     inside = split_problem(problem, placement, fixed)
     proof = SplitProof(0.0, 0.0, optimal=True)
     for index in range(len(placement.stages)):
@@ -346,9 +338,7 @@ on 64 devices five times the work finds steps shorter by a thousandth."""
 
 class Exact:
     """Answers tables by a dual bound, pruning, and elimination of what is left; within memory where that is asked for.
-
-    Of `time_limit` seconds, counted from now on, a search within memory takes half of what is left: others follow.
-    """
+    Of `time_limit` seconds, counted from now on, a search within memory takes half of what is left: others follow."""
 
     def __init__(self, time_limit: float | None) -> None:
         self._end = None if time_limit is None else time.monotonic() + time_limit

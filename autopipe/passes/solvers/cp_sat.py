@@ -43,7 +43,6 @@ class CpResult:
     bound: int | None = None
     """No values have a smaller objective; None without an objective, or where nothing is known."""
     work: float = 0.0
-    """Deterministic time used."""
 
     @property
     def found(self) -> bool:
@@ -57,13 +56,9 @@ def solve(
     on_solution: OnSolution | None = None,
     relax: bool = False,
 ) -> CpResult:
-    """Run CP-SAT with one worker, the same for the same model and seed as long as `limit.work` ends it.
-
-    Orders of blocks are found by propagation: linear relaxations of them are weak and cost most of the time. `relax`
-    is for models in which sums decide.
-
-    Raises AutopipeError for a model that the solver does not accept.
-    """
+    """Run CP-SAT with one worker, the same for the same model and seed as long as `limit.work` ends it. Orders of
+    blocks are found by propagation: linear relaxations of them are weak and cost most of the time. `relax` is for
+    models in which sums decide. Raises AutopipeError for a model that the solver does not accept."""
     from ortools.sat.python import cp_model
 
     if limit.seconds <= 0 or limit.work <= 0:

@@ -27,10 +27,8 @@ _FEASIBLE = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """Minimise `cost · x` under `lower <= x <= upper` and `row_lower <= matrix x <= row_upper`.
-
-    `cost`, `lower`, `upper` and `integral` (is x to be a whole number?) have an entry a variable.
-    """
+    """Minimise `cost · x` under `lower <= x <= upper` and `row_lower <= matrix x <= row_upper`. `cost`, `lower`,
+    `upper` and `integral` (is x to be a whole number?) have an entry a variable."""
 
     cost: NDArray[np.float64]
     lower: NDArray[np.float64]
@@ -142,8 +140,6 @@ _SAME = 1e-9
 
 
 class Status(Enum):
-    """End of a run."""
-
     OPTIMAL = "optimal"
     """Values whose cost is proven to be the least, within the gap that was asked for."""
     FEASIBLE = "feasible"
@@ -159,8 +155,6 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MilpResult:
-    """Result and bound of a run."""
-
     status: Status
     values: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     """One figure a variable, checked against every row; of length 0 where there are none."""
@@ -175,7 +169,6 @@ class MilpResult:
 
     @property
     def proven(self) -> bool:
-        """True if the values are proven to cost the least, within the gap that was asked for."""
         return self.status is Status.OPTIMAL
 
     @property
@@ -192,11 +185,8 @@ _OPTIMAL, _INFEASIBLE, _UNBOUNDED, _OTHER = 0, 2, 3, 4
 
 def by_highs(model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool) -> MilpResult | None:
     """The claims of HiGHS, unchecked, on one thread; it takes no values to start from. None where it cannot say what it
-    has found.
-
-    The one inside scipy gets along with OR-tools in one process; the package highspy does not. Raises AutopipeError for
-    a model that HiGHS does not accept, and for costs without a least.
-    """
+    has found. The one inside scipy gets along with OR-tools in one process; the package highspy does not. Raises
+    AutopipeError for a model that HiGHS does not accept, and for costs without a least."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     rows = LinearConstraint(model.matrix, model.row_lower, model.row_upper) if len(model.row_lower) else None
@@ -229,12 +219,10 @@ def solve(
     start: NDArray[np.float64] | None = None,
     nodes: int | None = None,
 ) -> MilpResult:
-    """The values that cost the least, or the best found within `time_limit` seconds and `nodes` nodes of the search.
-
-    A cost is least enough that is at most the share `gap` above its bound. An answer is never worse than the values
+    """The values that cost the least, or the best found within `time_limit` seconds and `nodes` nodes of the search. A
+    cost is least enough that is at most the share `gap` above its bound. An answer is never worse than the values
     `start`, which are the answer where the solver finds none. One thread, and no chance: the same answer again unless
-    the clock ends a run. Raises AutopipeError for a `start` that breaks a constraint, and where costs have no least.
-    """
+    the clock ends a run. Raises AutopipeError for a `start` that breaks a constraint, and where costs have no least."""
     best = MilpResult(Status.UNKNOWN)
     if start is not None:
         if broken := model.violation(start):

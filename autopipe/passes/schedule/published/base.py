@@ -231,12 +231,10 @@ _CHANGE = {Phase.FORWARD: 1, Phase.INPUT_GRADIENT: 0, Phase.WEIGHT_GRADIENT: -1}
 
 
 def fill_weights(orders: Sequence[Sequence[Task]], stages: int, room: int) -> list[list[Task]]:
-    """Orders of F and I on lanes, with all W put in.
-
-    All is laid out in slots of equal length, stage after stage as in a chain. A lane that cannot go on (its next task
-    waits for another lane, or is a forward for which its `room` for activations is used up) runs the oldest weight
-    gradient that it owes. Raises InfeasibleError where the room is too small for the orders.
-    """
+    """Orders of F and I on lanes, with all W put in. All is laid out in slots of equal length, stage after stage as in
+    a chain. A lane that cannot go on (its next task waits for another lane, or is a forward for which its `room` for
+    activations is used up) runs the oldest weight gradient that it owes. Raises InfeasibleError where the room is too
+    small for the orders."""
     done: set[Task] = set()
 
     def may_start(task: Task, kept: int) -> bool:

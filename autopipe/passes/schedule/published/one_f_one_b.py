@@ -129,11 +129,9 @@ class KForwardsKBackwards:
 
 def order_kfkb(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks, ks: Sequence[int] = ()) -> Schedule:
     """The stages' orders, merged where a device has several stages; `micro_batches` are the largest ones of a step.
-
     Without `ks` all are 1, which is 1F1B where micro-batches are equal: each stage keeps as many as it is deep. Orders
     never wait in a circle then: F(s, m) at 2m - depth(s) and B(s, m) at 2m + depth(s) - 1 is a numbering in which every
-    task comes after all that it waits for, since depth falls along every edge.
-    """
+    task comes after all that it waits for, since depth falls along every edge."""
     ks = ks or (1,) * len(graph.stage_devices)
     numbers = (graph.micro_batches_of(stage, micro_batches) for stage in range(len(ks)))
     each_stage = zip(kept_micro_batches(graph, ks), ks, numbers, strict=True)
@@ -166,7 +164,6 @@ class InterleavedOneForwardOneBackward(Published):
     form: ClassVar[Form] = LOOPS
 
     def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        """Lanes of several stages, round robin, and whole groups of micro-batches."""
         lanes = self.form.lanes(self.name, graph)
         if len(lanes[0]) < 2:
             raise InfeasibleError(
@@ -203,10 +200,9 @@ class LoopedBreadthFirst(Published):
     form: ClassVar[Form] = LOOPS
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Forwards stage by stage, then backwards in the opposite order of stages."""
+        ways = (Phase.FORWARD, 1), (Phase.BACKWARD, -1)
         return [
-            [Task(s, Phase.FORWARD, m) for s in stages for m in range(micro_batches)]
-            + [Task(s, Phase.BACKWARD, m) for s in reversed(stages) for m in range(micro_batches)]
+            [Task(s, phase, m) for phase, way in ways for s in stages[::way] for m in range(micro_batches)]
             for stages in lanes
         ]
 

@@ -6,7 +6,6 @@ what would be bubbles: B and W in the papers, where F = B = W.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -76,7 +75,6 @@ class ZeroBubbleV(Published):
     form: ClassVar[Form] = ONE_WAVE
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """The published order of F and I, with W in its gaps."""
         p, every = len(lanes), range(micro_batches)
         orders = [spell(_words(place, p, micro_batches), stages, (every, every)) for place, stages in enumerate(lanes)]
         return fill_weights(orders, 2 * p, 2 * p)
@@ -91,42 +89,7 @@ def _words(place: int, p: int, micro_batches: int) -> Iterator[str]:
     yield from ("I0", "I1") * micro_batches
 
 
-_PERIOD = 6  # Slots between micro-batches: a device runs F, I and W of two stages for each.
-_THERE_AND_BACK = (Phase.FORWARD, Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.INPUT_GRADIENT)
-
-
-class _RepeatedPattern(Published, ABC):
-    """One micro-batch's pattern, repeated every six slots and then moved together.
-
-    Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3: how long a pattern holds activations
-    says how many are kept. W stands where a device would wait, and where more than `room` would be kept.
-    """
-
-    form: ClassVar[Form] = ONE_WAVE
-
-    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        slots = [
-            (slot + _PERIOD * m, Task(s, phase, m))
-            for place, (down, up) in enumerate(lanes)
-            for slot, s, phase in zip(
-                self.pattern(place, len(lanes)), (down, up, up, down), _THERE_AND_BACK, strict=True
-            )
-            for m in range(micro_batches)
-        ]
-        return fill_weights(by_lane(lanes, slots), 2 * len(lanes), self.room(len(lanes)))
-
-    @staticmethod
-    @abstractmethod
-    def pattern(place: int, p: int) -> tuple[int, int, int, int]:
-        """A micro-batch's slots on one of p devices: F going down and coming up, I going down and coming up."""
-
-    @staticmethod
-    @abstractmethod
-    def room(p: int) -> int:
-        """Activations that a device keeps at most."""
-
-
-class VHalf(_RepeatedPattern):
+class VHalf(Published):
     """A V whose micro-batches come up twice as fast as they go down.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3.2. With F = I = W the bubble is about
@@ -134,19 +97,30 @@ class VHalf(_RepeatedPattern):
     """
 
     name: ClassVar[str] = "v_half"
+    form: ClassVar[Form] = ONE_WAVE
+    part: ClassVar[int] = 2
+    """1 / part of 1F1B's activations are kept; a micro-batch takes 4 - part slots a device on the way down, one up."""
 
-    @staticmethod
-    def pattern(place: int, p: int) -> tuple[int, int, int, int]:
-        """Two slots a device on the way down, one on the way up; a gap keeps repetitions of even depth apart."""
-        turn = 3 * p + (0 if p % 2 else 3)
-        return 2 * place, 3 * p - 2 - place, turn - 1 + 2 * place, turn + 3 * p - 2 - place
+    def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """One micro-batch's pattern, repeated every six slots (F, I and W of two stages) and then moved together.
+        Section 3: how long a pattern holds activations says how many are kept. A gap keeps repetitions apart where
+        `part` divides the number of devices. W stands where a device would wait, and where more would be kept."""
+        p, down_slots, slots = len(lanes), 4 - self.part, []
+        way = (down_slots + 1) * p
+        turn = way + (0 if p % self.part else down_slots + 1)
+        for place, (down, up) in enumerate(lanes):
+            there, back = down_slots * place, way - down_slots - place
+            for slot, stage, phase in (
+                (there, down, Phase.FORWARD),
+                (back, up, Phase.FORWARD),
+                (turn + there + 1 - down_slots, up, Phase.INPUT_GRADIENT),
+                (turn + back, down, Phase.INPUT_GRADIENT),
+            ):
+                slots += [(slot + 6 * m, Task(stage, phase, m)) for m in range(micro_batches)]
+        return fill_weights(by_lane(lanes, slots), 2 * p, 2 * ((p + 2 * self.part - 2) // self.part))
 
-    @staticmethod
-    def room(p: int) -> int:
-        return 2 * ((p + 2) // 2)
 
-
-class VMin(_RepeatedPattern):
+class VMin(VHalf):
     """A V whose micro-batches pass as fast as they can: the shorter they are under way, the less is kept.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3.2. With F = I = W the bubble is about
@@ -154,16 +128,7 @@ class VMin(_RepeatedPattern):
     """
 
     name: ClassVar[str] = "v_min"
-
-    @staticmethod
-    def pattern(place: int, p: int) -> tuple[int, int, int, int]:
-        """One slot a device, both ways; a gap keeps repetitions apart where 3 divides the number of devices."""
-        turn = 2 * p + (0 if p % 3 else 2)
-        return place, 2 * p - 1 - place, turn + place, turn + 2 * p - 1 - place
-
-    @staticmethod
-    def room(p: int) -> int:
-        return 2 * ((p + 4) // 3)
+    part: ClassVar[int] = 3
 
 
 class DualPipe(Published):
@@ -178,7 +143,6 @@ class DualPipe(Published):
     form: ClassVar[Form] = OPPOSITE
 
     def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        """Lanes of two opposite pipelines, and as many micro-batches for each as keep the middle busy."""
         lanes = self.form.lanes(self.name, graph)
         if micro_batches % 2 or micro_batches < 2 * len(lanes):
             raise InfeasibleError(
@@ -201,8 +165,7 @@ class DualPipe(Published):
 
 def _dual_words(place: int, depth: int, micro_batches: int) -> Iterator[str]:
     """Tasks of the device `place` steps from one end, of `depth` devices up to the middle, in the eight phases of
-    DeepSeek-AI's figure 5. 0 is the direction that begins at this end; `micro_batches` are those of one direction.
-    """
+    DeepSeek-AI's figure 5. 0 is the direction that begins at this end; `micro_batches` are those of one direction."""
     inner = depth - 1 - place
     yield from ("F0",) * (2 * inner)
     yield from ("F0", "F1") * (place + 1)
@@ -225,7 +188,6 @@ class DualPipeV(Published):
     form: ClassVar[Form] = ONE_WAVE
 
     def lanes(self, graph: StageGraph, micro_batches: int) -> LaneStages:
-        """Lanes of a V, and enough micro-batches to keep it busy."""
         lanes = self.form.lanes(self.name, graph)
         if micro_batches < 2 * len(lanes):
             raise InfeasibleError(
@@ -236,7 +198,6 @@ class DualPipeV(Published):
         return lanes
 
     def orders(self, lanes: LaneStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """DualPipe's order, the two directions being a device's two stages."""
         every = range(micro_batches)
         return [
             spell(_dual_words(place, len(lanes), micro_batches), stages, (every, every))

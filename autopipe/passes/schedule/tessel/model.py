@@ -26,11 +26,10 @@ _BETWEEN_REPORTS_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """How long a search may take, and whom it tells. The seconds stand for deterministic time of the solver: the same
+    """How many seconds a search may take, and whom it tells. They stand for deterministic time of the solver: the same
     input and seed give the same answer wherever that ends before the clock."""
 
     time_limit: float = 10.0
-    """Seconds in all."""
     seed: int = 0
     progress: Progress | None = None
     """Told of better values and bounds, at most ten times a second."""
@@ -108,12 +107,10 @@ def period_bound(graph: BlockGraph) -> int:
 
 
 def _little(graph: BlockGraph, device: int) -> int:
-    """Little's law: memory in use on average is what a unit holds times how long it holds it, over the period.
-
-    The least that a unit holds is the minimum of -sum(memory x start) under the dependencies. Each way of sending what
-    is allocated to where it is freed is a solution of the dual problem and so gives a lower bound: here the longest
-    ways first. 0 where nothing can be said.
-    """
+    """Little's law: memory in use on average is what a unit holds times how long it holds it, over the period. The
+    least that a unit holds is the minimum of -sum(memory x start) under the dependencies. Each way of sending what is
+    allocated to where it is freed is a solution of the dual problem and so gives a lower bound: here the longest ways
+    first. 0 where nothing can be said."""
     limit = graph.memory[device]
     left = {index: graph.blocks[index].memory for index in graph.members[device]}
     step = math.gcd(*left.values())
@@ -231,12 +228,10 @@ def _frees_its_own(graph: BlockGraph, device: int) -> bool:
 
 
 def least_room(graph: BlockGraph, device: int, rooms: Sequence[int | None]) -> float | None:
-    """The least room that `device` needs for one unit, with `rooms` on the other devices (None for no limit).
-
-    Infinite where no order keeps to those rooms, None where it is not found out in time. Best first over the sets of
-    blocks that have started, as bits: they tell the memory in use. A block that allocates nowhere starts as soon as it
-    can: that never does harm.
-    """
+    """The least room that `device` needs for one unit, with `rooms` on the other devices (None for no limit). Infinite
+    where no order keeps to those rooms, None where it is not found out in time. Best first over the sets of blocks that
+    have started, as bits: they tell the memory in use. A block that allocates nowhere starts as soon as it can: that
+    never does harm."""
     blocks, steps = graph.blocks, 0
     before = [sum(1 << other for other in set(block.after)) for block in blocks]
 

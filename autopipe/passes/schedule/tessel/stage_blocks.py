@@ -134,12 +134,10 @@ def with_memory(blocks: StageBlocks, costs: Sequence[StagePrediction], free: Seq
 
 
 def stage_schedule(blocks: StageBlocks, found: BlockSchedule, stages: StageGraph, micro_batches: int) -> Schedule:
-    """The order of the blocks' starts as an order of tasks; of the last unit only the micro-batches there are.
-
-    The search may begin a unit's first micro-batch before the last one of the unit before. Each stage takes its
+    """The order of the blocks' starts as an order of tasks; of the last unit only the micro-batches there are. The
+    search may begin a unit's first micro-batch before the last one of the unit before. Each stage takes its
     micro-batches in order nevertheless: as many of a neighbour's tasks as a stage waits for are done by then, whichever
-    they are.
-    """
+    they are."""
     pipelines = stages.pipelines or (0,) * len(stages.stage_devices)
     orders = []
     for tasks in found.tasks[: stages.devices]:

@@ -37,12 +37,10 @@ def solve(
     time_limit: float | None = None,
     patience: float = PATIENCE_S,
 ) -> Assignment:
-    """The best choice whose memory is within the limit (bytes), within `time_limit` seconds.
-
-    Work is counted, not time: the clock only ends a search that a slow machine cannot do in its limit. Without a limit,
-    the work of `patience` seconds is done at most. A result without proof is returned with its bound. Raises
-    InfeasibleError where every choice is forbidden.
-    """
+    """The best choice whose memory is within the limit (bytes), within `time_limit` seconds. Work is counted, not time:
+    the clock only ends a search that a slow machine cannot do in its limit. Without a limit, the work of `patience`
+    seconds is done at most. A result without proof is returned with its bound. Raises InfeasibleError where every
+    choice is forbidden."""
     budget = Budget(time_limit, patience)
     simple = merged(model)
     answer = ReducedStart(simple, budget).solve(budget)

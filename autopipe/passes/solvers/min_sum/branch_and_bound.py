@@ -229,10 +229,8 @@ class Subproblem:
         return [keep[places] for keep, places in zip(self.kept, positions, strict=True)]
 
     def narrow(self, threshold: float) -> None:
-        """Drop configurations that are in no choice which costs as little, once that halves the work of a sweep.
-
-        Raises InfeasibleError where there is no such choice, as far as bounds and neighbours show it.
-        """
+        """Drop configurations that are in no choice which costs as little, once that halves the work of a sweep. Raises
+        InfeasibleError where there is no such choice, as far as bounds and neighbours show it."""
         positions = self.within(threshold)
         sizes = [len(places) for places in positions]
         if not all(sizes):
@@ -254,10 +252,8 @@ class Subproblem:
         return part
 
     def halves(self) -> list[Subproblem]:
-        """The part cut in two at the node that most others depend on, cheaper configurations and dearer ones.
-
-        None where only one choice was left, which a sweep has come upon.
-        """
+        """The part cut in two at the node that most others depend on, cheaper configurations and dearer ones. None
+        where only one choice was left, which a sweep has come upon."""
         open_nodes = {node for node, keep in enumerate(self.kept) if len(keep) > 1}
         if not open_nodes:
             return []
@@ -298,10 +294,8 @@ class Incumbent:
 
 
 class Objective(Incumbent):
-    """The goal of a search: the least cost of a merged model, whatever memory it needs.
-
-    No choice costs less than `bound` in the model that is searched.
-    """
+    """The goal of a search: the least cost of a merged model, whatever memory it needs. No choice costs less than
+    `bound` in the model that is searched."""
 
     @property
     def cutoff(self) -> float:
@@ -310,11 +304,9 @@ class Objective(Incumbent):
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
         """Offer the best choice of as many of the part's cheapest configurations as can be eliminated with the work.
-
         Returns what that proves, `low` being known: that all choices in the part which are better than the best known
         cost no less. And the work that it took. Configurations up to a threshold are eliminated by tables: where none
-        of their choices costs as little, none of the part's does.
-        """
+        of their choices costs as little, none of the part's does."""
         top = min(self.cutoff, max(float(reach.max()) for reach in part.dual.reach))
         for share in SHARES:
             threshold = low + share * (top - low)
@@ -342,9 +334,7 @@ SMALL = 1e5
 
 def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
     """Find the goal's best choice in a part; what is proven: nothing better costs less, in the model that is searched.
-
-    That is at least the goal's cutoff where its best choice is proven to be the best.
-    """
+    That is at least the goal's cutoff where its best choice is proven to be the best."""
     parts = [(max(goal.bound, root.bound), 0, root)]
     created = 0
     while parts and parts[0][0] < goal.cutoff:
@@ -396,10 +386,8 @@ class ReducedStart:
         self.part = Subproblem(self.reduction.model, everything(self.reduction.model))
 
     def solve(self, budget: Budget) -> Assignment:
-        """The best choice, whatever memory it needs; with bound and gap where the budget ends first.
-
-        Raises InfeasibleError where every choice is forbidden. Where none was found in time, the answer's cost is inf.
-        """
+        """The best choice, whatever memory it needs; with bound and gap where the budget ends first. Raises
+        InfeasibleError where every choice is forbidden. Where none was found in time, the answer's cost is inf."""
         goal = Objective(self.reduction.model)
         bound = search(self.part, goal, budget)
         proven = bound >= goal.cutoff

@@ -139,8 +139,7 @@ class TableTooLargeError(AutopipeError):
 
 def size(around: Neighbours, configurations: Sequence[int], order: Sequence[int]) -> tuple[int, int]:
     """Entries of all tables (8 bytes each, held until the end) and sums that are compared, for nodes of these numbers
-    of configurations eliminated in this order.
-    """
+    of configurations eliminated in this order."""
     rest = [set(near) for near in around]
     entries = work = 0
     for node in order:
@@ -158,11 +157,9 @@ class Factor(NamedTuple):
 
 
 def eliminate(model: MinSum, ordering: str = "generate_seq", max_bytes: int = MAX_BYTES) -> Assignment:
-    """The best choice, by eliminating nodes in an ordering of `ORDERINGS`. Memory is not limited.
-
-    Raises TableTooLargeError before anything is computed where all tables need more than `max_bytes`; InfeasibleError
-    where every choice is forbidden; ConfigurationError for an unknown ordering.
-    """
+    """The best choice, by eliminating nodes in an ordering of `ORDERINGS`. Memory is not limited. Raises
+    TableTooLargeError before anything is computed where all tables need more than `max_bytes`; InfeasibleError where
+    every choice is forbidden; ConfigurationError for an unknown ordering."""
     simple = conditioned(merged(model))
     if ordering not in ORDERINGS:
         raise ConfigurationError(f"there is no ordering {ordering!r}; there are {', '.join(ORDERINGS)}")
@@ -170,12 +167,10 @@ def eliminate(model: MinSum, ordering: str = "generate_seq", max_bytes: int = MA
 
 
 def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES) -> Assignment:
-    """The best choice of a merged model, by eliminating its nodes in this order; raises as `eliminate` does.
-
-    A factor waits in the bucket of the first of its nodes to go. So a node's bucket holds all that its configuration is
-    part of once all nodes before it are gone, and its dependent set is what these factors know beside it (D(i) of
-    PaSE): by induction the least over the node is the least over all that went before it, too.
-    """
+    """The best choice of a merged model, by eliminating its nodes in this order; raises as `eliminate` does. A factor
+    waits in the bucket of the first of its nodes to go. So a node's bucket holds all that its configuration is part of
+    once all nodes before it are gone, and its dependent set is what these factors know beside it (D(i) of PaSE): by
+    induction the least over the node is the least over all that went before it, too."""
     needed = 8 * size(neighbours(model), model.sizes, order)[0]
     if needed > max_bytes:
         # Of hundreds of operators the number is too large for a float.
@@ -210,9 +205,7 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
 
 def _least(factors: list[Factor], axes: tuple[int, ...], known: dict[tuple[object, ...], Array]) -> Array:
     """The least sum of the factors over the first node of `axes`, a table over the others; equal sums are formed once.
-
-    `known` tells tables apart by where they lie: all of them are held until the end.
-    """
+    `known` tells tables apart by where they lie: all of them are held until the end."""
     tables = []
     for factor in factors:
         lengths = dict(zip(factor.scope, factor.table.shape, strict=True))
@@ -256,10 +249,8 @@ Table = TypeVar("Table")
 
 
 class Contraction(Generic[Table]):
-    """A merged model from which nodes of one or two neighbours are taken away, one after the other.
-
-    What is known of a node or an edge may be any table that can be turned (axes exchanged) and added up.
-    """
+    """A merged model from which nodes of one or two neighbours are taken away, one after the other. What is known of a
+    node or an edge may be any table that can be turned (axes exchanged) and added up."""
 
     def __init__(
         self,
@@ -341,11 +332,9 @@ class Reduction:
 
 
 def reduced(model: MinSum, work: float) -> Reduction:
-    """A merged model without its memory, and without the nodes of at most two neighbours.
-
-    Those that no other has changed go first, of them the cheapest, so that equal layers stay equal as long as they can;
-    all of them together take no more than `work`.
-    """
+    """A merged model without its memory, and without the nodes of at most two neighbours. Those that no other has
+    changed go first, of them the cheapest, so that equal layers stay equal as long as they can; all of them together
+    take no more than `work`."""
     once = Once(place)
     edges = ((edge.source, edge.target, edge.costs) for edge in model.edges)
     left = Contraction(model.costs, edges, np.transpose, partial(once, np.add))

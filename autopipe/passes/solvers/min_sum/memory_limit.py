@@ -100,12 +100,10 @@ class ParetoFront:
 
 @dataclass(slots=True)
 class Sieve:
-    """Keeps the labels that may still become the cheapest choice within the limit.
-
-    All nodes may need `limit` bytes together, and need `least` at least. Of every node `sizes` has the number of its
-    configurations, and no choice with one of them costs less than `floors` says; none at all less than `bound`. In
-    both, as in the labels' reach, a byte costs `rate`.
-    """
+    """Keeps the labels that may still become the cheapest choice within the limit. All nodes may need `limit` bytes
+    together, and need `least` at least. Of every node `sizes` has the number of its configurations, and no choice with
+    one of them costs less than `floors` says; none at all less than `bound`. In both, as in the labels' reach, a byte
+    costs `rate`."""
 
     sizes: Sequence[int]
     limit: Number
@@ -118,7 +116,6 @@ class Sieve:
     threshold: float
     """Only labels that reach this are dropped for their cost. It falls where lists would become too long."""
     formed: int = 0
-    """Labels so far."""
 
     def join(self, one: ParetoFront, other: ParetoFront) -> ParetoFront:
         """All pairs of labels that agree on the nodes both know, and leave memory for the rest."""
@@ -145,11 +142,9 @@ class Sieve:
         return ParetoFront(second.at | first.at, cost, memory[fits], reach, first.rows | second.rows, least)
 
     def sift(self, front: ParetoFront, scope: Iterable[int]) -> ParetoFront:
-        """Labels that may be part of the cheapest choice, of labels that make the same choice in the scope.
-
-        Where two agree there, one can stand for the other. So a label goes if another costs and needs no more; and no
-        choice with it can cost less than the least of its scope and its excess over the cheapest label.
-        """
+        """Labels that may be part of the cheapest choice, of labels that make the same choice in the scope. Where two
+        agree there, one can stand for the other. So a label goes if another costs and needs no more; and no choice with
+        it can cost less than the least of its scope and its excess over the cheapest label."""
         groups, inverse = np.unique(self._keys(front, scope), return_inverse=True)
         value = front.cost + self.rate * front.memory
         cheapest = np.full(len(groups), np.inf)
@@ -159,7 +154,11 @@ class Sieve:
             np.maximum(floor, self.floors[node][front.at[node]], out=floor)
         reach = np.maximum(front.reach, floor + (value - cheapest[inverse]))
         labels = np.flatnonzero(reach < self.threshold)
-        labels = labels[_unbeaten(inverse[labels], front.cost[labels], front.memory[labels])]
+        if len(labels):
+            labels = labels[np.lexsort((front.cost[labels], front.memory[labels], inverse[labels]))]
+            # Ranks of later groups lie below those of earlier ones, so that the running least begins anew with each.
+            rank = np.unique(front.cost[labels], return_inverse=True)[1] - inverse[labels] * len(labels)
+            labels = labels[np.r_[True, rank[1:] < np.minimum.accumulate(rank)[:-1]]]
         if len(labels) > self.room:
             self.threshold = float(np.partition(reach[labels], self.room)[self.room])
             labels = labels[reach[labels] < self.threshold]
@@ -173,22 +172,12 @@ class Sieve:
         return keys
 
 
-def _unbeaten(groups: Array, cost: Array, memory: Array) -> Array:
-    """Of each group: the labels than which no other costs and needs as little; one of equals."""
-    sort = np.lexsort((cost, memory, groups))
-    # Ranks of later groups lie below those of earlier ones, so that the running least begins anew with each.
-    rank = np.unique(cost[sort], return_inverse=True)[1] - groups[sort] * len(sort)
-    return sort[np.flatnonzero(np.r_[True, rank[1:] < np.minimum.accumulate(rank)[:-1]])] if len(sort) else sort
-
-
 def eliminate_within(
     model: MinSum, order: Sequence[int], sieve: Sieve, pairs: Sequence[Array]
 ) -> tuple[int, ...] | None:
     """The cheapest choice within the memory limit among those below the sieve's last threshold; None if there is none.
-
     Takes a merged model, and for each of its edges a matrix: no choice with that pair costs less. As in `eliminate_in`,
-    a list waits in the bucket of the first of its nodes to go, and is passed on without it.
-    """
+    a list waits in the bucket of the first of its nodes to go, and is passed on without it."""
     position = {node: index for index, node in enumerate(order)}
     buckets: dict[int, list[ParetoFront]] = {node: [] for node in order}
 
@@ -297,9 +286,7 @@ ROUNDS = 3
 
 def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget) -> Assignment:
     """The best choice of a merged model that needs no more than `limit` bytes; where none fits, that of least memory.
-
-    `free` is the best without a limit. Raises InfeasibleError where every choice is forbidden.
-    """
+    `free` is the best without a limit. Raises InfeasibleError where every choice is forbidden."""
     least = ReducedStart(memory_alone(model), budget).solve(budget)
     cost = model.cost_of(least.choice)
     if least.cost > limit:

@@ -24,10 +24,8 @@ _Made = TypeVar("_Made")
 
 
 class Once:
-    """Results of functions of arrays; where layers repeat, equal ones are formed once and stay one object.
-
-    An argument is known by `mark`: which object it is, or where it lies. All are held, so that their marks stay theirs.
-    """
+    """Results of functions of arrays; where layers repeat, equal ones are formed once and stay one object. An argument
+    is known by `mark`: which object it is, or where it lies. All are held, so that their marks stay theirs."""
 
     def __init__(self, mark: Callable[[Any], Hashable] = id) -> None:
         self._mark = mark
@@ -70,11 +68,9 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MinSum:
-    """Choose a configuration for every node so that the sum over nodes and edges is least.
-
-    Arrays are only read. Where layers repeat, give the same array object to each: equal work is then done once.
-    Several edges between two nodes add up, an edge from a node to itself counts its diagonal.
-    """
+    """Choose a configuration for every node so that the sum over nodes and edges is least. Arrays are only read. Where
+    layers repeat, give the same array object to each: equal work is then done once. Several edges between two nodes add
+    up, an edge from a node to itself counts its diagonal."""
 
     costs: tuple[Array, ...]
     """A vector for every node: what each of its configurations costs."""
@@ -139,9 +135,7 @@ def no_choice() -> InfeasibleError:
 
 def merged(model: MinSum) -> MinSum:
     """The same sums with at most one edge between two nodes, from the lower to the higher, and none from one to itself.
-
-    Arrays that need no change stay the objects they are; what is changed equally is changed once.
-    """
+    Arrays that need no change stay the objects they are; what is changed equally is changed once."""
     once = Once()
     costs, memory = list(model.costs), list(model.memory or ())
     if any(edge.memory is not None and edge.source == edge.target for edge in model.edges) and not memory:
@@ -240,7 +234,6 @@ class Assignment:
     """A choice for every node, and how far from the best it can be."""
 
     choice: tuple[int, ...]
-    """The configuration of every node."""
     cost: Number
     """An int, exactly, where all costs are integers."""
     bound: Number
@@ -248,7 +241,6 @@ class Assignment:
     proven: bool
     """Nothing is better: no choice that fits costs less; where `fits` is false, no choice needs less memory."""
     memory: Number = 0
-    """Bytes of the choice."""
     fits: bool = True
     """True if the memory is within the limit. If not, the choice is the one of least memory that was found."""
 
@@ -284,8 +276,7 @@ PATIENCE_S = 60.0
 
 class Budget:
     """Rest of a time limit: sums to be compared, so that equal requests give equal answers. The clock only ends what a
-    slow machine cannot do in time.
-    """
+    slow machine cannot do in time."""
 
     def __init__(self, seconds: float | None, patience: float = PATIENCE_S) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -350,9 +341,7 @@ class Support:
 
     def of(self, kept: Kept) -> list[Array]:
         """Of what is kept: configurations that are not forbidden and have one such beside them at every neighbour.
-
-        Raises InfeasibleError where a node has none left.
-        """
+        Raises InfeasibleError where a node has none left."""
         left = list(kept)
         for node, finite in self._nodes:
             left[node] = left[node][finite[left[node]]]
