@@ -17,8 +17,7 @@ from autopipe.passes.schedule.tessel.model import (
     unroll,
 )
 from autopipe.passes.schedule.tessel.periodic import CyclicModel, construct, one_at_a_time, widest
-from autopipe.passes.schedule.tessel.search import shortest
-from autopipe.passes.schedule.tessel.warmup_cooldown import serial_order
+from autopipe.passes.schedule.tessel.search import serial_order, shortest
 from autopipe.passes.solvers.cp_sat import Status, solve
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -248,13 +247,29 @@ _ROUNDING = 1e-6
 """Share of its limit by which an integer program's answer may leave a stage above it."""
 
 
-class Division(NamedTuple):
-    """The stage of each operator, and what is known of it: see `StageDivision`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StageDivision:
+    """The nodes of each stage, ascending, and what is known of how good that is."""
 
     stage: Places
+    """Of each operator of the flow that was divided."""
+    crossing_bytes: float
+    """Bytes between stages for each micro-batch: every message, and the gradient that comes back for it."""
     bound: float
+    """No division, of the groups of operators that were kept together, crosses less; 0 where nothing is proven."""
+    unbalance: float
+    """By how much, as a share of the mean, the largest stage takes more work than the mean."""
     line_bytes: float
+    """Bytes that cross in the best line of operators under the same limit; infinite where there is none."""
     groups: int
+    """Groups of operators that the integer program divided."""
+
+    nodes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def proven(self) -> bool:
+        """True if the groups cannot be divided better."""
+        return self.crossing_bytes <= self.bound * (1 + _SAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +285,7 @@ class DivisionProblem:
     def flow(self) -> Flow:
         return self.space.flow
 
-    def run(self) -> Division:
+    def run(self) -> StageDivision:
         """The division that crosses least. Raises InfeasibleError, with the smallest unbalance that has one."""
         space, flow = self.space, self.flow
         working = int((flow.work > 0).sum())
@@ -295,7 +310,9 @@ class DivisionProblem:
         crossing = flow.crossing(stage)
         # A line of single operators may cross less than any division of the groups, which then proves nothing of it.
         bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
-        return Division(stage, bound, np.inf if line is None else ceiling, coarse.flow.operators)
+        unbalance = float(flow.loads(stage, space.stages).max()) / (float(flow.work.sum()) / space.stages) - 1
+        best_line = np.inf if line is None else ceiling
+        return StageDivision(stage, crossing, bound, unbalance, best_line, coarse.flow.operators)
 
     def _divided(self, coarse: DivisionSpace, limit: float, group: Places, start: Places) -> tuple[Places, float]:
         """The best division of the groups that is found, `start` if that is none worse, and what is proven."""
@@ -390,28 +407,6 @@ def few_downsets(flow: Flow, limit: float) -> Members | None:
     return members if pairs.sum() <= _MOST_PAIRS else None
 
 
-@dataclass(frozen=True, slots=True)
-class StageDivision:
-    """The nodes of each stage, ascending, and what is known of how good that is."""
-
-    nodes: tuple[tuple[int, ...], ...]
-    crossing_bytes: float
-    """Bytes between stages for each micro-batch: every message, and the gradient that comes back for it."""
-    bound: float
-    """No division, of the groups of operators that were kept together, crosses less; 0 where nothing is proven."""
-    unbalance: float
-    """By how much, as a share of the mean, the largest stage takes more work than the mean."""
-    line_bytes: float
-    """Bytes that cross in the best line of operators under the same limit; infinite where there is none."""
-    groups: int
-    """Groups of operators that the integer program divided."""
-
-    @property
-    def proven(self) -> bool:
-        """True if the groups cannot be divided better."""
-        return self.crossing_bytes <= self.bound * (1 + _SAME)
-
-
 def divide(
     problem: Problem,
     stages: int,
@@ -440,11 +435,4 @@ def divide(
     members: list[list[int]] = [[] for _ in range(stages)]
     for node in sorted(stage_of):
         members[stage_of[node]].append(node)
-    return StageDivision(
-        nodes=tuple(map(tuple, members)),
-        crossing_bytes=flow.crossing(found.stage),
-        bound=found.bound,
-        unbalance=float(flow.loads(found.stage, stages).max()) / (float(flow.work.sum()) / stages) - 1,
-        line_bytes=found.line_bytes,
-        groups=found.groups,
-    )
+    return replace(found, nodes=tuple(map(tuple, members)))

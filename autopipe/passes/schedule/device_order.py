@@ -14,7 +14,7 @@ import numpy as np
 from autopipe.ir.cluster import Cluster, Device
 from autopipe.ir.errors import REFUSALS, AutopipeError, InfeasibleError
 from autopipe.ir.placement import Placement
-from autopipe.ir.problem import Constraint, Problem
+from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.stage_nodes import live_nodes
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import check_kinds
@@ -124,13 +124,11 @@ def _reordered(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[i
     """The problem with its groups in another order, and for each of its devices the index it has in the given one."""
     cluster, old = problem.cluster.reordered(order)
     new = {device: index for index, device in enumerate(old)}
-
-    def moved(constraint: Constraint) -> Constraint:
-        if constraint.devices is None:
-            return constraint
-        return replace(constraint, devices=tuple(new.get(device, device) for device in constraint.devices))
-
-    return replace(problem, cluster=cluster, constraints=tuple(map(moved, problem.constraints))), old
+    constraints = (
+        replace(each, devices=each.devices and tuple(new.get(device, device) for device in each.devices))
+        for each in problem.constraints
+    )
+    return replace(problem, cluster=cluster, constraints=tuple(constraints)), old
 
 
 def best_size(problem: Problem, place: Callable[[Problem, float], tuple[Placement, float]]) -> Placement:

@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopipe.ir.cluster import Device
-from autopipe.ir.graph import Graph, Parameter
+from autopipe.ir.graph import Parameter
 from autopipe.ir.layout import Layout, MeshAxis, holders_by_box
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import no_statistics
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import Dimension
 from autopipe.passes.analysis.gradients import SavedTensor, differentiable_values, kept_values
-from autopipe.passes.analysis.operators import OpInstance, SampleAxes, element_bytes, sample_axes
+from autopipe.passes.analysis.operators import OpInstance, element_bytes, sample_axes
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, update_line
 from autopipe.passes.cost.stage_work import exchange_of_gradients, statistics_seconds
@@ -52,47 +51,43 @@ class StageOptions:
 NO_OPTIONS = StageOptions()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class StageContext:
     """A stage's nodes on its devices, with all that their costs depend on; by node of the whole graph."""
 
-    problem: Problem
-    nodes: tuple[int, ...]
-    options: StageOptions
-    samples: SampleAxes
-    gradient: frozenset[str]
-    readers: dict[str, tuple[tuple[int, int], ...]]
-    """Nodes of the stage that read a value, and an operand's position for each way in which they want it."""
-    kept: dict[int, tuple[SavedTensor, ...]]
-    """Tensors that each node makes backward keep, each at the first node that does."""
-    kept_again: tuple[tuple[int, SavedTensor, int, SavedTensor], ...]
-    """The first node that makes backward keep a value, and another that does so, too."""
-    widths: dict[str, int]
-    """Bytes an element of each value."""
-    layouts: LayoutTable
-    reshard: ReshardTable
-    _shares: dict[int, Floats] = field(default_factory=dict)
-    """By degree the seconds of each node's equal share on the slowest device, [forward or backward, nodes]."""
-    _statistics: dict[tuple[int, int], Floats] = field(default_factory=dict)
-    """By use and configurations, which `layouts` holds, so that their places stay their own."""
-    _rates: dict[frozenset[MeshAxis], float] = field(default_factory=dict)
-
-    @property
-    def graph(self) -> Graph:
-        return self.problem.graph
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        return self.reshard.devices
-
-    @property
-    def kinds(self) -> tuple[Device, ...]:
-        return self.problem.cluster.kinds_among(self.devices)
-
-    @property
-    def kept_micro_batches(self) -> int:
-        """Micro-batches whose activations are held at once: what recomputation brings back is one at a time."""
-        return 1 if self.options.recompute else self.options.in_flight
+    def __init__(self, problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], options: StageOptions) -> None:
+        graph = problem.graph
+        self.problem, self.graph, self.options = problem, graph, options
+        self.nodes, self.devices = tuple(nodes), devices
+        self.kinds, self.samples = problem.cluster.kinds_among(devices), sample_axes(graph)
+        self.gradient: frozenset[str] = differentiable_values(graph) if problem.train else frozenset()
+        self.widths = element_bytes(graph, problem.precision)
+        self.layouts, self.reshard = LayoutTable(len(devices)), ReshardTable(problem.cluster, devices)
+        # Whose activations are held at once: what recomputation brings back is one micro-batch at a time.
+        self.kept_micro_batches = 1 if options.recompute else options.in_flight
+        self.readers: dict[str, list[tuple[int, int]]] = {}
+        """Nodes of the stage that read a value, and an operand's position for each way in which they want it."""
+        ways: set[tuple[str, int, tuple[Dimension, ...]]] = set()
+        for node in nodes:
+            operands = self.samples.uses[node].space.operands
+            for position, (name, words) in enumerate(zip(graph.nodes[node].inputs, operands, strict=True)):
+                if name and (name, node, words or ()) not in ways:
+                    ways.add((name, node, words or ()))
+                    self.readers.setdefault(name, []).append((node, position))
+        self.kept: dict[int, tuple[SavedTensor, ...]] = {}
+        """Tensors that each node makes backward keep, each at the first node that does."""
+        self.kept_again: list[tuple[int, SavedTensor, int, SavedTensor]] = []
+        """The first node that makes backward keep a value, and another that does so, too."""
+        saved = kept_values(graph, problem.precision) if problem.train else ()
+        seen: dict[tuple[str, int], tuple[int, SavedTensor]] = {}
+        for node in nodes if problem.train else ():
+            self.kept[node] = tuple(each for each in saved[node] if each.key not in seen)
+            self.kept_again += [(*seen[each.key], node, each) for each in saved[node] if each.key in seen]
+            seen.update((each.key, (node, each)) for each in self.kept[node])
+        self._shares: dict[int, Floats] = {}
+        """By degree the seconds of each node's equal share on the slowest device, [forward or backward, nodes]."""
+        self._statistics: dict[tuple[int, int], Floats] = {}
+        """By use and configurations, which `layouts` holds, so that their places stay their own."""
+        self._rates: dict[frozenset[MeshAxis], float] = {}
 
     def is_shared_parameter(self, name: str) -> bool:
         return len(self.readers[name]) > 1 or name in self.options.whole
@@ -171,39 +166,6 @@ class StageContext:
             group = [self.devices[place] for place in holders_by_box(layout, len(self.devices))[0][1]]
             self._rates[cutting] = min(way.per_byte_s for way in exchange_of_gradients(self.problem, group).ways)
         return self._rates[cutting]
-
-
-def stage_context(
-    problem: Problem, nodes: Sequence[int], devices: tuple[int, ...], options: StageOptions
-) -> StageContext:
-    graph, samples = problem.graph, sample_axes(problem.graph)
-    readers: dict[str, dict[tuple[int, tuple[Dimension, ...]], tuple[int, int]]] = {}
-    for node in nodes:
-        operands = samples.uses[node].space.operands
-        for position, (name, words) in enumerate(zip(graph.nodes[node].inputs, operands, strict=True)):
-            if name:
-                readers.setdefault(name, {}).setdefault((node, words or ()), (node, position))
-    saved = kept_values(graph, problem.precision) if problem.train else ()
-    seen: dict[tuple[str, int], tuple[int, SavedTensor]] = {}
-    kept: dict[int, tuple[SavedTensor, ...]] = {}
-    kept_again = []
-    for node in nodes if problem.train else ():
-        kept[node] = tuple(each for each in saved[node] if each.key not in seen)
-        kept_again += [(*seen[each.key], node, each) for each in saved[node] if each.key in seen]
-        seen.update((each.key, (node, each)) for each in kept[node])
-    return StageContext(
-        problem=problem,
-        nodes=tuple(nodes),
-        options=options,
-        samples=samples,
-        gradient=differentiable_values(graph) if problem.train else frozenset(),
-        readers={name: tuple(each.values()) for name, each in readers.items()},
-        kept=kept,
-        kept_again=tuple(kept_again),
-        widths=element_bytes(graph, problem.precision),
-        layouts=LayoutTable(len(devices)),
-        reshard=ReshardTable(problem.cluster, devices),
-    )
 
 
 def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:

@@ -226,14 +226,8 @@ class SumReduction:
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Paths:
-    """How each source comes to each target, [sources, targets]: what adds up its shares, and what is held then."""
-
-    held: list[Layout]
-    held_of: Integers
-    adding: SumReduction
-    addition_of: Integers
+_Paths = tuple[list[Layout], Integers, SumReduction, Integers]
+"""Layouts that are held once shares are added up, what that costs; and which of each go from source to target."""
 
 
 def _scattered(pair: DimensionPair, shares: Sequence[MeshAxes], shares_of: Integers) -> tuple[list[MeshAxes], Integers]:
@@ -306,9 +300,9 @@ class ReshardTable:
         key = tuple([(each.cuts, each.sums, each.means) for each in sources]), tuple([each.cuts for each in evens])
         if key not in self._paths:
             self._paths[key] = self._reduction_paths(sources, evens)
-        paths = self._paths[key]
-        moving = self.seconds(paths.held, targets, size_bytes)
-        return paths.adding.seconds(size_bytes)[paths.addition_of] + np.take_along_axis(moving, paths.held_of, axis=0)
+        held, held_of, adding, addition_of = self._paths[key]
+        moving = self.seconds(held, targets, size_bytes)
+        return adding.seconds(size_bytes)[addition_of] + np.take_along_axis(moving, held_of, axis=0)
 
     def _reduction_paths(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> _Paths:
         """How the shares of each of `sources` are added up on the way to `targets`, which are even and hold none. A
@@ -336,7 +330,7 @@ class ReshardTable:
         added, addition_of = combined([(shares, shares_of[rows]), (parts, parts_of[rows]), *scattered], len(rows))
         adding = self._adding([_addition(over, count, insides) for over, count, *insides in added])
         shape = len(sources), len(targets)
-        return _Paths(held, held_of.reshape(shape), adding, addition_of.reshape(shape))
+        return held, held_of.reshape(shape), adding, addition_of.reshape(shape)
 
     def to_all(self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float) -> Floats:
         """The same where others want the value, too: shares are added up to copies first."""

@@ -23,7 +23,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof, recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.analysis.stage_nodes import StageNodes, assign_nodes
+from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import device_memory, in_flight, out_of_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs, step_seconds
@@ -36,7 +36,6 @@ from autopipe.passes.sharding.node_costs import (
     StageOptions,
     kept_bytes,
     node_classes,
-    stage_context,
 )
 from autopipe.passes.sharding.reshard_tables import Floats, SharedValue, shared_parameter, shared_value
 from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum, solve
@@ -88,7 +87,7 @@ def make_tables(
 ) -> Tables:
     """The model of `nodes` (ascending, all of them computed) on `devices`. Equal nodes and equal edges have one array.
     Raises ConfigurationError where a device states no figure for a class of operators."""
-    stage = stage_context(problem, nodes, devices, options)
+    stage = StageContext(problem, nodes, devices, options)
     graph, kinds = stage.graph, node_classes(stage)
     places = {node: place for place, node in enumerate(kinds)}
     costs_of, passing_of = cache(NodeClass.costs), cache(NodeClass.passing_bytes)
@@ -188,13 +187,23 @@ class FittedPlacement:
     worst: int
 
 
-@dataclass(frozen=True, slots=True)
 class SplitProblem:
-    """Nodes and options of each stage of a placement, for the search for its splits."""
+    """Nodes and options of each stage of a placement, for the search for its splits; those of `fixed` nodes stay."""
 
-    problem: Problem
-    plans: tuple[StageNodes, ...]
-    options: tuple[StageOptions, ...]
+    def __init__(self, problem: Problem, placement: Placement, fixed: Mapping[int, Splits]) -> None:
+        graph = problem.graph
+        self.problem, self.plans = problem, assign_nodes(graph, placement, problem.wanted)
+        computed = [{node for node, _ in plan.nodes} for plan in self.plans]
+        whole: Splits = ()
+        # What several stages compute for themselves is cheap; splits of one group mean nothing on another.
+        shared = {node: (whole,) for node in recomputed_nodes(graph) if sum(node in each for each in computed) > 1}
+        read = [{n for node in each for n in graph.nodes[node].inputs if graph.parameter(n)} for each in computed]
+        torn = frozenset(name for names in read for name in names if sum(name in each for each in read) > 1)
+        allowed = {**shared, **{node: (splits,) for node, splits in fixed.items()}}
+        self.options = tuple(
+            StageOptions(allowed, frozenset(plan.outputs), torn, kept, stage.recompute)
+            for stage, plan, kept in zip(placement.stages, self.plans, in_flight(problem, placement), strict=True)
+        )
 
     def split(
         self, placement: Placement, index: int, solver: Solver, overlap: bool = False, own: Problem | None = None
@@ -294,35 +303,12 @@ def _bounds_on_passing(tables: Tables, answer: Assignment, room: int) -> list[in
     return found
 
 
-def split_problem(problem: Problem, placement: Placement, fixed: Mapping[int, Splits]) -> SplitProblem:
-    """The insides of `placement`'s stages, with the splits of `fixed` nodes as they are there."""
-    graph = problem.graph
-    plans = assign_nodes(graph, placement, problem.wanted)
-    computed = [{node for node, _ in plan.nodes} for plan in plans]
-    whole: Splits = ()
-    # What several stages compute for themselves is cheap; splits of one group mean nothing on another.
-    shared = {node: (whole,) for node in recomputed_nodes(graph) if sum(node in each for each in computed) > 1}
-    read = [{name for node in each for name in graph.nodes[node].inputs if graph.parameter(name)} for each in computed]
-    torn = frozenset(name for names in read for name in names if sum(name in each for each in read) > 1)
-    options = (
-        StageOptions(
-            allowed={**shared, **{node: (splits,) for node, splits in fixed.items()}},
-            given=frozenset(plan.outputs),
-            whole=torn,
-            in_flight=kept,
-            recompute=stage.recompute,
-        )
-        for stage, plan, kept in zip(placement.stages, plans, in_flight(problem, placement), strict=True)
-    )
-    return SplitProblem(problem, plans, tuple(options))
-
-
 def split_stages(
     problem: Problem, placement: Placement, fixed: Mapping[int, Splits], solver: Solver, overlap: bool = False
 ) -> Placement:
     """`placement` with every stage split so, and what is proven of that: what all stages cost together. Raises
     InfeasibleError where memory does not hold any placement, with the least excess, and what `solver` raises."""
-    inside = split_problem(problem, placement, fixed)
+    inside = SplitProblem(problem, placement, fixed)
     proof = SplitProof(0.0, 0.0, optimal=True)
     for index in range(len(placement.stages)):
         best = inside.split(placement, index, solver, overlap)

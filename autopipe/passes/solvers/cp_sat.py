@@ -78,12 +78,7 @@ def solve(
     code = solver.solve(model, Watcher() if on_solution else None)
     if code == cp_model.MODEL_INVALID:
         raise AutopipeError(f"the solver does not accept the model: {model.validate()}")
-    statuses = {
-        cp_model.OPTIMAL: Status.OPTIMAL,
-        cp_model.FEASIBLE: Status.FEASIBLE,
-        cp_model.INFEASIBLE: Status.INFEASIBLE,
-    }
-    status = statuses.get(code, Status.UNKNOWN)
+    status = Status[solver.status_name(code)]
     work = float(solver.response_proto.deterministic_time)
     bound = _whole(solver.best_objective_bound) if model.has_objective() else None
     if status.found:

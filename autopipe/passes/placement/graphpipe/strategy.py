@@ -30,7 +30,7 @@ from autopipe.passes.schedule.device_order import best_order
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_constraints_met
-from autopipe.passes.sharding.search import Exact, split_problem
+from autopipe.passes.sharding.search import Exact, SplitProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
     """
     problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
     required = _required_splits(problem, placement)
-    inside, solver = split_problem(problem, placement, required), Exact(problem.time_limit)
+    inside, solver = SplitProblem(problem, placement, required), Exact(problem.time_limit)
     settled: dict[int, Stage] = {}
     found: dict[int, Stage] = {}
     for index, stage in enumerate(placement.stages):

@@ -20,7 +20,7 @@ from autopipe.passes.placement.tepdist.levels import Level
 from autopipe.passes.schedule.limits import quick_step
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import StageOptions
-from autopipe.passes.sharding.search import SplitProblem, make_tables, split_problem
+from autopipe.passes.sharding.search import SplitProblem, make_tables
 
 _ROUNDS = 2
 """How often stages that are equal are fitted into memory again, because others have changed beside them."""
@@ -110,7 +110,7 @@ class IntraStageSearch:
 
     def proof(self, placement: Placement) -> SplitProof:
         """Proof of the splits of a single stage, from the solver's bound where memory is no limit."""
-        inside = split_problem(self.problem, placement, self.required)
+        inside = SplitProblem(self.problem, placement, self.required)
         _, proof = self._searched(inside, placement, 0)
         (cost,) = stage_costs(self.problem, placement)
         seconds = max(step_seconds(cost, self.problem.micro_batches), proof.lower_bound)
@@ -118,7 +118,7 @@ class IntraStageSearch:
 
     def _unlimited(self, skeleton: Placement) -> list[CostedPlacement]:
         """Placements without regard to memory, as the solver finds it best first."""
-        inside = split_problem(self.problem, skeleton, self.required)
+        inside = SplitProblem(self.problem, skeleton, self.required)
         numbers = range(len(skeleton.stages))
         searched = self._weighed(skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers])
         by_samples = [self._by_samples(stage) for stage in skeleton.stages]
@@ -174,7 +174,7 @@ class IntraStageSearch:
         Splits under which a stage alone takes `limit_s` a step are as good as any others that do.
         Raises InfeasibleError, with the least excess, where nothing fits.
         """
-        inside = split_problem(self.problem, plain.placement, self.required)
+        inside = SplitProblem(self.problem, plain.placement, self.required)
         keys = [
             self.key([node for node, _ in plan.nodes], stage.devices, options)
             for plan, stage, options in zip(inside.plans, plain.placement.stages, inside.options, strict=True)

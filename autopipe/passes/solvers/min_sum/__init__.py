@@ -9,16 +9,10 @@
     answer = eliminate(model, ordering="generate_seq")       # or breadth_first, min_fill; no memory limit
     answer.choice, answer.cost, answer.bound, answer.proven, answer.gap, answer.memory, answer.fits
 
-- Costs are int64 or float64 arrays. Integer arrays give an int as cost, exactly. Whole numbers in float64 stay exact
-  below 2^53, and are faster. `np.inf` in float64 forbids a configuration or a pair.
-- Give repeated layers the same array objects: nothing is copied for an edge, and equal work is done once.
-- `solve` goes on until its answer is proven, or the work of `time_limit` seconds (of a minute, where none is given) is
-  done. Then it returns the best choice found and `bound`, the least that any choice can cost. Where no choice fits the
-  memory, the answer is the one of least memory and `fits` is false; `proven` says whether less is impossible. Where
-  every choice is forbidden, InfeasibleError is raised; where none was found in time, the cost is inf.
-- `eliminate` refuses, with TableTooLargeError, what would need too much memory.
-
-It imports numpy and `ir/errors` alone.
+Costs are int64 or float64 arrays; integers give an int as cost, exactly (so does float64 below 2^53, and is faster);
+`np.inf` forbids. Give repeated layers the same array objects: equal work is then done once. Where no choice fits the
+memory, the answer is the one of least memory and `fits` is false; `proven` says whether less is impossible. Where none
+was found in time, the cost is inf. It imports numpy and `ir/errors` alone.
 """
 
 from __future__ import annotations

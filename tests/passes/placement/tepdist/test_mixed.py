@@ -18,7 +18,7 @@ from autopipe.passes.placement.tepdist.levels import O2
 from autopipe.passes.placement.tepdist.search import Bounds, meshes
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.schedule.limits import quick_step
-from autopipe.passes.sharding.search import split_problem
+from autopipe.passes.sharding.search import SplitProblem
 from tests.passes.cost.graphs import perceptron, problem
 from tests.passes.cost.mixed import OUTER, kind, mixed_cluster
 
@@ -82,7 +82,7 @@ def test_equal_layers_on_other_devices_are_searched_again() -> None:
         *(Stage(each, (0, 1), 8) for each in nodes),
         Stage(tuple(range(8, 16)), (5,), 8),
     )
-    inside = split_problem(both, Placement(stages), {})
+    inside = SplitProblem(both, Placement(stages), {})
     search = IntraStageSearch(both, O2())
     groups = [(0, 1), (2, 3), (4, 5)]
     keys = [search.key(nodes[i], groups[i], inside.options[i + 1]) for i in range(3)]

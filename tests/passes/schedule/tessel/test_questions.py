@@ -24,8 +24,7 @@ from autopipe.passes.schedule.tessel.model import (
     period_bound,
 )
 from autopipe.passes.schedule.tessel.periodic import construct, one_at_a_time, tighten
-from autopipe.passes.schedule.tessel.search import search
-from autopipe.passes.schedule.tessel.warmup_cooldown import serial_order
+from autopipe.passes.schedule.tessel.search import search, serial_order
 from autopipe.passes.solvers.cp_sat import Limit
 from benchmarks.tessel_baselines import search_in_flight, search_whole
 
