@@ -142,42 +142,34 @@ class Pairs:
         return found
 
 
-@dataclass(frozen=True, slots=True)
 class Downsets:
     """All downsets, larger ones first, and every pair of which one holds the other. `holds[d, b]` says whether downset
     d holds block b: d = 0 holds all, the last one none. Pair p is (`inner[p]`, `outer[p]`), two different downsets:
     what the outer one has more can be a stage. Pairs go by inner downset. The downsets of one number of blocks are
     `levels[i]` to `levels[i + 1] - 1`; the pairs with such an inner one are `starts[i]` to `starts[i + 1] - 1`."""
 
-    holds: NDArray[np.bool_]
-    inner: NDArray[np.int64]
-    outer: NDArray[np.int64]
-    levels: tuple[int, ...]
-    starts: tuple[int, ...]
+    def __init__(self, needs: tuple[int, ...]) -> None:
+        """`needs` are what each block reads from, as bits, in topological order."""
+        found = (downset_levels(needs) or [])[::-1]
+        masks = [mask for level in found for mask in level]
+        packed = _packed(masks, len(needs))
+        self.holds = membership(masks, len(needs))
+        self.levels, self.starts = [0], [0]
+        inner: list[NDArray[np.int64]] = []
+        outer: list[NDArray[np.int64]] = []
+        for level in found:
+            first = self.levels[-1]
+            self.levels.append(first + len(level))
+            rows = max(1, _CELLS // max(1, first))
+            for begin in range(first, self.levels[-1], rows):
+                end = min(begin + rows, self.levels[-1])
+                missing = packed[begin:end, None] & ~packed[None, :first]
+                inside, outside = np.nonzero(~missing.any(axis=2))
+                inner.append(inside + begin)
+                outer.append(outside)
+            self.starts.append(sum(map(len, inner)))
+        self.inner, self.outer = np.concatenate(inner), np.concatenate(outer)
 
     @property
     def pairs(self) -> Pairs:
         return Pairs(np.arange(len(self.inner)), self.inner, self.outer)
-
-
-def all_downsets(needs: tuple[int, ...]) -> Downsets:
-    """The downsets of blocks that need what `needs` says, as bits, in topological order."""
-    found = (downset_levels(needs) or [])[::-1]
-    masks = [mask for level in found for mask in level]
-    packed = _packed(masks, len(needs))
-    levels, starts = [0], [0]
-    inner: list[NDArray[np.int64]] = []
-    outer: list[NDArray[np.int64]] = []
-    for level in found:
-        first = levels[-1]
-        levels.append(first + len(level))
-        rows = max(1, _CELLS // max(1, first))
-        for begin in range(first, levels[-1], rows):
-            end = min(begin + rows, levels[-1])
-            missing = packed[begin:end, None] & ~packed[None, :first]
-            inside, outside = np.nonzero(~missing.any(axis=2))
-            inner.append(inside + begin)
-            outer.append(outside)
-        starts.append(sum(map(len, inner)))
-    holds = membership(masks, len(needs))
-    return Downsets(holds, np.concatenate(inner), np.concatenate(outer), tuple(levels), tuple(starts))

@@ -277,14 +277,19 @@ class DivisionSpace:
         best = np.full((self.stages + 1, len(members)), np.inf)
         best[0] = np.where(members.any(axis=1), np.inf, 0.0)
         origin = np.zeros((self.stages + 1, len(members)), dtype=np.int64)
-        join = np.maximum if evenest else np.add
+        join, stage = np.maximum if evenest else np.add, np.arange(self.stages)[:, None]
         for before in range(len(members)):
             if not np.isfinite(best[: self.stages, before]).any():
                 continue
             low, high = np.searchsorted(done, [done[before], done[before] + limit * (1 + _ROUNDING)], side="right")
             after = low + np.flatnonzero(~(packed[before] & ~packed[low:high]).any(axis=1))
             cost = join(best[: self.stages, before, None], price(before, after)[None, :])
-            cost[~self._allowed(members[before], members, after)] = np.inf
+            # All operators in between have to be allowed in the stage.
+            early = np.flatnonzero(~members[before] & (self.first > 0))
+            late = np.flatnonzero(~members[before] & (self.last < self.stages - 1))
+            first = np.where(members[np.ix_(after, early)], self.first[early], 0).max(axis=1, initial=0)
+            last = np.where(members[np.ix_(after, late)], self.last[late], self.stages).min(axis=1, initial=self.stages)
+            cost[(stage < first) | (stage > last)] = np.inf
             better = cost < best[1:, after]
             best[1:, after] = np.where(better, cost, best[1:, after])
             origin[1:, after] = np.where(better, before, origin[1:, after])
@@ -297,16 +302,6 @@ class DivisionSpace:
             found[members[whole] & ~members[start]] = number - 1
             whole = start
         return found
-
-    def _allowed(self, before: NDArray[np.bool_], members: Members, after: Places) -> NDArray[np.bool_]:
-        """At [s, i] whether all operators from downset `before` to number i of `after` may be in stage s."""
-        stage = np.arange(self.stages)[:, None]
-        early = np.flatnonzero(~before & (self.first > 0))
-        late = np.flatnonzero(~before & (self.last < self.stages - 1))
-        first = np.where(members[np.ix_(after, early)], self.first[early], 0).max(axis=1, initial=0)
-        last = np.where(members[np.ix_(after, late)], self.last[late], self.stages).min(axis=1, initial=self.stages)
-        allowed: NDArray[np.bool_] = (stage >= first) & (stage <= last)
-        return allowed
 
 
 def division_space(graph: Graph, flow: Flow, nodes: Places, stages: int, settled: Mapping[int, int]) -> DivisionSpace:

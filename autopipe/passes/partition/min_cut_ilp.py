@@ -19,15 +19,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.partition.downsets import closed
-from autopipe.passes.partition.flow import (
-    DivisionSpace,
-    Flow,
-    Members,
-    Places,
-    division_space,
-    downsets,
-    flow_of,
-)
+from autopipe.passes.partition.flow import DivisionSpace, Flow, Members, Places, division_space, downsets, flow_of
 from autopipe.passes.solvers.milp import Builder, Model, solve
 
 Term = tuple[int, float]
@@ -117,16 +109,6 @@ def crossing_program(space: DivisionSpace, limit: float) -> Program:
             for each in away:
                 terms = [*program.within(each, stage, -1.0), *program.within(source, stage)]
                 program.at_least([(crossing, 1.0), *terms], 0.0)
-    return program
-
-
-def balance_program(space: DivisionSpace) -> Program:
-    """Least work of the largest stage, in means."""
-    program, most = Program(space), float(space.stages)
-    mean = max(float(space.flow.work.sum()) / space.stages, 1e-300)
-    largest = int(program.builder.add_variables(1, cost=1.0, lower=1.0, upper=most, integral=False)[0])
-    for stage in range(space.stages):
-        program.at_least([(largest, 1.0), *program.loads(stage, mean)], 0.0)
     return program
 
 
@@ -379,7 +361,12 @@ class DivisionProblem:
             return coarse.best_over_downsets(members, limit, evenest=True), True
         if coarse.open > _MOST_OPEN:
             return None, False
-        program = balance_program(coarse)
+        # The least work of the largest stage, in means.
+        program, most = Program(coarse), float(coarse.stages)
+        mean = max(float(coarse.flow.work.sum()) / coarse.stages, 1e-300)
+        largest = int(program.builder.add_variables(1, cost=1.0, lower=1.0, upper=most, integral=False)[0])
+        for stage in range(coarse.stages):
+            program.at_least([(largest, 1.0), *program.loads(stage, mean)], 0.0)
         answer = solve(program.model(), (self.end - time.monotonic()) / 2, nodes=_NODES)
         return program.stage(answer.values) if answer.found else None, answer.proven
 

@@ -164,9 +164,9 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
 
     A task starts when it is next on every device of its stage and all that is sent to it has arrived. Messages leave as
     soon as their task is done and overlap with computation; those of one directed link follow one another. Of a split
-    backward the first half receives and sends; the second waits for the first alone. When a
-    device has run its last task, gradients are summed stage by stage (a stage's devices together) and parameters
-    updated, as the generated programs do.
+    backward the first half receives and sends; the second waits for the first alone. When a device has run its last
+    task, gradients are summed stage by stage (a stage's devices together) and parameters updated, as the generated
+    programs do.
     """
     costs = prediction.stages
     one = device_symmetry(schedule, stage_devices, prediction)

@@ -92,13 +92,27 @@ def combined(columns: Sequence[tuple[Sequence[Any], Integers]], rows: int) -> tu
     return list(zip(*picked, strict=True)) if columns else [()], renumbered[codes]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class MeshPositions:
-    """Where axes lie on the mesh, of those that any of the configurations splits."""
+    """Where axes lie on the mesh of `group` devices, of those that any of the configurations splits, outer to inner
+    (`ir.layout.mesh_of`)."""
 
-    configurations: int
-    _places: dict[str, tuple[list[MeshAxis | None], Integers]]
-    """Of each axis the different places, the first of them nowhere, and which of them each configuration has."""
+    def __init__(self, configurations: Sequence[Splits], group: int) -> None:
+        self.configurations = len(configurations)
+        rows: dict[str, list[int]] = defaultdict(list)
+        marks: dict[str, list[int]] = defaultdict(list)
+        for row, splits in enumerate(configurations):
+            stride = group
+            for split in splits:
+                stride //= split.degree
+                rows[split.axis].append(row)
+                marks[split.axis].append(split.degree * (group + 1) + stride)
+        self._places: dict[str, tuple[list[MeshAxis | None], Integers]] = {}
+        """Of each axis the different places, the first of them nowhere, and which of them each configuration has."""
+        for name, where in rows.items():
+            of = np.zeros(len(configurations), dtype=np.int64)
+            known, numbers = distinct(np.array(marks[name], dtype=np.int64))
+            of[where] = numbers + 1
+            self._places[name] = [None, *(MeshAxis(*divmod(mark, group + 1)) for mark in known.tolist())], of
 
     def degrees(self, axes: Iterable[str]) -> Integers:
         """Into how many parts `axes` are cut together, [configurations]."""
@@ -130,25 +144,6 @@ _Part = tuple[list[Layout], Integers]
 dimension is cut does not depend on the others, so that a tensor's layouts are put together from few parts."""
 
 
-def mesh_positions(configurations: Sequence[Splits], group: int) -> MeshPositions:
-    """The axes of `configurations`, each outer to inner over `group` devices (`ir.layout.mesh_of`)."""
-    rows: dict[str, list[int]] = defaultdict(list)
-    marks: dict[str, list[int]] = defaultdict(list)
-    for row, splits in enumerate(configurations):
-        stride = group
-        for split in splits:
-            stride //= split.degree
-            rows[split.axis].append(row)
-            marks[split.axis].append(split.degree * (group + 1) + stride)
-    found = {}
-    for name, where in rows.items():
-        of = np.zeros(len(configurations), dtype=np.int64)
-        known, numbers = distinct(np.array(marks[name], dtype=np.int64))
-        of[where] = numbers + 1
-        found[name] = [None, *(MeshAxis(*divmod(mark, group + 1)) for mark in known.tolist())], of
-    return MeshPositions(len(configurations), found)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLayouts:
     """One tensor under each configuration of a node: few different layouts, and which of them each one has."""
@@ -171,7 +166,7 @@ class LayoutTable:
 
     def mesh_positions_of(self, configurations: tuple[Splits, ...]) -> MeshPositions:
         if id(configurations) not in self._positions:
-            self._positions[id(configurations)] = configurations, mesh_positions(configurations, self.group)
+            self._positions[id(configurations)] = configurations, MeshPositions(configurations, self.group)
         return self._positions[id(configurations)][1]
 
     def operand(

@@ -151,21 +151,20 @@ class StageContext:
         updated = np.array([state.updated_bytes for state in states], dtype=float)
         kinds = self.kinds
         added = max(map(accumulate_per_byte, kinds)) * (self.problem.micro_batches - 1)
+        rates = []  # Seconds a byte of gradients over the devices that hold the first one's block.
+        for layout in layouts:
+            cutting = frozenset(axis for axes in layout.cuts for axis in axes)
+            if cutting not in self._rates:
+                group = [self.devices[place] for place in holders_by_box(layout, len(self.devices))[0][1]]
+                self._rates[cutting] = min(way.per_byte_s for way in exchange_of_gradients(self.problem, group).ways)
+            rates.append(self._rates[cutting])
         # The update's one launch is not counted.
         update = max(update_line(device, self.problem.optimizer.states).per_byte_s for device in kinds)
         return (
-            gradients * np.array([self._exchange_rate(layout) for layout in layouts]),
+            gradients * np.array(rates),
             gradients * added + updated * update,
             np.array([state.total for state in states], dtype=np.int64),
         )
-
-    def _exchange_rate(self, layout: Layout) -> float:
-        """Seconds a byte of gradients over the devices that hold the first one's block."""
-        cutting = frozenset(axis for axes in layout.cuts for axis in axes)
-        if cutting not in self._rates:
-            group = [self.devices[place] for place in holders_by_box(layout, len(self.devices))[0][1]]
-            self._rates[cutting] = min(way.per_byte_s for way in exchange_of_gradients(self.problem, group).ways)
-        return self._rates[cutting]
 
 
 def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:

@@ -1,9 +1,8 @@
 """Cost of every change between two sets of layouts, as tables: PaSE's t_x, `analysis/resharding` for all pairs at once.
 
-The part of a tensor that a device lacks depends on how both layouts cut it, not on its extents (but for windows). So a
-change of layout costs seconds at once and seconds a byte of the whole tensor, and tensors cut alike share one table.
-How a dimension is cut does not depend on the others, and of ways to cut one there are few: pairs of layouts are told
-apart by numbers, and what they have in common is worked out once.
+The part of a tensor that a device lacks depends on how both layouts cut it, not on its extents (but for windows): a
+change costs seconds at once and seconds a byte, and tensors cut alike share one table. Each dimension is cut in one of
+few ways: pairs of layouts are told apart by numbers, and what they have in common is worked out once.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class SplitProblem:
         shared = {node: (whole,) for node in recomputed_nodes(graph) if sum(node in each for each in computed) > 1}
         read = [{n for node in each for n in graph.nodes[node].inputs if graph.parameter(n)} for each in computed]
         torn = frozenset(name for names in read for name in names if sum(name in each for each in read) > 1)
-        allowed = {**shared, **{node: (splits,) for node, splits in fixed.items()}}
+        allowed: dict[int, tuple[Splits, ...]] = {**shared, **{node: (splits,) for node, splits in fixed.items()}}
         self.options = tuple(
             StageOptions(allowed, frozenset(plan.outputs), torn, kept, stage.recompute)
             for stage, plan, kept in zip(placement.stages, self.plans, in_flight(problem, placement), strict=True)

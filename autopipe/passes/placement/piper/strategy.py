@@ -25,7 +25,7 @@ from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_operators, describe_kinds, equal_device_runs, fitted
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.partition.chain_cut import step_of_line
-from autopipe.passes.partition.downsets import all_downsets, count_downsets
+from autopipe.passes.partition.downsets import Downsets, count_downsets
 from autopipe.passes.placement.piper.blocks import join_nodes
 from autopipe.passes.placement.piper.stage_costs import (
     ANY_PLACE,
@@ -241,7 +241,7 @@ class Piper:
                 f"them, up to max_downsets = {self.max_downsets}",
                 hint="strategies pipedream and graphpipe do not depend on their number",
             )
-        downsets, samples = all_downsets(blocks.needs), sample_axes(problem.graph)
+        downsets, samples = Downsets(blocks.needs), sample_axes(problem.graph)
         messages = messages_between(problem.graph, blocks, downsets, samples)
         chains = Chains(blocks, downsets, *messages, problem.micro_batch_size)
         placement = best_size(problem, lambda sized, step: self._answer(sized, chains, step))

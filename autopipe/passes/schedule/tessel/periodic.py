@@ -4,7 +4,6 @@ Block i of unit n starts at phase(i) + period x (stage(i) + n). This is modulo s
 pipelining" (PLDI 1988), with the memory limit of Lin et al., "Tessel" (HPCA 2024), section III; the greatest stage less
 a block's is the index of micro-batch that Tessel gives it in the repetend. Tessel tries assignments of these indices
 one after the other (Algorithm 1) and solves each; here stages are variables, so that one model holds all assignments.
-
 `construct` finds steady states without a solver: an answer always, and a place for CP-SAT to begin from.
 """
 
@@ -390,7 +389,9 @@ def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget
     best = tighten(graph, best, low)
     draw = random.Random(budget.options.seed)
     count = max(4, min(_MOST_ORDERS, 4000 // len(graph.blocks)))
-    orders = [_forward_order(graph, draw) for _ in range(count)]
+    # Any orders in which each block comes after all that it waits for.
+    ranks = [[draw.random() for _ in graph.blocks] for _ in range(count)]
+    orders = [topological(graph, lambda index, _, rank=rank: rank[index]) for rank in ranks]
     ways += _ways(orders + [_outward_order(graph, draw) for _ in range(count)])
     period, known = low, low
     for _ in range(1 + _HALVINGS):
@@ -431,12 +432,6 @@ def _best_of(placing: _Placing, period: int, ways: Sequence[_Way]) -> PeriodicSt
 
 def _ways(orders: Sequence[tuple[int, ...]]) -> list[_Way]:
     return list(product(dict.fromkeys(orders), (False, True), (False, True)))
-
-
-def _forward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
-    """Any order in which each block comes after all that it waits for."""
-    rank = [draw.random() for _ in graph.blocks]
-    return topological(graph, lambda index, _: rank[index])
 
 
 def _outward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:

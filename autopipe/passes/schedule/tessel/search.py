@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopipe.ir.block_schedule import BlockGraph, BlockSchedule, check_blocks
@@ -116,21 +116,12 @@ class StartWindow(NamedTuple):
     known: int
 
 
-@dataclass(frozen=True, slots=True)
-class TaskModel:
-    """A model with a start of each task: a number, or a variable where it is free."""
-
-    model: CpModel
-    starts: dict[Task, int | IntVar]
-    variables: list[IntVar]
-    """Starts of the free tasks, in their order."""
-
-
 def model_tasks(
     graph: BlockGraph, given: Mapping[Task, int], free: Mapping[Task, StartWindow], in_use: Sequence[int]
-) -> TaskModel:
-    """All ways to place the free tasks among the given ones, with `in_use` memory in use on each device before. Units
-    are equal, so that a unit may be taken to start each block before the next unit does."""
+) -> tuple[CpModel, dict[Task, int | IntVar], list[IntVar]]:
+    """All ways to place the free tasks among the given ones, with `in_use` memory in use on each device before; with
+    the start of each task, and of these the variables, those of the free tasks in their order. Units are equal, so that
+    a unit may be taken to start each block before the next unit does."""
     from ortools.sat.python import cp_model
 
     program = cp_model.CpModel()
@@ -154,7 +145,7 @@ def model_tasks(
             memory = [graph.blocks[index].memory for _, index in changing]
             least = -sum(map(abs, memory))
             program.add_reservoir_constraint([starts[task] for task in changing], memory, least, room - used)
-    return TaskModel(program, starts, list(variables.values()))
+    return program, starts, list(variables.values())
 
 
 _MOST_IN_AN_END = (
@@ -202,12 +193,12 @@ def _warm_up(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, int
     given = {task: start for task, start in plain.items() if start // period == first}
     latest = _latest(graph, plain, first * period, period) if apart else plain
     free = {task: StartWindow(0, latest[task], start) for task, start in plain.items() if start // period < first}
-    made = model_tasks(graph, given, free, (0,) * graph.devices)
-    begin = made.model.new_int_var(0, first * period, "")
-    for start in made.variables:
-        made.model.add(begin <= start)
-    made.model.maximize(begin)
-    return _moved(free, made, budget)
+    program, _, variables = model_tasks(graph, given, free, (0,) * graph.devices)
+    begin = program.new_int_var(0, first * period, "")
+    for start in variables:
+        program.add(begin <= start)
+    program.maximize(begin)
+    return _moved(free, program, variables, budget)
 
 
 def _latest(graph: BlockGraph, plain: Mapping[Task, int], end: int, period: int) -> dict[Task, int]:
@@ -236,17 +227,19 @@ def _cool_down(graph: BlockGraph, cyclic: PeriodicStarts, plain: Mapping[Task, i
         elif start // period < last - 1:
             for device in graph.blocks[index].devices:
                 in_use[device] += graph.blocks[index].memory
-    made = model_tasks(graph, given, free, in_use)
-    end = made.model.new_int_var(0, horizon, "")
-    for (_, index), where in made.starts.items():
-        made.model.add(end >= where + graph.blocks[index].time)
-    made.model.minimize(end)
-    return _moved(free, made, budget)
+    program, starts, variables = model_tasks(graph, given, free, in_use)
+    end = program.new_int_var(0, horizon, "")
+    for (_, index), where in starts.items():
+        program.add(end >= where + graph.blocks[index].time)
+    program.minimize(end)
+    return _moved(free, program, variables, budget)
 
 
-def _moved(free: Mapping[Task, StartWindow], made: TaskModel, budget: Budget) -> dict[Task, int]:
+def _moved(
+    free: Mapping[Task, StartWindow], program: CpModel, variables: Sequence[IntVar], budget: Budget
+) -> dict[Task, int]:
     """The solver's starts of the free blocks; none where it found none."""
-    answer = solve(made.model, made.variables, budget.limit(_SHARE_OF_AN_END))
+    answer = solve(program, variables, budget.limit(_SHARE_OF_AN_END))
     budget.work += answer.work
     return dict(zip(free, answer.values, strict=True)) if answer.found else {}
 
@@ -311,12 +304,12 @@ def shortest(
         for unit in range(len(known))
         for index, block in enumerate(graph.blocks)
     }
-    made = model_tasks(graph, {}, windows, (0,) * graph.devices)
-    end = made.model.new_int_var(low, horizon, "")
-    for (_, index), start in made.starts.items():
-        made.model.add(start + graph.blocks[index].time + last[index] <= end)
-    made.model.minimize(end)
-    answer = solve(made.model, made.variables, limit, on_solution)
+    program, starts, variables = model_tasks(graph, {}, windows, (0,) * graph.devices)
+    end = program.new_int_var(low, horizon, "")
+    for (_, index), start in starts.items():
+        program.add(start + graph.blocks[index].time + last[index] <= end)
+    program.minimize(end)
+    answer = solve(program, variables, limit, on_solution)
     bound = max(low, answer.bound or 0)
     if not answer.found:
         return known, bound if answer.status is Status.UNKNOWN else horizon, answer.work

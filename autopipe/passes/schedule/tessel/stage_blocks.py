@@ -1,10 +1,8 @@
 """Stages as blocks, so that their schedule can be searched; and the schedule found back as tasks of stages.
 
-A block is a phase of a stage, a unit one micro-batch of each pipeline. A stage that runs several micro-batches of its
-own for one of the largest has a block for each of these turns, one after the other: no schedule is lost by that, since
-tasks of one length can be sorted by their samples. Messages are delays, or, where they have to wait for one another,
-blocks on links. Times are whole ticks, memory whole shares of what the devices have beside what is there all through a
-step.
+A block is a phase of a stage, a unit one micro-batch of each pipeline. A stage that runs several of its own for that
+has a block for each, in order: no schedule is lost, since tasks of one length can be sorted by their samples. Messages
+are delays or blocks on links, times whole ticks, memory whole shares of what devices have left all through a step.
 """
 
 from __future__ import annotations

@@ -225,7 +225,6 @@ class Subproblem:
         return [np.flatnonzero(reach <= threshold + self.dual.rounding) for reach in self.dual.reach]
 
     def at(self, positions: Kept) -> list[Array]:
-        """The configurations at these positions."""
         return [keep[places] for keep, places in zip(self.kept, positions, strict=True)]
 
     def narrow(self, threshold: float) -> None:

@@ -56,7 +56,6 @@ class HullEdge:
 
     @property
     def rate(self) -> float:
-        """The price of a byte."""
         return float(self.under.cost - self.over.cost) / float(self.over.memory - self.under.memory)
 
     def is_above(self, cost: Number, rate: float) -> bool:

@@ -115,7 +115,6 @@ class MinSum:
         return _total(parts)
 
     def least_memory(self) -> list[Number]:
-        """Of every node: the least bytes of its configurations."""
         return [0 if memory is None else memory.min().item() for memory in self.node_memory]
 
     def cells(self, sizes: Sequence[int]) -> int:

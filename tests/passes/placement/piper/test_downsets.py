@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.partition.downsets import all_downsets, count_downsets
+from autopipe.passes.partition.downsets import Downsets, count_downsets
 
 
 @st.composite
@@ -21,7 +21,7 @@ def test_all_downsets_and_pairs_are_found_and_counted(needs: tuple[int, ...]) ->
         for held in range(1 << len(needs))
         if all(not held >> block & 1 or need & ~held == 0 for block, need in enumerate(needs))
     ]
-    found = all_downsets(needs)
+    found = Downsets(needs)
     own = [sum(1 << block for block in np.flatnonzero(row)) for row in found.holds]
     assert sorted(own) == masks and count_downsets(needs) == len(masks)
     pairs = {(own[inner], own[outer]) for inner, outer in zip(found.inner, found.outer, strict=True)}
@@ -42,6 +42,6 @@ def test_many_downsets_are_counted_without_listing_them() -> None:
 
 
 def test_more_than_64_blocks_are_one_chain() -> None:
-    found = all_downsets(tuple(1 << block - 1 if block else 0 for block in range(70)))
+    found = Downsets(tuple(1 << block - 1 if block else 0 for block in range(70)))
     assert found.holds.shape == (71, 70)
     assert len(found.inner) == 70 * 71 // 2
