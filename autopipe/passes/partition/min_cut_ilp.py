@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -229,11 +229,11 @@ _ROUNDING = 1e-6
 """Share of its limit by which an integer program's answer may leave a stage above it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class StageDivision:
     """The nodes of each stage, ascending, and what is known of how good that is."""
 
-    stage: Places
+    stage: Places = field(compare=False)
     """Of each operator of the flow that was divided."""
     crossing_bytes: float
     """Bytes between stages for each micro-batch: every message, and the gradient that comes back for it."""

@@ -389,9 +389,7 @@ def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget
     best = tighten(graph, best, low)
     draw = random.Random(budget.options.seed)
     count = max(4, min(_MOST_ORDERS, 4000 // len(graph.blocks)))
-    # Any orders in which each block comes after all that it waits for.
-    ranks = [[draw.random() for _ in graph.blocks] for _ in range(count)]
-    orders = [topological(graph, lambda index, _, rank=rank: rank[index]) for rank in ranks]
+    orders = [_forward_order(graph, draw) for _ in range(count)]
     ways += _ways(orders + [_outward_order(graph, draw) for _ in range(count)])
     period, known = low, low
     for _ in range(1 + _HALVINGS):
@@ -432,6 +430,12 @@ def _best_of(placing: _Placing, period: int, ways: Sequence[_Way]) -> PeriodicSt
 
 def _ways(orders: Sequence[tuple[int, ...]]) -> list[_Way]:
     return list(product(dict.fromkeys(orders), (False, True), (False, True)))
+
+
+def _forward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
+    """Any order in which each block comes after all that it waits for."""
+    rank = [draw.random() for _ in graph.blocks]
+    return topological(graph, lambda index, _: rank[index])
 
 
 def _outward_order(graph: BlockGraph, draw: random.Random) -> tuple[int, ...]:
