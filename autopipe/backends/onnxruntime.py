@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,7 @@ def measure_operations(
     lap: Sequence[Sample], folder: Path, threads: int, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
     """Measure the forward of each distinct sample of `lap` for at most about `seconds`, and say why some could not run.
-
-    Each is a model of one node; the figure is the median of its kernel's times. Files go to `folder`.
-    """
+    Each is a model of one node; the figure is the median of its kernel's times. Files go to `folder`."""
     samples = {sample.operation: sample for sample in lap}.values()
     found: list[OperationCost] = []
     refused: list[str] = []
@@ -66,8 +65,7 @@ def _measured(sample: Sample, prefix: Path, threads: int, seconds: float) -> Tim
 
 def _session(model: bytes | str, optimized: bool = False, **settings: object) -> Any:
     """A model opened as it is written, without any fusion that reorders arithmetic unless `optimized`; with a profile
-    where settings name its file.
-    """
+    where settings name its file."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -173,10 +171,8 @@ def _loaded(model: Path) -> onnx.ModelProto:
     """Without external data."""
     import onnx
 
-    try:
+    with _readable(model):
         return onnx.load(str(model), load_external_data=False)
-    except Exception as error:
-        raise _unreadable(model, error) from error
 
 
 _FLOATS = {16: "bfloat16", 10: "float16", 1: "float32", 11: "float64"}
@@ -226,14 +222,17 @@ def _widen(proto: onnx.ModelProto) -> None:
 
 
 def _open(path: Path, optimized: bool = False) -> Any:
-    try:
+    with _readable(path):
         return _session(str(path), optimized)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> ModelError:
-    return ModelError(f"ONNX Runtime cannot open the model: {str(error).splitlines()[0]}", where=str(path))
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"ONNX Runtime cannot open the model: {reason}", where=str(path)) from error
 
 
 def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:

@@ -1,13 +1,19 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and how large tensors lie in them."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
+
+INLINE_LIMIT: Final = 3 << 29
+"""Bytes of tensors (1.5 GiB) up to which they stand in an ONNX file itself; protobuf cannot hold 2 GiB."""
+_ALIGNMENT: Final = 4096
+Progress = Callable[[int], None]
+"""Told the number of bytes written after every piece."""
 
 
 @contextmanager
@@ -23,6 +29,12 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         os.unlink(made)
         raise
+
+
+def aligned(file: IO[bytes]) -> int:
+    """Fill the file up to where a tensor may lie, so that it can be mapped into memory. Returns that offset."""
+    file.write(bytes(-file.tell() % _ALIGNMENT))
+    return file.tell()
 
 
 @contextmanager

@@ -22,6 +22,9 @@ from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.schedule import EVERY, MicroBatchSlice
 
+FORMAT = "autopipe.program/1"
+"""Of a program folder's manifest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Compute:

@@ -9,23 +9,21 @@ computed from a parameter again, copies follow their parameter, and a constant a
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from autopipe.ir.atomic_file import replacing
+from autopipe.ir.atomic_file import INLINE_LIMIT, Progress, aligned, replacing
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import DType, FileSlice, Value
-from autopipe.ir.layout import Box
+from autopipe.ir.layout import Box, whole
 from autopipe.passes.frontend.elements import NUMBERS, dtype_of, external_slice, stored_numbers
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.load import Source, load, located, opened
@@ -54,10 +52,8 @@ PIECE: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A tensor by name, element type and shape, and how to read a block of it.
-
-    `read` gives little-endian elements in the block's shape; of bfloat16, the bits.
-    """
+    """A tensor by name, element type and shape, and how to read a block of it. `read` gives little-endian elements in
+    the block's shape; of bfloat16, the bits."""
 
     value: Value
     read: Callable[[Box], npt.NDArray[np.generic]]
@@ -71,13 +67,12 @@ class Numbers:
 
     def computed(self, value: Value, folded: Folded) -> Numbers:
         """Tensor into which an exporter had folded operators, from the numbers of the parameter; a tensor that is only
-        moved is read a block at a time, all else at once.
-        """
-        steps = folded.steps
+        moved is read a block at a time, all else at once."""
+        steps = [step.operator for step in folded.steps]
         if not steps:
-            return Numbers(dataclasses.replace(self.value, name=value.name), self.read)
-        if len(steps) == 1 and steps[0].operator == "Transpose":
-            order = steps[0].numbers
+            return Numbers(replace(self.value, name=value.name), self.read)
+        if steps == ["Transpose"]:
+            order = folded.steps[0].numbers
             back = np.argsort(order)
 
             def moved(box: Box) -> npt.NDArray[np.generic]:
@@ -87,9 +82,9 @@ class Numbers:
             return Numbers(value, moved)
 
         @functools.cache
-        def whole() -> npt.NDArray[np.generic]:
-            stored = self.read(Box((0,) * len(self.value.shape), self.value.shape))
-            if not any(step.operator == "Exp" for step in steps):
+        def applied() -> npt.NDArray[np.generic]:
+            stored = self.read(whole(self.value.shape))
+            if "Exp" not in steps:
                 return folded.apply(stored)
             if value.dtype is not DType.BFLOAT16:
                 return folded.apply(stored).astype(stored.dtype)
@@ -97,33 +92,27 @@ class Numbers:
             # Rounded to the nearest, ties to even.
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
 
-        return Numbers(value, lambda box: whole()[box.slices].reshape(box.shape))
+        return Numbers(value, lambda box: applied()[box.slices].reshape(box.shape))
 
 
 def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
     """Blocks of at most `limit` elements which, one after the other, are the tensor row by row."""
-    if math.prod(shape) == 0:
-        return
-    axis = next((axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= limit), None)
-    if axis is None:  # A scalar.
-        yield Box((), ())
-        return
-    rows = max(1, limit // math.prod(shape[axis + 1 :]))
-    rest = shape[axis + 1 :]
-    for outer in itertools.product(*map(range, shape[:axis])):
-        for start in range(0, shape[axis], rows):
-            stop = min(start + rows, shape[axis])
-            yield Box((*outer, start, *(0 for _ in rest)), (*(at + 1 for at in outer), stop, *rest))
+    if not shape:
+        yield whole(shape)
+    elif (row := math.prod(shape[1:])) > limit:
+        for at, box in ((at, box) for at in range(shape[0]) for box in _boxes(shape[1:], limit)):
+            yield Box((at, *box.starts), (at + 1, *box.stops))
+    elif row:
+        for start in range(0, shape[0], limit // row):
+            yield Box((start, *(0 for _ in shape[1:])), (min(start + limit // row, shape[0]), *shape[1:]))
 
 
 def kept_tensors(
     graph: onnx.GraphProto, source: Source, trained: Collection[str]
 ) -> tuple[list[Numbers], list[Numbers]]:
-    """Initializers and constants of `graph` without numbers there, but for those that are `trained`.
-
-    First those whose numbers lie in the file itself, then those in files beside it. `graph` is that of the file of
-    `source` without the numbers of its large tensors.
-    """
+    """Initializers and constants of `graph` without numbers there, but for those that are `trained`. First those whose
+    numbers lie in the file itself, then those in files beside it. `graph` is that of the file of `source` without the
+    numbers of its large tensors."""
     tensors = [(tensor.name, tensor) for tensor in graph.initializer]
     constants = (node for node in graph.node if node.op_type == "Constant")
     tensors += ((node.output[0], each.t) for node in constants for each in node.attribute if each.name == "value")
@@ -132,10 +121,8 @@ def kept_tensors(
     for name, tensor in tensors:
         if name in trained or tensor.raw_data or tensor.float_data or tensor.double_data:
             continue
-        if tensor.data_location == tensor.EXTERNAL:
-            place = external_slice(tensor, source.path.parent)
-        else:
-            place = source.slices.get(name)
+        external = tensor.data_location == tensor.EXTERNAL
+        place = external_slice(tensor, source.path.parent) if external else source.slices.get(name)
         if place is not None:
             value = Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
             (beside if place.file else inside).append(_stored(value, place, source.path))
@@ -153,12 +140,6 @@ def _stored(value: Value, place: FileSlice, model: Path) -> Numbers:
     return Numbers(value, read)
 
 
-Progress = Callable[[int], None]
-
-ALIGNMENT: Final = 4096
-"""Offset of each tensor in a data file, so that it can be mapped into memory."""
-
-
 def write_model(
     file: IO[bytes],
     model: onnx.ModelProto,
@@ -168,31 +149,24 @@ def write_model(
     places: Mapping[str, int],
     progress: Progress,
 ) -> None:
-    """Write the model with these tensors besides its own; those that have `places` lie there in the file `data`.
-
-    A tensor is the value of the node that `constants` has for it, else an initializer. `model` loses its graph.
-    """
+    """Write the model with these tensors besides its own; those that have `places` lie there in the file `data`. A
+    tensor is the value of the node that `constants` has for it, else an initializer. `model` loses its graph."""
     graph = model.graph.SerializeToString()
     model.ClearField("graph")
-    nodes = [
-        (_node_head(constants[each.value.name], each.value), each) for each in tensors if each.value.name in constants
-    ]
-    initializers = [
-        (_initializer_head(each.value, data, places.get(each.value.name)), each)
-        for each in tensors
-        if each.value.name not in constants
-    ]
+    nodes, initializers = [], []
+    for each in tensors:
+        if node := constants.get(each.value.name):
+            nodes.append((_node_head(node, each.value), each))
+        else:
+            initializers.append((_initializer_head(each.value, data, places.get(each.value.name)), each))
     streamed = sum(each.value.bytes for each in tensors if each.value.name not in places)
     size = len(graph) + sum(len(head) for head, _ in (*nodes, *initializers)) + streamed
     file.write(model.SerializeToString() + header(MODEL_GRAPH, size))
-    for head, each in nodes:  # Before all others: these read nothing.
+    # Nodes stand before all others, since these read nothing.
+    for head, tensor in (*nodes, (graph, None), *initializers):
         file.write(head)
-        each.write(file, progress)
-    file.write(graph)
-    for head, each in initializers:
-        file.write(head)
-        if each.value.name not in places:
-            each.write(file, progress)
+        if tensor and tensor.value.name not in places:
+            tensor.write(file, progress)
 
 
 def _tensor_head(value: Value) -> bytes:
@@ -238,11 +212,9 @@ FIXED: Final = frozenset({"Constant", "ConstantOfShape"})
 def file_tensors(
     source: Source, graph: onnx.GraphProto, trained: Mapping[str, Numbers]
 ) -> tuple[tuple[Numbers, ...], frozenset[str]]:
-    """New values of the tensors of file `graph` from the parameters `trained`, and the names of those it lacks.
-
-    A tensor it lacks is a name that nothing writes. `source` is the same file, its functions inlined. Raises
-    ModelError, naming the parameter, for one that no tensor of the file is, or one of another type or shape.
-    """
+    """New values of the tensors of file `graph` from the parameters `trained`, and the names of those it lacks. A
+    tensor it lacks is a name that nothing writes. `source` is the same file, its functions inlined. Raises ModelError,
+    naming the parameter, for one that no tensor of the file is, or one of another type or shape."""
     held = Weights.of(source, roles_of(source), Chosen()).initializers()
     folded = {name: each for name, each in held.items() if isinstance(each, Folded)}
     bases = {each.source.value.name: each.source for each in folded.values() if not isinstance(each.source, str)}
@@ -253,23 +225,18 @@ def file_tensors(
     lacking: set[str] = set()
     for name, numbers in trained.items():
         stored = bases[name].value if name in bases else held[name].value if name in held else None
-        own, is_read = numbers.value, name in read and name not in results and name not in given
+        own, where = numbers.value, f"parameter {name!r}"
         if stored is not None and (stored.dtype, stored.shape) != (own.dtype, own.shape):
-            raise ModelError(
-                f"it was trained as {own.dtype.value}{list(own.shape)}, the file has"
-                f" {stored.dtype.value}{list(stored.shape)}",
-                where=f"parameter {name!r}",
-            )
+            there, here = (f"{each.dtype.value}{list(each.shape)}" for each in (stored, own))
+            raise ModelError(f"it was trained as {here}, the file has {there}", where=where)
         if name in bases:
             continue
-        if stored is None and results.get(name) not in FIXED and not is_read:
-            raise ModelError(
-                "no tensor of the file holds this parameter: it was made while the model was read",
-                where=f"parameter {name!r}",
-            )
-        found[name] = numbers
         if stored is None and results.get(name) not in FIXED:
+            if name not in read or name in results or name in given:
+                message = "no tensor of the file holds this parameter: it was made while the model was read"
+                raise ModelError(message, where=where)
             lacking.add(name)
+        found[name] = numbers
     for name, each in folded.items():  # What is computed from another tensor stands behind it.
         base = found.get(each.source) if isinstance(each.source, str) else trained.get(each.source.value.name)
         if base is not None:
@@ -277,8 +244,6 @@ def file_tensors(
     return tuple(found.values()), frozenset(lacking)
 
 
-INLINE_LIMIT: Final = 3 << 29
-"""Bytes of tensors (1.5 GiB) up to which they stand in the file itself; protobuf cannot hold 2 GiB."""
 SMALL: Final = 1024
 """Bytes below which a tensor stands in the file however large the others are."""
 FREE_INITIALIZERS: Final = 4
@@ -287,8 +252,6 @@ FREE_INITIALIZERS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """Files that were written."""
-
     files: tuple[Path, ...]
     replaced: int
     """Tensors of the file with new numbers."""
@@ -341,8 +304,7 @@ def write_trained(
         with ExitStack() as stack:
             opened_files = {path: stack.enter_context(replacing(path)) for path in files}
             for each in beside:
-                opened_files[data].write(bytes(-opened_files[data].tell() % ALIGNMENT))
-                places[each.value.name] = opened_files[data].tell()
+                places[each.value.name] = aligned(opened_files[data])
                 each.write(opened_files[data], progress)
             write_model(opened_files[target], proto, tensors, constants, data.name, places, progress)
     except OSError as error:
@@ -356,9 +318,6 @@ def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodePro
     # What an exporter says of a tensor besides its type stays true.
     infos = [each for each in graph.value_info if each.name not in names or each.metadata_props]
     others = [each for each in graph.initializer if each.name not in names]
-    del graph.value_info[:], graph.initializer[:]
-    graph.value_info.extend(infos)
-    graph.initializer.extend(others)
     kept: list[onnx.NodeProto] = []
     taken: list[onnx.NodeProto] = []
     for node in graph.node:
@@ -367,7 +326,9 @@ def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodePro
     constants = {node.output[0]: node for node in taken if node.op_type == "Constant"}
     if len(constants) < len(taken):
         proto.ir_version = max(proto.ir_version, FREE_INITIALIZERS)
-    del graph.node[:]
+    del graph.value_info[:], graph.initializer[:], graph.node[:]
+    graph.value_info.extend(infos)
+    graph.initializer.extend(others)
     graph.node.extend(kept)
     return constants
 

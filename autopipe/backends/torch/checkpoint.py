@@ -56,11 +56,8 @@ FORMAT = "autopipe.checkpoint/2"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a tensor, and where it is stored."""
-
     box: Annotated[Box, Flat()]
     file: Index
-    """Number among the checkpoint's files."""
     offset: Index
     """Bytes from the start of the file."""
     key: str
@@ -108,8 +105,6 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Everything a manifest says."""
-
     model: Annotated[str, At("model.path")]
     model_digest: Annotated[str, At("model.sha256")]
     plan: str
@@ -147,7 +142,6 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _refused(path: Path, message: str, where: object = None) -> LaunchError:
-    """The error of the checkpoint in folder `path`."""
     hint = f"remove {path.name} to go on from the one before"
     return LaunchError(message, hint=hint, where=str(path / MANIFEST if where is None else where))
 
@@ -323,9 +317,7 @@ def numpy_type(dtype: str) -> np.dtype:
 
 def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
     """The checkpoint whose files, blocks and generators are those of all parts; the rest is equal in all of them.
-
-    Blocks have the numbers that the files get here: part N's one file is number N.
-    """
+    Blocks have the numbers that the files get here: part N's one file is number N."""
     pieces: dict[str, list[StoredParameter]] = defaultdict(list)
     for parameter in (parameter for part in parts for parameter in part.parameters):
         pieces[parameter.name].append(parameter)
@@ -338,7 +330,6 @@ def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
 
 
 def _joined(pieces: Sequence[StoredParameter]) -> StoredParameter:
-    """A parameter of all these pieces' blocks."""
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in (pair for piece in pieces for pair in (("", piece.value), *piece.state)):
         known = tensors.get(name)
@@ -363,10 +354,8 @@ class Content:
 
 
 def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, dict[str, int]]:
-    """Write a file, down to the disk. Returns what it is, and each tensor's offset in bytes by key.
-
-    Raises LaunchError where it cannot be written.
-    """
+    """Write a file, down to the disk. Returns what it is, and each tensor's offset in bytes by key. Raises LaunchError
+    where it cannot be written."""
     ordered = sorted(contents, key=lambda each: -numpy_type(each.dtype).itemsize)  # So that each is aligned.
     form: dict[str, dict[str, Any]] = {}
     end = 0
@@ -414,10 +403,8 @@ class Reader:
         self._mapped: dict[int, np.ndarray] = {}
 
     def read(self, tensor: StoredTensor, box: Box | None = None) -> np.ndarray:
-        """A block of a tensor, all of it unless `box` says which; bfloat16 comes as the bits, in uint16.
-
-        Raises LaunchError where the checkpoint lacks a part of it.
-        """
+        """A block of a tensor, all of it unless `box` says which; bfloat16 comes as the bits, in uint16. Raises
+        LaunchError where the checkpoint lacks a part of it."""
         wanted = whole(tensor.shape) if box is None else box
         found = np.empty(wanted.shape, numpy_type(tensor.dtype))
         elements = 0
@@ -432,7 +419,6 @@ class Reader:
         return found
 
     def _stored(self, tensor: StoredTensor, block: Block) -> np.ndarray:
-        """All of a block, where it lies in its file."""
         if block.file not in self._mapped:
             where = self._path / self._files[block.file].name
             try:
@@ -449,9 +435,7 @@ class Reader:
 
 def check_checkpoint(path: Path, checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None) -> None:
     """Read all of the checkpoint in folder `path`. Raises LaunchError, naming the file, at the first that is wrong.
-
-    `progress` is told the bytes of every file.
-    """
+    `progress` is told the bytes of every file."""
     for name, tensor in tensors_of(checkpoint):
         if flaw := _flaw(tensor, checkpoint):
             raise _damaged(path, f"{name}: {flaw}")
@@ -472,8 +456,7 @@ def tensors_of(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
 
 def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
     """Describe the first defect of a tensor's blocks; "" where they lie inside it, do not overlap, cover it, and lie
-    within their files.
-    """
+    within their files."""
     try:
         size = numpy_type(tensor.dtype).itemsize
     except TypeError:

@@ -20,10 +20,8 @@ _ORPHANED = 5
 
 
 def python_command(*words: str) -> list[str]:
-    """The command of a child that runs `words`, a file or module of Python and its arguments.
-
-    -P: the current folder, where anybody may have put a `queue.py`, is not where modules are looked for.
-    """
+    """The command of a child that runs `words`, a file or module of Python and its arguments. -P: the current folder,
+    where anybody may have put a `queue.py`, is not where modules are looked for."""
     return [sys.executable, "-P", "-u", "-m", "autopipe.backends.torch.child", *words]
 
 
@@ -43,10 +41,8 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def end_with(parent: int) -> None:
-    """From now on, this process is killed when its parent, process number `parent`, ends; at once where it has.
-
-    Linux keeps the promise to the thread that started this process, so that a parent does so from its main thread.
-    """
+    """From now on, this process is killed when its parent, process number `parent`, ends; at once where it has. Linux
+    keeps the promise to the thread that started this process, so that a parent does so from its main thread."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

@@ -1,12 +1,9 @@
 """Torch elastic's agent, told which failures are worth another try and which rank hangs.
 
-`torch.distributed.launcher.api.elastic_launch` starts ranks again whatever they ended with. A loss that is no number or
-a data file that is missing would only fail again, so this agent stops at those.
-
-It reads the ranks' heartbeats. A rank that waits for others is not to blame, however long it waits. One is that does
-not progress in a task of its own (an endless loop, a call that never returns), or gives no sign of life at all
-(stopped, or stuck while it holds Python's lock), or never began. Where all wait for one another, the one that has
-waited longest is named.
+Elastic's own launcher starts ranks again whatever they ended with; this agent stops at what would only fail again, such
+as a data file that is missing. By the ranks' heartbeats, one that waits for others is not to blame, however long it
+waits. One is that does not progress in a task of its own (an endless loop), gives no sign of life at all (stopped, or
+stuck while it holds Python's lock), or never began. Where all wait for one another, it is the one that waits longest.
 """
 
 from __future__ import annotations
@@ -50,8 +47,6 @@ _ABSENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HungRank:
-    """A rank that has hung in a task for `seconds`."""
-
     rank: int
     task: str
     """Empty where the rank has not even begun."""
@@ -76,10 +71,8 @@ class HungRank:
 def find_hung_rank(
     records: Mapping[int, HeartbeatRecord | None], began: float, now: float, timeouts: Timeouts, nodes: int
 ) -> HungRank | None:
-    """The rank that hangs, of those that began at `began`, by rank; of several the one that has done so longest.
-
-    Where other nodes have ranks too, all of this one's may wait twice as long, for theirs to be found there.
-    """
+    """The rank that hangs, of those that began at `began`, by rank; of several the one that has done so longest. Where
+    other nodes have ranks too, all of this one's may wait twice as long, for theirs to be found there."""
     running = {rank: record for rank, record in records.items() if record is None or record.task != ENDED}
     found = []
     for rank, record in running.items():
@@ -103,8 +96,6 @@ def find_hung_rank(
 
 @dataclass(slots=True)
 class Watchdog:
-    """Looks at the heartbeats of ranks, from when they were started."""
-
     folder: Path
     ranks: tuple[int, ...]
     timeouts: Timeouts
@@ -231,10 +222,8 @@ def run_agent(
 
 
 def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
-    """Environment of the ranks.
-
-    They listen on the interface of this node's address, or, where there are several nodes, on those that a user names.
-    """
+    """Environment of the ranks. They listen on the interface of this node's address, or, where there are several nodes,
+    on those that a user names."""
     found = {PARENT: str(os.getpid()), KEY: handler.signer.key.hex(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
     names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
     given = {} if place.nodes == 1 else {name: os.environ[name] for name in names if os.environ.get(name)}

@@ -26,8 +26,6 @@ _TAKEN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """How the ranks of a program are spread and tied together."""
-
     nodes: tuple[int, int] = (1, 1)
     """Fewest and most nodes; the program's world size fixes the number within."""
     ranks_per_node: int | None = None
@@ -68,11 +66,9 @@ def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
 def launch_program(
     manifest: Manifest, arguments: list[str], config: LaunchConfig, note: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Run the program's ranks of this node to their end. `arguments` are those of a rank's file.
-
-    `note` is told of restarts. Raises the first failing rank's error: ConfigurationError where the rank could not take
-    what it was given, otherwise LaunchError; KeyboardInterrupt after Ctrl-C, when all ranks have ended.
-    """
+    """Run the program's ranks of this node to their end. `arguments` are those of a rank's file. `note` is told of
+    restarts. Raises the first failing rank's error: ConfigurationError where the rank could not take what it was given,
+    otherwise LaunchError; KeyboardInterrupt after Ctrl-C, when all ranks have ended."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -139,20 +135,16 @@ def rank_environment() -> Iterator[None]:
 
 
 def run_child(words: Sequence[str], changes: dict[str, str]) -> str:
-    """Run `words`, as `python_command` takes them, to the end with changes to the environment.
-
-    Returns the last line that it wrote where it failed, "" where all went well.
-    """
+    """Run `words`, as `python_command` takes them, to the end with changes to the environment. Returns the last line
+    that it wrote where it failed, "" where all went well."""
     command, changed = python_command(*words), os.environ | changes
     done = subprocess.run(command, env=changed, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     return (done.stderr.strip().splitlines() or ["failed without a word"])[-1] if done.returncode else ""
 
 
 def run_alone(folder: Path, arguments: list[str], rank: int = 0, world_size: int = 1) -> None:
-    """Run one rank of a program in a process of its own: all of a one-rank program, or one rank of a dry run.
-
-    Raises the rank's error.
-    """
+    """Run one rank of a program in a process of its own: all of a one-rank program, or one rank of a dry run. Raises
+    the rank's error."""
     with tempfile.TemporaryDirectory(prefix="autopipe-rank-") as scratch, rank_environment():
         failed = Path(scratch) / "error.json"
         world = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}

@@ -88,19 +88,6 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def listener(address: str, port: int) -> socket.socket | None:
-    """A socket that listens at this address and no other; port 0 stands for any. None where another process does."""
-    made = socket.socket(_family(address), socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((address, port))
-        made.listen(socket.SOMAXCONN)
-    except OSError:
-        made.close()
-        return None
-    return made
-
-
 def interface_of(address: str) -> str:
     """The name of the interface with this address, the first of its addresses. Raises ConfigurationError."""
     wanted = ipaddress.ip_address(address)
@@ -192,12 +179,18 @@ def _store_at(endpoint: Endpoint) -> TCPStore:
 
 
 def _listening(address: str, port: int) -> TCPStore | None:
-    """A store of this process; None where another process has the port."""
-    door = listener(address, port)
-    if door is None:
+    """A store of this process that listens at this address and no other; port 0 stands for any. None where another
+    process has the port."""
+    listener = socket.socket(_family(address), socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
         return None
-    port = door.getsockname()[1]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _run_of(store: Store, place: Place) -> str:
@@ -218,10 +211,8 @@ def _unhex(text: bytes) -> bytes:
 
 
 class StateHolder(_BackendRendezvousStateHolder):
-    """The state that nodes share: who takes part, who waits, and when each gave its last sign of life.
-
-    A state has a number, one more than the one that it follows, so that one of this run that is put back is found out.
-    """
+    """The state that nodes share: who takes part, who waits, and when each gave its last sign of life. A state has a
+    number, one more than the one that it follows, so that one of this run that is put back is found out."""
 
     def __init__(self, store: Store, signer: Signer, settings: RendezvousSettings) -> None:
         super().__init__(None, settings)  # type: ignore[arg-type]
@@ -231,11 +222,9 @@ class StateHolder(_BackendRendezvousStateHolder):
         self._number = 0
 
     def sync(self) -> bool | None:
-        """Write the state where it has been changed, and take what the store then holds.
-
-        Returns whether it was written, None where it was only read. Raises RendezvousStateError where the store holds
-        what no node of this run wrote there last.
-        """
+        """Write the state where it has been changed, and take what the store then holds. Returns whether it was
+        written, None where it was only read. Raises RendezvousStateError where the store holds what no node of this run
+        wrote there last."""
         written: bool | None = None
         if self._dirty:
             form = _form_of(self._state) | {"number": self._number + 1}

@@ -78,9 +78,8 @@ class Precision:
 
 def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0) -> Difference:
     """The difference of two arrays; infinite where shapes, infinities, NaNs or (of whole numbers) any element differ.
-
-    With `scale`, the norm of all that is compared, a reference that is zero but for rounding is compared in its units.
-    """
+    With `scale`, the norm of all that is compared, a reference that is zero but for rounding is compared in its
+    units."""
     unequal = Difference(name, math.inf)
     if ours.shape != reference.shape:
         return unequal
@@ -100,9 +99,7 @@ def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float 
 
 def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Iterator[Difference]:
     """One difference a parameter: the worst of its blocks. `recorded` and `expected` are folders of recorded gradients.
-
-    Raises VerificationError where a trained parameter has no recorded gradient, or no rank has the parameter.
-    """
+    Raises VerificationError where a trained parameter has no recorded gradient, or no rank has the parameter."""
     whole = {int(index): array for index, array in _read(expected, 0).items()}
     scale = float(np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in whole.values())))
     worst: dict[int, Difference] = {}

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from autopipe.ir.atomic_file import replacing
+from autopipe.ir.atomic_file import INLINE_LIMIT, Progress, aligned, replacing
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Initializer
 
@@ -271,14 +271,8 @@ class GraphBuilder:
         return onnx.shape_inference.infer_shapes(proto, strict_mode=True), parameters
 
 
-INLINE_LIMIT: Final = 3 << 29
-"""Bytes of parameters (1.5 GiB) up to which they stand in the file itself; protobuf cannot hold 2 GiB."""
 PIECE: Final = 1 << 22
 """Elements drawn at a time."""
-ALIGNMENT: Final = 4096
-"""Offset of each parameter in a data file, so that it can be mapped into memory."""
-Progress = Callable[[int], None]
-"""Told the number of bytes written after every piece."""
 Pieces = Iterator[npt.NDArray[np.float32]]
 
 
@@ -356,9 +350,8 @@ class BuiltModel:
 
 def _store_beside(file: IO[bytes], name: str, progress: Progress, tensor: onnx.TensorProto, pieces: Pieces) -> None:
     """Append the numbers to `file`, called `name`, and let the tensor refer to them."""
-    file.write(bytes(-file.tell() % ALIGNMENT))
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    entries = {"location": name, "offset": file.tell(), "length": 4 * math.prod(tensor.dims)}
+    entries = {"location": name, "offset": aligned(file), "length": 4 * math.prod(tensor.dims)}
     for key, entry in entries.items():
         tensor.external_data.add(key=key, value=str(entry))
     for piece in pieces:

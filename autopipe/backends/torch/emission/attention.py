@@ -80,11 +80,6 @@ def _general(call: Call, operands: list[str]) -> str:
     return call.outputs(code)
 
 
-def _rotary_embedding(call: Call) -> str:
-    heads = call.share(call.node.integer("num_heads"), "h")
-    return _rotary(call, [call.arg(1), call.arg(2), call.optional(3)], heads)
-
-
 def _contrib_rotary_embedding(call: Call) -> str:
     shape, positions = call.operand(0).shape, call.arg(1)
     seq = shape[2] if len(shape) == 4 else shape[1]
@@ -137,7 +132,9 @@ def _skip(function: str, last: int, call: Call) -> str:
 
 ATTENTION: dict[str, Emitter] = {
     "Attention": _attention,
-    "RotaryEmbedding": _rotary_embedding,
+    "RotaryEmbedding": lambda call: _rotary(
+        call, [call.arg(1), call.arg(2), call.optional(3)], call.share(call.node.integer("num_heads"), "h")
+    ),
     **dict.fromkeys(("com.microsoft.Gelu", "com.microsoft.BiasGelu"), partial(_gelu, "")),
     "com.microsoft.QuickGelu": formula("{0} * torch.sigmoid({alpha} * {0})", alpha=1.702),
     "com.microsoft.FastGelu": partial(_gelu, ', approximate="tanh"'),

@@ -23,7 +23,7 @@ def group_code(axes: MeshAxes, group: int) -> str:
     """The code of this rank's group along `axes`, or of the whole of a group of `group` ranks."""
     if axes == (MeshAxis(group, 1),):
         return "p.group"
-    return f"p.group.along({', '.join(str((axis.degree, axis.stride)) for axis in axes)})"
+    return f"p.group.along({', '.join(str(tuple(axis)) for axis in axes)})"
 
 
 def meshes_of(stage: StageCode) -> tuple[MeshAxes, ...]:
@@ -48,12 +48,10 @@ class Call(Signature):
     """
 
     codes: tuple[str | None, ...]
-    """Of the operands."""
     splits: tuple[Split, ...] = ()
     mesh: MeshAxes = ()
     """The axis of the group's mesh that each split lies along."""
     devices: int = 1
-    """Number of devices of the group."""
     samples: Samples | None = None
     """Where samples are counted in what a random operator draws."""
 
@@ -64,7 +62,6 @@ class Call(Signature):
 
     @property
     def dtype(self) -> str:
-        """The code of the first result's type."""
         return torch_dtype(self.result().dtype)
 
     def arg(self, index: int) -> str:
@@ -107,7 +104,7 @@ class Call(Signature):
         places = {split.axis: place for split, place in zip(self.splits, self.mesh, strict=True)}
         results = OPERATORS[qualified_name(self.node)].space(self).results if places else ()
         cuts = tuple(
-            tuple((axis.degree, axis.stride) for axis in merged(places[name] for name in names if name in places))
+            tuple(map(tuple, merged(places[name] for name in names if name in places)))
             for names in next((each for each in results if each is not None), ())
         )
         samples: object = self.samples and (self.samples.dimension, self.samples.outer, self.samples.inner)
@@ -122,10 +119,8 @@ class Call(Signature):
         return f"operators.once({self.arg(index)}, {self.group(axis)})"
 
     def scalar(self, index: int) -> str | None:
-        """A Python literal for operand `index` where it is a known tensor of one element, else None.
-
-        Mixing it with a tensor keeps the tensor's type, as ONNX asks.
-        """
+        """A Python literal for operand `index` where it is a known tensor of one element, else None. Mixing it with a
+        tensor keeps the tensor's type, as ONNX asks."""
         array = self.constant(index)
         if array is None or array.size != 1:
             return None
@@ -168,10 +163,8 @@ def literal(value: bool | int | float | complex) -> str:
 
 
 def number(value: float) -> str:
-    """A literal for a number of single precision: the shortest that rounds to it, 1e-05 for 9.999999747378752e-06.
-
-    The largest number is written in full, since torch refuses a shorter one that lies beyond it.
-    """
+    """A literal for a number of single precision: the shortest that rounds to it, 1e-05 for 9.999999747378752e-06. The
+    largest number is written in full, since torch refuses a shorter one that lies beyond it."""
     short = float(str(np.float32(value)))
     largest = float(np.finfo(np.float32).max)
     return literal(math.copysign(largest, value) if largest < abs(short) < math.inf else short)

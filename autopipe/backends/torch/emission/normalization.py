@@ -197,9 +197,7 @@ def _top_k(call: Call) -> str:
 
 def _loss(call: Call, name: str, alone: str) -> str:
     """A loss of classes, of labels, or of both, of which this rank has a part; `alone` where it has all that matters.
-
-    Labels are as torch wants them (int64).
-    """
+    Labels are as torch wants them (int64)."""
     labels = label_axes(call)
     classes, batch = call.group("c"), call.group(*labels) if weighs_labels(call) else None
     ignored, averaged = call.node.integer("ignore_index", -100), reduction(call)

@@ -21,9 +21,7 @@ from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import DType
 from autopipe.ir.problem import Optimizer
-from autopipe.ir.program import Program, StageCode
-
-FORMAT = "autopipe.program/1"
+from autopipe.ir.program import FORMAT, Program, StageCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,6 @@ class Provenance:
     model: str
     """Absolute path of the ONNX file whose weights the ranks read."""
     model_digest: str
-    """SHA-256 of the ONNX file."""
     plan_digest: str
     optimizer: Optimizer
     precision: str
@@ -72,8 +69,7 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
 
 def _stage(stage: StageCode) -> dict[str, Any]:
     """With the sub-meshes of its group along which its ranks exchange anything."""
-    meshes = [[[axis.degree, axis.stride] for axis in axes] for axes in meshes_of(stage)]
-    found: dict[str, Any] = {"ranks": list(stage.devices), "pipeline": stage.pipeline, "meshes": meshes}
+    found: dict[str, Any] = {"ranks": stage.devices, "pipeline": stage.pipeline, "meshes": meshes_of(stage)}
     return found if stage.ratio == 1 else found | {"turns": stage.ratio}
 
 
@@ -99,10 +95,8 @@ os._exit(0)
 
 @dataclass(frozen=True, slots=True)
 class ProgramFiles:
-    """A program, the folder inside the written one where it goes, and the docstrings of its stages and ranks.
-
-    A rank whose docstring is None is not written.
-    """
+    """A program, the folder inside the written one where it goes, and the docstrings of its stages and ranks. A rank
+    whose docstring is None is not written."""
 
     name: str
     program: Program
@@ -112,9 +106,8 @@ class ProgramFiles:
 
 def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, folder: Path) -> None:
     """Write the files of `programs` into `folder`, replacing an earlier program there, or leave everything as it was.
-
-    Raises CodegenError where the text would not be valid Python, ConfigurationError where the folder cannot be written.
-    """
+    Raises CodegenError where the text would not be valid Python, ConfigurationError where the folder cannot be
+    written."""
     rendered = [(each, _files(each, provenance)) for each in programs]
 
     def write(target: Path) -> None:
@@ -150,17 +143,15 @@ def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a new folder beside `folder` with `write`, then put it in its place by renaming.
-
-    Raises ConfigurationError where that cannot be done, or where `folder` holds something that is not a program; what
-    was there is then still there.
-    """
+    """Fill a new folder beside `folder` with `write`, then put it in its place by renaming. Raises ConfigurationError
+    where that cannot be done, or where `folder` holds something that is not a program; what was there is then still
+    there."""
     folder = folder.absolute()
     if folder.exists() and not _is_replaceable(folder):
         raise ConfigurationError(
             f"{folder} holds something that is not part of a program", hint="choose another with -o"
         )
-    absent = [parent for parent in folder.parents if not parent.exists()]
+    missing = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with replacing_folder(folder) as made:
@@ -171,7 +162,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         ) from error
     finally:
         if not folder.exists():
-            for parent in absent:
+            for parent in missing:
                 with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
                     parent.rmdir()
 

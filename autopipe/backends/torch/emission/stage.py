@@ -27,7 +27,6 @@ from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 
 EMITTERS: dict[str, Emitter] = {**ELEMENTWISE, **MOVEMENT, **PRODUCTS, **NORMALIZATION, **ATTENTION}
-"""Of all operators that can be written."""
 
 LINEAR = "Linear"
 """Operator type of a product and the bias added to it; operands x, weight [in, out], bias [out]."""
@@ -36,10 +35,8 @@ Names = tuple[str, ...]
 
 
 def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
-    """The operations, products and their biases as one where nothing else reads the product.
-
-    The graph keeps them apart, because apart they can be split: a bias added to partial sums would count several times.
-    """
+    """The operations, products and their biases as one where nothing else reads the product. The graph keeps them
+    apart, because apart they can be split: a bias added to partial sums would count several times."""
     reads = Counter(name for operation in stage.operations for name in operation.reads)
     reads.update(value.name for value in stage.outputs)
     products = {
@@ -101,10 +98,8 @@ class _Segment(NamedTuple):
 
 
 def _segments_of(stage: StageCode) -> list[_Segment]:
-    """The segments that give something to others or to the stage's outputs, with what they read of others.
-
-    Found from the last to the first: a result is wanted where a later segment reads it.
-    """
+    """The segments that give something to others or to the stage's outputs, with what they read of others. Found from
+    the last to the first: a result is wanted where a later segment reads it."""
     held = _held(stage)
     wanted = {value.name for value in stage.outputs}
     flowing = frozenset(name for segment in stage.segments for name in segment.flowing)
@@ -257,7 +252,7 @@ def _comment(operation: Compute) -> str:
 
 
 def _cuts(layout: Layout) -> str:
-    return repr(tuple(tuple((axis.degree, axis.stride) for axis in axes) for axes in layout.cuts))
+    return repr(tuple(tuple(map(tuple, axes)) for axes in layout.cuts))
 
 
 def _windows(layout: Layout, dtype: DType) -> str:
@@ -276,10 +271,8 @@ _LIBRARIES = ("torch", "F", "operators")
 
 
 def deferred(emitter: Emitter, call: Call) -> str:
-    """The expression of `call` for the `WeightGradQueue`: `p.weight_grads(F.linear, x0, p.w1.t(), p.w2)`.
-
-    What is not one call of a library's function becomes one of the tensors it reads.
-    """
+    """The expression of `call` for the `WeightGradQueue`: `p.weight_grads(F.linear, x0, p.w1.t(), p.w2)`. What is not
+    one call of a library's function becomes one of the tensors it reads."""
     code = emitter(call)
     tree = ast.parse(code, mode="eval").body
     if isinstance(tree, ast.Call) and tree.args:
@@ -293,10 +286,8 @@ def deferred(emitter: Emitter, call: Call) -> str:
 
 
 def emit_stage(stage: StageCode, title: str) -> str:
-    """The whole file of a stage: docstring, types of what it takes, and its forward.
-
-    `title` is one line that says what the stage is part of; it must be plain text of our own.
-    """
+    """The whole file of a stage: docstring, types of what it takes, and its forward. `title` is one line that says what
+    the stage is part of; it must be plain text of our own."""
     forward = emit_forward(stage)
     rows = [("in", name, value) for name, value in zip(forward.arguments, stage.inputs, strict=True)]
     rows += [("out", name, value) for name, value in zip(forward.results, stage.outputs, strict=True)]
@@ -316,7 +307,6 @@ def emit_stage(stage: StageCode, title: str) -> str:
 
 
 def _imports(text: str) -> str:
-    """Import statements for what the forward uses."""
     lines = ["import torch\n"]
     if re.search(r"\bF\.", text):
         lines.append("import torch.nn.functional as F\n")
@@ -329,7 +319,6 @@ def _imports(text: str) -> str:
 
 
 def _types(names: Names, values: tuple[Value, ...]) -> str:
-    """A dict from identifier to element type and local shape."""
     pairs = zip(names, values, strict=True)
     lines = [f"    {name!r}: (torch.{value.dtype.value}, {value.shape!r}),\n" for name, value in pairs]
     return f"{{\n{''.join(lines)}}}" if lines else "{}"

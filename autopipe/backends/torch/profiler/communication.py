@@ -26,16 +26,14 @@ from autopipe.backends.torch.launcher import LaunchConfig, launch_program, rank_
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
+from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.measured_costs import COLLECTIVES, Affine, ExchangeCost, TimedBytes, Timing
 from autopipe.ir.program import Channel
 
 
 def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
-    """Messages between two of `ranks`, and collectives of groups of up to all of them, for about `seconds`.
-
-    Raises LaunchError where a rank fails.
-    """
+    """Messages between two of `ranks`, and collectives of groups of up to all of them, for about `seconds`. Raises
+    LaunchError where a rank fails."""
     from autopipe.backends.torch.elastic_agent import run_agent
     from autopipe.backends.torch.rendezvous import Place
 
@@ -81,8 +79,8 @@ def measure_post_overhead(together: Path, apart: Path, laden: Path, messages: in
 
     The folders hold programs of two same stages, the second the slower one. `together` has them on one rank, each
     micro-batch through both before the next; `apart` on two ranks under 1F1B, with one message there and one back for
-    each micro-batch; `laden` has `messages` there and as many back. Ends are what it takes longer between the tasks of
-    the second stage. Raises LaunchError where a program fails.
+    each micro-batch; `laden` has `messages` there and as many back. What passes longer between the second stage's tasks
+    is what its ends of these messages take. Raises LaunchError where a program fails.
     """
 
     def between(spans: Spans, index: int, until: str) -> float:
@@ -90,25 +88,20 @@ def measure_post_overhead(together: Path, apart: Path, laden: Path, messages: in
         forward, backward = spans[f"1F{index}"], spans[f"1B{index}"]
         return (spans[until][0] - backward[1]) + (backward[0] - forward[1])
 
-    def own(spans: Spans, micro_batches: int) -> float:
-        """Until a backward of the first stage begins."""
+    def until_first_stage(spans: Spans, micro_batches: int) -> float:
         return statistics.median(between(spans, index, f"0B{index}") for index in range(1, micro_batches))
 
-    def cycle(spans: Spans, micro_batches: int) -> float:
-        """Until the second stage's next forward begins."""
+    def until_next_forward(spans: Spans, micro_batches: int) -> float:
         return statistics.median(between(spans, index, f"1F{index + 1}") for index in range(1, micro_batches - 1))
 
-    alone = _of_steps(together, device, 0, own)
-    with_one, with_all = (_of_steps(each, device, 1, cycle) for each in (apart, laden))
+    alone = _of_steps(together, device, 0, until_first_stage)
+    with_one, with_all = (_of_steps(each, device, 1, until_next_forward) for each in (apart, laden))
     return max(0.0, (with_one - alone) / 2), max(0.0, (with_all - with_one) / (2 * (messages - 1)))
 
 
 def measure_period(program: Path, device: str) -> float:
     """Seconds from one micro-batch to the next in the second of two stages on two ranks under 1F1B, at least four
-    micro-batches a step: that of the slower stage, whichever it is.
-
-    Raises LaunchError where the program fails.
-    """
+    micro-batches a step: that of the slower stage, whichever it is. Raises LaunchError where the program fails."""
 
     def period(spans: Spans, micro_batches: int) -> float:
         return period_of([spans[f"1F{index}"][0] for index in range(micro_batches)])
@@ -118,7 +111,7 @@ def measure_period(program: Path, device: str) -> float:
 
 def period_of(starts: Sequence[float]) -> float:
     """The median from one to the next of when a stage's forwards begin, after the first: a pipeline fills meanwhile."""
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(starts[1:]))
+    return statistics.median(second - first for first, second in itertools.pairwise(starts[1:]))
 
 
 def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]) -> float:
@@ -143,7 +136,7 @@ def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, i
 SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
 """Bytes."""
 _LEAST, _MOST, _WARM_UP = 7, 100, 2
-_TURNS = 8
+_ROUNDS = 8
 """How often ranks compute and exchange messages while it is measured what ends take."""
 _TASKS = 6
 """Computation between messages, about half a millisecond."""
@@ -174,17 +167,10 @@ def _synchronize(transport: Transport) -> None:
 
 def _collective(transport: Transport, kind: str, tensor: torch.Tensor, group: Group | None) -> float:
     """Seconds of one collective of a tensor with as many rows as ranks; nothing on a rank outside of the group."""
+    arguments = {"all_reduce": (tensor,), "all_gather": (tensor[:1], 0), "reduce_scatter": (tensor, 0)}
     start = time.perf_counter()
     if group is not None:
-        match kind:
-            case "all_reduce":
-                group.all_reduce(tensor)
-            case "all_gather":
-                group.all_gather(tensor[:1], 0)
-            case "reduce_scatter":
-                group.reduce_scatter(tensor, 0)
-            case _:
-                group.all_to_all(tensor.T, 0, 1)
+        getattr(group, kind)(*arguments.get(kind, (tensor.T, 0, 1)))
     _synchronize(transport)
     return time.perf_counter() - start
 
@@ -218,54 +204,49 @@ def _way(transport: Transport, channel: int, size: int) -> float:
 
 
 def _end(transport: Transport, channel: int, size: int) -> float:
-    """CPU time of rank 0 for one end of a message between ranks 0 and 1: the difference between its turns with and
-    without messages. It includes the calls and, on a CPU, gloo's threads and waking the other rank.
-    """
-    alone = _turn_seconds(transport, None, size)
-    return (_turn_seconds(transport, channel, size) - alone) / 2
+    """CPU time of rank 0 for one end of a message between ranks 0 and 1: the difference between its rounds with and
+    without messages. It includes the calls and, on a CPU, gloo's threads and waking the other rank."""
+    alone = _round_seconds(transport, None, size)
+    return (_round_seconds(transport, channel, size) - alone) / 2
 
 
-def _turn_seconds(transport: Transport, channel: int | None, size: int) -> float:
-    """Seconds of a turn of rank 0's: it computes all the time, and in between sends a message over the channel.
-
-    As in a pipeline's slowest stage what comes from rank 1 is there when rank 0 waits for it: rank 1 computes half as
-    long and waits for the rest of a turn. Others compute alone.
-    """
+def _round_seconds(transport: Transport, channel: int | None, size: int) -> float:
+    """Seconds of a round of rank 0's: it computes all the time, and in between sends a message over the channel. As in
+    a pipeline's slowest stage what comes from rank 1 is there when rank 0 waits for it: rank 1 computes half as long
+    and waits for the rest of a round. Others compute alone."""
     tensor = torch.ones(size // 4, device=transport.device)
     slow, peer = transport.rank == 0, 1 - transport.rank
     channel = channel if peer in (0, 1) else None
 
-    def post_receive() -> PendingRecv | None:
+    def post_receive() -> Callable[[], object]:
         if channel is None:
-            return None
-        return transport.receive((tensor.dtype, tuple(tensor.shape)), peer, channel, slow)
+            return lambda: None
+        return transport.receive((tensor.dtype, tuple(tensor.shape)), peer, channel, slow).wait
 
     def send() -> None:
         if channel is not None:
             transport.send(tensor, peer, channel, not slow)
 
-    coming: PendingRecv | None = None
+    wait: Callable[[], object] = lambda: None  # noqa: E731 - nothing has been sent yet
     start = time.perf_counter()
-    for turn in range(_TURNS):
-        # The last turn's message of rank 1 would be waited for by nobody.
-        goes_on = turn + 1 < _TURNS
+    for number in range(_ROUNDS):
+        # The last round's message of rank 1 would be waited for by nobody.
+        goes_on = number + 1 < _ROUNDS
         if slow:
-            if coming is not None:
-                coming.wait()
+            wait()
             _work(transport, _TASKS)
-            coming = post_receive() if goes_on else None
+            wait = post_receive() if goes_on else wait
             _work(transport, _TASKS)
             send()
         else:
-            coming = post_receive()
+            wait = post_receive()
             _work(transport, _TASKS)
             if goes_on:
                 send()
-            if coming is not None:
-                coming.wait()
+            wait()
     transport.finish()
     _synchronize(transport)
-    return (time.perf_counter() - start) / _TURNS
+    return (time.perf_counter() - start) / _ROUNDS
 
 
 def _work(transport: Transport, tasks: int = 1) -> None:

@@ -45,8 +45,6 @@ Pool = dict[tuple[DType, tuple[int, ...], int | None], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The numbers of an operand, and whether a gradient is asked for."""
-
     numbers: torch.Tensor
     wanted: bool
     parameter: bool
@@ -55,7 +53,6 @@ class Operand:
     """
 
     def leaf(self) -> torch.Tensor:
-        """The numbers as a tensor of its own."""
         tensor = (self.numbers.clone() if self.parameter else self.numbers.detach()).requires_grad_(self.wanted)
         if self.wanted and not self.parameter and tensor.nbytes >= _LARGE_BYTES:
             filler = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(tensor)
@@ -65,18 +62,15 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Runnable:
-    """The generated forward of one operation, what it reaches as `p`, and its operands."""
+    """The generated forward of one operation, with what it reaches as `p`, and its operands."""
 
     forward: Callable[..., Tensors]
-    place: Arguments
     operands: tuple[Operand, ...]
 
     @staticmethod
     def of(sample: Sample, watch: Stopwatch, folder: Path, train: bool, pool: Pool) -> Runnable:
-        """The sample on a device, run once; the generated file goes to `folder`.
-
-        Raises CodegenError, saying why, where it does not run, or needs a group.
-        """
+        """The sample on a device, run once; the generated file goes to `folder`. Raises CodegenError, saying why, where
+        it does not run, or needs a group."""
         known, inputs = sample.operands()
         group = math.prod(split.degree for split in sample.splits)
         first, *rest = sample.signatures
@@ -101,7 +95,7 @@ class Runnable:
         for index, constant in stage.constants:
             setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))
         operands = _operands(sample, stage.inputs, device, train, pool)
-        runnable = Runnable(runpy.run_path(str(path))["forward"], place, operands)
+        runnable = Runnable(partial(runpy.run_path(str(path))["forward"], place), operands)
         try:
             with _as_run(sample.operation.precision, device):
                 _run([runnable.step()], watch, 0.0)
@@ -141,11 +135,9 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def measure_operations(
     lap: Sequence[Sample], watch: Stopwatch, folder: Path, train: bool, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """Measure the samples of `lap` for at most about `seconds` in all, and say why some could not run.
-
-    `lap` has them as often and in the order in which they run. Backward is measured with `train`, where gradients flow.
-    Generated files go to `folder`.
-    """
+    """Measure the samples of `lap` for at most about `seconds` in all, and say why some could not run. `lap` has them
+    as often and in the order in which they run. Backward is measured with `train`, where gradients flow. Generated
+    files go to `folder`."""
     if watch.device.type == "cpu":
         keep_freed_memory()  # as ranks do
     known: dict[Operation, Runnable] = {}
@@ -175,14 +167,12 @@ def measure_operations(
 
 
 def _run(steps: Sequence[tuple[Runnable, Tensors]], watch: Stopwatch, noting: float) -> list[float]:
-    """Seconds of every step's forward, then of every one's backward (0 where there is none).
-
-    `noting` is what noting the begin of a backward takes.
-    """
+    """Seconds of every step's forward, then of every one's backward (0 where there is none). `noting` is what noting
+    the begin of a backward takes."""
     results: list[Tensors] = []
     marks = [watch.mark()]
     for runnable, leaves in steps:
-        results.append(runnable.forward(runnable.place, *leaves))
+        results.append(runnable.forward(*leaves))
         marks.append(watch.mark())
     backward = _backwards(results, [leaf for _, leaves in steps for leaf in leaves], watch)
     return watch.spans(marks) + [max(0.0, each - noting) for each in backward]
@@ -190,10 +180,8 @@ def _run(steps: Sequence[tuple[Runnable, Tensors]], watch: Stopwatch, noting: fl
 
 def _backwards(results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch: Stopwatch) -> list[float]:
     """Run all backwards at once. Autograd takes the latest operator first, so each ends where the next one begins.
-
     Gradients are asked for rather than added to leaves, which would copy some of them: in a model they go on to the
-    next operator.
-    """
+    next operator."""
     marks: list[Mark] = []
     order: list[int] = []
     ends: list[torch.Tensor] = []
@@ -272,11 +260,8 @@ class TaskStartOverhead:
 
 
 def measure_starts(watch: Stopwatch, short: Path, long: Path, longer: int, seconds: float) -> TaskStartOverhead:
-    """Measure the constant part of a task's operator time.
-
-    The programs have one stage each on one device; `long` has `longer` times the operators of `short`. Raises
-    LaunchError where one does not run.
-    """
+    """Measure the constant part of a task's operator time. The programs have one stage each on one device; `long` has
+    `longer` times the operators of `short`. Raises LaunchError where one does not run."""
     few, many = (numbers_of("whole", each, watch.device.type, seconds / 2)[:2] for each in (short, long))
     return TaskStartOverhead(
         *(max(0.0, (longer * one - all_) / (longer - 1)) for one, all_ in zip(few, many, strict=True))
@@ -284,11 +269,9 @@ def measure_starts(watch: Stopwatch, short: Path, long: Path, longer: int, secon
 
 
 def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float) -> TaskCosts:
-    """Measure tasks without their start overhead, updates, and adding up gradients.
-
-    `program` is a one-device program of two equal stages of a few small operators; the backward of the second is split,
-    and `waiting` of its operators defer their weight gradients. Raises LaunchError where it does not run.
-    """
+    """Measure tasks without their start overhead, updates, and adding up gradients. `program` is a one-device program
+    of two equal stages of a few small operators; the backward of the second is split, and `waiting` of its operators
+    defer their weight gradients. Raises LaunchError where it does not run."""
     forward, backward, split, update = numbers_of("tasks", program, watch.device.type, seconds / 2)
     sums, buckets = (_by_tensor(watch, timed, seconds / 16) for timed in (_accumulation, _bucketing))
     updates = tuple(_by_tensor(watch, partial(_update, make), seconds / 24) for make in _OPTIMIZERS)

@@ -15,7 +15,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +85,7 @@ def averaged(timings: Sequence[Timing]) -> Timing:
 
 def numbers_of(kind: str, program: Path, device: str, seconds: float) -> list[float]:
     """Seconds of the parts of a program, of a `kind` of `KINDS`, measured for about `seconds` in another process.
-
-    Raises LaunchError with the last line that it wrote where it fails.
-    """
+    Raises LaunchError with the last line that it wrote where it fails."""
     with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch, rank_environment():
         found = Path(scratch) / "numbers.json"
         words = (__name__, str(found), kind, str(program), device, str(seconds))
@@ -96,50 +96,11 @@ def numbers_of(kind: str, program: Path, device: str, seconds: float) -> list[fl
     return numbers
 
 
-class CallTimestamps:
-    """Marks around calls, by name, as a context in which they are made."""
-
-    def __init__(self, watch: Stopwatch) -> None:
-        self._watch = watch
-        self._calls: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
-        """Attributes with what they are without marks and with them."""
-        self._found: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
-
-    def around(self, owner: Any, name: str, key: Callable[[], str] | None = None) -> None:
-        """Time every call of an attribute; note it under what `key` says behind it, under its name else."""
-        call: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*arguments: Any, **settings: Any) -> Any:
-            start = self._watch.mark()
-            result = call(*arguments, **settings)
-            self._found[name if key is None else key()].append((start, self._watch.mark()))
-            return result
-
-        self._calls.append((owner, name, call, timed))
-
-    def __enter__(self) -> None:
-        for owner, name, _, timed in self._calls:
-            setattr(owner, name, timed)
-
-    def __exit__(self, *error: object) -> None:
-        for owner, name, call, _ in reversed(self._calls):
-            setattr(owner, name, call)
-
-    def means(self) -> dict[str, float]:
-        """Seconds of a call by name, and forget them."""
-        spans = self._watch.spans
-        found = {name: statistics.fmean(spans(each)[0] for each in own) for name, own in self._found.items()}
-        self._found.clear()
-        return found
-
-
 @dataclass(frozen=True, slots=True)
 class TimedProgram:
     rank: Rank
     step: Callable[[], None]
     watch: Stopwatch
-    inside: CallTimestamps
-    """Seconds inside generated functions and autograd, under the task's stage and phase, such as `0F`."""
 
     @staticmethod
     def of(program: Path, data: Path, device: torch.device) -> TimedProgram:
@@ -151,33 +112,41 @@ class TimedProgram:
         rank: Rank = names["rank"]
         save_samples(rank.manifest, data)
         rank.set_up()
-        watch = Stopwatch(device)
-        inside = CallTimestamps(watch)
-        for stage in rank.stages.values():
-            inside.around(stage, "_forward", lambda: rank.heartbeat.task[:2])
-        inside.around(torch.autograd, "backward", lambda: rank.heartbeat.task[:2])
-        return TimedProgram(rank, names["step"], watch, inside)
+        return TimedProgram(rank, names["step"], Stopwatch(device))
 
-    def seconds_of(self, marks: CallTimestamps) -> dict[str, float]:
-        """Run a step with these marks alone, for others would count in what they are made around; seconds of a call by
-        name."""
-        with marks:
+    def seconds_inside(self) -> dict[str, float]:
+        """Seconds inside generated functions and autograd, under the task's stage and phase, such as `0F`."""
+        calls = [*((stage, "_forward") for stage in self.rank.stages.values()), (torch.autograd, "backward")]
+        return self.seconds_of(calls, lambda _: self.rank.heartbeat.task[:2])
+
+    def seconds_of(self, calls: Sequence[tuple[Any, str]], key: Callable[[str], str] = str) -> dict[str, float]:
+        """Run a step with marks around the calls of these attributes alone, for others would count in what they are
+        made around. Returns mean seconds by `key` of an attribute's name, asked for behind the call."""
+        found: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
+
+        def timed(call: Callable[..., Any], name: str, /, *arguments: Any, **settings: Any) -> Any:
+            start = self.watch.mark()
+            result = call(*arguments, **settings)
+            found[key(name)].append((start, self.watch.mark()))
+            return result
+
+        with ExitStack() as stack:
+            for owner, name in calls:
+                call = getattr(owner, name)
+                stack.callback(setattr, owner, name, call)
+                setattr(owner, name, partial(timed, call, name))
             self.rank.run(self.step)
-        return marks.means()
+        return {name: statistics.fmean(self.watch.spans(each)[0] for each in own) for name, own in found.items()}
 
 
 def _whole(timed: TimedProgram) -> Callable[[], list[float]]:
-    """Of a program of one stage: a forward's and a backward's operators, and what both tasks take besides them.
-
-    A forward's operators are what its generated function takes, a backward's what autograd does; 0 for a backward where
-    there is none.
-    """
-    tasks = CallTimestamps(timed.watch)
-    for task in ("forward", "backward"):
-        tasks.around(timed.rank.stages[0], task)
+    """Of a program of one stage: a forward's and a backward's operators, and what both tasks take besides them. A
+    forward's operators are what its generated function takes, a backward's what autograd does; 0 for a backward where
+    there is none."""
+    tasks = [(timed.rank.stages[0], task) for task in ("forward", "backward")]
 
     def run() -> list[float]:
-        inside, whole = timed.seconds_of(timed.inside), timed.seconds_of(tasks)
+        inside, whole = timed.seconds_inside(), timed.seconds_of(tasks)
         own = inside["0F"], inside.get("0B", 0.0)
         around = whole["forward"] - own[0], whole.get("backward", 0.0) - own[1]
         return [*own, *(max(0.0, each) for each in around)]
@@ -187,28 +156,20 @@ def _whole(timed: TimedProgram) -> Callable[[], list[float]]:
 
 def _tasks(timed: TimedProgram) -> Callable[[], list[float]]:
     """Of a program of two equal stages, of which the second's backward is split: what a forward and a backward of the
-    first take besides their operators, how much longer a micro-batch of the second takes, and an update.
-
-    Reading samples counts.
-    """
+    first take besides their operators, how much longer a micro-batch of the second takes, and an update. Reading
+    samples counts."""
     rank = timed.rank
-    whole = CallTimestamps(timed.watch)
-    for owner, name in (
-        (rank.stages[0], "forward"),
-        (rank.stages[0], "backward"),
-        (rank.optimizer, "step"),
-        (rank.optimizer, "zero_grad"),
-    ):
-        whole.around(owner, name)
+    tasks: list[tuple[Any, str]] = [(rank.stages[0], "forward"), (rank.stages[0], "backward")]
+    update = [(rank.optimizer, "step"), (rank.optimizer, "zero_grad")]
 
     def run() -> list[float]:
-        own, found = timed.seconds_of(timed.inside), timed.seconds_of(whole)
-        tasks = [found["forward"] - own["0F"], found["backward"] - own["0B"]]
+        own, found = timed.seconds_inside(), timed.seconds_of([*tasks, *update])
+        around = [found["forward"] - own["0F"], found["backward"] - own["0B"]]
         lengths = [0.0, 0.0]
         for span in rank.clock.spans():
             lengths[int(span.task[0])] += span.end - span.start
         split = (lengths[1] - lengths[0]) / rank.manifest.micro_batches
-        return [*(max(0.0, each) for each in (*tasks, split)), found["step"] + found["zero_grad"]]
+        return [*(max(0.0, each) for each in (*around, split)), found["step"] + found["zero_grad"]]
 
     return run
 

@@ -12,9 +12,8 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Parameter
 from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import MeshAxis, members
-from autopipe.ir.program import Channel, InputRange, Output, Shard
+from autopipe.ir.program import FORMAT, Channel, InputRange, Output, Shard
 
-FORMAT = "autopipe.program/1"
 _PATH = Coded(str, lambda record: Path(decode(record, str)))
 _TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
 _SHARDS = Coded(list, lambda ranks: tuple(rank.get("shards", tuple[Shard, ...]) for rank in ranks.items()))
