@@ -26,12 +26,11 @@ from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Alternative, Choice
 from autopipe.passes.explain import (
+    Change,
     DeviceReport,
     Edge,
-    EditPrice,
     NodeReport,
     WhatIf,
-    WhatIfResult,
     cheapest,
     device_report,
     granted,
@@ -130,7 +129,7 @@ def _device_rows(report: DeviceReport) -> Iterator[tuple[str, str, float]]:
     yield "waits at the end", "", report.end_s
 
 
-def price_table(prices: Sequence[EditPrice], chosen_s: float) -> Table:
+def price_table(prices: Sequence[Change], chosen_s: float) -> Table:
     """A row a change: its step, how much longer than the chosen one, and the most memory on any device."""
     table = plain_table("what else", "step", "longer", "memory", right=1, no_wrap=True)
     for each in prices:
@@ -142,7 +141,7 @@ def price_table(prices: Sequence[EditPrice], chosen_s: float) -> Table:
     return table
 
 
-def price_forms(prices: Sequence[EditPrice], chosen_s: float) -> list[dict[str, object]]:
+def price_forms(prices: Sequence[Change], chosen_s: float) -> list[dict[str, object]]:
     return [
         {
             "what": each.what,
@@ -330,21 +329,21 @@ def next_best(alternatives: Sequence[Alternative]) -> Alternative | None:
     return stepped[1] if len(stepped) > 1 and stepped[1].step_time_s is not None else None
 
 
-def _what_would_help(planned: PlanResult, folder: Path, output: Output) -> list[WhatIfResult]:
+def _what_would_help(planned: PlanResult, folder: Path, output: Output) -> list[WhatIf]:
     again = is_quick(planned) and not isinstance(planned.request.strategy, Given)
     changes = list(what_ifs(planned))
     helps = []
     with output.progress("what would help", total=len(changes) + 1) as bar:
-        for change in changes:
-            bar.advance(0, note=change.what)
-            helps.append(granted(planned, change, again))
+        for what, request in changes:
+            bar.advance(0, note=what)
+            helps.append(granted(planned, what, request, again))
             bar.advance()
         bar.advance(0, note="twice the devices")
         helps.append(_twice_the_devices(planned, folder, again))
     return helps
 
 
-def _twice_the_devices(planned: PlanResult, folder: Path, again: bool) -> WhatIfResult:
+def _twice_the_devices(planned: PlanResult, folder: Path, again: bool) -> WhatIf:
     what = "twice the devices"
     configuration = load_configuration(folder / CONFIGURATION_FILE)
     doubled = 2 * planned.problem.cluster.size
@@ -353,11 +352,11 @@ def _twice_the_devices(planned: PlanResult, folder: Path, again: bool) -> WhatIf
     try:
         request = request_of(replace(configuration, gpus=doubled, cluster=cluster), planned.request.model)
     except AutopipeError as error:
-        return WhatIfResult(what, again, refused=" ".join(error.message.split()))
-    return granted(planned, WhatIf(what, request), again)
+        return WhatIf(what, again, refused=" ".join(error.message.split()))
+    return granted(planned, what, request, again)
 
 
-def _help_table(helps: Sequence[WhatIfResult], now: float) -> Table:
+def _help_table(helps: Sequence[WhatIf], now: float) -> Table:
     """Changes that would help, the most helpful first; `now` are the plan's samples a second."""
     again = any(each.planned_again for each in helps)
     how = "planned again, by the same strategy and schedule" if again else "the same placement, ordered anew"

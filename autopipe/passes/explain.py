@@ -64,7 +64,6 @@ class DeviceReport:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it does something."""
         return sum(seconds for _, _, seconds in self.tasks) + self.gradients_s + self.update_s
 
 
@@ -133,15 +132,7 @@ _MOST_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """A change of what a plan is made for, in words."""
-
-    what: str
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIfResult:
-    """The step under a what-if."""
+    """A change of what a plan is made for, in words, and the step under it."""
 
     what: str
     planned_again: bool
@@ -151,41 +142,41 @@ class WhatIfResult:
     """Why there is no such step."""
 
 
-def what_ifs(planned: PlanResult) -> Iterator[WhatIf]:
-    """More memory, faster links, more micro-batches: twice as much of each, one at a time."""
+def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
+    """Twice the memory, links as fast, or micro-batches, one at a time, in words and as a request."""
     request, problem = planned.request, planned.problem
     cluster = request.cluster
     if request.memory_limit is None:
         roomy = tuple(replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices)
-        yield WhatIf("twice the memory", replace(request, cluster=replace(cluster, devices=roomy)))
+        yield "twice the memory", replace(request, cluster=replace(cluster, devices=roomy))
     else:
-        yield WhatIf("twice the memory", replace(request, memory_limit=2 * request.memory_limit))
+        yield "twice the memory", replace(request, memory_limit=2 * request.memory_limit)
     for inside, where in ((True, "inside nodes"), (False, "between nodes")):
         faster = _faster(cluster, inside)
         if faster != cluster:
-            yield WhatIf(f"twice the bandwidth {where}", replace(request, cluster=faster))
+            yield f"twice the bandwidth {where}", replace(request, cluster=faster)
     count, size = problem.micro_batches, problem.batch_size
     if size % (2 * count) == 0:
         halves = replace(request, batch_size=size, micro_batches=2 * count, micro_batch_size=None)
-        yield WhatIf("twice the micro-batches, of half the size", halves)
+        yield "twice the micro-batches, of half the size", halves
     longer = replace(request, batch_size=2 * size, micro_batches=2 * count, micro_batch_size=None)
-    yield WhatIf("twice the micro-batches, of the same size", longer)
+    yield "twice the micro-batches, of the same size", longer
 
 
 def _faster(cluster: Cluster, inside: bool) -> Cluster:
     """The cluster with twice the bandwidth inside its nodes, or of all other links; what was measured stays."""
 
-    def doubled(level: Level) -> Level:
-        bandwidth = level.link.bandwidth_bytes_per_s * (1 if level.size == 1 else 2)
-        return replace(level, link=replace(level.link, bandwidth_bytes_per_s=bandwidth))
+    def faster(levels: tuple[Level, ...], first: int) -> tuple[Level, ...]:
+        found = []
+        for place, level in enumerate(levels, first):
+            if (place == 0) == inside and level.size > 1:
+                link = replace(level.link, bandwidth_bytes_per_s=2 * level.link.bandwidth_bytes_per_s)
+                level = replace(level, link=link)
+            found.append(level)
+        return tuple(found)
 
-    def faster(levels: tuple[Level, ...]) -> tuple[Level, ...]:
-        return tuple(doubled(level) if (place == 0) == inside else level for place, level in enumerate(levels))
-
-    if not cluster.groups:
-        return replace(cluster, levels=faster(cluster.levels))
-    groups = tuple(replace(group, levels=faster(group.levels)) for group in cluster.groups)
-    return replace(cluster, groups=groups, levels=cluster.levels if inside else tuple(map(doubled, cluster.levels)))
+    groups = tuple(replace(group, levels=faster(group.levels, 0)) for group in cluster.groups)
+    return replace(cluster, groups=groups, levels=faster(cluster.levels, 1 if groups else 0))
 
 
 def is_quick(planned: PlanResult) -> bool:
@@ -194,22 +185,22 @@ def is_quick(planned: PlanResult) -> bool:
     return dict(planned.plan.summary.search_time_s).get(strategy.name, 0.0) <= _MOST_S
 
 
-def granted(planned: PlanResult, change: WhatIf, again: bool) -> WhatIfResult:
+def granted(planned: PlanResult, what: str, request: Request, again: bool) -> WhatIf:
     """Result of a change: planned `again` by strategy and scheduler, else the placement as it is, scheduled anew."""
-    request, problem = change.request, planned.problem
+    problem = planned.problem
     count, size = request.micro_batches or problem.micro_batches, request.batch_size or problem.batch_size
     try:
         if again:
-            return WhatIfResult(change.what, True, make_plan(request).plan.summary.samples_per_s)
+            return WhatIf(what, True, make_plan(request).plan.summary.samples_per_s)
         if request.cluster.size != problem.cluster.size or size // count != problem.micro_batch_size:
             reason = "asks for another placement, and this one was long searched for"
-            return WhatIfResult(change.what, False, refused=reason)
+            return WhatIf(what, False, refused=reason)
         limit = request.memory_limit
         changed = replace(problem, cluster=request.cluster, memory_limit=limit, micro_batches=count, batch_size=size)
         placed = predict_placement(planned.model, changed, planned.plan.placement, Runner())
-        return WhatIfResult(change.what, False, size / _timeline(planned, placed).end)
+        return WhatIf(what, False, size / _timeline(planned, placed).end)
     except REFUSALS as error:
-        return WhatIfResult(change.what, again, refused=error.line)
+        return WhatIf(what, again, refused=error.line)
 
 
 def _timeline(planned: PlanResult, placed: Placed) -> Timeline:
@@ -239,8 +230,6 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A node and its place in a plan."""
-
     node: int
     name: str
     op: str
@@ -258,7 +247,6 @@ class NodeReport:
 
 
 def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport:
-    """The report on a node, in the placement's first pipeline."""
     stage_of = placement.stage_of()
     index = stage_of[node]
     stage, work = placement.stages[index], stage_work(problem, placement)[index]
@@ -306,18 +294,10 @@ _MOST = 6
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An edited placement, and what was edited, in words."""
+    """An edited placement, what was edited, in words, and, where it is priced, its step, or why there is none."""
 
     kind: str
     """Of changes of one kind only the best is of interest."""
-    what: str
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True)
-class EditPrice:
-    """A change and what its step takes, or why there is none."""
-
     what: str
     placement: Placement
     step_s: float | None = None
@@ -331,16 +311,16 @@ class EditPrice:
         return math.inf if self.step_s is None else self.step_s
 
 
-def priced(planned: PlanResult, change: Change) -> EditPrice:
-    """The price of a change, under the plan's own scheduler."""
+def priced(planned: PlanResult, change: Change) -> Change:
+    """The change with its price, under the plan's own scheduler."""
     try:
         timeline = _timeline(planned, _placed(planned, change.placement))
     except REFUSALS as error:
-        return EditPrice(change.what, change.placement, refused=error.line)
-    return EditPrice(change.what, change.placement, timeline.end, max(timeline.peak_memory))
+        return replace(change, refused=error.line)
+    return replace(change, step_s=timeline.end, peak_memory_bytes=max(timeline.peak_memory))
 
 
-def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tuple[EditPrice, ...]:
+def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tuple[Change, ...]:
     """The best change of each kind, the one that costs least first; then those that looked as cheap and have no plan.
 
     All are weighed in the order of the plan's schedule, the most promising are scheduled anew.
@@ -353,7 +333,7 @@ def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tup
     for weight, change in weighed:
         if weight < math.inf:
             best.setdefault(change.kind, change)
-    found: list[EditPrice] = []
+    found: list[Change] = []
     for change in list(best.values())[:_MOST]:
         if sum(each.step_s is not None for each in found) < wanted:
             found.append(priced(planned, change))
@@ -492,7 +472,6 @@ _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 def stage_changes(problem: Problem, placement: Placement, index: int) -> Iterator[Change]:
-    """The changes of one stage, and of the ends that it shares with its neighbours."""
     stage = placement.stages[index]
     if problem.train:
         what = "its forward is not run again" if stage.recompute else "its forward is run again for its backward"

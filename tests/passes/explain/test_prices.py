@@ -10,7 +10,7 @@ import pytest
 from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.passes.explain import (
-    EditPrice,
+    Change,
     cheapest,
     granted,
     move_changes,
@@ -41,7 +41,7 @@ def planned(request, tmp_path_factory) -> PlanResult:
     return make_plan(Request(path, cluster, strategy_class(strategy)(), scheduler_class(schedule)(), batch_size=16))
 
 
-def forced(planned: PlanResult, price: EditPrice) -> float:
+def forced(planned: PlanResult, price: Change) -> float:
     """The step of the edited placement, written down and planned."""
     strategy = written(planned.problem.graph, price.placement)
     problem = planned.problem
@@ -89,15 +89,15 @@ def test_a_nodes_report_is_of_its_stage(planned: PlanResult) -> None:
 
 def test_what_helps_is_a_plan_of_the_changed_request(planned: PlanResult) -> None:
     now = planned.plan.summary.samples_per_s
-    for wish in what_ifs(planned):
-        if "bandwidth" in wish.what:
-            found = granted(planned, wish, again=True)
-            assert found.samples_per_s == make_plan(wish.request).plan.summary.samples_per_s
-            kept = granted(planned, wish, again=False)
+    for what, request in what_ifs(planned):
+        if "bandwidth" in what:
+            found = granted(planned, what, request, again=True)
+            assert found.samples_per_s == make_plan(request).plan.summary.samples_per_s
+            kept = granted(planned, what, request, again=False)
             assert kept.samples_per_s is not None
             assert kept.samples_per_s >= now * (1 - 1e-9), "no slower on faster links"
-        if "same size" in wish.what:
-            kept = granted(planned, wish, again=False)
+        if "same size" in what:
+            kept = granted(planned, what, request, again=False)
             assert kept.samples_per_s is not None
             if planned.plan.summary.schedule != "tessel":
                 assert kept.samples_per_s >= now * (1 - 1e-9), "a longer step idles for a smaller part of it"
