@@ -30,7 +30,7 @@ from autopipe.passes.frontend.device_annotations import (
     configuration_proto,
 )
 from autopipe.passes.frontend.load import inlined, load, located, opened
-from autopipe.passes.frontend.model import Model, Origin, Provenance
+from autopipe.passes.frontend.model import Model, Origin, owners_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _annotated_nodes(model: Model, configuration: Configuration, samples: Sample
     annotations = {each.node: each for each in configuration.annotations}
     stages: dict[int, int | None] = {}
     layouts: dict[int, dict[str, Sharding]] = {}
-    parts = zip(model.origins.nodes, model.origins.owners(), strict=True)
+    parts = zip(model.origins, owners_of(model.origins), strict=True)
     for origin, owner in sorted(parts, key=lambda part: part[0].writes is None):
         annotation = annotations.get(origin.position)
         if annotation is None or owner is None:
@@ -292,7 +292,7 @@ def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | Non
 
 
 def annotated(
-    graph: Graph, placement: Placement, origins: Provenance, device_names: tuple[str, ...]
+    graph: Graph, placement: Placement, origins: Sequence[Origin], device_names: tuple[str, ...]
 ) -> tuple[Configuration, tuple[str, ...]]:
     """The annotations that say for the file's nodes what `placement` says for the graph's, and what they leave out.
 
@@ -311,13 +311,13 @@ def annotated(
     group_of = {node: placement.stages[stage] for node, stage in stage_of.items()}
     spaces = [use.space for use in uses_of(graph)]
     layouts = [_layouts(graph, node, space, group_of[node]) for node, space in enumerate(spaces)]
-    stages: list[int | None] = [None if owner is None else stage_of[owner] for owner in origins.owners()]
+    stages: list[int | None] = [None if owner is None else stage_of[owner] for owner in owners_of(origins)]
     for index in range(len(stages) - 1, -1, -1):
         if stages[index] is None:  # That of the first stage that reads it; none where none does.
-            readers = [stage for reader in origins.nodes[index].readers if (stage := stages[reader]) is not None]
+            readers = [stage for reader in origins[index].readers if (stage := stages[reader]) is not None]
             stages[index] = min(readers, default=None)
     annotations, covered = [], dict[int, set[str]]()
-    for origin, owner, stage in zip(origins.nodes, origins.owners(), stages, strict=True):
+    for origin, owner, stage in zip(origins, owners_of(origins), stages, strict=True):
         shardings: list[Sharding] = []
         if owner is not None:
             named = [(name, own) for name, own in origin.values if own in layouts[owner]]
@@ -326,7 +326,7 @@ def annotated(
             covered.setdefault(owner, set()).update(own for _, own in named)
         if stage is not None:
             annotations.append(Annotation(origin.position, stage, tuple(shardings)))
-    written = {origin.writes for origin in origins.nodes}
+    written = {origin.writes for origin in origins}
 
     def is_covered(index: int) -> bool:
         node, space = graph.nodes[index], spaces[index]

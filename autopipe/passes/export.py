@@ -25,7 +25,7 @@ from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import DType, FileSlice, Value
 from autopipe.ir.layout import Box, whole
 from autopipe.passes.frontend.elements import NUMBERS, dtype_of, external_slice, stored_numbers
-from autopipe.passes.frontend.folding import Folded
+from autopipe.passes.frontend.folding import MOVES, Folded
 from autopipe.passes.frontend.load import Source, load, located, opened
 from autopipe.passes.frontend.merged_parameters import NAMESAKE, take_apart
 from autopipe.passes.frontend.parameters import Chosen, roles_of
@@ -72,7 +72,7 @@ class Numbers:
         if not steps:
             return Numbers(replace(self.value, name=value.name), self.read)
         if steps == ["Transpose"]:
-            order = folded.steps[0].numbers
+            order = folded.steps[0].perm
             back = np.argsort(order)
 
             def moved(box: Box) -> npt.NDArray[np.generic]:
@@ -84,7 +84,7 @@ class Numbers:
         @functools.cache
         def applied() -> npt.NDArray[np.generic]:
             stored = self.read(whole(self.value.shape))
-            if "Exp" not in steps:
+            if MOVES.issuperset(steps):
                 return folded.apply(stored)
             if value.dtype is not DType.BFLOAT16:
                 return folded.apply(stored).astype(stored.dtype)
@@ -215,7 +215,7 @@ def file_tensors(
     """New values of the tensors of file `graph` from the parameters `trained`, and the names of those it lacks. A
     tensor it lacks is a name that nothing writes. `source` is the same file, its functions inlined. Raises ModelError,
     naming the parameter, for one that no tensor of the file is, or one of another type or shape."""
-    held = Weights.of(source, roles_of(source), Chosen()).initializers()
+    held = Weights(source, roles_of(source), Chosen()).initializers()
     folded = {name: each for name, each in held.items() if isinstance(each, Folded)}
     bases = {each.source.value.name: each.source for each in folded.values() if not isinstance(each.source, str)}
     results = {name: node.op_type for node in graph.node for name in node.output if name}
@@ -280,9 +280,9 @@ def write_trained(
     import onnx
 
     source = load(model)
-    stripped = strip_weights(opened(model))
-    proto = onnx.ModelProto.FromString(stripped.model)
-    take_apart(proto, source.metadata, lambda tensor: stored_numbers(tensor.name, tensor, stripped.slices, model))
+    stripped, slices = strip_weights(opened(model))
+    proto = onnx.ModelProto.FromString(stripped)
+    take_apart(proto, source.metadata, lambda tensor: stored_numbers(tensor.name, tensor, slices, model))
     try:
         numbers, lacking = file_tensors(source, proto.graph, trained)
     except ModelError as error:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import (
+    Box,
     Layout,
     MeshAxes,
     MeshAxis,
     Relayout,
     axes_of,
+    holders_by_box,
     lacking,
     merged,
     operand_layout,
@@ -263,3 +266,29 @@ def _wanted(nodes: Sequence[NodeLayouts], left_out: Set[str] = frozenset()) -> d
             if need is not None and name not in left_out:
                 wanted.setdefault(name, {})[need.even()] = None
     return wanted
+
+
+def torn_parameters(stages: Sequence[tuple[tuple[int, ...], Mapping[str, Layout]]]) -> frozenset[str]:
+    """Parameters of which a rank would hold two blocks, or whose blocks overlap without being equal.
+
+    `stages` are each stage's devices and how they hold its parameters. Those that are torn are to be held whole: a
+    gradient is a sum over equal blocks.
+    """
+    holdings: defaultdict[str, list[tuple[tuple[int, ...], Layout]]] = defaultdict(list)
+    for devices, parameters in stages:
+        for name, layout in parameters.items():
+            holdings[name].append((devices, layout))
+    is_torn = cache(_is_torn)
+    shared = {name: each for name, each in holdings.items() if len(each) > 1 or each[0][1].windows}
+    return frozenset(name for name, each in shared.items() if is_torn(tuple(each)))
+
+
+def _is_torn(holdings: tuple[tuple[tuple[int, ...], Layout], ...]) -> bool:
+    held: dict[int, Box] = {}
+    for devices, layout in holdings:
+        for box, places in holders_by_box(layout, len(devices)):
+            if any(held.setdefault(devices[place], box) != box for place in places):
+                return True
+    if len({(len(devices), layout) for devices, layout in holdings}) == 1 and not holdings[0][1].windows:
+        return False  # Blocks of one layout are apart.
+    return any(one.intersect(other) is not None for one, other in itertools.combinations(set(held.values()), 2))

@@ -1,18 +1,13 @@
 """Costs of collectives and of changes of layout on a cluster.
 
-A collective takes the time of the cheapest algorithm known for it, each an affine function of its size:
+A collective takes the time of the cheapest algorithm known for it, each an affine function of its size: rings
+(Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009), trees,
+recursive halving and doubling (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in
+MPICH", IJHPCA 19(1), 2005, sections 3 and 4); over several nodes flat over the slowest link, or one level after the
+other. The link of an outer level joins two nodes, so what the devices of one node send out together shares it.
 
-* rings: Patarasuk, Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009;
-* trees, recursive halving and doubling: Thakur, Rabenseifner, Gropp: "Optimization of collective communication
-  operations in MPICH", IJHPCA 19(1), 2005, sections 3 and 4.
-
-A group that spans several nodes uses either the flat algorithm over its slowest link or one level after the other:
-inside the nodes, then between them. The link of an outer level joins two *groups* (nodes), so what the devices of one
-node send out together shares it: the columns of a mesh that exchange something at the same time, above all.
-
-Cost of a change of layout (`passes/analysis/resharding.py`): reductions as collectives, the rest by the bytes that
-devices lack. Where nothing is added up, each link carries once what is lacking behind it: a device's own link what the
-device lacks, a node's what its devices lack together. Ring all-gathers, all-to-alls and messages move exactly that.
+Changes of layout (`passes/analysis/resharding.py`) that add nothing up cost by the bytes that devices lack: each link
+carries once what is lacking behind it. Ring all-gathers, all-to-alls and messages move exactly that.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +39,6 @@ class Cost:
         return min(way.seconds(size_bytes) for way in self.ways)
 
     def seconds_each(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The same for an array of sizes."""
         best = np.minimum.reduce([way.fixed_s + way.per_byte_s * sizes for way in self.ways])
         return np.where(sizes > 0, best, 0.0)
 
@@ -53,23 +47,30 @@ FREE = Cost((Affine(0.0, 0.0),))
 """Cost in a group of one device."""
 
 
-def all_reduce(cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()) -> Cost:
-    """Sum of one tensor of `bytes` a device, left whole on each device of `group`.
+def collective(kind: str, cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()) -> Cost:
+    """An `all_reduce`, `all_gather` or `reduce_scatter` of `group`, by `bytes`.
 
-    All of `beside`, where that is given, do the same at the same time, in groups like this one.
+    These are, of a sum, those of the tensor on each device; of an all-gather, those of all shards together. All of
+    `beside`, where that is given, do the same at the same time, in groups like this one.
     """
-    return _collective(cluster, "all_reduce", group, beside)
+    members = tuple(sorted(set(group)))
+    if len(members) < 2:
+        return FREE
+    measured = _measured(cluster, kind, members)
+    if measured is None and kind == "reduce_scatter":  # An all-gather run backwards.
+        measured = _measured(cluster, "all_gather", members)
+    if measured is not None:
+        return Cost((measured,))
+    first, _ = cluster.part(members[0])
+    is_apart = bool(cluster.groups) and cluster.part(members[-1])[0] != first
+    slowest, levels = (_levels_among_groups if is_apart else _levels)(cluster, members, beside)
+    ways = _ways(kind, [(len(members), slowest)])
+    return Cost((*ways, *(_ways(kind, levels) if len(levels) > 1 else ())))
 
 
-def all_gather(cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()) -> Cost:
-    """The shards of a tensor of `bytes` in all, left whole on each device of `group`; `beside` as in `all_reduce`."""
-    return _collective(cluster, "all_gather", group, beside)
-
-
-def reduce_scatter(cluster: Cluster, group: Sequence[int], beside: Sequence[int] = ()) -> Cost:
-    """Sum of one tensor of `bytes` a device, left in shards: an all-gather run backwards."""
-    measured = _measured(cluster, "reduce_scatter", group)
-    return all_gather(cluster, group, beside) if measured is None else Cost((measured,))
+all_reduce, all_gather, reduce_scatter = (
+    partial(collective, kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")
+)
 
 
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Affine | None:
@@ -88,20 +89,6 @@ def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Affine | Non
     return fits[below] * (1 - part) + fits[above] * part
 
 
-def _collective(cluster: Cluster, kind: str, group: Sequence[int], beside: Sequence[int]) -> Cost:
-    members = tuple(sorted(set(group)))
-    if len(members) < 2:
-        return FREE
-    measured = _measured(cluster, kind, members)
-    if measured is not None:
-        return Cost((measured,))
-    first, _ = cluster.part(members[0])
-    is_apart = bool(cluster.groups) and cluster.part(members[-1])[0] != first
-    slowest, levels = (_levels_among_groups if is_apart else _levels)(cluster, members, beside)
-    ways = _ways(kind, [(len(members), slowest)])
-    return Cost((*ways, *(_ways(kind, levels) if len(levels) > 1 else ())))
-
-
 def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[Affine]:
     """The ways of a collective; `levels` are the members and the link of each level, innermost first.
 
@@ -116,7 +103,7 @@ def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[Affine]:
     if outer:
         inside = [way + way for way in gathers] if kind == "all_reduce" else gathers
         return [way + rest for way in inside for rest in _ways(kind, outer)]
-    if kind == "all_gather":
+    if kind != "all_reduce":
         return gathers
     moved = 2 * (size - 1) / size / link.bandwidth_bytes_per_s
     ring = Affine(2 * (size - 1) * link.latency_s, moved)
@@ -185,7 +172,7 @@ def relayout_seconds(cluster: Cluster, devices: tuple[int, ...], step: Relayout,
 def reduction_cost(cluster: Cluster, devices: tuple[int, ...], kind: str, over: MeshAxes) -> Cost:
     """An `all_reduce` or `reduce_scatter` along axes of the mesh of `devices`, all of them doing so at once."""
     group = tuple(devices[position] for position in members(over, 0))
-    return (all_reduce if kind == "all_reduce" else reduce_scatter)(cluster, group, devices)
+    return collective(kind, cluster, group, devices)
 
 
 def moving_seconds(cluster: Cluster, devices: Sequence[int], source: Layout, target: Layout, width: float) -> float:
@@ -204,33 +191,29 @@ def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int,
     """Lines of the time to bring a device, its node and so on the bytes lacking there, each with how many neighbours in
     `devices` share the link. Measured exchanges count where there are any in a node of as many devices, else the links.
 
-    Of all-gathers and all-to-alls a device lacks all but its own part; both take about as long.
+    Where nodes have different shares of `devices`, or these are in several groups of the cluster, all is taken to go
+    over the slowest link between any two. Of all-gathers and all-to-alls a device lacks all but its own part; both take
+    about as long.
     """
     measured = _measured(cluster, "all_to_all", devices)
     if measured is not None:
         ranks = len(set(devices))
         return ((1, Affine(measured.fixed_s, measured.per_byte_s * ranks / (ranks - 1))),)
-    levels = _link_levels(cluster, devices)
-    return tuple((size, Affine(link.latency_s, 1 / link.bandwidth_bytes_per_s)) for size, link in levels)
-
-
-def _link_levels(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, Link], ...]:
-    """The links into a device, into its node and so on, each with how many neighbours in `devices` share it.
-
-    Where nodes have different shares of `devices`, or these are in several groups of the cluster, all is taken to go
-    over the slowest link between any two.
-    """
     first, hierarchy = cluster.part(devices[0])
     if any(cluster.part(device)[0] != first for device in devices):
-        return ((1, cluster.slowest_link(devices)),)
+        return ((1, _line(cluster.slowest_link(devices))),)
     found = []
     span = 1
     for level in hierarchy:
         nodes = [(device - first) // span for device in devices]
         count = len(devices) // len(set(nodes))
         if any(len(set(nodes[start : start + count])) > 1 for start in range(0, len(nodes), count)):
-            return ((1, cluster.slowest_link(devices)),)
+            return ((1, _line(cluster.slowest_link(devices))),)
         if len({node // level.size for node in nodes}) < len(set(nodes)):
-            found.append((count, level.link))
+            found.append((count, _line(level.link)))
         span *= level.size
     return tuple(found)
+
+
+def _line(link: Link) -> Affine:
+    return Affine(link.latency_s, 1 / link.bandwidth_bytes_per_s)

@@ -149,8 +149,6 @@ class Operations:
 
 _MOST_WAYS = 64
 """Shares are looked up for splits of up to this many ways; smaller ones follow the roofline from there."""
-_NOTHING = ((1.0, 0.0, 0.0),)
-"""No seconds, whatever the share."""
 
 
 @remembered(GRAPHS)
@@ -176,8 +174,8 @@ def costed_work(graph: Graph, precision: str, cluster: Cluster, costs: Costs | N
             cuts = [(), *operations.cuts(place, degrees)]
             shares = [(1 / (cut[0].degree if cut else 1), operations.operation(place, cut)) for cut in cuts]
             own = (lookup.measured(each, shares) for lookup in lookups)
-            # An addition that its product's call does takes nothing more.
-            known[key] = tuple(own if product is None else (replace(one, points=_NOTHING) for one in own))
+            # An addition that its product's call does takes nothing more, whatever the share.
+            known[key] = tuple(own if product is None else (replace(one, points=((1.0, 0.0, 0.0),)) for one in own))
         found.append(replace(each, measured=known[key]))
     return tuple(found)
 
@@ -242,7 +240,7 @@ class _Lookup:
     def __init__(self, device: Device, costs: DeviceCosts, precision: str) -> None:
         entries = [each for each in costs.operations if each.operation.precision == precision] or costs.operations
         self.device, self.precision = device, precision
-        self.forward = {_any_gradients(each.operation): each.forward.seconds for each in costs.operations}
+        self.forward = {replace(each.operation, gradients=()): each.forward.seconds for each in costs.operations}
         """Seconds by operation, whatever gradients it gives."""
         self.backward = {each.operation: each.backward.seconds for each in costs.operations if each.backward}
         self.scales = _scales(entries, device, precision)
@@ -277,7 +275,7 @@ class _Lookup:
 
     def _seconds(self, work: Work, share: float, operation: Operation) -> tuple[float, float] | None:
         """Of forward and backward; where only forward was measured, backward is judged by the roofline."""
-        forward = self.forward.get(_any_gradients(operation))
+        forward = self.forward.get(replace(operation, gradients=()))
         if forward is None:
             return None
         backward = self.backward.get(operation)
@@ -289,10 +287,6 @@ class _Lookup:
     def scale(self, operator: str, kind: str) -> tuple[float, float]:
         """How much longer than the roofline says forward and backward take."""
         return self.scales.get(operator) or self.scales.get(f"class {kind}") or self.scales.get("", (1.0, 1.0))
-
-
-def _any_gradients(operation: Operation) -> Operation:
-    return replace(operation, gradients=())
 
 
 def _scales(entries: Sequence[OperationCost], device: Device, precision: str) -> dict[str, tuple[float, float]]:

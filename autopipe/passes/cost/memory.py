@@ -32,7 +32,6 @@ class State:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     tensors: int = 0
-    """Number of gradients."""
     updated_bytes: int = 0
     """Bytes of the gradients by which the device updates parameters: a share of them where shares are kept."""
     updates: int = 0

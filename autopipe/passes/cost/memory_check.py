@@ -20,7 +20,6 @@ from autopipe.passes.cost.stages import StageCost, stage_costs
 
 
 def check_operators(problem: Problem) -> None:
-    """Raise InfeasibleError for an empty model."""
     if not problem.graph.nodes:
         raise InfeasibleError("the model has no operators to place")
 

@@ -48,7 +48,6 @@ class Shared:
         return Shared(sums(chain.blocks, parts[True]), sums(chain.blocks, parts[False]))
 
     def local(self, degree: int) -> Matrix:
-        """Bytes on one of `degree` replicas."""
         return self.cut / degree + self.whole
 
 
@@ -64,11 +63,9 @@ class Tables:
     arriving: Matrix
     """Number of values received: each is a message of its own."""
     leaving: Matrix
-    """Number of values sent."""
     kept: Shared
     workspace: Shared
     state: Matrix
-    """Bytes of parameters and gradients."""
     optimizer: Matrix
     """Bytes of what the optimizer keeps of them in all."""
     gradients: Matrix

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopipe.ir.cluster import Device
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.measured_costs import Affine, TensorCosts
+from autopipe.ir.measured_costs import Affine
 from autopipe.ir.problem import Problem, Work
 from autopipe.passes.analysis.gradients import differentiable_values, kept_values
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, SampleAxes, element_bytes, uses_of
@@ -113,12 +113,6 @@ def accumulate_per_byte(device: Device) -> float:
     return 3 / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
 
 
-def bucket_line(device: Device) -> TensorCosts:
-    """Putting gradients into a bucket that goes to other devices and having their sums back, where that was measured.
-    Of others the exchange alone counts."""
-    return TensorCosts(0.0, 0.0) if device.tasks is None else device.tasks.bucket
-
-
 def update_seconds(device: Device, parameter_bytes: float, states: int, tensors: int = 1) -> float:
     """Seconds of an optimizer's update of parameters; none where there are none."""
     if not parameter_bytes:
@@ -146,11 +140,6 @@ def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
         return 0.0
     following = device.post if device.follow is None else device.follow
     return device.post.seconds(size_bytes) + following.fixed_s * (messages - 1)
-
-
-def waiting_seconds(device: Device, operators: int) -> float:
-    """Seconds that `operators` operators take because their weight gradients are deferred, where that was measured."""
-    return 0.0 if device.tasks is None else device.tasks.waiting_s * operators
 
 
 def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:

@@ -1,8 +1,5 @@
 """Work of each stage: its nodes as its group shares them, the collectives between them, and the sums of gradients at a
 step's end. Backward runs each exchange's transpose, which costs the same, where gradients flow.
-
-With ZeRO-1 (`Optimizer.shard`) each holder of a block gets the sum of a shard of the gradients and updates that; then
-all gather the parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from dataclasses import dataclass
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, MeshAxes, merged, mesh_of, replicated
-from autopipe.ir.measured_costs import Affine
+from autopipe.ir.measured_costs import Affine, TensorCosts
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import Signature, joint_splits
@@ -24,7 +21,14 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import OpInstance, uses_of
-from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, node_layouts, taken_layouts, with_exchanges
+from autopipe.passes.analysis.resharding import (
+    Exchange,
+    NodeLayouts,
+    node_layouts,
+    taken_layouts,
+    torn_parameters,
+    with_exchanges,
+)
 from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.cost.communication import (
     FREE,
@@ -36,7 +40,6 @@ from autopipe.passes.cost.communication import (
     relayout_seconds,
 )
 from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.roofline import bucket_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +108,12 @@ class StageWork:
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     """The work of each stage, in order: nodes that no wanted output depends on are left out."""
     graph = problem.graph
-    plans = assign_nodes(graph, placement, problem.wanted)
     problems = {size: resized(problem, size) for size in (stage.micro_batch_size for stage in placement.stages)}
-    assigners = {size: _assigner(own.graph) for size, own in problems.items()}
     works = []
-    cut: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for stage, plan in zip(placement.stages, plans, strict=True):
-        own, assign = problems[stage.micro_batch_size], assigners[stage.micro_batch_size]
-        nodes = tuple(assign(index, splits, len(stage.devices)) for index, splits in plan.nodes)
+    for stage, plan in zip(placement.stages, assign_nodes(graph, placement, problem.wanted), strict=True):
+        own, group = problems[stage.micro_batch_size], len(stage.devices)
+        assign = _assigner(own.graph)
+        nodes = tuple(assign(index, splits, group) for index, splits in plan.nodes)
         taken = taken_layouts(own.graph, [each.layouts for each in nodes])
         written = {
             name: layout
@@ -123,14 +124,12 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
         given = {name: written[name] for name in plan.outputs if name in written}
         received = {name: layout for name, layout in taken.items() if graph.producer(name) is not None}
         parameters = {name: layout for name, layout in taken.items() if graph.parameter(name) is not None}
-        for name, layout in parameters.items():
-            cut[name].add(layout.local_shape())
         parts = {name: layout.parts for name, layout in (given | received | parameters).items()}
         works.append(StageWork(stage, own, nodes, given, received, parameters, parts))
-    whole = {name: replicated(graph.type_of(name).shape) for name, shapes in cut.items() if len(shapes) > 1}
-    for work in works:  # Parameters that stages would cut differently: all of them hold these whole.
-        for name in work.parameters.keys() & whole.keys():
-            work.parameters[name], work.parts[name] = whole[name], 1
+    torn = torn_parameters([(work.stage.devices, work.parameters) for work in works])
+    for work in works:  # All stages hold these whole.
+        for name in work.parameters.keys() & torn:
+            work.parameters[name], work.parts[name] = replicated(graph.type_of(name).shape), 1
     return tuple(works)
 
 
@@ -143,25 +142,20 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
     def assigned(index: int, splits: tuple[Split, ...], group: int) -> StageNode:
         use = uses[index]
         key = (id(use), splits, group)
-        sharing = known.get(key)
-        if sharing is None:
-            sharing = known[key] = _sharing(graph, index, use, splits, group)
-        return StageNode(index, graph.nodes[index], use, sharing)
+        if key not in known:
+            degrees = {split.axis: split.degree for split in splits}
+            names = use.space.extents()
+            # An axis that the node lacks only shares its work: code generation refuses it, by name.
+            form = node_layouts(graph, index, use.space, tuple(each for each in splits if each.axis in names), group)
+            read, written = (
+                tuple(None if layout is None else layout.local_elements for layout in layouts)
+                for layouts in (form.operands, form.results)
+            )
+            share = 1.0 / math.prod(degrees.values())
+            known[key] = NodeSharing(degrees, share, form.operands, form.results, read, written)
+        return StageNode(index, graph.nodes[index], use, known[key])
 
     return assigned
-
-
-def _sharing(graph: Graph, index: int, use: OpInstance, splits: tuple[Split, ...], group: int) -> NodeSharing:
-    degrees = {split.axis: split.degree for split in splits}
-    names = use.space.extents()
-    # An axis that the node lacks only shares its work: code generation refuses it, by name.
-    own = tuple(split for split in splits if split.axis in names)
-    form = node_layouts(graph, index, use.space, own, group)
-    read, written = (
-        tuple(None if layout is None else layout.local_elements for layout in layouts)
-        for layouts in (form.operands, form.results)
-    )
-    return NodeSharing(degrees, 1.0 / math.prod(degrees.values()), form.operands, form.results, read, written)
 
 
 def exchange_seconds(work: StageWork) -> tuple[float, float]:
@@ -214,7 +208,8 @@ def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int =
     """
     if len(group) < 2:
         return FREE
-    buckets = [bucket_line(device) for device in problem.cluster.kinds_among(group)]
+    measured = (device.tasks for device in problem.cluster.kinds_among(group))
+    buckets = [tasks.bucket for tasks in measured if tasks is not None] or [TensorCosts(0.0, 0.0)]
     own = Affine(max(each.per_tensor_s for each in buckets) * tensors, max(each.per_byte_s for each in buckets))
     if not problem.optimizer.shard:
         return Cost(tuple(way + own for way in all_reduce(problem.cluster, group).ways))

@@ -37,7 +37,6 @@ from autopipe.passes.cost.roofline import (
     posting_seconds,
     task_seconds,
     update_seconds,
-    waiting_seconds,
 )
 from autopipe.passes.cost.stage_work import (
     StageWork,
@@ -49,21 +48,15 @@ from autopipe.passes.cost.stage_work import (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageSignatures:
-    """Signatures of a costed graph's nodes and values: numbers equal for those of equal effect on any stage's cost."""
-
-    nodes: tuple[int, ...]
-    """A number for each node: its work, what it keeps but for names, how many values it reads and writes."""
-    named: tuple[tuple[str, ...], ...]
-    """For each node what it reads ("" where it reads nothing), writes, and keeps."""
-    values: dict[str, tuple[int, str]]
-    """For each value a number, and what it is a view of."""
-
-
 @remembered(GRAPHS)
-def signatures_in(graph: Graph, work: tuple[Work, ...], precision: str) -> StageSignatures:
-    """The nodes and values of a graph with such work."""
+def signatures_in(
+    graph: Graph, work: tuple[Work, ...], precision: str
+) -> tuple[list[int], list[tuple[str, ...]], dict[str, tuple[int, str]]]:
+    """Numbers of a costed graph's nodes and values, equal for those of equal effect on any stage's cost.
+
+    For each node one of its work, what it keeps but for names, and how many values it reads and writes; then what it
+    reads ("" where it reads nothing), writes, and keeps; for each value a number, and what it is a view of.
+    """
     kept, widths, waiting = kept_values(graph, precision), element_bytes(graph, precision), waiting_operands(graph)
     gradient, consumers = differentiable_values(graph), graph.consumers()
     numbers: dict[Hashable, int] = {}
@@ -71,7 +64,7 @@ def signatures_in(graph: Graph, work: tuple[Work, ...], precision: str) -> Stage
     def number(content: Hashable) -> int:
         return numbers.setdefault(content, len(numbers))
 
-    nodes, named, values = [], [], {}
+    nodes, named, values = list[int](), list[tuple[str, ...]](), dict[str, tuple[int, str]]()
     for node, own, keeps, waits in zip(graph.nodes, work, kept, waiting, strict=True):
         figures = own.forward_flops, own.backward_flops, own.forward_bytes, own.backward_bytes, own.measured
         held = tuple((each.key[1], each.bytes, each.dimensions, each.windows) for each in keeps)
@@ -82,7 +75,7 @@ def signatures_in(graph: Graph, work: tuple[Work, ...], precision: str) -> Stage
         told = widths.get(name), name in gradient, graph.producer(name) is not None
         content = *told, parameter is not None and parameter.trainable, name in consumers
         values[name] = number(content), root
-    return StageSignatures(tuple(nodes), tuple(named), values)
+    return nodes, named, values
 
 
 def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
@@ -93,7 +86,7 @@ def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
     some stage receives.
     """
     problem = work.problem
-    signatures = signatures_in(problem.graph, problem.work, problem.precision)
+    nodes, named, values = signatures_in(problem.graph, problem.work, problem.precision)
     numbers = {"": 0}
     told = {""}
     found: list[Hashable] = []
@@ -103,7 +96,7 @@ def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
             found.append(numbers[name])
             return
         told.add(name)
-        own, root = signatures.values[name]
+        own, root = values[name]
         places = (numbers.setdefault(each, len(numbers)) for each in (name, root))
         found.append((*places, own, work.parts.get(name), name in crossing))
 
@@ -111,8 +104,8 @@ def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
         add(name)
     found.append(len(work.given))
     for each in work.nodes:
-        found += id(each.sharing), signatures.nodes[each.index]
-        for name in signatures.named[each.index]:
+        found += id(each.sharing), nodes[each.index]
+        for name in named[each.index]:
             add(name)
     return id(problem), work.stage.recompute, reach(problem.cluster, work.stage.devices), tuple(found)
 
@@ -260,7 +253,7 @@ def _stage_cost(work: StageWork, state: State, crossing: Set[str], held: int) ->
         backward_s=whole_backward,
         input_gradient_s=whole_backward - weight_gradient,
         weight_gradient_s=weight_gradient,
-        split_s=max(waiting_seconds(device, deferred) for device in devices) if train else 0.0,
+        split_s=max((each.tasks.waiting_s * deferred for each in devices if each.tasks), default=0.0) if train else 0.0,
         update_s=max(update_seconds(device, state.updated_bytes, states, state.updates) for device in devices),
         parameter_bytes=state.parameter_bytes,
         static_bytes=state.total + buffers,

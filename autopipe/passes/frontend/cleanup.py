@@ -1,69 +1,80 @@
 """Graph to graph, meaning kept: aliases of outputs, equal computations, what nothing reads. All linear.
 
-Besides: gathers that spell a broadcast (attention masks are exported as `mask[batch_index, key_index]`, in which
-nothing tells that each sample reads only its own row) become Reshape and Expand; what a model exported in training
-mode computes at inference; and the branches of a model that may run side by side.
+Besides: gathers that spell a broadcast, as attention masks are exported (`mask[batch_index, key_index]`), become
+Reshape and Expand; a model exported in training mode at inference; and the branches that may run side by side.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Value
+from autopipe.ir.graph import Constant, DType, Graph, Node, Value
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.elementwise import is_active
 from autopipe.ir.ops.normalization import trains
-from autopipe.passes.frontend.constants import ConstantFolder
-from autopipe.passes.frontend.inference import RANDOM
+from autopipe.passes.frontend.inference import RANDOM, ConstantFolder
 
 _LOOKS = 8
 """Operations on each index until it is known what a gather spells."""
 GATHERS = frozenset({"Gather", "GatherND"})
 
 
+class Additions:
+    """Values and constants that are added to a graph, under names that it has not."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph, self._taken = graph, set[str]()
+        self.constants, self.values = list(graph.constants), list(graph.values)
+
+    def free(self, name: str) -> str:
+        while self._graph.has(name) or name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
+
+    def value(self, name: str, dtype: DType, shape: tuple[int, ...]) -> str:
+        """The name of a new value of this type."""
+        self.values.append(Value(self.free(name), dtype, shape))
+        return self.values[-1].name
+
+    def shape(self, name: str, shape: tuple[int, ...]) -> str:
+        """The name of a new constant that holds the shape that `name` is to have."""
+        array = np.asarray(shape, dtype=np.int64)
+        constant = Constant(Value(self.free(f"{name}_shape"), DType.INT64, array.shape), array)
+        self.constants.append(constant)
+        return constant.value.name
+
+    def graph(self, nodes: Iterable[Node]) -> Graph:
+        """The graph with all of them, and with these nodes."""
+        return dataclasses.replace(
+            self._graph, nodes=tuple(nodes), constants=tuple(self.constants), values=tuple(self.values)
+        )
+
+
 def with_plain_gathers(graph: Graph) -> Graph:
     """Replace gathers that read all elements in order, each for a block of results, by Reshape and Expand."""
     if not any(node.op in GATHERS and not node.domain for node in graph.nodes):
         return graph
-    known = ConstantFolder.of(graph)
-    taken = {value.name for value in graph.values} | {constant.value.name for constant in graph.constants}
-    taken |= {value.name for value in graph.inputs} | {parameter.value.name for parameter in graph.parameters}
+    known, added = ConstantFolder(graph), Additions(graph)
     nodes: list[Node] = []
-    constants, values = list(graph.constants), list(graph.values)
-
-    def free(name: str) -> str:
-        while name in taken:
-            name += "_"
-        taken.add(name)
-        return name
-
-    def shape_constant(name: str, shape: tuple[int, ...]) -> str:
-        name = free(f"{name}_shape")
-        array = np.asarray(shape, dtype=np.int64)
-        constants.append(Constant(Value(name, DType.INT64, array.shape), array))
-        return name
-
     for node in graph.nodes:
         apart = _apart(graph, known, node) if node.op in GATHERS and not node.domain else None
         if apart is None:
             nodes.append(node)
             continue
-        result = graph.type_of(node.outputs[0])
-        if apart == result.shape:
-            nodes.append(Node(node.name, "Reshape", (node.inputs[0], shape_constant(result.name, apart)), node.outputs))
-            continue
-        middle = Value(free(f"{result.name}_apart"), result.dtype, apart)
-        values.append(middle)
-        reshape = (node.inputs[0], shape_constant(middle.name, apart))
-        nodes.append(Node(free(f"{node.name}/apart"), "Reshape", reshape, (middle.name,)))
-        expand = (middle.name, shape_constant(result.name, result.shape))
-        nodes.append(Node(node.name, "Expand", expand, node.outputs))
-    return dataclasses.replace(graph, nodes=tuple(nodes), constants=tuple(constants), values=tuple(values))
+        result, source, operator = graph.type_of(node.outputs[0]), node.inputs[0], "Reshape"
+        if apart != result.shape:
+            middle = added.value(f"{result.name}_apart", result.dtype, apart)
+            operands = (source, added.shape(middle, apart))
+            nodes.append(Node(added.free(f"{node.name}/apart"), "Reshape", operands, (middle,)))
+            source, operator = middle, "Expand"
+        nodes.append(Node(node.name, operator, (source, added.shape(result.name, result.shape)), node.outputs))
+    return added.graph(nodes)
 
 
 def _apart(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
@@ -136,11 +147,11 @@ def cleaned(graph: Graph) -> Graph:
     return without_unread(without_repeats(merged_constants(with_plain_gathers(with_named_outputs(graph)))))
 
 
-def renamed(graph: Graph, names: dict[str, str]) -> Graph:
-    """Read `names[x]` wherever x is read."""
-    if not names:
-        return graph
-    return dataclasses.replace(graph, nodes=tuple(_reading(node, names) for node in graph.nodes))
+def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
+    """The graph with these nodes, which write values that it knows."""
+    nodes = tuple(nodes)
+    values = tuple(graph.type_of(name) for node in nodes for name in node.outputs if name)
+    return dataclasses.replace(graph, nodes=nodes, values=values)
 
 
 def _reading(node: Node, names: dict[str, str]) -> Node:
@@ -164,15 +175,13 @@ def with_named_outputs(graph: Graph) -> Graph:
             kept.append(node)
     if not names:
         return graph
-    nodes = tuple(
-        dataclasses.replace(
-            node,
-            inputs=tuple(names.get(name, name) for name in node.inputs),
-            outputs=tuple(names.get(name, name) for name in node.outputs),
-        )
-        for node in kept
+    return with_nodes(
+        graph,
+        (
+            dataclasses.replace(_reading(node, names), outputs=tuple(names.get(name, name) for name in node.outputs))
+            for node in kept
+        ),
     )
-    return dataclasses.replace(graph, nodes=nodes, values=values_of(graph, nodes))
 
 
 def without_repeats(graph: Graph) -> Graph:
@@ -183,15 +192,13 @@ def without_repeats(graph: Graph) -> Graph:
     results = frozenset(graph.outputs)
     for node in graph.nodes:
         node = _reading(node, names)
-        key: tuple[str, str, tuple[str, ...], tuple[tuple[str, Attribute], ...], tuple[bool, ...]]
         key = (node.domain, node.op, node.inputs, node.attributes, tuple(map(bool, node.outputs)))
         earlier = first.setdefault(key, node) if node.op not in RANDOM else node
         if earlier is node or not results.isdisjoint(node.outputs):
             kept.append(node)
         else:
             names.update(zip(node.outputs, earlier.outputs, strict=True))
-    nodes = tuple(kept)
-    return dataclasses.replace(graph, nodes=nodes, values=values_of(graph, nodes))
+    return with_nodes(graph, kept)
 
 
 def merged_constants(graph: Graph) -> Graph:
@@ -203,7 +210,7 @@ def merged_constants(graph: Graph) -> Graph:
         kept = first.setdefault(key, constant.value.name)
         if kept != constant.value.name:
             names[constant.value.name] = kept
-    return renamed(graph, names)
+    return dataclasses.replace(graph, nodes=tuple(_reading(node, names) for node in graph.nodes))
 
 
 def without_unread(graph: Graph) -> Graph:
@@ -211,24 +218,15 @@ def without_unread(graph: Graph) -> Graph:
     needed = set(graph.outputs)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if needed.isdisjoint(node.outputs):
-            continue
-        kept.append(node)
-        needed.update(node.inputs)
-        needed.discard("")  # An operand that is absent.
-    nodes = tuple(reversed(kept))
+        if not needed.isdisjoint(node.outputs):
+            kept.append(node)
+            needed.update(node.inputs)
+            needed.discard("")  # An operand that is absent.
     return dataclasses.replace(
-        graph,
-        nodes=nodes,
-        values=values_of(graph, nodes),
+        with_nodes(graph, reversed(kept)),
         parameters=tuple(parameter for parameter in graph.parameters if parameter.value.name in needed),
         constants=tuple(constant for constant in graph.constants if constant.value.name in needed),
     )
-
-
-def values_of(graph: Graph, nodes: tuple[Node, ...]) -> tuple[Value, ...]:
-    """The types of what `nodes` write, all of which `graph` knows."""
-    return tuple(graph.type_of(name) for node in nodes for name in node.outputs if name)
 
 
 HEAVY = 1e-3
@@ -260,17 +258,15 @@ def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
     before, after = _reached(graph, heavy), _reached(graph, heavy, backwards=True)
     weights = np.asarray([flops[index] for index in heavy])
     beside = weights.sum() - (before | after) @ weights
-    parts = _parts(graph, [index for index in range(len(graph.nodes)) if beside[index] >= TRUNK * total])
     positions = {index: position for position, index in enumerate(heavy)}
     found: list[tuple[Branch, list[int]]] = []
-    for nodes in parts:
+    for nodes in _parts(graph, [index for index in range(len(graph.nodes)) if beside[index] >= TRUNK * total]):
         work = sum(flops[index] for index in nodes)
         inside = [positions[index] for index in nodes if index in positions]
         if work < TRUNK * total or not inside:
             continue
-        ordered = any(before[[heavy[other] for other in others]][:, inside].any() for _, others in found)
-        ordered = ordered or any(before[[heavy[each] for each in inside]][:, others].any() for _, others in found)
-        if not ordered:
+        pairs = [pair for _, others in found for pair in ((inside, others), (others, inside))]
+        if not any(before[[heavy[each] for each in last]][:, first].any() for first, last in pairs):
             found.append((Branch(graph.nodes[nodes[0]].name, len(nodes), work), inside))
     return tuple(branch for branch, _ in found) if len(found) > 1 else ()
 
@@ -278,38 +274,30 @@ def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
 def _reached(graph: Graph, heavy: list[int], backwards: bool = False) -> np.ndarray:
     """[nodes, heavy nodes]: which heavy nodes lie before (or after) each node, itself included."""
     table = np.zeros((len(graph.nodes), len(heavy)), dtype=bool)
-    for position, index in enumerate(heavy):
-        table[index, position] = True
-    order = range(len(graph.nodes))
-    for index in reversed(order) if backwards else order:
-        for name in graph.nodes[index].inputs:
-            source = graph.producer(name) if name else None
-            if source is not None:
-                if backwards:
-                    table[source] |= table[index]
-                else:
-                    table[index] |= table[source]
+    table[heavy, np.arange(len(heavy))] = True
+    edges = [(source, index) for index, sources in enumerate(graph.sources()) for _, source in sources]
+    for source, index in reversed(edges) if backwards else edges:
+        if backwards:
+            table[source] |= table[index]
+        else:
+            table[index] |= table[source]
     return table
 
 
 def _parts(graph: Graph, nodes: list[int]) -> list[list[int]]:
     """The connected components of these nodes, each ascending, in order of their first nodes."""
-    leader = {index: index for index in nodes}
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-    def find(index: int) -> int:
-        while leader[index] != index:
-            leader[index] = leader[leader[index]]
-            index = leader[index]
-        return index
-
-    for index in nodes:
-        for name in graph.nodes[index].inputs:
-            source = graph.producer(name) if name else None
-            if source is not None and source in leader:
-                leader[find(index)] = find(source)
+    inside, count = set(nodes), len(graph.nodes)
+    edges = [(each, source) for each in nodes for _, source in graph.sources()[each] if source in inside]
+    ends = np.asarray(edges, dtype=np.int64).reshape(-1, 2).T
+    _, labels = connected_components(
+        coo_array((np.ones(len(edges)), tuple(ends)), shape=(count, count)), directed=False
+    )
     parts: dict[int, list[int]] = {}
     for index in nodes:
-        parts.setdefault(find(index), []).append(index)
+        parts.setdefault(labels[index], []).append(index)
     return list(parts.values())
 
 
@@ -328,31 +316,24 @@ def without_dropout(graph: Graph) -> Graph:
         elif any(_is_used(graph, name) for name in node.outputs[1:]):
             kept.append(dataclasses.replace(node, inputs=node.inputs[:2], attributes=(("is_test", 1),)))
         elif node.outputs[0] in graph.outputs:
-            kept.append(
-                dataclasses.replace(
-                    node, op="Identity", inputs=node.inputs[:1], outputs=node.outputs[:1], attributes=()
-                )
-            )
+            kept.append(Node(node.name, "Identity", node.inputs[:1], node.outputs[:1]))
         else:
             names[node.outputs[0]] = names.get(node.inputs[0], node.inputs[0])
-    nodes = tuple(kept)
-    if nodes == graph.nodes:
+    if tuple(kept) == graph.nodes:
         return graph
-    return without_unread(renamed(dataclasses.replace(graph, nodes=nodes, values=values_of(graph, nodes)), names))
+    return without_unread(with_nodes(graph, (_reading(node, names) for node in kept)))
 
 
 def _without_batch_statistics(graph: Graph) -> Graph:
     kept: list[Node] = []
     for node in graph.nodes:
-        if node.op != "BatchNormalization" or node.domain or not trains(signature_of(graph, node)):
-            kept.append(node)
-        elif any(_is_used(graph, name) for name in node.outputs[1:3]):
+        is_plain = node.op != "BatchNormalization" or node.domain or not trains(signature_of(graph, node))
+        if is_plain or any(_is_used(graph, name) for name in node.outputs[1:3]):
             kept.append(node)  # A graph that gives the new statistics is about them.
         else:
             settings = tuple(each for each in node.attributes if each[0] != "training_mode")
             kept.append(dataclasses.replace(node, outputs=node.outputs[:1], attributes=settings))
-    nodes = tuple(kept)
-    return graph if nodes == graph.nodes else dataclasses.replace(graph, nodes=nodes, values=values_of(graph, nodes))
+    return graph if tuple(kept) == graph.nodes else with_nodes(graph, kept)
 
 
 def _is_used(graph: Graph, name: str) -> bool:

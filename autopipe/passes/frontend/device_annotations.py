@@ -31,7 +31,6 @@ class Sharding:
     devices: tuple[tuple[int, ...], ...]
 
     def group(self) -> frozenset[int]:
-        """All devices that hold a block."""
         return frozenset(device for copies in self.devices for device in copies)
 
     def places(self, rank: int) -> tuple[tuple[int, dict[int, int]], ...]:
@@ -50,7 +49,6 @@ class Annotation:
     """Annotation of a node for one configuration: its pipeline stage and the layouts of tensors of its own."""
 
     node: int
-    """Where it stands among the file's nodes."""
     stage: int | None
     shardings: tuple[Sharding, ...]
 
@@ -66,7 +64,6 @@ class Configuration:
 
 
 def configuration_proto(configuration: Configuration) -> onnx.DeviceConfigurationProto:
-    """The model's message for the configuration."""
     import onnx
 
     return onnx.DeviceConfigurationProto(
@@ -75,7 +72,6 @@ def configuration_proto(configuration: Configuration) -> onnx.DeviceConfiguratio
 
 
 def annotation_proto(annotation: Annotation, configuration: str) -> onnx.NodeDeviceConfigurationProto:
-    """A node's message for the configuration of this name."""
     import onnx
 
     return onnx.NodeDeviceConfigurationProto(

@@ -38,18 +38,23 @@ def bind_inputs(
     its extent there is the graph's own batch and holds for symbolic batch axes too. Raises ConfigurationError for
     unbound dimensions and for names that do not occur, ModelError where inputs disagree.
     """
-    symbols = _checked(dims)
-    axes = _batch_axes(inputs, stated_axes, symbols)
-    own = _own_batch(inputs, axes, symbols)
-    size = own if own is not None else (batch or 1)
-    for info in inputs:
-        axis = axes.get(info.name)
-        if axis is not None:
-            dimension = _dimensions(info)[axis]
-            if not dimension.HasField("dim_value") and dimension.dim_param:
-                symbols.setdefault(dimension.dim_param, size)
+    for name, extent in dims.items():
+        if extent <= 0:
+            raise ConfigurationError(f"--dim {name}={extent}: an extent is at least 1")
+    symbols, shapes = dict(dims), {info.name: _dimensions(info) for info in inputs}
+    axes = _batch_axes(shapes, stated_axes, symbols)
+    fixed = (_extent(shapes[name][axis], symbols) for name, axis in axes.items())
+    size = max((extent for extent in fixed if extent is not None), default=batch or 1)
+    for name, axis in axes.items():
+        dimension = shapes[name][axis]
+        if not dimension.HasField("dim_value") and dimension.dim_param:
+            symbols.setdefault(dimension.dim_param, size)
     values = tuple(_bound(info, axes.get(info.name), size, symbols) for info in inputs)
-    _require_used(dims, inputs)
+    known = sorted({each.dim_param for dimensions in shapes.values() for each in dimensions if each.dim_param})
+    for name in dims:
+        if name not in known:
+            told = f"its symbolic dimensions are {', '.join(map(repr, known))}" if known else "it has none"
+            raise ConfigurationError(f"--dim {name}: the model has no such dimension", hint=told)
     for value in values:
         if value.name in axes and value.shape[axes[value.name]] != size:
             raise ModelError(
@@ -57,13 +62,6 @@ def bind_inputs(
                 hint=f"say which axis counts samples: model.batch_axes: {{{value.name}: null}} if none does",
             )
     return Inputs(values, tuple(axes.items()), symbols, size if axes else None)
-
-
-def _checked(dims: Mapping[str, int]) -> dict[str, int]:
-    for name, extent in dims.items():
-        if extent <= 0:
-            raise ConfigurationError(f"--dim {name}={extent}: an extent is at least 1")
-    return dict(dims)
 
 
 def _dimensions(info: onnx.ValueInfoProto) -> list[onnx.TensorShapeProto.Dimension]:
@@ -78,24 +76,26 @@ def _dimensions(info: onnx.ValueInfoProto) -> list[onnx.TensorShapeProto.Dimensi
 
 
 def _batch_axes(
-    inputs: tuple[onnx.ValueInfoProto, ...], stated: Mapping[str, int | None], symbols: Mapping[str, int]
+    shapes: Mapping[str, list[onnx.TensorShapeProto.Dimension]],
+    stated: Mapping[str, int | None],
+    symbols: Mapping[str, int],
 ) -> dict[str, int]:
-    unknown = sorted(set(stated) - {info.name for info in inputs})
+    unknown = sorted(set(stated) - shapes.keys())
     if unknown:
         raise ConfigurationError(
             f"model.batch_axes names {unknown[0]!r}, which is no input",
-            hint=f"the inputs are {', '.join(repr(info.name) for info in inputs)}",
+            hint=f"the inputs are {', '.join(map(repr, shapes))}",
         )
     axes: dict[str, int] = {}
-    for info in inputs:
-        rank = len(_dimensions(info))
-        axis = stated.get(info.name, 0 if rank else None)
+    for name, dimensions in shapes.items():
+        rank = len(dimensions)
+        axis = stated.get(name, 0 if rank else None)
         if axis is None:
             continue
         if not -rank <= axis < rank:
-            raise ConfigurationError(f"model.batch_axes: {info.name!r} has {rank} dimensions, no axis {axis}")
-        axes[info.name] = axis % rank
-    extents = {info.name: _extent(_dimensions(info)[axes[info.name]], symbols) for info in inputs if info.name in axes}
+            raise ConfigurationError(f"model.batch_axes: {name!r} has {rank} dimensions, no axis {axis}")
+        axes[name] = axis % rank
+    extents = {name: _extent(shapes[name][axis], symbols) for name, axis in axes.items()}
     if any(extent != 1 for extent in extents.values()):
         return {name: axis for name, axis in axes.items() if extents[name] != 1 or name in stated}
     return axes
@@ -103,14 +103,6 @@ def _batch_axes(
 
 def _extent(dimension: onnx.TensorShapeProto.Dimension, symbols: Mapping[str, int]) -> int | None:
     return dimension.dim_value if dimension.HasField("dim_value") else symbols.get(dimension.dim_param)
-
-
-def _own_batch(
-    inputs: tuple[onnx.ValueInfoProto, ...], axes: Mapping[str, int], symbols: Mapping[str, int]
-) -> int | None:
-    """The largest extent that the file, or a bound symbol, fixes for a batch axis."""
-    extents = [_extent(_dimensions(info)[axes[info.name]], symbols) for info in inputs if info.name in axes]
-    return max((extent for extent in extents if extent is not None), default=None)
 
 
 def _bound(info: onnx.ValueInfoProto, batch_axis: int | None, size: int, symbols: Mapping[str, int]) -> Value:
@@ -131,11 +123,3 @@ def _bound(info: onnx.ValueInfoProto, batch_axis: int | None, size: int, symbols
     if any(extent < 0 for extent in shape):
         raise ModelError(f"input {info.name!r} has the shape {tuple(shape)}")
     return Value(info.name, dtype_of(info.type.tensor_type.elem_type, f"input {info.name!r}"), tuple(shape))
-
-
-def _require_used(dims: Mapping[str, int], inputs: tuple[onnx.ValueInfoProto, ...]) -> None:
-    symbols = sorted({dimension.dim_param for info in inputs for dimension in _dimensions(info) if dimension.dim_param})
-    for name in dims:
-        if name not in symbols:
-            known = f"its symbolic dimensions are {', '.join(map(repr, symbols))}" if symbols else "it has none"
-            raise ConfigurationError(f"--dim {name}: the model has no such dimension", hint=known)

@@ -70,7 +70,6 @@ def array_of(tensor: onnx.TensorProto, where: str) -> np.ndarray:
 
 
 def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
-    """The tensor that holds `array`, whose elements are of type `dtype`."""
     import onnx
 
     return onnx.TensorProto(
@@ -79,7 +78,6 @@ def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
 
 
 def type_proto(value: Value) -> onnx.TypeProto:
-    """ONNX's spelling of a value's type."""
     import onnx.helper
 
     return onnx.helper.make_tensor_type_proto(NUMBERS[value.dtype], value.shape)
@@ -91,10 +89,8 @@ def attributes_of(node: onnx.NodeProto) -> tuple[tuple[str, Attribute], ...]:
     A tensor of one element (ConstantOfShape's `value`) becomes a number. Raises ModelError for graphs (control flow),
     types and larger tensors.
     """
-    found: dict[str, Attribute] = {}
-    for attribute in node.attribute:
-        found[attribute.name] = _attribute(attribute, f"{node.op_type} {node.name!r}")
-    return tuple(sorted(found.items()))
+    where = f"{node.op_type} {node.name!r}"
+    return tuple(sorted({each.name: _attribute(each, where) for each in node.attribute}.items()))
 
 
 def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
@@ -159,7 +155,8 @@ def _number(entries: dict[str, str], key: str, default: int, where: str) -> int:
     return int(text)
 
 
-HELD: dict[DType, str] = {DType.FLOAT32: "<f4", DType.FLOAT64: "<f8", DType.FLOAT16: "<f2"}
+HELD: dict[DType, str] = {DType.FLOAT32: "<f4", DType.FLOAT64: "<f8", DType.FLOAT16: "<f2", DType.BFLOAT16: "<u2"}
+"""How floating-point numbers lie in a file; bfloat16 are the upper halves of float32."""
 
 
 def stored_numbers(
@@ -181,12 +178,10 @@ def stored_numbers(
 
 def sliced_numbers(place: FileSlice, dtype: DType, shape: tuple[int, ...], model: Path) -> np.ndarray | None:
     """The numbers at a place of the model's files; None where they do not fill `shape` or are of no such type."""
+    if dtype not in HELD or math.prod(shape) * dtype.itemsize != place.length or not place.length:
+        return None
     path = model.parent / place.file if place.file else model
-    if dtype is not DType.BFLOAT16 and dtype not in HELD:
-        return None
-    if math.prod(shape) * dtype.itemsize != place.length or not place.length:
-        return None
+    numbers: np.ndarray = np.memmap(path, HELD[dtype], mode="r", offset=place.offset, shape=shape or (1,))
     if dtype is DType.BFLOAT16:
-        bits = np.memmap(path, "<u2", mode="r", offset=place.offset, shape=shape or (1,))
-        return (bits.astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    return np.memmap(path, HELD[dtype], mode="r", offset=place.offset, shape=shape or (1,)).reshape(shape)
+        numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+    return numbers.reshape(shape)

@@ -1,8 +1,8 @@
 """Parameters that an exporter folded operators into, in the form that the module has them in.
 
-Transposed, reshaped, expanded, looked up at fixed places or put through an exponential, they stand in the file as new
-tensors, one for each use. Copies of one parameter are tied again, and what does not commute with an update is taken
-out: the parameter is the logarithm, or one row for each place, and the operators compute the file's tensor from it.
+They stand in the file as new tensors, one for each use. Copies of one parameter are tied again, and what does not
+commute with an update is taken out: the parameter is the logarithm, or one row for each place, and operators compute
+the file's tensor from it.
 """
 
 from __future__ import annotations
@@ -42,45 +42,39 @@ REPEATS = LOOKUPS | {"expand", "gather", "repeat", "tile"}
 """Traced operators after which the rows of one parameter may stand several times."""
 
 
+MOVES = frozenset({"Transpose", "Reshape", "Expand", "Gather"})
+"""Steps that leave numbers as they are."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One operator of ONNX's, with what it takes besides the tensor; Sub takes the tensor from 1."""
+    """One operator of ONNX's on a tensor, with the shape of its result."""
 
     operator: str
-    numbers: tuple[int, ...] = ()
-    """Transpose's order of the axes; the result's shape after Reshape, Expand and Add."""
-    places: np.ndarray | None = None
-    """Gather's rows."""
-    added: np.ndarray | None = None
-    """Numbers that Add takes besides the tensor."""
-
-    def shape(self, operand: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the result."""
-        if self.places is not None:
-            return (*self.places.shape, *operand[1:])
-        if self.operator == "Transpose":
-            return tuple(operand[axis] for axis in self.numbers)
-        return self.numbers if self.operator in ("Reshape", "Expand", "Add") else operand
+    shape: tuple[int, ...]
+    perm: tuple[int, ...] = ()
+    """Transpose's order of the axes."""
+    operand: np.ndarray | None = None
+    """Taken besides the tensor: Gather's rows, numbers that Add adds, those that Sub takes the tensor from."""
 
     def apply(self, array: np.ndarray) -> np.ndarray:
-        """The result on numbers."""
         match self.operator:
             case "Transpose":
-                return array.transpose(self.numbers)
+                return array.transpose(self.perm)
             case "Reshape":
-                return array.reshape(self.numbers)
+                return array.reshape(self.shape)
             case "Expand":
-                return np.broadcast_to(array, self.numbers)
+                return np.broadcast_to(array, self.shape)
+            case "Gather":
+                return np.asarray(array[self.operand])
             case "Exp":
                 return np.asarray(np.exp(array))
             case "Neg":
                 return np.asarray(-array)
-            case "Sub":
-                return np.asarray(1 - array)
             case "Add":
-                return np.asarray(array + self.added)
-        assert self.places is not None, f"{self.operator} is folded nowhere"
-        return np.asarray(array[self.places])
+                return np.asarray(array + self.operand)
+        assert self.operator == "Sub", f"{self.operator} is folded nowhere"
+        return np.asarray(self.operand - array)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +86,6 @@ class Folded:
     steps: tuple[Step, ...]
 
     def apply(self, array: np.ndarray) -> np.ndarray:
-        """The tensor's numbers from those of its source."""
         for step in self.steps:
             array = step.apply(array)
         return array
@@ -117,6 +110,11 @@ def _is_stored(parameter: Parameter) -> bool:
     return isinstance(parameter.storage, FileSlice) and bool(parameter.value.elements)
 
 
+def _place(parameter: Parameter) -> FileSlice:
+    assert isinstance(parameter.storage, FileSlice)
+    return parameter.storage
+
+
 @dataclass(frozen=True, slots=True)
 class _Folds:
     parameters: Mapping[str, Parameter]
@@ -126,24 +124,20 @@ class _Folds:
     """Names that no parameter can be given."""
 
     def numbers(self, parameter: Parameter) -> np.ndarray | None:
-        place, value = parameter.storage, parameter.value
-        assert isinstance(place, FileSlice)
-        return sliced_numbers(place, value.dtype, value.shape, self.model)
+        value = parameter.value
+        return sliced_numbers(_place(parameter), value.dtype, value.shape, self.model)
 
     def signed(self) -> Iterator[tuple[str, Folded]]:
         """Copies of a parameter, as torch's signature tells what a tensor was folded from."""
-        first: dict[str, Parameter] = {}
+        signature = self.roles.signature
+        first = {name: each for name, each in self.parameters.items() if name in signature.parameters}
         for name, each in self.parameters.items():
-            if name in self.roles.signature.parameters:
-                first[name] = each
-        for name, each in self.parameters.items():
-            origins = self.roles.signature.origins(name)
-            if name in self.roles.signature.parameters and name in self.roles.signature.folded:
-                base = self._complemented(each, first)
-                if base is not None:
-                    yield name, Folded(each.value, base.value.name, (Step("Sub"),))
-            if name in self.roles.signature.parameters or not origins:
+            if name in signature.parameters:
+                folded = self._complemented(each, first) if name in signature.folded else None
+                if folded is not None:
+                    yield name, folded
                 continue
+            origins = signature.origins(name)
             bases = [first[origin] for origin in origins if origin in first]
             if len(origins) == 1 and not bases:
                 first[origins[0]] = each
@@ -153,9 +147,9 @@ class _Folds:
                     yield name, Folded(each.value, base.value.name, steps)
                     break
 
-    def _complemented(self, copy: Parameter, named: Mapping[str, Parameter]) -> Parameter | None:
-        """The parameter that `copy`, told apart from another fold, is 1 minus: of several in a new model that hold the
-        same numbers, the one that is read last before it.
+    def _complemented(self, copy: Parameter, named: Mapping[str, Parameter]) -> Folded | None:
+        """`copy`, told apart from another fold, as 1 minus a parameter: of several in a new model that hold the same
+        numbers, the one that is read last before it.
         """
         numbers = self.numbers(copy)
         if numbers is None or is_uniform(numbers):
@@ -164,8 +158,9 @@ class _Folds:
         place = read.get(copy.value.name, 0)
         before = [each for each in named.values() if read.get(each.value.name, place) < place]
         for base in sorted(before, key=lambda each: -read[each.value.name]):
-            if base.value.shape == copy.value.shape and _is_complement(self.steps(base, copy)):
-                return base
+            steps = self.steps(base, copy) if base.value.shape == copy.value.shape else None
+            if steps and steps[0].operator == "Sub":
+                return Folded(copy.value, base.value.name, steps)
         return None
 
     def lifted(self) -> Iterator[tuple[str, Folded]]:
@@ -215,7 +210,8 @@ class _Folds:
             return None
         if first.size == second.size:
             complement = first.shape == second.shape and np.array_equal(1 - first, second)
-            return (Step("Sub"),) if complement else _moved(first, second)
+            one = Step("Sub", second.shape, operand=np.ones((), first.dtype))
+            return (one,) if complement else _moved(first, second)
         if first.size > second.size or first.ndim > second.ndim:
             return None
         padded = (1,) * (second.ndim - first.ndim) + first.shape
@@ -247,7 +243,7 @@ class _Folds:
             return self._logarithm(parameter, array)
         if (masked := self._masked(parameter, array)) is not None:
             return masked
-        if self._may_be_expanded(value, array) and _is_repeated(array):
+        if self._may_be_expanded(value, array) and all(np.array_equal(array[0], row) for row in array[1:]):
             return self._of_row(parameter, array, 0, Step("Expand", value.shape))
         return self._looked_up(parameter, array) or self._logarithm(parameter, array)
 
@@ -283,12 +279,11 @@ class _Folds:
         for axis in range(1, mask.ndim):
             first = mask.take([0], axis)
             mask = first if np.array_equal(np.broadcast_to(first, mask.shape), mask) else mask
-        return self._of_row(parameter, array, plain, Step("Add", parameter.value.shape, added=mask))
+        return self._of_row(parameter, array, plain, Step("Add", parameter.value.shape, operand=mask))
 
     def _of_row(self, parameter: Parameter, array: np.ndarray, at: int, step: Step) -> Folded:
         """A tensor that `step` makes of one row of its first axis, which may hold rows of a table."""
-        value, place = parameter.value, parameter.storage
-        assert isinstance(place, FileSlice)
+        value, place = parameter.value, _place(parameter)
         length = place.length // len(array)
         row = replace(
             parameter,
@@ -312,29 +307,17 @@ class _Folds:
         operators = self.roles.signature.operators(parameter.value.name)
         if "exp" not in operators or not parameter.trainable:
             return None
-        place = parameter.storage
-        assert isinstance(place, FileSlice)
-        sign = 1 if bool((array > 0).all()) else -1 if bool((array < 0).all()) else 0
-        if not sign or (sign < 0 and "neg" not in operators):
-            return None
-        value = parameter.value
-        source = replace(
-            parameter,
-            value=replace(value, name=f"{value.name}{LOGARITHM}"),
-            storage=FoldedSlice(
-                place.file, place.offset, place.length, form="log" if sign > 0 else "log of the negative"
-            ),
+        value, place = parameter.value, _place(parameter)
+        steps: tuple[Step, ...] = (Step("Exp", value.shape),)
+        form = "log"
+        if not (array > 0).all():
+            if not (array < 0).all() or "neg" not in operators:
+                return None
+            steps, form = (*steps, Step("Neg", value.shape)), "log of the negative"
+        storage = FoldedSlice(place.file, place.offset, place.length, form=form)
+        return Folded(
+            value, replace(parameter, value=replace(value, name=f"{value.name}{LOGARITHM}"), storage=storage), steps
         )
-        steps = (Step("Exp"),) if sign > 0 else (Step("Exp"), Step("Neg"))
-        return Folded(value, source, steps)
-
-
-def _is_complement(steps: tuple[Step, ...] | None) -> bool:
-    return steps is not None and [step.operator for step in steps] == ["Sub"]
-
-
-def _is_repeated(array: np.ndarray) -> bool:
-    return bool(array.shape[0] > 1) and all(np.array_equal(array[0], row) for row in array[1:])
 
 
 def _moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
@@ -352,7 +335,7 @@ def _moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
         whole = tuple(next(places) if extent > 1 else axis for axis, extent in enumerate(first.shape))
         moved = first.transpose(whole)
         if _is_equal(moved, flat):
-            turned = (Step("Transpose", whole),)
+            turned = (Step("Transpose", moved.shape, whole),)
             return turned if moved.shape == second.shape else (*turned, *shape)
     return None
 
@@ -371,9 +354,11 @@ def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
 
 
 def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
-    """The rows of a table that an exporter looked up at fixed places; None where no row stands twice."""
-    value, place = parameter.value, parameter.storage
-    assert isinstance(place, FileSlice)
+    """The rows of a table that an exporter looked up at fixed places; None where no row stands twice.
+
+    Of several axes along which rows do, the one that leaves the smallest table.
+    """
+    value, place = parameter.value, _place(parameter)
     best: tuple[int, int, np.ndarray, np.ndarray] | None = None
     for axis in (axis for axis, extent in enumerate(value.shape) if extent > 1):
         rows = np.ascontiguousarray(np.moveaxis(array, axis, -1)).reshape(-1, value.shape[axis])
@@ -385,20 +370,18 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
         return None
     _, axis, first, inverse = best
     order = np.argsort(first)  # Rows in the order in which they stand.
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    others = tuple(extent for at, extent in enumerate(value.shape) if at != axis)
+    rank = np.argsort(order)
+    others = [at for at in range(len(value.shape)) if at != axis]
+    outer = tuple(value.shape[at] for at in others)
     strides = [math.prod(value.shape[at + 1 :]) for at in range(len(value.shape))]
-    places = np.unravel_index(first[order], others)
-    outer = [strides[at] for at in range(len(value.shape)) if at != axis]
-    begins = sum(index * stride for index, stride in zip(places, outer, strict=True))
+    places = np.unravel_index(first[order], outer)
+    begins = np.asarray(sum(index * strides[at] for at, index in zip(others, places, strict=True)))
     width = value.shape[axis]
-    rows_value = Value(f"{value.name}{ROWS}", value.dtype, (len(first), width))
-    rows_at = tuple(int(each) for each in np.asarray(begins))
-    stored = FoldedSlice(place.file, place.offset, place.length, rows_at, strides[axis])
-    steps: tuple[Step, ...] = (Step("Gather", places=rank[inverse].reshape(others).astype(np.int64)),)
-    last = len(value.shape) - 1
+    table = Value(f"{value.name}{ROWS}", value.dtype, (len(first), width))
+    stored = FoldedSlice(place.file, place.offset, place.length, tuple(begins.tolist()), strides[axis])
+    gathered = rank[inverse].reshape(outer).astype(np.int64)
+    steps: tuple[Step, ...] = (Step("Gather", (*outer, width), operand=gathered),)
+    last = len(others)
     if axis != last:
-        turn = (*range(axis), last, *range(axis, last))
-        steps = (*steps, Step("Transpose", turn))
-    return Folded(value, replace(parameter, value=rows_value, storage=stored), steps)
+        steps = (*steps, Step("Transpose", value.shape, (*range(axis), last, *range(axis, last))))
+    return Folded(value, replace(parameter, value=table, storage=stored), steps)

@@ -1,8 +1,7 @@
 """Types of what a node writes, and its numbers where all it reads is known: ONNX's own inference and evaluator.
 
-Both are asked once for each distinct use, since layers of a model repeat. Rules here add the types that ONNX does not
-tell; formulas compute masks, positions and angles, since loading ONNX's evaluator takes longer than reading most
-models. What would take too much computing (a few bytes can spell a pooling window of 10⁹ elements) stays a node.
+Rules here add the types that ONNX does not tell; formulas compute masks, positions and angles, since loading ONNX's
+evaluator takes longer than reading most models. What would take too much computing stays a node.
 """
 
 from __future__ import annotations
@@ -11,47 +10,42 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import DType, Value
+from autopipe.ir.graph import DType, Graph, Node, Value
 from autopipe.ir.ops import OPERATORS
-from autopipe.passes.frontend.elements import MOST_DIMENSIONS, dtype_of, shape_of, tensor_of, type_proto
+from autopipe.passes.frontend.elements import MOST_DIMENSIONS, NUMBERS, dtype_of, shape_of, tensor_of, type_proto
 
 if TYPE_CHECKING:
     import onnx
-
-
-def _unsqueezed(data: np.ndarray, axes: np.ndarray) -> np.ndarray:
-    return np.expand_dims(data, axis=tuple(axes.tolist()))
-
-
-def _range(start: np.ndarray, end: np.ndarray, step: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.arange(start.item(), end.item(), step.item()).astype(start.dtype)
-    return found
-
-
-def _chosen(condition: np.ndarray, shown: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    return np.where(condition, shown, hidden).astype(shown.dtype, copy=False)
 
 
 FORMULAS: dict[str, tuple[Callable[..., Any], tuple[str, ...], int]] = {
     "Add": (np.add, ("iuf", "iuf"), 0),
     "Less": (np.less, ("iuf", "iuf"), 0),
     "Mul": (np.multiply, ("iuf", "iuf"), 0),
-    "Range": (_range, ("iuf", "iuf", "iuf"), 0),
+    "Range": (
+        lambda start, end, step: np.arange(start.item(), end.item(), step.item()).astype(start.dtype),
+        ("iuf", "iuf", "iuf"),
+        0,
+    ),
     "Sub": (np.subtract, ("iuf", "iuf"), 0),
-    "Unsqueeze": (_unsqueezed, ("biuf", "i"), 1),
-    "Where": (_chosen, ("b", "biuf", "biuf"), 1),
+    "Unsqueeze": (lambda data, axes: np.expand_dims(data, tuple(axes.tolist())), ("biuf", "i"), 1),
+    "Where": (
+        lambda chosen, shown, hidden: np.asarray(np.where(chosen, shown, hidden)).astype(shown.dtype, copy=False),
+        ("b", "biuf", "biuf"),
+        1,
+    ),
 }
 """By operator without attributes: what computes it, the kinds of its operands' types (numpy's own), and from which
 operand on types are one."""
 
 
-def told_by_formula(node: onnx.NodeProto, operands: Sequence[np.ndarray | None]) -> tuple[np.ndarray] | None:
+def told_by_formula(node: onnx.NodeProto, operands: Sequence[np.ndarray | None]) -> tuple[np.ndarray, ...] | None:
     """The numbers of the result; None where there is no formula for such a node, or none for such numbers."""
     if node.op_type not in FORMULAS or node.domain not in ("", "ai.onnx") or node.attribute:
         return None
@@ -177,13 +171,11 @@ def _fused_matmul(operands: Operands, flags: frozenset[str]) -> Results:
 
 
 RULES: dict[tuple[str, str], Rule] = {
-    ("", "GroupNormalization"): _like_first,
-    ("", "SimplifiedLayerNormalization"): _like_first,
-    ("com.microsoft", "Gelu"): _like_first,
-    ("com.microsoft", "QuickGelu"): _like_first,
-    ("com.microsoft", "FastGelu"): _like_first,
-    ("com.microsoft", "BiasGelu"): _like_first,
-    ("com.microsoft", "RotaryEmbedding"): _like_first,
+    **dict.fromkeys((("", name) for name in ("GroupNormalization", "SimplifiedLayerNormalization")), _like_first),
+    **dict.fromkeys(
+        (("com.microsoft", name) for name in ("Gelu", "QuickGelu", "FastGelu", "BiasGelu", "RotaryEmbedding")),
+        _like_first,
+    ),
     ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
     ("com.microsoft", "FusedMatMul"): _fused_matmul,
@@ -208,8 +200,6 @@ def told_by_rule(node: onnx.NodeProto, operands: Operands, where: str) -> tuple[
     return tuple(replace(value, name="") if name and value else None for name, value in results)
 
 
-Type = Value
-"""A value whose name does not matter."""
 Operand = tuple[Value | None, np.ndarray | None]
 """Type and numbers of an operand; (None, None) where it is absent, no numbers where they are not known."""
 
@@ -221,14 +211,13 @@ RANDOM = frozenset(row.name for row in OPERATORS.values() if row.random)
 """Operators whose result is drawn anew each time: nothing is known of it, and two equal nodes give different ones."""
 
 
-@dataclass(frozen=True, slots=True)
 class Inference:
     """Shape inference and evaluation under the operator sets of one file."""
 
-    opsets: tuple[tuple[str, int], ...]
-    _types: dict[object, tuple[Value | None, ...]] = field(default_factory=dict, repr=False, compare=False)
-    operations: Budget = field(default_factory=lambda: Budget(MOST_OPERATIONS), repr=False, compare=False)
-    _results: dict[object, tuple[np.ndarray, ...] | None] = field(default_factory=dict, repr=False, compare=False)
+    def __init__(self, opsets: tuple[tuple[str, int], ...]) -> None:
+        self.opsets, self.operations = opsets, Budget(MOST_OPERATIONS)
+        self._types: dict[object, tuple[Value | None, ...]] = {}
+        self._results: dict[object, tuple[np.ndarray, ...] | None] = {}
 
     def types(self, node: onnx.NodeProto, operands: tuple[Operand, ...]) -> tuple[Value | None, ...]:
         """Types of the results, None for those that are absent or cannot be told.
@@ -236,7 +225,11 @@ class Inference:
         The node's operands are named by position in what is inferred, so names in `operands` do not matter. Raises
         ModelError where the operands' shapes do not fit the operator.
         """
-        key = (*_form(node), _key(operands))
+        parts = []
+        for value, array in operands:
+            content = array.tobytes() if array is not None and array.size <= KNOWN_LIMIT else None
+            parts.append(None if value is None else (value.dtype, value.shape, content))
+        key = (*_form(node), *parts)
         if key not in self._types:
             self._types[key] = self._infer(_anonymous(node), operands, f"{node.op_type} {node.name!r}")
         return self._types[key]
@@ -297,22 +290,19 @@ class Inference:
 
     def _run(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> tuple[np.ndarray, ...] | None:
         with np.errstate(all="ignore"):
-            results = told_by_formula(node, operands) or self._evaluated(node, operands)
-        if results is None:
-            return None
-        arrays = [np.ascontiguousarray(result).reshape(np.shape(result)) for result in results]
-        return tuple(arrays) if all(array.dtype.kind in "biufcV" for array in arrays) else None
+            results = told_by_formula(node, operands)
+            if results is None:
+                # ONNX's own evaluator loads every operator there is.
+                from onnx.reference import ReferenceEvaluator
 
-    def _evaluated(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> Sequence[np.ndarray] | None:
-        """Evaluate a node by ONNX's own evaluator, which loads every operator there is."""
-        from onnx.reference import ReferenceEvaluator
-
-        feeds = {name: array for name, array in zip(node.input, operands, strict=True) if name and array is not None}
-        try:
-            found = ReferenceEvaluator(node, opsets=dict(self.opsets)).run(None, feeds)
-        except Exception:  # noqa: BLE001 - the evaluator raises anything; a node it cannot take is simply not folded
-            return None
-        return [*found]
+                named = zip(node.input, operands, strict=True)
+                feeds = {name: array for name, array in named if name and array is not None}
+                try:
+                    results = (*ReferenceEvaluator(node, opsets=dict(self.opsets)).run(None, feeds),)
+                except Exception:  # noqa: BLE001 - it raises anything; a node it cannot take is simply not folded
+                    return None
+        arrays = tuple(np.ascontiguousarray(result).reshape(np.shape(result)) for result in results)
+        return arrays if all(array.dtype.kind in "biufcV" for array in arrays) else None
 
 
 def _content(array: np.ndarray) -> bytes:
@@ -341,15 +331,6 @@ def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:
     return found
 
 
-def _key(operands: tuple[Operand, ...]) -> object:
-    return tuple(
-        None
-        if value is None
-        else (value.dtype, value.shape, array.tobytes() if array is not None and array.size <= KNOWN_LIMIT else None)
-        for value, array in operands
-    )
-
-
 def _static(found: onnx.TypeProto, where: str) -> Value | None:
     if not found.HasField("tensor_type"):
         raise ModelError("sequences, optional values and maps are not supported", where=where)
@@ -360,3 +341,68 @@ def _static(found: onnx.TypeProto, where: str) -> Value | None:
     if any(extent < 0 for extent in shape):
         return None
     return Value("", dtype_of(tensor.elem_type, where), shape)
+
+
+LARGEST = 1 << 26
+"""Elements beyond which nothing is computed here."""
+MOST_BYTES = 1 << 30
+"""Bytes that are held of one graph; what is asked for after them is not known."""
+
+
+class ConstantFolder:
+    """Numbers of a graph's values that depend on no input and no parameter, computed when asked for.
+
+    Large ones, such as a causal mask, are not stored in the graph; whoever wants to recognise one asks here.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.inference = graph, Inference((("", graph.opset),))
+        self._room = Budget(MOST_BYTES)
+        self._arrays: dict[str, np.ndarray | None] = {each.value.name: each.array for each in graph.constants}
+        self.known = {*self._arrays, ""}
+        for node in graph.nodes:
+            if node.op not in RANDOM and not node.domain and node.inputs and self.known.issuperset(node.inputs):
+                self.known.update(node.outputs)
+        self.known.discard("")
+
+    def array(self, name: str) -> np.ndarray | None:
+        """The numbers of a value; None where they are not known, too many, or beyond the evaluator."""
+        if name not in self.known:
+            return None
+        waiting = [name] if name not in self._arrays else []
+        while waiting:
+            index = self.graph.producer(waiting[-1])
+            assert index is not None, f"{waiting[-1]} is neither a constant nor computed"
+            node = self.graph.nodes[index]
+            missing = [each for each in node.inputs if each and each not in self._arrays]
+            waiting.extend(missing)
+            if not missing:
+                self._compute(node)
+                waiting.pop()
+        return self._arrays[name]
+
+    def _compute(self, node: Node) -> None:
+        operands = tuple(self._arrays[name] if name else None for name in node.inputs)
+        complete = all(array is not None for name, array in zip(node.inputs, operands, strict=True) if name)
+        types = tuple(self.graph.type_of(name) if name else None for name in node.outputs)
+        written = [value for value in types if value is not None]
+        small = all(value.elements <= LARGEST for value in written)
+        computed = complete and small and self._room.takes(sum(value.bytes for value in written))
+        results = self.inference.evaluate(node_proto(self.graph, node), operands, types) if computed else None
+        for position, name in enumerate(node.outputs):
+            if name:
+                self._arrays[name] = None if results is None else results[position]
+
+
+def node_proto(graph: Graph, node: Node) -> onnx.NodeProto:
+    import onnx.helper
+
+    attributes = dict(node.attributes)
+    proto = onnx.helper.make_node(node.op, node.inputs, node.outputs, name=node.name, domain=node.domain)
+    if node.op == "ConstantOfShape" and "value" in attributes:
+        number = NUMBERS[graph.type_of(node.outputs[0]).dtype]
+        attributes.pop("value")
+        tensor = onnx.helper.make_tensor("value", number, [1], [node.number("value")])
+        proto.attribute.append(onnx.helper.make_attribute("value", tensor))
+    proto.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in sorted(attributes.items()))
+    return proto

@@ -1,13 +1,13 @@
 """From a parsed file to a graph in one sweep: every value typed, what is known computed, what is nothing removed.
 
-With static inputs one pass in topological order tells every shape, since all that tells shapes is known by then. It is
-linear in the number of nodes, unlike rewriting until nothing changes.
+With static inputs one pass in topological order tells every shape, since all that tells shapes is known by then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 FOLD_LIMIT = 4096
 """Elements up to which a known result is stored; larger ones (masks) are computed where they are needed."""
+STEP_OPERANDS = {"Reshape": "shape", "Expand": "shape", "Gather": "places", "Add": "added", "Sub": "one"}
+"""Suffix of the name of the other operand of a folded step, behind that of its result."""
 _MODE_STATED = 7
 """Before this opset an attribute says of a Dropout that it is not for training; since, that it is has to be said."""
 
@@ -52,14 +54,7 @@ class _Sweep:
     names: set[str] = field(default_factory=set)
     numbers: Counter[str] = field(default_factory=Counter)
     """How often a name that several nodes have was tried with a number."""
-    results: frozenset[str] = frozenset()
-    """The names of the file's outputs."""
-
-    @property
-    def missing_types(self) -> MissingWeightTypes:
-        """Types of missing weights, from their uses."""
-        outputs = tuple(info.name for info in self.source.graph.output)
-        return MissingWeightTypes(self.weights.roles.uses, self.type_of, outputs)
+    results: dict[str, None] = field(default_factory=dict)
 
     def type_of(self, name: str) -> Value | None:
         """The type of a value as computed so far, else as the file states it."""
@@ -70,26 +65,25 @@ class _Sweep:
         for info in reversed(self.stated.get(name, [])):
             tensor = info.type.tensor_type
             if info.type.HasField("tensor_type") and tensor.HasField("shape") and tensor.elem_type:
-                shape = shape_of([self._extent(each) for each in tensor.shape.dim], repr(name))
+                extents = (
+                    each.dim_value if each.HasField("dim_value") else self.inputs.symbols.get(each.dim_param, -1)
+                    for each in tensor.shape.dim
+                )
+                shape = shape_of(tuple(extents), repr(name))
                 if all(extent >= 0 for extent in shape):
                     return Value(name, dtype_of(tensor.elem_type, repr(name)), shape)
         return None
 
-    def _extent(self, dimension: onnx.TensorShapeProto.Dimension) -> int:
-        """-1 where the file does not tell it."""
-        if dimension.HasField("dim_value"):
-            return dimension.dim_value
-        return self.inputs.symbols.get(dimension.dim_param, -1)
-
     def hold(self, name: str, array: np.ndarray, dtype: DType) -> None:
-        """Make `name` a constant."""
         self.types[name] = Value(name, dtype, array.shape)
         self.arrays[name] = array
 
-    def keep(self, parameter: Parameter) -> None:
-        """Make a parameter."""
-        self.types[parameter.value.name] = parameter.value
-        self.parameters[parameter.value.name] = parameter
+    def keep(self, held: Constant | Parameter) -> None:
+        if isinstance(held, Constant):
+            self.hold(held.value.name, held.array, held.value.dtype)
+            return
+        self.types[held.value.name] = held.value
+        self.parameters[held.value.name] = held
 
 
 def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, dict[str, str]]:
@@ -103,17 +97,14 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, 
     stated: dict[str, list[onnx.ValueInfoProto]] = {}
     for info in (*source.graph.value_info, *source.graph.output):
         stated.setdefault(info.name, []).append(info)
-    results = frozenset(info.name for info in source.graph.output)
-    sweep = _Sweep(source, inputs, weights, Inference(source.opsets), Sequences(source.opset), stated, results=results)
-    for value in inputs.values:
-        sweep.types[value.name] = value
-    for name, held in weights.initializers().items():
+    sweep = _Sweep(source, inputs, weights, Inference(source.opsets), Sequences(source.opset), stated)
+    sweep.results = dict.fromkeys(info.name for info in source.graph.output)
+    sweep.types.update((value.name, value) for value in inputs.values)
+    for held in weights.initializers().values():
         if isinstance(held, Folded):
             _folded(sweep, held)
-        elif isinstance(held, Parameter):
-            sweep.keep(held)
         else:
-            sweep.hold(name, held.array, held.value.dtype)
+            sweep.keep(held)
     for node in source.nodes:
         _visit(sweep, node)
     return _graph(sweep, inputs), sweep.aliases
@@ -131,24 +122,14 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
         _alias(sweep, name, operand)
     for number, step in enumerate(folded.steps, 1):
         result = name if number == len(folded.steps) else f"{name}/{number}"
-        shape = step.shape(sweep.types[operand].shape)
         operands: tuple[str, ...] = (operand,)
-        if step.operator in ("Reshape", "Expand"):
-            sweep.hold(f"{result}/shape", np.asarray(shape, dtype=np.int64), DType.INT64)
-            operands = (operand, f"{result}/shape")
-        elif step.places is not None:
-            sweep.hold(f"{result}/places", step.places, DType.INT64)
-            operands = (operand, f"{result}/places")
-        elif step.added is not None:
-            sweep.hold(f"{result}/added", step.added, dtype)
-            operands = (operand, f"{result}/added")
-        elif step.operator == "Sub":
-            sweep.hold(
-                f"{result}/one", np.ones((), dtype=np.float32 if dtype is DType.BFLOAT16 else dtype.value), dtype
-            )
-            operands = (f"{result}/one", operand)
-        sweep.types[result] = Value(result, dtype, shape)
-        attributes = (("perm", step.numbers),) if step.operator == "Transpose" else ()
+        if step.operator in STEP_OPERANDS:
+            held = f"{result}/{STEP_OPERANDS[step.operator]}"
+            array = np.asarray(step.shape, np.int64) if step.operand is None else step.operand
+            sweep.hold(held, array, DType.INT64 if array.dtype == np.int64 else dtype)
+            operands = (held, operand) if step.operator == "Sub" else (operand, held)
+        sweep.types[result] = Value(result, dtype, step.shape)
+        attributes = (("perm", step.perm),) if step.operator == "Transpose" else ()
         title = f"{result}/{step.operator.lower()}"
         sweep.names.add(title)
         sweep.nodes.append(Node(title, step.operator, operands, (result,), attributes))
@@ -157,10 +138,10 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
 
 def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
     operands = tuple(sweep.aliases.get(name, name) for name in node.input)
-    where = f"{node.op_type} {node.name!r}"
     for name in operands:
         if name and name not in sweep.types and name not in sweep.sequences:
-            sweep.keep(sweep.weights.missing(sweep.declared(name) or sweep.missing_types.deduced(name)))
+            missing = MissingWeightTypes(sweep.weights.roles.uses, sweep.type_of, tuple(sweep.results))
+            sweep.keep(sweep.weights.missing(sweep.declared(name) or missing.deduced(name)))
     if sweep.sequences.concern(node):
         for each in sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays):
             _visit(sweep, each)
@@ -171,14 +152,16 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         operands = operands[:1]
     if standard and node.op_type == "Constant":
         _constant(sweep, node)
-    elif standard and _is_filled_weight(sweep, node, operands):
+    elif (
+        standard and node.op_type == "ConstantOfShape" and operands[0] in sweep.arrays and sweep.weights.is_filled(node)
+    ):
         _filled(sweep, node, sweep.arrays[operands[0]])
     elif standard and node.op_type in ("Shape", "Size"):
         _measured(sweep, node, sweep.types[operands[0]].shape)
     elif standard and _passes_through(sweep, node, operands):
         _alias(sweep, node.output[0], operands[0])
     else:
-        _operator(sweep, node, operands, where)
+        _operator(sweep, node, operands)
 
 
 def _alias(sweep: _Sweep, name: str, operand: str) -> None:
@@ -186,12 +169,15 @@ def _alias(sweep: _Sweep, name: str, operand: str) -> None:
     sweep.types[name] = sweep.types[operand]
 
 
-def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], where: str) -> None:
+def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
     attributes = attributes_of(node)
     known = tuple(sweep.arrays.get(name) if name else None for name in operands)
     pairs = tuple((sweep.types[name] if name else None, array) for name, array in zip(operands, known, strict=True))
     types = sweep.inference.types(node, pairs)
-    if all(array is not None for name, array in zip(operands, known, strict=True) if name) and _is_folded(node, types):
+    is_small = all(value is None or value.elements <= FOLD_LIMIT for value in types)
+    is_known = all(array is not None for name, array in zip(operands, known, strict=True) if name)
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    if is_known and is_small and node.op_type not in RANDOM and not domain:
         results = sweep.inference.evaluate(node, known, types)
         if results is not None and all(result.size <= FOLD_LIMIT for result in results):
             for name, array, inferred in zip(node.output, results, types, strict=False):
@@ -203,9 +189,9 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], wh
         return
     for name, inferred in zip(node.output, types, strict=True):
         if name:
-            sweep.types[name] = _typed(sweep, name, inferred, where)
+            sweep.types[name] = _typed(sweep, name, inferred, f"{node.op_type} {node.name!r}")
     sweep.nodes.append(
-        Node(_unique(sweep, node), node.op_type, _trimmed(operands), _trimmed(node.output), attributes, _domain(node))
+        Node(_unique(sweep, node), node.op_type, _trimmed(operands), _trimmed(node.output), attributes, domain)
     )
 
 
@@ -240,12 +226,6 @@ def _changes_nothing(
     return False
 
 
-def _is_folded(node: onnx.NodeProto, types: tuple[Value | None, ...]) -> bool:
-    if node.op_type in RANDOM or node.domain not in ("", "ai.onnx"):
-        return False
-    return all(value is None or value.elements <= FOLD_LIMIT for value in types)
-
-
 def _typed(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Value:
     if inferred is not None:
         return Value(name, inferred.dtype, inferred.shape)
@@ -266,11 +246,7 @@ def _constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
     name = node.output[0]
     attribute = node.attribute[0]
     if attribute.name == "value":
-        held = sweep.weights.constant(name, attribute.t)
-        if isinstance(held, Parameter):
-            sweep.keep(held)
-        else:
-            sweep.hold(name, held.array, held.value.dtype)
+        sweep.keep(sweep.weights.constant(name, attribute.t))
         return
     kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
     if attribute.name not in kinds:
@@ -280,12 +256,7 @@ def _constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
     sweep.hold(name, array, DType(array.dtype.name))
 
 
-def _is_filled_weight(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
-    return node.op_type == "ConstantOfShape" and operands[0] in sweep.arrays and sweep.weights.is_filled(node)
-
-
 def _filled(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray) -> None:
-    """A ConstantOfShape node that is a weight."""
     name, where = node.output[0], f"ConstantOfShape {node.name!r}"
     number, dtype = 0.0, DType.FLOAT32
     if node.attribute:
@@ -297,7 +268,6 @@ def _filled(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray) -> None:
 
 
 def _measured(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> None:
-    """Shape and Size, of a value whose shape is known."""
     if node.op_type == "Size":
         sweep.hold(node.output[0], np.asarray(np.prod(shape, dtype=np.int64)), DType.INT64)
         return
@@ -336,15 +306,8 @@ def _unique(sweep: _Sweep, node: onnx.NodeProto) -> str:
     return name
 
 
-def _trimmed(names: tuple[str, ...] | list[str]) -> tuple[str, ...]:
-    found = list(names)
-    while found and not found[-1]:
-        found.pop()
-    return tuple(found)
-
-
-def _domain(node: onnx.NodeProto) -> str:
-    return "" if node.domain == "ai.onnx" else node.domain
+def _trimmed(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(names[: max((place for place, name in enumerate(names, 1) if name), default=0)])
 
 
 def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
@@ -357,9 +320,12 @@ def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
         if info.name not in sweep.types:
             raise ModelError(f"output {info.name!r} is never written")
         if info.name in sweep.aliases:  # the output keeps its name; cleaning renames its source where it can
-            nodes.append(Node(_output_name(sweep, info.name), "Identity", (sweep.aliases[info.name],), (info.name,)))
-            source = sweep.types[info.name]
-            values.append(Value(info.name, source.dtype, source.shape))
+            title = info.name
+            while title in sweep.names:
+                title += "_"
+            sweep.names.add(title)
+            nodes.append(Node(title, "Identity", (sweep.aliases[info.name],), (info.name,)))
+            values.append(replace(sweep.types[info.name], name=info.name))
         outputs.append(info.name)
     constants = [Constant(sweep.types[name], array) for name, array in sweep.arrays.items()]
     return Graph(
@@ -373,10 +339,3 @@ def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
         values=tuple(values),
         batch_axes=inputs.batch_axes,
     )
-
-
-def _output_name(sweep: _Sweep, name: str) -> str:
-    while name in sweep.names:
-        name += "_"
-    sweep.names.add(name)
-    return name

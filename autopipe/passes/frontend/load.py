@@ -9,7 +9,7 @@ import hashlib
 import heapq
 import itertools
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -61,54 +61,36 @@ def _require_bounded(model: onnx.ModelProto) -> None:
     """Raise ModelError, naming the call, where functions call one another for too long or become too much."""
     functions = {(function.domain, function.name, function.overload): function for function in model.functions}
     extents: dict[Key, Extent] = {}
+
+    def extent(key: Key, callers: tuple[Key, ...], where: str) -> Extent:
+        """The extent of a call of a function from within `callers`."""
+        if key in callers:
+            raise ModelError(f"its functions cannot be inlined: {f'{key[0]}::{key[1]}'!r} calls itself", where=where)
+        if len(callers) + (extents[key].depth if key in extents else 1) > DEEPEST:
+            raise ModelError(f"more than {DEEPEST} of the file's functions call one another in a row", where=where)
+        if key not in extents:
+            function, nodes = functions[key], list(_nodes_within(functions[key].node))
+            called = [extent(each, (*callers, key), where) for each in map(_key, nodes) if each in functions]
+            extents[key] = Extent(
+                len(nodes) + sum(each.nodes for each in called),
+                # Every level puts its own mark before the names inside.
+                function.ByteSize() + sum(each.bytes + each.nodes * 2 * len(function.name) for each in called),
+                1 + max((each.depth for each in called), default=0),
+            )
+        return extents[key]
+
     nodes = size = 0
     for call in _nodes_within(model.graph.node):
         if _key(call) not in functions:
             continue
         where = f"{call.op_type} {call.name!r}"
-        _measure(_key(call), functions, extents, where)
-        nodes, size = nodes + extents[_key(call)].nodes, size + extents[_key(call)].bytes
+        found = extent(_key(call), (), where)
+        nodes, size = nodes + found.nodes, size + found.bytes
         if nodes > MOST_NODES or size > MOST_BYTES:
             raise ModelError(
                 f"the file's functions become more than {MOST_NODES} nodes or {MOST_BYTES >> 20} MiB when inlined",
                 where=where,
             )
-
-
-def _measure(first: Key, functions: Mapping[Key, onnx.FunctionProto], extents: dict[Key, Extent], where: str) -> None:
-    """Fill in the extent of a call of `first` and of those that it leads to."""
-    if first in extents:
-        return
-    path = {first: _called(functions[first], functions)}
-    while path:
-        key = next(reversed(path))
-        callee = next((each for each in path[key] if each not in extents), None)
-        if callee is None:
-            extents[key] = _extent(functions[key], extents)
-            if extents[key].depth > DEEPEST:
-                raise ModelError(f"more than {DEEPEST} of the file's functions call one another in a row", where=where)
-            del path[key]
-        elif callee in path:
-            name = f"{callee[0]}::{callee[1]}"
-            raise ModelError(f"its functions cannot be inlined: {name!r} calls itself", where=where)
-        else:
-            path[callee] = _called(functions[callee], functions)
-
-
-def _called(function: onnx.FunctionProto, functions: Mapping[Key, onnx.FunctionProto]) -> Iterator[Key]:
-    return (key for key in map(_key, _nodes_within(function.node)) if key in functions)
-
-
-def _extent(function: onnx.FunctionProto, extents: dict[Key, Extent]) -> Extent:
-    """The extent of a call of `function`; those of the functions that it calls are there."""
-    nodes = list(_nodes_within(function.node))
-    called = [extents[key] for key in map(_key, nodes) if key in extents]
-    return Extent(
-        len(nodes) + sum(each.nodes for each in called),
-        # Every level puts its own mark before the names inside.
-        function.ByteSize() + sum(each.bytes + each.nodes * 2 * len(function.name) for each in called),
-        1 + max((each.depth for each in called), default=0),
-    )
 
 
 def _key(node: onnx.NodeProto) -> Key:
@@ -147,18 +129,14 @@ class Source:
     slices: dict[str, FileSlice]
     """Where the numbers taken out lie in the file, by value."""
     metadata: dict[str, str]
-    """Of the model and its graph."""
     producer: str
-    """The tool that wrote the file, as it calls itself."""
     apart: Apart
     """Parameters that the file has merged, each a tensor of its own in `graph`."""
     configurations: tuple[Configuration, ...]
-    """The file's multi-device annotations."""
     warnings: tuple[str, ...]
 
     @property
     def opset(self) -> int:
-        """Version of ONNX's own domain."""
         return dict(self.opsets)[""]
 
 
@@ -179,39 +157,37 @@ def _load(path: Path) -> Source:
     import google.protobuf.message  # type: ignore[import-untyped]
     import onnx
 
-    stripped = strip_weights(opened(path))
+    stripped, slices = strip_weights(opened(path))
     try:
-        model = onnx.ModelProto.FromString(stripped.model)
+        model = onnx.ModelProto.FromString(stripped)
     except google.protobuf.message.DecodeError as error:
         raise ModelError("not an ONNX file: its protobuf cannot be parsed") from error
     if not model.HasField("graph") or not (model.graph.node or model.graph.output):
         raise ModelError("not an ONNX model: it holds no graph")
     if not all(isinstance(text, str) for text in _texts(model)):
         raise ModelError("not an ONNX file: a name in it is no text")
-    warnings = []
-    if _without_annotated_calls(model):
-        warnings.append("multi-device annotations of and inside the file's functions are ignored")
+    ignored = "multi-device annotations of and inside the file's functions are ignored"
+    warnings = (ignored,) if _without_annotated_calls(model) else ()
     if model.graph.sparse_initializer:
         raise ModelError(f"sparse weights are not supported: {model.graph.sparse_initializer[0].values.name!r}")
     opsets = _opsets(model)
     metadata = {entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)}
-    apart = take_apart(model, metadata, lambda tensor: stored_numbers(tensor.name, tensor, stripped.slices, path))
+    apart = take_apart(model, metadata, lambda tensor: stored_numbers(tensor.name, tensor, slices, path))
     model = inlined(model)
     positions = topological_positions(model.graph)
     return Source(
         path=path,
-        digest=hashlib.sha256(b"".join(unannotated(memoryview(stripped.model)))).hexdigest(),
+        digest=hashlib.sha256(b"".join(unannotated(memoryview(stripped)))).hexdigest(),
         graph=model.graph,
         nodes=tuple(model.graph.node[position] for position in positions),
         positions=positions,
         opsets=opsets,
-        slices=stripped.slices
-        | {own: stripped.slices[merged] for own, merged in apart.copies.items() if merged in stripped.slices},
+        slices=slices | {own: slices[merged] for own, merged in apart.copies.items() if merged in slices},
         metadata=metadata,
         producer=model.producer_name,
         apart=apart,
         configurations=configurations_of(model),
-        warnings=tuple(warnings),
+        warnings=warnings,
     )
 
 
@@ -270,7 +246,7 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
 
 
 def _without_annotated_calls(model: onnx.ModelProto) -> bool:
-    """Take out the annotations that inlining would leave without their tensors; whether there are any."""
+    """Take out the annotations that inlining would leave without their tensors; True if there are any."""
     functions = {(function.domain, function.name) for function in model.functions}
     calls = [node for node in model.graph.node if functions and (node.domain, node.op_type) in functions]
     inside = [node for function in model.functions for node in function.node]

@@ -7,10 +7,9 @@ import difflib
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import Attribute, Constant, DType, Graph, Node, Value
+from autopipe.ir.graph import Attribute, DType, Graph, Node, Value
+from autopipe.passes.frontend.cleanup import Additions
 
 LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
 
@@ -63,31 +62,32 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
             f"loss: {choice.logits!r} is {logits.dtype.value}{list(logits.shape)}, no scores of classes",
             hint="logits have the shape (samples, classes) or (samples, positions, classes)",
         )
-    counted = _without_ones(logits.shape)
+    counted = logits.shape
+    while len(counted) > 2 and counted[-1] == 1:
+        counted = counted[:-1]
     labels = Value(choice.labels, DType.INT64, counted[:-1])
     graph = _with_labels(graph, labels, choice.logits)
-    taken = {*known, *(value.name for value in graph.inputs), *(held.value.name for held in graph.constants)}
-    taken |= {parameter.value.name for parameter in graph.parameters}
-    builder = _Appender(graph, taken)
-    scores, targets = choice.logits, labels.name
-    if len(logits.shape) > 2:  # ONNX's loss has the classes on axis 1
-        scores = builder.reshape(logits, (math.prod(labels.shape), counted[-1]))
-    if len(labels.shape) > 1:
-        targets = builder.reshape(labels, (math.prod(labels.shape),))
-    mean = (("reduction", "mean"),)
-    loss = builder.append("SoftmaxCrossEntropyLoss", (scores, targets), "loss", logits.dtype, (), mean)
-    return dataclasses.replace(builder.graph, outputs=(*graph.outputs, loss)), loss
+    added, nodes = Additions(graph), list(graph.nodes)
+
+    def append(op: str, inputs: tuple[str, ...], result: str, *attributes: tuple[str, Attribute]) -> str:
+        nodes.append(Node(f"autopipe/{op}/{result}", op, inputs, (result,), attributes))
+        return result
+
+    def rows(value: Value, *columns: int) -> str:
+        shape = (math.prod(labels.shape), *columns)
+        operands = (value.name, added.shape(value.name, shape))
+        return append("Reshape", operands, added.value(f"{value.name}_rows", value.dtype, shape))
+
+    # ONNX's loss has the classes on axis 1.
+    scores = rows(logits, counted[-1]) if len(logits.shape) > 2 else logits.name
+    targets = rows(labels) if len(labels.shape) > 1 else labels.name
+    loss = added.value("loss", logits.dtype, ())
+    append("SoftmaxCrossEntropyLoss", (scores, targets), loss, ("reduction", "mean"))
+    return dataclasses.replace(added.graph(nodes), outputs=(*graph.outputs, loss)), loss
 
 
 def _is_scalar(value: Value) -> bool:
     return value.dtype.is_floating and value.elements == 1
-
-
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of logits without the axes of extent 1 behind the classes."""
-    while len(shape) > 2 and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
 
 
 def _with_labels(graph: Graph, labels: Value, logits: str) -> Graph:
@@ -102,42 +102,3 @@ def _with_labels(graph: Graph, labels: Value, logits: str) -> Graph:
     # Samples are counted by the logits' first axis, whatever the inputs do.
     axes = (*graph.batch_axes, (labels.name, 0)) if graph.batch_axes else ()
     return dataclasses.replace(graph, inputs=(*graph.inputs, labels), batch_axes=axes)
-
-
-class _Appender:
-    """Puts nodes behind a graph under names that are free."""
-
-    def __init__(self, graph: Graph, taken: set[str]) -> None:
-        self.graph = graph
-        self._taken = taken
-
-    def reshape(self, value: Value, shape: tuple[int, ...]) -> str:
-        """Append a Reshape to `shape`."""
-        name = self._free(f"{value.name}_shape")
-        array = np.asarray(shape, dtype=np.int64)
-        constant = Constant(Value(name, DType.INT64, array.shape), array)
-        self.graph = dataclasses.replace(self.graph, constants=(*self.graph.constants, constant))
-        return self.append("Reshape", (value.name, name), f"{value.name}_rows", value.dtype, shape, ())
-
-    def append(
-        self,
-        op: str,
-        inputs: tuple[str, ...],
-        name: str,
-        dtype: DType,
-        shape: tuple[int, ...],
-        attributes: tuple[tuple[str, Attribute], ...],
-    ) -> str:
-        """Append a node with one result, of this type; returns the result's name."""
-        result = Value(self._free(name), dtype, shape)
-        node = Node(f"autopipe/{op}/{result.name}", op, inputs, (result.name,), attributes)
-        self.graph = dataclasses.replace(
-            self.graph, nodes=(*self.graph.nodes, node), values=(*self.graph.values, result)
-        )
-        return result.name
-
-    def _free(self, name: str) -> str:
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
-        return name

@@ -1,9 +1,8 @@
-"""Parameters that an exporter merged because their numbers were equal, told apart again.
+"""Parameters that an exporter merged because their numbers were equal, as a new model's biases and scales are.
 
-A new model's biases are all zero and its scales all one, so exporters keep one tensor for many parameters. Trained as
-one they would drift together. Torch's newer exporter says in each node's metadata which parameter it reads; its older
-one leaves an Identity named after each; of other files' tensors, those all of whose numbers are equal and that stand
-where scales and offsets do are one parameter a use.
+Torch's newer exporter says in each node's metadata which parameter it reads; its older one leaves an Identity named
+after each; of other files' tensors, those all of whose numbers are equal and that stand where scales and offsets do are
+one parameter a use.
 """
 
 from __future__ import annotations
@@ -76,19 +75,13 @@ def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Num
             copy.name = name
             if signature and not (signature.names(name) or name.endswith(CONSTANT)):
                 graph.value_info.append(signature.stated(copy, merged))
-            if not signature and _is_doubtful(model, name, held[merged], numbers):
-                doubtful.append(name)
+            if not signature:
+                array = numbers(held[merged]) if model.producer_name == PRODUCER and LIFTED.fullmatch(name) else None
+                if model.producer_name != PRODUCER or (array is not None and not is_uniform(array)):
+                    doubtful.append(name)
         if copies.get(name) == merged:
             graph.node[read[0]].input[read[1]] = name
     return Apart(copies, tuple(doubtful))
-
-
-def _is_doubtful(model: onnx.ModelProto, name: str, merged: onnx.TensorProto, numbers: Numbers) -> bool:
-    """True if a tensor was told apart on no better evidence than its place."""
-    if model.producer_name != PRODUCER:
-        return True
-    array = numbers(merged) if LIFTED.fullmatch(name) else None
-    return array is not None and not is_uniform(array)
 
 
 def _readers(graph: onnx.GraphProto, names: Mapping[str, object]) -> dict[str, list[Read]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,12 +33,9 @@ class Origin:
     """
 
     position: int
-    """Where it stands among the file's nodes."""
     title: str
-    """Its operator and name, for messages."""
     values: tuple[tuple[str, str], ...]
     readers: tuple[int, ...]
-    """The origins that read what it writes."""
     writes: int | None
     """The graph's node that writes its results in its place, or that was made of it while operators were put together
     (the transposition of an attention's keys)."""
@@ -46,39 +43,31 @@ class Origin:
     """The graph's node whose result it only gives another name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """The nodes of a file, functions inlined, in topological order."""
+def owners_of(origins: Sequence[Origin]) -> tuple[int | None, ...]:
+    """For each origin the graph's node that it is part of.
 
-    nodes: tuple[Origin, ...]
-
-    def owners(self) -> tuple[int | None, ...]:
-        """For each origin the graph's node that it is part of.
-
-        That is the node that writes its results; where there is none, since the origin was taken out or put together
-        with others into one operator, the one node that all its readers are part of.
-        """
-        owners = [each.renames if each.writes is None else each.writes for each in self.nodes]
-        for index in range(len(self.nodes) - 1, -1, -1):
-            if owners[index] is None:
-                found = {owners[reader] for reader in self.nodes[index].readers}
-                owners[index] = found.pop() if len(found) == 1 else None
-        return tuple(owners)
+    That is the node that writes its results; where there is none, since the origin was taken out or put together with
+    others into one operator, the one node that all its readers are part of.
+    """
+    owners = [each.renames if each.writes is None else each.writes for each in origins]
+    for index in range(len(origins) - 1, -1, -1):
+        if owners[index] is None:
+            found = {owners[reader] for reader in origins[index].readers}
+            owners[index] = found.pop() if len(found) == 1 else None
+    return tuple(owners)
 
 
 @remembered(GRAPHS)
-def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> Provenance:
-    """The origins of `graph`, read from `source`. `aliases` are values of the file that are other names of values."""
-    known = {value.name for value in (*graph.inputs, *graph.values)}
-    known |= {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants}
+def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tuple[Origin, ...]:
+    """The nodes of `source` in their order; `aliases` are values of the file that are other names of values."""
     # A value that an Identity names as an output may have got the output's name.
     renamed = {aliases[name]: name for name in graph.outputs if name in aliases}
 
     def name_of(name: str) -> str | None:
-        if name in known:
+        if graph.has(name):
             return name
         name = aliases.get(name, name)
-        return name if name in known else renamed.get(name)
+        return name if graph.has(name) else renamed.get(name)
 
     readers: dict[str, list[int]] = {}
     for index, node in enumerate(source.nodes):
@@ -103,39 +92,31 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> Prov
                 renames=producers[0] if producers and writes is None else None,
             )
         )
-    return _with_made(Provenance(tuple(found)), graph)
+    return _with_made(found, graph)
 
 
-def _with_made(origins: Provenance, graph: Graph) -> Provenance:
+def _with_made(nodes: list[Origin], graph: Graph) -> tuple[Origin, ...]:
     """The origins, with one for each node of the graph that stands between what one of them reads and its owner."""
-    owners = origins.owners()
+    owners = owners_of(nodes)
     free: dict[tuple[str, int], int] = {}
     for index in range(len(owners) - 1, -1, -1):
-        origin, owner = origins.nodes[index], owners[index]
+        origin, owner = nodes[index], owners[index]
         if origin.writes is None and origin.renames is None and owner is not None:
             free.update(((own, owner), index) for _, own in origin.values)
-    readers: dict[str, list[int]] = {}
-    for index, node in enumerate(graph.nodes):
-        for name in node.inputs:
-            readers.setdefault(name, []).append(index)
-    nodes = list(origins.nodes)
     for made in sorted(set(range(len(graph.nodes))) - {each.writes for each in nodes}):
         own = graph.nodes[made]
-        after = [reader for name in own.outputs for reader in readers.get(name, ())]
+        after = [reader for name in own.outputs for reader in graph.consumers().get(name, ())]
         for found in [free[name, reader] for name in own.inputs for reader in after if (name, reader) in free][:1]:
             if nodes[found].writes is None:
                 nodes[found] = replace(nodes[found], writes=made)
-    return Provenance(tuple(nodes))
+    return tuple(nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """An operator that autopipe has no row for."""
-
     operator: str
     count: int
     node: str
-    """The first node of this kind."""
     nearest: str
     """The supported operator with the most similar name, or ""."""
 
@@ -148,7 +129,6 @@ class Tensor:
     trained: bool
     why: str
     doubtful: bool = False
-    """True if the evidence for it is weak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +147,6 @@ class Model:
     nodes_before: int
     """Nodes in the file; `len(graph.nodes)` are left."""
     configurations: tuple[Configuration, ...]
-    """The file's multi-device annotations."""
     unsupported: tuple[Unsupported, ...]
     warnings: tuple[str, ...]
     source: Source | None = field(default=None, repr=False, compare=False)
@@ -178,9 +157,8 @@ class Model:
     """The file's floating-point tensors that the graph reads: what is trained, what is not, and why."""
 
     @property
-    def origins(self) -> Provenance:
-        """Provenance of the file's nodes and values, worked out when it is first asked for."""
-        return Provenance(()) if self.source is None else origins_of(self.source, self.aliases, self.graph)
+    def origins(self) -> tuple[Origin, ...]:
+        return () if self.source is None else origins_of(self.source, self.aliases, self.graph)
 
 
 REMOVED = frozenset({"Constant", "Identity", "CastLike", "Shape", "Size"})

@@ -2,16 +2,13 @@
 
 ONNX does not say, so it is decided by evidence, best first: the user's choice, what the file states (the metadata
 `autopipe.parameters`, torch's signature of the traced program), then how a tensor is named, used and what its numbers
-are. A floating-point tensor that gradients reach is trained unless it is a running statistic or a table computed from
-positions. The models that ship with onnx make weights by ConstantOfShape nodes, and an export without weights names
-what nothing writes.
+are. A tensor that gradients reach is trained unless it is a running statistic or a table computed from positions.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,12 +18,13 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
+from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.elements import stored_numbers
 from autopipe.passes.frontend.merged_parameters import PRODUCER
 from autopipe.passes.frontend.protobuf_scan import FLOATING
 from autopipe.passes.frontend.signature import Signature
 from autopipe.passes.frontend.tables import is_uniform, table_of
-from autopipe.passes.frontend.uses import AFFINE_SLOTS, ELEMENTWISE, LIFTED, VIEWS, Uses, scope_of
+from autopipe.passes.frontend.uses import AFFINE_SLOTS, ELEMENTWISE, GATES, LIFTED, VIEWS, Uses, scope_of
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
@@ -57,15 +55,12 @@ RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot i
 """Operands that are a table of positions that is resized, and the rows that are not."""
 BESIDE = (("Exp", 0), ("Resize", 0))
 """Operands by which scales of similarities and tables that are resized are known."""
-RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 
 Numbers = Callable[[], "np.ndarray | None"]
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Role of a floating-point tensor of the file, and the reason."""
-
     trained: bool
     why: str
     doubtful: bool = False
@@ -103,11 +98,11 @@ class Roles:
             return Role(False, "no parameter, as the file states", constant=True)
         if self.signature:
             return self._signed(value, numbers, slots)
-        if self.uses.is_static(name):
+        if any(operator in OPERATORS and slot in OPERATORS[operator].static for operator, slot in slots):
             return Role(False, "an operator's setting", constant=True)
         if in_node and self.from_torch:
             return Role(False, "a constant of the graph", constant=True)
-        if not value.shape and not self._is_named(name):
+        if not value.shape and (not self.from_torch or LIFTED.fullmatch(name)):
             return Role(False, "a scalar", constant=True)
         return self._by_use(value, numbers, slots)
 
@@ -123,10 +118,6 @@ class Roles:
     def is_statistic(self, name: str) -> bool:
         """True if a tensor is the running mean or variance of a normalization."""
         return bool(self.uses.slots(name) & STATISTICS)
-
-    def _is_named(self, name: str) -> bool:
-        """True if a module of torch's gave a tensor its name."""
-        return self.from_torch and not LIFTED.fullmatch(name)
 
     def _signed(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
         name = value.name
@@ -153,7 +144,7 @@ class Roles:
             return Role(False, "a buffer, by its name", doubtful=not self.from_torch)
         if _is_angle(self.uses, name):
             return Role(False, "frequencies of sines and cosines")
-        if any(operator in RECURRENT and slot > 3 and (operator, slot) != ("LSTM", 7) for operator, slot in slots):
+        if any(operator in GATES and slot > 3 and (operator, slot) != ("LSTM", 7) for operator, slot in slots):
             return Role(False, "an initial state", constant=True)
         table = self._table(value, numbers, named=not lifted)
         if table:
@@ -207,7 +198,7 @@ class Roles:
 def roles_of(source: Source) -> Roles:
     """The roles in a file; raises ModelError where its own statement of parameters is not a list of names."""
     signature = Signature.of(source.graph, source.metadata)
-    stated, uses = _stated(source.metadata), Uses.of(source.nodes)
+    stated, uses = _stated(source.metadata), Uses(source.nodes)
     lifted = [name for name in uses.readers if source.producer == PRODUCER and LIFTED.fullmatch(name)]
     slots = {name: uses.slots(name) for name in lifted}
     return Roles(
@@ -243,10 +234,10 @@ def _is_settled(source: Source, uses: Uses) -> bool:
     """True if there are scales with names of their own, and no tensor with such a name has equal numbers."""
     scales = 0
     for tensor in source.graph.initializer:
-        if tensor.data_type not in FLOATING or math.prod(tensor.dims) < 2 or LIFTED.fullmatch(tensor.name):
+        if tensor.data_type not in FLOATING or len(tensor.dims) != 1 or tensor.dims[0] < 2:
             continue
         slots = uses.slots(tensor.name)
-        if len(tensor.dims) != 1 or not slots or _is_angle(uses, tensor.name):
+        if LIFTED.fullmatch(tensor.name) or not slots or _is_angle(uses, tensor.name):
             continue
         array = stored_numbers(tensor.name, tensor, source.slices, source.path)
         if array is None or is_uniform(array):
@@ -279,9 +270,12 @@ class Chosen:
 
     def trained(self, name: str) -> bool | None:
         """True if a tensor is trained; None where no pattern matches its name."""
-        trainable = self._any("model.trainable", self.trainable, name)
-        frozen = self._any("model.frozen", self.frozen, name)
-        return True if trainable else False if frozen else None
+        trainable, frozen = (
+            [pattern for pattern in patterns if _matches(key, name, pattern)]
+            for key, patterns in (("model.trainable", self.trainable), ("model.frozen", self.frozen))
+        )
+        self.matched.update(trainable, frozen)
+        return bool(trainable) if trainable or frozen else None
 
     def require_matched(self) -> None:
         """Raise ConfigurationError for a pattern that has matched nothing."""
@@ -292,11 +286,6 @@ class Chosen:
                         f"{key}: no floating-point tensor is called {pattern!r}",
                         hint="autopipe inspect -v lists their names",
                     )
-
-    def _any(self, key: str, patterns: tuple[str, ...], name: str) -> bool:
-        found = [pattern for pattern in patterns if _matches(key, name, pattern)]
-        self.matched.update(found)
-        return bool(found)
 
 
 def _matches(key: str, name: str, pattern: str) -> bool:

@@ -6,7 +6,7 @@ Whatever is not a large tensor is copied unread, and the real parser judges it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ModelError
@@ -27,17 +27,7 @@ ATTRIBUTE_TENSOR = 5
 TENSOR_TYPE, TENSOR_FLOATS, TENSOR_NAME, TENSOR_RAW, TENSOR_DOUBLES = 2, 4, 8, 9, 10
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
-
-
-@dataclass(frozen=True, slots=True)
-class StrippedModel:
-    """A serialised model without the numbers of its large tensors.
-
-    `slices` says where the numbers of its floating-point tensors are, small ones included, by name of the value.
-    """
-
-    model: bytes
-    slices: dict[str, FileSlice]
+Piece = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +39,50 @@ class Field:
     start: int
     """Where the field begins, tag included."""
     payload: int
-    """Where its value begins."""
     end: int
 
 
-def strip_weights(data: memoryview) -> StrippedModel:
-    """Take the numbers of large tensors out of a serialised ModelProto; ModelError where the framing is broken."""
+def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice]]:
+    """A serialised ModelProto without the numbers of its large tensors; ModelError where the framing is broken.
+
+    With it where the numbers of its floating-point tensors are, small ones included, by name of the value.
+    """
     slices: dict[str, FileSlice] = {}
-    pieces: list[bytes] = []
-    for field in fields_of(data, 0, len(data)):
-        if field.number == MODEL_GRAPH and field.wire == LENGTH:
-            pieces.append(framed(MODEL_GRAPH, _strip_graph(data, field, slices)))
-        else:
-            pieces.append(bytes(data[field.start : field.end]))
-    return StrippedModel(b"".join(pieces), slices)
+
+    def in_model(field: Field) -> bytes | None:
+        return _rewritten(data, field.payload, field.end, in_graph) if field.number == MODEL_GRAPH else None
+
+    def in_graph(field: Field) -> bytes | None:
+        if field.number == GRAPH_INITIALIZER:
+            return _strip_tensor(data, field, "", slices)
+        return in_node(field) if field.number == GRAPH_NODE and _may_hold_a_tensor(data, field) else None
+
+    def in_node(node: Field) -> bytes | None:
+        fields = list(fields_of(data, node.payload, node.end))
+        operators = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OPERATOR]
+        results = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OUTPUT]
+        if operators != [b"Constant"] or len(results) != 1:
+            return None
+        name = results[0].decode(errors="replace")
+
+        def in_attribute(field: Field) -> bytes | None:
+            return _strip_tensor(data, field, name, slices) if field.number == ATTRIBUTE_TENSOR else None
+
+        def attribute(field: Field) -> bytes | None:
+            is_attribute = field.number == NODE_ATTRIBUTE
+            return _rewritten(data, field.payload, field.end, in_attribute) if is_attribute else None
+
+        return _rewritten(data, node.payload, node.end, attribute)
+
+    return _rewritten(data, 0, len(data), in_model), slices
 
 
-def _strip_graph(data: memoryview, graph: Field, slices: dict[str, FileSlice]) -> bytes:
-    pieces: list[bytes | memoryview] = []
-    for field in fields_of(data, graph.payload, graph.end):
-        if field.wire == LENGTH and field.number == GRAPH_INITIALIZER:
-            pieces.append(framed(GRAPH_INITIALIZER, _strip_tensor(data, field, "", slices)))
-        elif field.wire == LENGTH and field.number == GRAPH_NODE and _may_hold_a_tensor(data, field):
-            pieces.append(_strip_node(data, field, slices))
-        else:
-            pieces.append(data[field.start : field.end])
+def _rewritten(data: memoryview, start: int, end: int, change: Callable[[Field], bytes | None]) -> bytes:
+    """The message from `start` to `end`, with what `change` gives in place of a field's payload, None for the same."""
+    pieces: list[Piece] = []
+    for field in fields_of(data, start, end):
+        payload = change(field) if field.wire == LENGTH else None
+        pieces.append(data[field.start : field.end] if payload is None else framed(field.number, payload))
     return b"".join(pieces)
 
 
@@ -81,28 +90,6 @@ def _may_hold_a_tensor(data: memoryview, node: Field) -> bool:
     """True if a node can be a Constant with numbers; most are known at a glance not to be."""
     size = node.end - node.payload
     return size >= LARGE_FLOATS or (size >= SMALLEST_CONSTANT and b"Constant" in bytes(data[node.payload : node.end]))
-
-
-def _strip_node(data: memoryview, node: Field, slices: dict[str, FileSlice]) -> bytes | memoryview:
-    fields = list(fields_of(data, node.payload, node.end))
-    operators = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OPERATOR]
-    results = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OUTPUT]
-    if operators != [b"Constant"] or len(results) != 1:
-        return data[node.start : node.end]
-    name = results[0].decode(errors="replace")
-    pieces: list[bytes | memoryview] = []
-    for field in fields:
-        if field.number != NODE_ATTRIBUTE or field.wire != LENGTH:
-            pieces.append(data[field.start : field.end])
-            continue
-        parts: list[bytes | memoryview] = []
-        for part in fields_of(data, field.payload, field.end):
-            if part.number == ATTRIBUTE_TENSOR and part.wire == LENGTH:
-                parts.append(framed(ATTRIBUTE_TENSOR, _strip_tensor(data, part, name, slices)))
-            else:
-                parts.append(data[part.start : part.end])
-        pieces.append(framed(NODE_ATTRIBUTE, b"".join(parts)))
-    return framed(GRAPH_NODE, b"".join(pieces))
 
 
 def _strip_tensor(data: memoryview, tensor: Field, name: str, slices: dict[str, FileSlice]) -> bytes:
@@ -166,12 +153,10 @@ def varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
 
 
 def framed(number: int, payload: bytes) -> bytes:
-    """A field that holds `payload`."""
     return header(number, len(payload)) + payload
 
 
 def header(number: int, length: int) -> bytes:
-    """Bytes before a field of `length` bytes."""
     return encoded(number << 3 | LENGTH) + encoded(length)
 
 
@@ -183,9 +168,6 @@ def encoded(value: int) -> bytes:
         value >>= 7
     found.append(value)
     return bytes(found)
-
-
-Piece = bytes | memoryview
 
 
 def unannotated(data: memoryview) -> Iterator[Piece]:
@@ -202,7 +184,6 @@ def unannotated(data: memoryview) -> Iterator[Piece]:
 
 
 def _graph(data: memoryview, graph: Field) -> Iterator[Piece]:
-    """Contents of the graph's field."""
     for part in fields_of(data, graph.payload, graph.end):
         if part.number != GRAPH_NODE or part.wire != LENGTH:
             yield data[part.start : part.end]

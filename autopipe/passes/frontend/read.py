@@ -76,7 +76,7 @@ def _read(
     data = tuple(info for info in source.graph.input if info.name not in initializers)
     inputs = bind_inputs(data, dims, batch, batch_axes)
     roles = roles_of(source)
-    weights = Weights.of(source, roles, chosen)
+    weights = Weights(source, roles, chosen)
     interpreted, aliases = interpret(source, inputs, weights)
     chosen.require_matched()
     read = without_unread(interpreted)
@@ -104,7 +104,7 @@ def _read(
         warnings=(
             *source.warnings,
             *weights.warnings(),
-            *_mixing_warnings(graph, mode),
+            *(_mixing_warnings(graph) if mode is Mode.TRAIN else ()),
             *(trained_warnings(tensors, source.apart, left_out) if mode is Mode.TRAIN else ()),
         ),
         source=source,
@@ -116,20 +116,15 @@ def _read(
 def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, str]:
     """The graph cleaned and fused, with its loss, and the loss's name, "" where there is none."""
     graph = fused(cleaned(read))
-    require_same_parameters(read, graph)
+    lost = set(read.parameters) ^ set(graph.parameters)
+    if lost:  # A mistake of ours, not of the file.
+        raise ModelError(f"cleaning changed the parameters, among them {min(each.value.name for each in lost)!r}")
     if isinstance(loss, CrossEntropy):
         return with_cross_entropy(graph, loss)
     scalar = own_loss(graph) if loss is None else loss
     if scalar:
         require_loss(graph, scalar)
     return graph, scalar
-
-
-def require_same_parameters(before: Graph, after: Graph) -> None:
-    """Raise ModelError where cleaning lost, merged or invented a parameter: a mistake of ours, not of the file."""
-    lost = set(before.parameters) ^ set(after.parameters)
-    if lost:
-        raise ModelError(f"cleaning changed the parameters, among them {min(each.value.name for each in lost)!r}")
 
 
 def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
@@ -149,9 +144,7 @@ def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def _mixing_warnings(graph: Graph, mode: Mode) -> tuple[str, ...]:
-    if mode is not Mode.TRAIN:
-        return ()
+def _mixing_warnings(graph: Graph) -> tuple[str, ...]:
     nodes = mixing_nodes(graph)
     if not nodes:
         return ()

@@ -5,7 +5,7 @@ That takes lengths and positions that are known before running, as exporters wri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,7 +92,7 @@ class Sequences(dict[str, tuple[str, ...]]):
                 lifted = [
                     each
                     for tensor, name in zip(tensors, wide, strict=True)
-                    for each in self._with_numbers(node, "Unsqueeze", tensor, [name], "axes", [axis])
+                    for each in self._with_numbers(node, "Unsqueeze", tensor, [name], [axis])
                 ]
                 return [*lifted, _node(node, "Concat", wide, [result], axis=axis)]
             case _:
@@ -134,38 +134,29 @@ class Sequences(dict[str, tuple[str, ...]]):
         if sum(parts) != extent or min(parts, default=0) < 0:
             raise ModelError(f"parts of {sizes.tolist()} do not make up {extent}", where=where)
         if sized or stated.get("keepdims", 1):
-            return self._with_numbers(node, "Split", source, self[result], "split", parts, axis=axis)
+            return self._with_numbers(node, "Split", source, self[result], parts, axis)
         rows = [f"{name}/row" for name in self[result]]
-        found = self._with_numbers(node, "Split", source, rows, "split", parts, axis=axis)
+        found = self._with_numbers(node, "Split", source, rows, parts, axis)
         for row, name in zip(rows, self[result], strict=True):
-            found += self._with_numbers(node, "Squeeze", row, [name], "axes", [axis])
+            found += self._with_numbers(node, "Squeeze", row, [name], [axis])
         return found
 
     def _with_numbers(
-        self,
-        node: onnx.NodeProto,
-        operator: str,
-        operand: str,
-        results: list[str] | tuple[str, ...],
-        title: str,
-        numbers: list[int],
-        **attributes: int,
+        self, node: onnx.NodeProto, operator: str, operand: str, results: Sequence[str], sizes: list[int], axis: int = 0
     ) -> list[onnx.NodeProto]:
-        """An operator with sizes or axes, and before it the constant that holds them where they are an operand."""
+        """A Split by sizes, or a node with axes, behind the constant that holds these where they are an operand."""
+        title, attributes = ("split", {"axis": axis}) if operator == "Split" else ("axes", {})
         if self._opset < _AXES_ARE_OPERANDS:
-            return [_node(node, operator, [operand], results, **attributes, **{title: numbers})]
+            return [_node(node, operator, [operand], results, **attributes, **{title: sizes})]
         held = f"{results[0]}/{title}"
-        constant = _node(node, "Constant", [], [held], value_ints=numbers)
+        constant = _node(node, "Constant", [], [held], value_ints=sizes)
         return [constant, _node(node, operator, [operand, held], results, **attributes)]
 
 
-def _node(
-    origin: onnx.NodeProto, operator: str, operands: list[str] | tuple[str, ...], results: Any, **attributes: Any
-) -> onnx.NodeProto:
-    """A node in the place of `origin`, named after it."""
+def _node(origin: onnx.NodeProto, op: str, operands: Sequence[str], results: Sequence[str], **attributes: Any) -> Any:
     import onnx.helper
 
-    return onnx.helper.make_node(operator, list(operands), list(results), name=origin.name, **attributes)
+    return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
 
 
 def _position(operands: tuple[str, ...], arrays: Mapping[str, np.ndarray], length: int, last: int, where: str) -> int:

@@ -1,7 +1,6 @@
 """Torch's word on a file's tensors: which are parameters, and which it folded from them.
 
-The newer exporter's graph carries the signature of the traced program, its tensors the names of what they were folded
-from, and its nodes the traced call that they spell, whose arguments name the parameters.
+The newer exporter's graph carries the signature of the traced program, and its nodes the traced call that they spell.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm", "bmm", "addmm", "convo
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The exporter's word on a file's tensors."""
-
     parameters: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
     arguments: Mapping[str, str] = field(default_factory=dict)
@@ -92,7 +89,6 @@ class Signature:
         return sorted(set[str]().union(*few) - found)
 
     def names(self, name: str) -> bool:
-        """True if a tensor is called as a parameter or a buffer is."""
         return name in self.parameters or name in self.buffers
 
     def trains(self, name: str) -> bool:

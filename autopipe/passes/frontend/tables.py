@@ -1,7 +1,6 @@
 """Tables that a model computes from positions alone, known by their numbers: they are no parameters.
 
-An exporter computes cosines, positions and masks while it traces, and writes them beside the weights. A trained tensor
-never looks like one of them; a fresh one may be all ones or zeros, which therefore says nothing by itself.
+A trained tensor never looks like one; a fresh one may be all ones or zeros, which therefore says nothing by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ STEEPEST = 512
 
 
 def is_uniform(array: np.ndarray) -> bool:
-    """True if all numbers are equal."""
     if array.size == 0:
         return True
     flat = array.reshape(-1)
@@ -44,7 +42,7 @@ def table_of(array: np.ndarray, named: bool) -> str:
     if array.size < 2 or is_uniform(array):
         return ""
     numbers = np.asarray(array[:STEEPEST] if array.ndim == 1 else array, dtype=np.float64)
-    if _is_mask(numbers):
+    if np.isin(numbers[~(numbers <= HIDDEN)], (0.0, 1.0)).all():
         return "a mask"
     if bool((numbers == np.round(numbers)).all()):
         return "whole numbers, such as positions"
@@ -74,14 +72,6 @@ def are_waves(places: np.ndarray) -> bool:
     turning = steps > 0.05 * size
     close = np.abs(around - factor * middle).max(axis=0) <= 2e-3 * size + 1e-12
     return bool(close.all()) and bool(turning.any())
-
-
-def _is_mask(numbers: np.ndarray) -> bool:
-    hidden = numbers <= HIDDEN
-    rest = numbers[~hidden]
-    if hidden.any():
-        return bool(np.isin(rest, (0.0, 1.0)).all())
-    return bool(np.isin(numbers, (0.0, 1.0)).all())
 
 
 def _by_place(numbers: np.ndarray) -> np.ndarray | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.signature import NUMBERED
 
 if TYPE_CHECKING:
@@ -42,27 +40,22 @@ ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div"})
 """Operators that spell such a scale or offset where a layer has no operator of its own."""
 VIEWS = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast"})
 """Operators through which a weight may pass on its way."""
-
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+"""Recurrent layers, by the rows of their weights for each hidden unit."""
 
 LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant\d*")
 """Names that torch's exporters give to constants and to what they folded, weights included."""
 
 
-@dataclass(frozen=True, slots=True)
 class Uses:
-    """Who reads each value of a file."""
+    """Who reads each value of some nodes: node and position of the operand."""
 
-    readers: Mapping[str, tuple[tuple[onnx.NodeProto, int], ...]]
-
-    @classmethod
-    def of(cls, nodes: Iterable[onnx.NodeProto]) -> Uses:
-        """Collect the readers: node and position of the operand."""
-        readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
+    def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        self.readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
         for node in nodes:
             for slot, name in enumerate(node.input):
                 if name:
-                    readers.setdefault(name, []).append((node, slot))
-        return cls({name: tuple(found) for name, found in readers.items()})
+                    self.readers.setdefault(name, []).append((node, slot))
 
     def slots(self, name: str, through: frozenset[str] = VIEWS) -> frozenset[tuple[str, int]]:
         """(operator, operand) of every use of a value, seen through the operators `through`."""
@@ -81,10 +74,6 @@ class Uses:
     def is_weight(self, name: str) -> bool:
         """True if a value is read where operators take weights."""
         return any(slot in WEIGHT_SLOTS.get(operator, frozenset()) for operator, slot in self.slots(name))
-
-    def is_static(self, name: str) -> bool:
-        """True if an operator must know the value while compiling: Resize its scales."""
-        return any(operator in OPERATORS and slot in OPERATORS[operator].static for operator, slot in self.slots(name))
 
 
 def scope_of(node: onnx.NodeProto) -> str:

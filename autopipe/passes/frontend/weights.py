@@ -1,8 +1,6 @@
 """The tensors of a file as constants and parameters, each with where its numbers lie or how they are drawn.
 
-Of weights that a file names but does not hold, the readers and what comes out of them tell the type: a product's
-operand and result, a scale's last dimension. The rows of an embedding are taken from the logits, the last dimension
-of an output.
+Of weights that a file names but does not hold, the operators that read them tell the type.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from autopipe.passes.frontend.elements import (
 )
 from autopipe.passes.frontend.folding import Folded, unfolded
 from autopipe.passes.frontend.parameters import Chosen, Role, Roles
-from autopipe.passes.frontend.uses import Uses
+from autopipe.passes.frontend.uses import GATES, Uses
 
 if TYPE_CHECKING:
     import onnx
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
 
 SPREAD = 0.02
 """Standard deviation of embeddings and of what no product reads (Radford et al. 2018, GPT, section 4.1)."""
-GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-"""Rows of a recurrent layer's weights for each hidden unit."""
 PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum"})
 SCALES = frozenset(
     {(f"{kind}Normalization", 1) for kind in ("Batch", "Instance", "Group", "Layer", "RMS")}
@@ -48,22 +44,16 @@ SCALES = frozenset(
 
 def stated_initializers(metadata: Mapping[str, str]) -> dict[str, Initializer]:
     """The schemes in the file's metadata `autopipe.init`: name -> {"scheme": …, "std" or "bound": …}."""
-    text = metadata.get("autopipe.init", "{}")
+    found = {}
     try:
-        entries = json.loads(text)
-        return {str(name): _stated(entry) for name, entry in entries.items()}
+        for name, entry in json.loads(metadata.get("autopipe.init", "{}")).items():
+            scheme, scale = entry["scheme"], float(str(entry.get("std", entry.get("bound", 0.0))))
+            if scheme not in ("normal", "uniform", "zeros", "ones") or not (math.isfinite(scale) and scale >= 0):
+                raise ValueError(entry)
+            found[str(name)] = Initializer(str(scheme), scale)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError("its metadata 'autopipe.init' is not of the form {name: {scheme: ..., std: ...}}") from error
-
-
-def _stated(entry: Mapping[str, object]) -> Initializer:
-    scheme = entry["scheme"]
-    if scheme not in ("normal", "uniform", "zeros", "ones"):
-        raise ValueError(scheme)
-    scale = float(str(entry.get("std", entry.get("bound", 0.0))))
-    if not (math.isfinite(scale) and scale >= 0):
-        raise ValueError(scale)
-    return Initializer(str(scheme), scale)
+    return found
 
 
 def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initializer:
@@ -75,7 +65,11 @@ def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initia
     slots = uses.slots(name)
     operators = {operator for operator, _ in slots}
     if recurrent := [(GATES[operator], slot) for operator, slot in slots if operator in GATES]:
-        return _recurrent(shape, *min(recurrent))
+        gates, slot = min(recurrent)
+        if slot > 3 or len(shape) < 2:  # Operands 1 to 3 are weights, recurrence and both biases; then come states.
+            return Initializer("zeros")
+        hidden = shape[1] // (gates * (2 if slot == 3 else 1))
+        return Initializer("uniform", 1.0 / math.sqrt(max(hidden, 1)))
     if len(shape) <= 1:
         return Initializer("ones") if slots & SCALES else Initializer("zeros")
     if operators & {"Conv", "ConvTranspose"}:
@@ -85,47 +79,30 @@ def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initia
     return Initializer("normal", SPREAD)
 
 
-def _recurrent(shape: tuple[int, ...], gates: int, slot: int) -> Initializer:
-    """Operands 1 to 3 are weights, recurrence and both biases; states and peepholes come after them."""
-    if slot > 3 or len(shape) < 2:
-        return Initializer("zeros")
-    hidden = shape[1] // (gates * (2 if slot == 3 else 1))
-    return Initializer("uniform", 1.0 / math.sqrt(max(hidden, 1)))
-
-
 SMALL = 1 << 16
 """Bytes up to which a floating-point constant is held rather than left in the file as a buffer."""
 
 Held = Constant | Parameter | Folded
 
 
-@dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors of one file."""
+    """The tensors of one file, and what the user chose of them by name."""
 
-    source: Source
-    roles: Roles
-    stated: dict[str, Initializer]
-    chosen: Chosen
-    """The user's choices by name."""
-    absent: list[str]
-    """Filled with the names of parameters whose numbers are not there."""
-    found: dict[str, Role]
-    """Filled with the role of every floating-point tensor, by the name that the graph has for it."""
-
-    @classmethod
-    def of(cls, source: Source, roles: Roles, chosen: Chosen) -> Weights:
-        """The tensors of `source`."""
-        return cls(source, roles, stated_initializers(source.metadata), chosen, [], {})
+    def __init__(self, source: Source, roles: Roles, chosen: Chosen) -> None:
+        self.source, self.roles, self.chosen = source, roles, chosen
+        self.stated = stated_initializers(source.metadata)
+        self.absent: list[str] = []
+        """Names of parameters whose numbers are not there."""
+        self.found: dict[str, Role] = {}
+        """The role of every floating-point tensor, by the name that the graph has for it."""
 
     def initializers(self) -> dict[str, Held]:
-        """Every initializer, as what it is."""
         graph = self.source.graph
         found: dict[str, Held] = {}
         for tensor in graph.initializer:
             if tensor.name in found:
                 raise ModelError(f"initializer {tensor.name!r} is defined twice")
-            found[tensor.name] = self._held(tensor.name, tensor)
+            found[tensor.name] = self._tensor(tensor.name, tensor, f"initializer {tensor.name!r}")
         parameters = {name: each for name, each in found.items() if isinstance(each, Parameter)}
         taken = found.keys() | {name for node in self.source.nodes for name in (*node.input, *node.output)}
         folded = unfolded(parameters, self.roles, self.source.path, taken)
@@ -153,7 +130,6 @@ class Weights:
         return chosen
 
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about missing weights."""
         if not self.absent:
             return ()
         first = f"{self.absent[0]!r}" + (f" and {len(self.absent) - 1} more" if len(self.absent) > 1 else "")
@@ -170,9 +146,6 @@ class Weights:
         number = node.attribute[0].t.data_type if node.attribute else 1
         floating = dtype_of(number, f"ConstantOfShape {node.name!r}").is_floating
         return floating and self.roles.fills(node.output[0])
-
-    def _held(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
-        return self._tensor(name, tensor, f"initializer {name!r}")
 
     def _tensor(self, name: str, tensor: onnx.TensorProto, where: str, in_node: bool = False) -> Constant | Parameter:
         dtype = dtype_of(tensor.data_type, where)
@@ -215,44 +188,40 @@ class Weights:
             return held
         return Parameter(held.value, place)
 
+    def _place(self, name: str, tensor: onnx.TensorProto) -> FileSlice | None:
+        if tensor.data_location == tensor.EXTERNAL:
+            return external_slice(tensor, self.source.path.parent)
+        return self.source.slices.get(name)
+
     def _array(self, name: str, tensor: onnx.TensorProto, where: str) -> np.ndarray:
         import onnx
 
-        place = self.source.slices.get(name)
-        external = tensor.data_location == tensor.EXTERNAL
-        if external:
-            place = external_slice(tensor, self.source.path.parent)
-            if place is None:
-                raise ModelError("its numbers are needed to tell shapes, and their file is not there", where=where)
+        place = self._place(name, tensor)
         if place is None:
+            if tensor.data_location == tensor.EXTERNAL:
+                raise ModelError("its numbers are needed to tell shapes, and their file is not there", where=where)
             return array_of(tensor, where)
-        data = self._bytes(place)
-        return array_of(onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data), where)
-
-    def _bytes(self, place: FileSlice) -> bytes:
-        """A slice of the model's files."""
         path = self.source.path.parent / place.file if place.file else self.source.path
         with path.open("rb") as file:
             file.seek(place.offset)
-            return file.read(place.length)
+            data = file.read(place.length)
+        return array_of(onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data), where)
 
     def _storage(self, name: str, tensor: onnx.TensorProto, dtype: DType) -> Storage:
-        shape = tuple(tensor.dims)
+        shape, where = tuple(tensor.dims), f"initializer {name!r}"
         size = math.prod(shape) * dtype.itemsize
-        place: FileSlice | None = self.source.slices.get(name)
-        if tensor.data_location == tensor.EXTERNAL:
-            place = external_slice(tensor, self.source.path.parent)
-        elif place is not None and place.length != size:
-            raise ModelError(f"it has {place.length} bytes, its shape needs {size}", where=f"initializer {name!r}")
-        elif place is None and (tensor.int32_data or tensor.float_data or tensor.double_data):
-            raise ModelError(
-                "its numbers are stored one by one",
-                hint="save the model again with raw data",
-                where=f"initializer {name!r}",
-            )
+        place = self._place(name, tensor)
         if place is None:
+            if tensor.data_location != tensor.EXTERNAL and (
+                tensor.int32_data or tensor.float_data or tensor.double_data
+            ):
+                raise ModelError(
+                    "its numbers are stored one by one", hint="save the model again with raw data", where=where
+                )
             self.absent.append(name)
             return self._initializer(name, shape)
+        if place.length != size:
+            raise ModelError(f"it has {place.length} bytes, its shape needs {size}", where=where)
         return place
 
     def _initializer(self, name: str, shape: tuple[int, ...]) -> Initializer:
@@ -269,7 +238,6 @@ class MissingWeightTypes:
 
     uses: Uses
     type_of: Callable[[str], Value | None]
-    """The type of a value as computed so far or as the file states it."""
     outputs: tuple[str, ...]
 
     def deduced(self, name: str) -> Value:
@@ -297,7 +265,9 @@ class MissingWeightTypes:
             case (("Identity" | "Cast"), 0):
                 if result is not None:
                     return result
-                found = (self._from_reader(reader, at, steps - 1) for reader, at in self._readers(node))
+                found = (
+                    self._from_reader(reader, at, steps - 1) for reader, at in self.uses.readers.get(node.output[0], ())
+                )
                 return next((type_ for type_ in found if type_ is not None), None)
             case _ if result is None:
                 return None
@@ -312,20 +282,14 @@ class MissingWeightTypes:
                 return self._table(node, result)
         return None
 
-    def _readers(self, node: onnx.NodeProto) -> tuple[tuple[onnx.NodeProto, int], ...]:
-        return self.uses.readers.get(node.output[0], ())
-
     def _transposed(self, node: onnx.NodeProto, steps: int) -> Value | None:
-        for reader, slot in self._readers(node):
+        for reader, slot in self.uses.readers.get(node.output[0], ()):
             found = self._from_reader(reader, slot, steps)
-            if found is None:
-                continue
-            reverse = tuple(reversed(range(len(found.shape))))
-            order = next((tuple(each.ints) for each in node.attribute if each.name == "perm"), reverse)
-            shape = [0] * len(found.shape)
-            for position, axis in enumerate(order):
-                shape[axis] = found.shape[position]
-            return Value("", found.dtype, tuple(shape))
+            if found is not None:
+                reverse = tuple(reversed(range(len(found.shape))))
+                order = next((tuple(each.ints) for each in node.attribute if each.name == "perm"), reverse)
+                extents = dict(zip(order, found.shape, strict=False))
+                return Value("", found.dtype, tuple(extents.get(axis, 0) for axis in range(len(found.shape))))
         return None
 
     def _factor(self, node: onnx.NodeProto, slot: int, result: Value) -> Value | None:

@@ -7,6 +7,7 @@ a fault there is found here.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,9 +25,7 @@ class ProofChannel:
 
     channel: int
     source: int
-    """Rank that sends."""
     target: int
-    """Rank that posts receives."""
     sender: str
     """Task whose result is sent: its stage and phase, such as `2F`."""
     sends: MicroBatchSlice
@@ -194,38 +193,27 @@ class RankTrace:
         self.position = 0
         self._program, self._channels, self._barriers = program, channels, barriers
         self._wired = {each.stage: each for each in rank.stages}
-        self._actions: dict[tuple[Verb, int, int | None], Action] = {}
+        self._action = functools.cache(self._made)
         self.steps = list(self._unrolled(rank))
 
     def run(self, awake: list[int]) -> Wait | None:
         """Run as far as it comes, waking ranks; return what it waits for then, None at its end."""
-        for position in range(self.position, len(self.steps)):
-            action, micro_batch = self.steps[position]
+        while self.position < len(self.steps):
+            action, micro_batch = self.steps[self.position]
             wait = action.run(micro_batch, self.done, self.rank, awake)
             if wait is not None:
-                self.position = position
                 return wait
-        self.position = len(self.steps)
+            self.position += 1
         return None
-
-    def last_gradients(self) -> list[int]:
-        """Stages in the order in which their last gradients of parameters are computed."""
-        ends = {action.completes[-1]: place for place, (action, _) in enumerate(self.steps) if action.completes}
-        return [int(part[:-1]) for part in sorted(ends, key=ends.__getitem__) if part.endswith("W")]
 
     def _unrolled(self, rank: RankCode) -> Iterator[tuple[Action, int]]:
         for item in (*rank.warm_up, *rank.repetend, *rank.cool_down):
             loop = item if isinstance(item, Loop) else Loop((item,), 1)
-            actions = [self._action(each.verb, each.stage, each.source) for each in loop.body]
             strides = loop.strides or (loop.stride,) * len(loop.body)
+            actions = [self._action(each.verb, each.stage, each.source) for each in loop.body]
             for turn in range(loop.count):
                 for action, each, stride in zip(actions, loop.body, strides, strict=True):
                     yield action, each.micro_batch + turn * stride
-
-    def _action(self, verb: Verb, stage: int, source: int | None) -> Action:
-        if (verb, stage, source) not in self._actions:
-            self._actions[verb, stage, source] = self._made(verb, stage, source)
-        return self._actions[verb, stage, source]
 
     def _made(self, verb: Verb, stage: int, source: int | None) -> Action:
         receives, sends = self._wired[stage].receives, self._wired[stage].sends
@@ -288,7 +276,6 @@ class RankTrace:
         )
 
     def _channel(self, piece: MessageBlock, gradient: bool) -> ProofChannel:
-        """Of a piece, or of its gradient, which travels back."""
         key = piece.channel, gradient
         if key not in self._channels:
             ends = [
@@ -369,12 +356,14 @@ def _check_reductions(program: Program, traces: list[RankTrace]) -> None:
     """
     orders: dict[tuple[int, ...], tuple[int, list[int]]] = {}
     for rank, trace in zip(program.ranks, traces, strict=True):
-        homes: dict[tuple[int, ...], set[int]] = {}
+        homes: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for shard in rank.shards:
             if shard.home is not None and len(shard.gradient_ranks) > 1:
-                homes.setdefault(shard.gradient_ranks, set()).add(shard.home)
+                homes[shard.gradient_ranks].add(shard.home)
+        ends = {action.completes[-1]: place for place, (action, _) in enumerate(trace.steps) if action.completes}
+        last = [int(part[:-1]) for part in sorted(ends, key=ends.__getitem__) if part.endswith("W")]
         for group, stages in homes.items():
-            found = [stage for stage in trace.last_gradients() if stage in stages]
+            found = [stage for stage in last if stage in stages]
             first, order = orders.setdefault(group, (trace.rank, found))
             if order != found:
                 raise CodegenError(

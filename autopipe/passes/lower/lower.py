@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from autopipe.passes.analysis.gradients import differentiable_values, waiting_op
 from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.analysis.micro_batches import check_portions, micro_batch_size, stage_graphs, stage_micro_batches
 from autopipe.passes.analysis.recompute import with_segments
+from autopipe.passes.analysis.resharding import torn_parameters
 from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.lower.deadlock_check import prove
 from autopipe.passes.lower.messages import (
@@ -48,7 +50,7 @@ from autopipe.passes.lower.messages import (
     postings,
     transfer_pieces,
 )
-from autopipe.passes.lower.shard import ShardedStage, parameter_shards, shard_stage, torn_parameters
+from autopipe.passes.lower.shard import ShardedStage, parameter_shards, shard_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None)
         )
 
     stages = sharded(frozenset())
-    torn = torn_parameters(stages)
+    torn = torn_parameters([(stage.code.devices, stage.parameters) for stage in stages])
     stages = sharded(torn) if torn else stages
     differentiable = differentiable_values(graph) if loss is not None else frozenset()
     numbers = {id(constant): index for index, constant in enumerate(graph.constants)}
@@ -166,21 +168,18 @@ def _split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Sched
     return tuple(replace(code, deferred=deferred(code)) if code.stage in split else code for code in codes)
 
 
-_Step = tuple[tuple[Section, Section, Section], HeldMessages]
-"""A rank's step in three sections, and what it holds of messages."""
-
-
-def _steps(wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]) -> list[_Step]:
+def _steps(
+    wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]
+) -> list[tuple[tuple[Section, Section, Section], HeldMessages]]:
+    """Each rank's step in three sections, and what it holds of messages."""
     orders = SendingOrders(schedule, ratios)
-    known: dict[tuple[tuple[Task, ...], RankPeers], _Step] = {}
-    found = []
-    for stages, tasks in zip(wired, schedule.tasks, strict=True):
-        key = tasks, RankPeers.of(stages)
-        if key not in known:  # The ranks of a group mostly do the same.
-            flat = instructions(*key, orders)
-            known[key] = sections(flat, ratios), HeldMessages(flat)
-        found.append(known[key])
-    return found
+
+    @cache  # The ranks of a group mostly do the same.
+    def step(tasks: tuple[Task, ...], peers: RankPeers) -> tuple[tuple[Section, Section, Section], HeldMessages]:
+        flat = instructions(tasks, peers, orders)
+        return sections(flat, ratios), HeldMessages(flat)
+
+    return [step(tasks, RankPeers.of(stages)) for stages, tasks in zip(wired, schedule.tasks, strict=True)]
 
 
 def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
@@ -214,19 +213,12 @@ def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
         combine = "sum" if layout.is_partial else "concat"
         places.append(OutputPlace(stage.code.stage, position, combine, copies, boxes))
     graph = parts.graphs[places[0].stage]
-    return Output(graph.type_of(name), _batch_axis(graph, name, batch), tuple(places))
-
-
-def _batch_axis(graph: Graph, name: str, batch: BatchAxes) -> int | None:
-    """The axis of an output along which micro-batches follow one another; None where it counts no samples.
-
-    Micro-batches of one sample leave no extent to follow through the graph: there it is taken to be the first axis of
-    what has one of extent one.
-    """
+    samples = batch.of(name)
     if batch.batch > 1:
-        samples = batch.of(name)
-        return samples.dimension if samples is not None and samples.outer == 1 else None
-    return 0 if graph.type_of(name).shape[:1] == (1,) else dict(graph.batch_axes).get(name)
+        axis = samples.dimension if samples is not None and samples.outer == 1 else None
+    else:  # Of one sample there is no extent to follow: the first axis of what has one of extent 1 is taken.
+        axis = 0 if graph.type_of(name).shape[:1] == (1,) else dict(graph.batch_axes).get(name)
+    return Output(graph.type_of(name), axis, tuple(places))
 
 
 _TASK_VERBS = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
@@ -46,20 +47,21 @@ def transfer_pieces(
                 for sender, receiver, sent, received in block_transfers(
                     hold, need, senders, stage.code.devices, shared
                 ):
-                    piece = MessageBlock(
-                        channel=len(pieces),
-                        tensor=name,
-                        source_stage=source,
-                        target_stage=target,
-                        source_rank=sender,
-                        target_rank=receiver,
-                        sent=sent,
-                        received=received,
-                        needs_gradient=name in differentiable,
-                        source_slice=shared.source_slice,
-                        target_slice=shared.target_slice,
+                    pieces.append(
+                        MessageBlock(
+                            channel=len(pieces),
+                            tensor=name,
+                            source_stage=source,
+                            target_stage=target,
+                            source_rank=sender,
+                            target_rank=receiver,
+                            sent=sent,
+                            received=received,
+                            needs_gradient=name in differentiable,
+                            source_slice=shared.source_slice,
+                            target_slice=shared.target_slice,
+                        )
                     )
-                    pieces.append(piece)
     return tuple(pieces)
 
 
@@ -77,7 +79,7 @@ class HeldMessages:
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self._spans: dict[tuple[_Receive, bool], list[tuple[int, int, int]]] = defaultdict(list)
-        self._known: dict[tuple[_Receive, bool, MicroBatchSlice], int] = {}
+        self._overlapping = cache(self._counted)
         places = {(each.verb, each.stage, each.micro_batch): place for place, each in enumerate(instructions)}
         for place, each in enumerate(instructions):
             if each.verb in _FIRST_USES:
@@ -89,14 +91,11 @@ class HeldMessages:
         """The most held at once of what `stage` receives in `turn` from stage `source`, in whole tensors or blocks."""
         return max(self._overlapping((stage, verb, each), whole, turn) for each in (source, None))
 
-    def _overlapping(self, receive: _Receive, whole: bool, turn: MicroBatchSlice) -> int:
-        key = receive, whole, turn
-        if key not in self._known:
-            spans = [each[1:] for each in self._spans.get((receive, whole), ()) if turn.has(each[0])]
-            # One that begins where another ends does not overlap it.
-            changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
-            self._known[key] = max(accumulate(change for _, change in changes), default=0)
-        return self._known[key]
+    def _counted(self, receive: _Receive, whole: bool, turn: MicroBatchSlice) -> int:
+        spans = [each[1:] for each in self._spans.get((receive, whole), ()) if turn.has(each[0])]
+        # One that begins where another ends does not overlap it.
+        changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
+        return max(accumulate(change for _, change in changes), default=0)
 
 
 def channels_of(

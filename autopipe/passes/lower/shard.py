@@ -1,15 +1,14 @@
 """A stage's nodes on local shards, with the exchanges that its splits ask for; and the ranks' blocks of parameters.
 
-The ranks of a group together compute one function, and each rank's gradient of a value it holds is its own share:
-shares of copies add up to the whole. Then the backward of every exchange is its transpose, and a parameter's gradient
-is the sum over the ranks that hold it, whatever is split.
+The ranks of a group together compute one function, and each rank's gradient of a value it holds is its own share. Then
+the backward of every exchange is its transpose, and a parameter's gradient the sum over the ranks that hold it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopipe.ir.batch import BatchAxes
@@ -196,14 +195,17 @@ def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
 def parameter_shards(graph: Graph, devices: int, stages: tuple[ShardedStage, ...]) -> tuple[tuple[Shard, ...], ...]:
     """For each rank its blocks of parameters; ranks with the same block of a parameter share its gradient.
 
-    No parameter may be torn (see `torn_parameters`).
+    No parameter may be torn (see `torn_parameters` of passes/analysis).
     """
     indices, _ = _indices(graph)
     holders: dict[tuple[int, Box], set[int]] = defaultdict(set)
     users: dict[tuple[int, Box], set[int]] = defaultdict(set)
-    for name, holding, box, stage in _blocks(stages):
-        holders[indices[name], box].update(holding)
-        users[indices[name], box].add(stage)
+    for stage in stages:
+        devices_of_stage = stage.code.devices
+        for name, layout in stage.parameters.items():
+            for box, places in holders_by_box(layout, len(devices_of_stage)):
+                holders[indices[name], box].update(devices_of_stage[place] for place in places)
+                users[indices[name], box].add(stage.code.stage)
     shards: list[list[Shard]] = [[] for _ in range(devices)]
     for (index, box), ranks in sorted(holders.items(), key=lambda item: (item[0][0], sorted(item[1]))):
         home = min(users[index, box])
@@ -212,28 +214,3 @@ def parameter_shards(graph: Graph, devices: int, stages: tuple[ShardedStage, ...
         for rank in ranks:
             shards[rank].append(shard)
     return tuple(map(tuple, shards))
-
-
-def torn_parameters(stages: tuple[ShardedStage, ...]) -> frozenset[str]:
-    """Parameters of which a rank would hold two blocks, or whose blocks overlap without being equal."""
-    boxes: dict[str, dict[Box, set[int]]] = defaultdict(lambda: defaultdict(set))
-    torn: set[str] = set()
-    for name, holding, box, _ in _blocks(stages):
-        for other, ranks in boxes[name].items():
-            if other != box and (not ranks.isdisjoint(holding) or other.intersect(box) is not None):
-                torn.add(name)
-        boxes[name][box].update(holding)
-    return frozenset(torn)
-
-
-def _blocks(stages: tuple[ShardedStage, ...]) -> Iterator[tuple[str, frozenset[int], Box, int]]:
-    """Each (parameter, ranks, block, stage)."""
-    for stage in stages:
-        devices = stage.code.devices
-        ranks: dict[Layout, list[tuple[frozenset[int], Box]]] = {}
-        for name, layout in stage.parameters.items():
-            if layout not in ranks:
-                boxes = holders_by_box(layout, len(devices))
-                ranks[layout] = [(frozenset(devices[place] for place in places), box) for box, places in boxes]
-            for holding, box in ranks[layout]:
-                yield name, holding, box, stage.code.stage

@@ -153,8 +153,10 @@ class _Builder:
         if letter == "B":
             self.done[stage, "W", micro_batch] = place
         for number, each in enumerate(self.source.exchanges[stage].get(verb, ())):
-            code, what = self.program.stages[stage], f"{each.kind} of {each.value.partition(chr(0))[0]}"
-            group, size = _group(code, each, self.code.rank), each.bytes // len(code.devices)
+            what, devices = f"{each.kind} of {each.value.partition(chr(0))[0]}", self.program.stages[stage].devices
+            group, size = devices, each.bytes // len(devices)
+            if each.over and each.kind != "redistribute":
+                group = tuple(sorted(devices[place] for place in members(each.over, devices.index(self.code.rank))))
             name = f"{node.name}/{number}"
             self._node(TaskNode("collective", name, stage, micro_batch, size, group=group, inside=place, what=what))
         size = _gradient_bytes(self.program, self.program.stages[stage], verb) if verb is not Verb.FORWARD else 0
@@ -207,7 +209,11 @@ class _Builder:
                 after = (self.added[home],) if home in self.added else added
                 name = f"REDUCE{len(sums)}"
                 sums.append(self._node(TaskNode("reduce", name, home, bytes=size, after=after, group=group, what=what)))
-            size = _updated_bytes(self.program, self.code)
+            size = sum(_trained(self.program, each.parameter) * each.box.elements for each in self.code.shards)
+            for bucket in buckets_of(held_together(self.program.parameters, self.code.shards)) if what else ():
+                held = sum(block.elements for block in bucket.blocks)
+                own = sum(run.stop - run.start for run in bucket.runs(self.code.rank))
+                size -= (held - own) * bucket.blocks[0].itemsize
             update = self._node(TaskNode("update", "UPDATE", bytes=size, after=(*added, *sums)))
             for number, ((home, group), size) in enumerate(exchanged.items() if self.program.shard else ()):
                 self._node(TaskNode("gather", f"GATHER{number}", home, bytes=size, after=(update,), group=group))
@@ -245,13 +251,6 @@ def _by_verb(code: StageCode, every: tuple[StageExchange, ...]) -> dict[Verb, tu
     return {Verb.FORWARD: tuple(forward), Verb.BACKWARD: tuple(found), Verb.INPUT_GRADIENT: tuple(found)}
 
 
-def _group(code: StageCode, exchange: StageExchange, rank: int) -> tuple[int, ...]:
-    """The ranks that a collective of a stage goes over, from where `rank` is."""
-    if not exchange.over or exchange.kind == "redistribute":
-        return code.devices
-    return tuple(sorted(code.devices[each] for each in members(exchange.over, code.devices.index(rank))))
-
-
 def _trained(program: Program, parameter: int) -> int:
     """Bytes of an element of a parameter's gradient; 0 where it has none."""
     found = program.parameters[parameter]
@@ -269,15 +268,4 @@ def _gradient_bytes(program: Program, code: StageCode, verb: Verb) -> int:
         waits = value.name in deferred and len(value.shape) > 1
         if verb is Verb.BACKWARD or waits is (verb is Verb.WEIGHT_GRADIENT):
             found += _trained(program, index) * value.elements
-    return found
-
-
-def _updated_bytes(program: Program, code: RankCode) -> int:
-    """Bytes of the parameters, or shares of them, that the rank updates."""
-    found = sum(_trained(program, shard.parameter) * shard.box.elements for shard in code.shards)
-    if program.shard:
-        for bucket in buckets_of(held_together(program.parameters, code.shards)):
-            held = sum(block.elements for block in bucket.blocks)
-            own = sum(run.stop - run.start for run in bucket.runs(code.rank))
-            found -= (held - own) * bucket.blocks[0].itemsize
     return found

@@ -34,10 +34,12 @@ def exchanged_gradients(
     """
     blocks = tuple(held_together(parameters, shards))
     found: defaultdict[tuple[int | None, tuple[int, ...]], int] = defaultdict(int)
-    for bucket in buckets_of(blocks) if shared else ():
-        found[bucket.home, bucket.ranks] += bucket.bytes
-    for block in () if shared else blocks:
-        found[block.home, block.ranks] += block.elements * block.itemsize
+    if shared:
+        for bucket in buckets_of(blocks):
+            found[bucket.home, bucket.ranks] += bucket.bytes
+    else:
+        for block in blocks:
+            found[block.home, block.ranks] += block.elements * block.itemsize
     return found
 
 
@@ -116,11 +118,15 @@ def _exchanges(
         if isinstance(operation, Collective) and operation.relayout.kind != "slice":
             source = operation.source
             width = widths.get(source.name.partition("\0")[0], source.dtype.itemsize)  # Whichever form of the value.
-            size = _elements(operation, group) * width
-            exchange = StageExchange(operation.relayout.kind, size, False, source.name, operation.relayout.over)
+            step = operation.relayout
+            if step.kind == "redistribute":
+                size = int(lacking(step.source, step.result, group).sum()) * width
+            else:  # What each device holds before, of an all-gather after.
+                size = group * math.prod((operation.result if step.kind == "all_gather" else source).shape) * width
+            exchange = StageExchange(step.kind, size, False, source.name, step.over)
             yield exchange
             if operation.result.name in flowing:
-                yield replace(exchange, kind=transposed(operation.relayout.kind), backward=True)
+                yield replace(exchange, kind=transposed(step.kind), backward=True)
         elif not isinstance(operation, Collective) and operation.joint:
             signature = signature_of(graph, graph.nodes[operation.node])
             row = OPERATORS[qualified_name(signature.node)]
@@ -133,12 +139,3 @@ def _exchanges(
                 if not told.backward or (returns and not flowing.isdisjoint(operation.writes)):
                     size, over = group * told.times * told.bytes, operation.mesh_of(told.axes)
                     yield StageExchange(told.kind, size, told.backward, operation.writes[0], over, told.times)
-
-
-def _elements(operation: Collective, group: int) -> int:
-    """Elements that all devices of the group count for a collective."""
-    step = operation.relayout
-    if step.kind == "redistribute":
-        return int(lacking(step.source, step.result, group).sum())
-    counted = operation.result if step.kind == "all_gather" else operation.source
-    return group * math.prod(counted.shape)

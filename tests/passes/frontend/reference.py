@@ -12,8 +12,8 @@ import onnxruntime as ort
 
 from autopipe.ir.graph import FileSlice, Fill, FoldedSlice, Graph, Parameter, Value
 from autopipe.passes.frontend import Model
-from autopipe.passes.frontend.constants import node_proto
 from autopipe.passes.frontend.elements import NUMBERS
+from autopipe.passes.frontend.inference import node_proto
 
 SINCE = {"LayerNormalization": 17, "Gelu": 20, "Attention": 23, "RMSNormalization": 23}
 """Fused operators keep the meaning they have from these opsets on."""

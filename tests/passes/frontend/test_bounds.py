@@ -17,7 +17,7 @@ import pytest
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Graph, Node, Value
-from autopipe.passes.frontend import constants as known
+from autopipe.passes.frontend import inference as known
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.cleanup import with_named_outputs, without_repeats
 from autopipe.passes.frontend.fusion import View, fused
@@ -32,7 +32,7 @@ READ = """
 import resource, sys
 from pathlib import Path
 import numpy, onnx.reference, onnx.inliner, onnx.shape_inference
-from autopipe.passes.frontend import constants, read_model
+from autopipe.passes.frontend import inference, read_model
 before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (before + int(sys.argv[1]),) * 2)
 for path in sys.argv[2:]:
@@ -89,7 +89,7 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         nodes += [node("Expand", f"one{number} shape", f"table{number}"), node("Add", f"x table{number}", f"y{number}")]
     outputs = " ".join(f"y{number}" for number in range(24))
     graph = read_model(saved(model(nodes, {"x": (onnx.TensorProto.INT64, [1])}, outputs, held), tmp_path)).graph
-    values = known.ConstantFolder.of(graph)
+    values = known.ConstantFolder(graph)
     found = [values.array(each.outputs[0]) for each in graph.nodes if each.op == "Expand"]
     assert [array is not None for array in found] == [True] * 8 + [False] * 16
 

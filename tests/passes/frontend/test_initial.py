@@ -38,12 +38,12 @@ QUARTER = Initializer("uniform", 0.25)
     ],
 )
 def test_schemes(operator: str, operands: str, shape: tuple[int, ...], expected: Initializer) -> None:
-    uses = Uses.of([make_node(operator, operands.split(), ["y"])])
+    uses = Uses([make_node(operator, operands.split(), ["y"])])
     found = default_initializer("w", shape, uses)
     assert found.scheme == expected.scheme
     assert found.scale == pytest.approx(expected.scale)
 
 
 def test_a_table_that_is_also_the_head_starts_as_a_table() -> None:
-    uses = Uses.of([make_node("Gather", ["w", "x"], ["e"]), make_node("MatMul", ["e", "w"], ["y"])])
+    uses = Uses([make_node("Gather", ["w", "x"], ["e"]), make_node("MatMul", ["e", "w"], ["y"])])
     assert default_initializer("w", (30, 20), uses) == Initializer("normal", 0.02)
