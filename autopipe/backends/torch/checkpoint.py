@@ -135,10 +135,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LaunchError(
-            f"the checkpoint cannot be written: {error.strerror or error}",
-            hint="earlier checkpoints are untouched", where=str(path),
-        ) from error  # fmt: skip
+        reason, hint = error.strerror or error, "earlier checkpoints are untouched"
+        raise LaunchError(f"the checkpoint cannot be written: {reason}", hint=hint, where=str(path)) from error
 
 
 def _refused(path: Path, message: str, where: object = None) -> LaunchError:
@@ -206,10 +204,8 @@ def committed_steps(folder: Path) -> list[int]:
 def check_unused(folder: Path) -> None:
     """Raise ConfigurationError where a run that starts anew would save beside the checkpoints of another."""
     if steps := committed_steps(folder):
-        raise ConfigurationError(
-            f"{folder} holds a checkpoint after {steps[-1]} steps",
-            hint="give --resume to go on from it, or choose another folder",
-        )
+        hint = "give --resume to go on from it, or choose another folder"
+        raise ConfigurationError(f"{folder} holds a checkpoint after {steps[-1]} steps", hint=hint)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -51,10 +51,8 @@ def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
     if not ranks or world % ranks or not low <= world // ranks <= high:
         spread = f"{low}" if low == high else f"{low} to {high}"
         each = f" with {config.ranks_per_node} ranks each" if config.ranks_per_node else ""
-        raise ConfigurationError(
-            f"the program's {world} ranks do not fit {spread} nodes{each}",
-            hint="nodes times --nproc-per-node must be the number of devices of the plan",
-        )
+        hint = "nodes times --nproc-per-node must be the number of devices of the plan"
+        raise ConfigurationError(f"the program's {world} ranks do not fit {spread} nodes{each}", hint=hint)
     nodes = world // ranks
     if nodes > 1 and not config.rendezvous_endpoint:
         raise ConfigurationError("several nodes need a meeting point", hint="--rdzv-endpoint HOST:PORT, alike on all")

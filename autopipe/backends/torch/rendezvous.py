@@ -96,10 +96,8 @@ def interface_of(address: str) -> str:
     for _, name in socket.if_nameindex():
         if wanted in _addresses(name):
             return name
-    raise ConfigurationError(
-        f"no interface has {address} as its first address",
-        hint="GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one that ranks shall use",
-    )
+    hint = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one that ranks shall use"
+    raise ConfigurationError(f"no interface has {address} as its first address", hint=hint)
 
 
 def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
@@ -250,10 +248,8 @@ class StateHolder(_BackendRendezvousStateHolder):
         form = json.loads(self._signer.value(_STATE, _unhex(held)))
         number = int(form["number"])
         if number < self._number or (number == self._number and held != self._held):
-            raise LaunchError(
-                "the nodes' store was put back to an earlier state",
-                hint="another program reaches its port: see docs/security.md",
-            )
+            hint = "another program reaches its port: see docs/security.md"
+            raise LaunchError("the nodes' store was put back to an earlier state", hint=hint)
         self._held, self._number = held, number
         return _state_of(form)
 

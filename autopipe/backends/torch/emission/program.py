@@ -146,20 +146,16 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Fill a new folder beside `folder` with `write`, then put it in its place by renaming. Raises ConfigurationError
     where that cannot be done, or where `folder` holds something that is not a program; what was there is then still
     there."""
-    folder = folder.absolute()
+    folder, hint = folder.absolute(), "choose another with -o"
     if folder.exists() and not _is_replaceable(folder):
-        raise ConfigurationError(
-            f"{folder} holds something that is not part of a program", hint="choose another with -o"
-        )
+        raise ConfigurationError(f"{folder} holds something that is not part of a program", hint=hint)
     missing = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with replacing_folder(folder) as made:
             write(made)
     except OSError as error:
-        raise ConfigurationError(
-            f"{folder} cannot be written: {error.strerror}", hint="choose another with -o"
-        ) from error
+        raise ConfigurationError(f"{folder} cannot be written: {error.strerror}", hint=hint) from error
     finally:
         if not folder.exists():
             for parent in missing:

@@ -103,10 +103,9 @@ def measure_period(program: Path, device: str) -> float:
     """Seconds from one micro-batch to the next in the second of two stages on two ranks under 1F1B, at least four
     micro-batches a step: that of the slower stage, whichever it is. Raises LaunchError where the program fails."""
 
-    def period(spans: Spans, micro_batches: int) -> float:
-        return period_of([spans[f"1F{index}"][0] for index in range(micro_batches)])
-
-    return _of_steps(program, device, 1, period)
+    return _of_steps(
+        program, device, 1, lambda spans, count: period_of([spans[f"1F{each}"][0] for each in range(count)])
+    )
 
 
 def period_of(starts: Sequence[float]) -> float:
