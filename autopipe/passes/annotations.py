@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,7 @@ class AxisSplit:
     places: tuple[int, ...]
 
 
-Cuts = tuple[AxisSplit, ...]
-"""All cuts of a node, in any order; () where each device computes it whole."""
+Cuts = tuple[AxisSplit, ...]  # All cuts of a node, in any order; () where each device computes it whole.
 
 
 def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
@@ -54,15 +54,11 @@ def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
     # The further out a split is, the later comes the first device that is not in its first part.
     outer = sorted(cuts, key=lambda cut: -next((at for at, place in enumerate(places[cut.axis]) if place), 0))
     splits = tuple(Split(cut.axis, cut.degree) for cut in outer)
-    rest = len(order)
-    for split in splits:
-        if rest % split.degree:
-            return None
-        rest //= split.degree
-    for split, axis in zip(splits, mesh_of(splits, len(order)), strict=True):
-        if places[split.axis] != tuple(map(axis.place, range(len(order)))):
-            return None
-    return splits
+    if len(order) % math.prod(split.degree for split in splits):
+        return None
+    mesh = zip(splits, mesh_of(splits, len(order)), strict=True)
+    made = {split.axis: tuple(map(axis.place, range(len(order)))) for split, axis in mesh}
+    return splits if made == places else None
 
 
 def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, ...] | None:
@@ -127,8 +123,7 @@ def _blocks_of(shape: tuple[int, ...], sharding: Sharding, where: str) -> Iterat
     for dimension, _ in sharding.cuts:
         if not -len(shape) <= dimension < len(shape):
             raise ModelError(f"it has no dimension {dimension}", f"its shape is {shape}", where)
-    cut = [dimension % len(shape) for dimension, _ in sharding.cuts]
-    if len(set(cut)) < len(cut):
+    if len({dimension % len(shape) for dimension, _ in sharding.cuts}) < len(sharding.cuts):
         raise ModelError("one of its dimensions is sharded twice", where=where)
     for index, (blocks, held) in enumerate(sharding.places(len(shape))):
         here = f"{where}, dimension {index}"
@@ -173,22 +168,18 @@ def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
     """Constraints that the annotations of `model` are for `devices` devices; () where it has none. Raises
     ConfigurationError where no configuration, or more than one, is for that number, and ModelError, naming the node,
     for annotations that do not fit its operator or its tensors' shapes, or contradict one another."""
-    annotated = [each for each in model.configurations if each.annotations]
-    fitting = [each for each in annotated if each.devices == devices]
-    if not annotated:
+    known = [each for each in model.configurations if each.annotations]
+    fitting = [each for each in known if each.devices == devices]
+    if not known:
         return ()
     if not fitting:
-        known = ", ".join(f"{each.name!r} for {each.devices}" for each in annotated)
-        raise ConfigurationError(
-            f"the model is annotated, but not for {devices} devices: {known}",
-            hint="plan for as many devices, or the model without its annotations",
-        )
+        names = ", ".join(f"{each.name!r} for {each.devices}" for each in known)
+        reason = f"the model is annotated, but not for {devices} devices: {names}"
+        raise ConfigurationError(reason, "plan for as many devices, or the model without its annotations")
     if len(fitting) > 1:
         names = " and ".join(repr(each.name) for each in fitting)
-        raise ConfigurationError(
-            f"the model's device configurations {names} are all for {devices} devices",
-            hint="leave one of them in the file",
-        )
+        reason = f"the model's device configurations {names} are all for {devices} devices"
+        raise ConfigurationError(reason, "leave one of them in the file")
     try:
         return tuple(_constraints(model, fitting[0]))
     except ModelError as error:
@@ -371,8 +362,7 @@ def _blocks(
     return tuple((dimension, degree_of(axes)) for dimension, axes in cut.items()), copies
 
 
-IR_VERSION: Final = 11
-"""The first version of the format that has the annotations."""
+IR_VERSION: Final = 11  # The first version of the format that has the annotations.
 MODEL_FUNCTION: Final = 25
 
 Piece = bytes | memoryview
@@ -411,11 +401,8 @@ def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
     import onnx
 
     fields = list(wire.fields_of(data, 0, len(data)))
-    versions = {
-        each.start: wire.varint(data, each.payload, each.end)[0]
-        for each in fields
-        if each.number == wire.MODEL_IR_VERSION
-    }
+    versions = [each for each in fields if each.number == wire.MODEL_IR_VERSION]
+    newest = max((wire.varint(data, each.payload, each.end)[0] for each in versions), default=0)
     declared = {
         field.start: onnx.DeviceConfigurationProto.FromString(bytes(data[field.payload : field.end]))
         for field in fields
@@ -423,12 +410,12 @@ def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
     }
     name, devices = configuration.name, configuration.devices
     replaced = {each.name for each in declared.values() if each.name == name or each.num_devices == devices}
-    dropped = {*versions, *(start for start, each in declared.items() if each.name in replaced)}
+    dropped = {each.start for each in versions} | {at for at, each in declared.items() if each.name in replaced}
     annotations = {
         each.node: wire.framed(wire.NODE_CONFIGURATION, annotation_proto(each, configuration.name).SerializeToString())
         for each in configuration.annotations
     }
-    yield wire.encoded(wire.MODEL_IR_VERSION << 3 | wire.VARINT) + wire.encoded(max(IR_VERSION, *versions.values()))
+    yield wire.encoded(wire.MODEL_IR_VERSION << 3 | wire.VARINT) + wire.encoded(max(IR_VERSION, newest))
     positions = itertools.count()
     for field in fields:
         if _is(field, wire.MODEL_GRAPH):

@@ -100,17 +100,7 @@ class Runner:
         self.problems: dict[Hashable, Problem] = {}
         """By all in which problems differ: equal requests pose one and the same, about which answers are remembered."""
         self.failures = 0  # Candidates that ended with a mistake of ours.
-        self._seconds: dict[str, float] = {}
-
-    @property
-    def seconds(self) -> tuple[tuple[str, float], ...]:
-        """Wall-clock seconds by pass, in the order in which they first ran."""
-        return tuple(self._seconds.items())
-
-    def silence(self) -> None:
-        """Tell nobody from now on, and begin anew to time passes: for a process that is a copy of another."""
-        self.observer = Observer()
-        self._seconds.clear()
+        self.seconds: dict[str, float] = {}  # Wall-clock seconds by pass, in the order in which they first ran.
 
     def run(
         self,
@@ -138,13 +128,13 @@ class Runner:
             reason = f"{type(error).__name__}: {error}"
             raise InternalError(f"internal error: {reason}", "rerun with --debug", self._place(name)) from error
         seconds = time.perf_counter() - begin
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.observer.finished(name, result, seconds)
         return result
 
     def _place(self, name: str) -> str:
-        done = [each for each in self._seconds if each != name]
-        return f"pass {name}" + (f", after {', '.join(done)}" if done else "")
+        done = ", ".join(each for each in self.seconds if each != name)
+        return f"pass {name}" + (f", after {done}" if done else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +158,14 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A plan with the problem it answers and the step it is expected to take."""
+    """A plan with the problem it answers, the step it is expected to take and the request that gives it again, which
+    names the strategy and the scheduler."""
 
     plan: Plan
     problem: Problem
     timeline: Timeline
     model: Model
     request: Request
-    """The request that gives this plan again: the strategy and the scheduler are named in it."""
 
     @property
     def digest(self) -> str:
@@ -248,16 +238,13 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
 def _work(request: Request, model: Model) -> tuple[Work, ...]:
     """Cost of each node of the model. Raises ConfigurationError where it is to train and has no loss, ModelError where
     nothing of it would be trained."""
-    if model.mode is Mode.TRAIN and not model.loss:
-        raise ConfigurationError(
-            "the model has no output called 'loss' to train", hint="name one by --set loss=NAME, or use --mode infer"
-        )
-    if model.mode is Mode.TRAIN and not any(each.trainable for each in model.graph.parameters):
-        raise ModelError(
-            "nothing in it would be trained",
-            hint="autopipe inspect -v says why; name what is to be trained in model.trainable, or use --mode infer",
-            where=str(model.path),
-        )
+    train = model.mode is Mode.TRAIN
+    if train and not model.loss:
+        hint = "name one by --set loss=NAME, or use --mode infer"
+        raise ConfigurationError("the model has no output called 'loss' to train", hint)
+    if train and not any(each.trainable for each in model.graph.parameters):
+        hint = "autopipe inspect -v says why; name what is to be trained in model.trainable, or use --mode infer"
+        raise ModelError("nothing in it would be trained", hint, str(model.path))
     return costed_work(model.graph, request.precision, request.cluster, request.costs)
 
 
@@ -323,12 +310,10 @@ def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterato
 
 
 def run_strategy(request: Request, strategy: Strategy, runner: Runner) -> tuple[Model, Problem, Placement]:
-    """The placement, of the first division that has one: smaller micro-batches help where memory is short.
-
-    They do so for a strategy that wants as few as there can be, and therefore begins with the largest. One that chooses
-    the size of micro-batches gets the model on those it chose, the largest where stages differ; where the frontend
-    leaves other operators in a model of so few samples, the strategy is asked again, for those. Raises as `make_plan`.
-    """
+    """The placement, of the first division that has one: smaller micro-batches help where memory is short. They do so
+    for a strategy that wants as few as there can be, and therefore begins with the largest. One that chooses the size
+    of micro-batches gets the model on those it chose, the largest where stages differ; where the frontend leaves other
+    operators in a model of so few samples, the strategy is asked again, for those. Raises as `make_plan`."""
 
     def answer(problem: Problem) -> Placement:
         return runner.run(
@@ -407,7 +392,7 @@ def assemble_plan(request: Request, placed: Placed, scheduled: Scheduled, runner
     strategy, scheduler = strategy_and_scheduler(request)
     problem, timeline = placed.problem, scheduled.timeline
     step = placed.placement, placed.prediction, scheduled.schedule, timeline
-    plan = finished_plan(request.model, (strategy.name, scheduler.name), problem, *step, runner.seconds)
+    plan = finished_plan(request.model, (strategy.name, scheduler.name), problem, *step, tuple(runner.seconds.items()))
     return PlanResult(plan, problem, timeline, placed.model, request)
 
 

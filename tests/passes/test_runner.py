@@ -35,7 +35,7 @@ def test_an_observer_hears_of_every_pass():
     assert recorder.heard == [
         ("started", "read"), ("finished", "read", "graph"), ("started", "place"), ("finished", "place", "placement"),
     ]  # fmt: skip
-    assert [name for name, seconds in runner.seconds if seconds >= 0] == ["read", "place"]
+    assert [name for name, seconds in runner.seconds.items() if seconds >= 0] == ["read", "place"]
 
 
 def test_a_refusal_names_the_pass_and_those_before_it():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +45,8 @@ class Candidate:
         """Command-line choice that reproduces this candidate. JSON's spelling of options is YAML's, too."""
         assert dataclasses.is_dataclass(self.strategy)
         settled = self.settled(request)
-        fields = dataclasses.fields(self.strategy)
-        given = {each.name: value for each in fields if (value := getattr(self.strategy, each.name)) != each.default}
+        values = {field: getattr(self.strategy, field.name) for field in dataclasses.fields(self.strategy)}
+        given = {field.name: value for field, value in values.items() if value != field.default}
         return Choice(
             strategy=self.strategy.name,
             options=tuple((name, each if isinstance(each, str) else json.dumps(each)) for name, each in given.items()),
@@ -84,7 +85,6 @@ plan soon. X, chunks and waves are what Chimera, interleaved 1F1B and the zero-b
 
 _WITH_AND_WITHOUT = ("tepdist",)
 """Strategies that weigh what recomputes against what does not: one search where memory asks for it, instead of two."""
-
 _FOLLOWERS = ("given", "manual")
 """Strategies that follow what somebody writes; of them, constraints make manual a candidate."""
 
@@ -114,20 +114,14 @@ _MOST_SIZE = {
     **dict.fromkeys(("breadth_first", "mcmc"), 2**14),
     **dict.fromkeys(("graphpipe", "grid with chunks", "pase", "pipedream", "piper", "tepdist", "tessel_shapes"), 2**16),
 }
-"""By what is searched the most operators times devices; others take about as long for any number of devices.
-
-32 devices with a thousand operators each are below all but the least: those are baselines of pase's.
-"""
+"""By what is searched the most operators times devices; others take about as long for any number of devices. 32 devices
+with a thousand operators each are below all but the least: those are baselines of pase's."""
 
 QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
 """Strategies that search nothing: no other process needs to be asked."""
-
-LONG = ("tepdist", "piper")
-"""Strategies whose search takes longest: it is begun early."""
-
+LONG = ("tepdist", "piper")  # Strategies whose search takes longest: it is begun early.
 _MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
 """Strategies whose forms read the same from a model on micro-batches of one size."""
-
 _MOST_TASKS = 2**14  # The most stages times micro-batches for which every schedule is simulated, whatever bounds say.
 _MOST_SEARCHED = 2**11  # The most of them for which a schedule is searched.
 
@@ -141,12 +135,10 @@ def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError |
     # The step of stages that a line passes again and again needs a list of all tasks.
     chunks = isinstance(strategy, Grid) and strategy.chunks > 1 and strategy.pipeline is None
     form = "grid with chunks" if chunks else strategy.name
-    if operators * devices <= _MOST_SIZE.get(form, operators * devices):
+    if operators * devices <= _MOST_SIZE.get(form, math.inf):
         return None
-    return LeftOutError(
-        f"left out: {form} would search long for {operators} operators on {devices} devices; "
-        "name it to have it searched"
-    )
+    size = f"{operators} operators on {devices} devices"
+    return LeftOutError(f"left out: {form} would search long for {size}; name it to have it searched")
 
 
 def in_common(candidate: Candidate) -> object:
@@ -163,18 +155,13 @@ def is_searched(scheduler: Scheduler) -> bool:
 
 def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | None:
     """Reason to leave out a search of the order of too many tasks."""
-    if not is_searched(scheduler) or _size(placed) <= _MOST_SEARCHED:
+    stages, count = len(placed.placement.stages), placed.problem.micro_batches
+    if not is_searched(scheduler) or stages * count <= _MOST_SEARCHED:
         return None
-    return LeftOutError(
-        f"left out: {scheduler.name} would search long for {len(placed.placement.stages)} stages and "
-        f"{placed.problem.micro_batches} micro-batches; name it to have it searched"
-    )
+    size = f"{stages} stages and {count} micro-batches"
+    return LeftOutError(f"left out: {scheduler.name} would search long for {size}; name it to have it searched")
 
 
 def is_large(placed: Placed) -> bool:
     """True if a step has enough tasks that it is simulated only where it could be the shortest."""
-    return _size(placed) > _MOST_TASKS
-
-
-def _size(placed: Placed) -> int:
-    return len(placed.placement.stages) * placed.problem.micro_batches
+    return len(placed.placement.stages) * placed.problem.micro_batches > _MOST_TASKS

@@ -11,7 +11,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from autopipe.ir.errors import REFUSALS, AutopipeError, OutOfMemoryError
 from autopipe.ir.graph import Graph
@@ -28,7 +27,7 @@ from autopipe.passes.cost.stage_work import holders_of, stage_work
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.pipeline import Observer, PlanResult, Request, Runner, assemble_plan, cost, divisions, read
 from autopipe.passes.placement.grid import Grid
-from autopipe.passes.registry import SCHEDULERS, Scheduler, scheduler_class, scheduler_names
+from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
 
 _FIRST = ("kfkb", "1f1b", "gpipe")
 """Schedules that take any placement of whole micro-batches: kFkB also those of stages with their own."""
@@ -74,15 +73,13 @@ def chosen(search: PlanSearch) -> PlanResult:
 
 
 def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic) -> PlanSearch:
-    """All that is tried for a request, with a best plan among it.
-
-    Candidates are weighed twice: each is placed, and its step simulated under one schedule; then all schedules are
-    tried on those whose placement bears a shorter step than the best so far. By `clock` no new one is begun once the
-    request's time is over and there is a plan. Raises as `choose` does.
-    """
+    """All that is tried for a request, with a best plan among it. Candidates are weighed twice: each is placed, and its
+    step simulated under one schedule; then all schedules are tried on those whose placement bears a shorter step than
+    the best so far. By `clock` no new one is begun once the request's time is over and there is a plan. Raises as
+    `choose` does."""
     end = None if request.time_limit is None else clock() + request.time_limit
     with SpeculativePool(free_cores()) as pool:
-        search = PlanSearch(request, runner, partial(_schedulers, request), end, clock, pool)
+        search = PlanSearch(request, runner, _scheduler_names(), end, clock, pool)
         first = first_candidate(request, read(request, runner).graph)
         search.try_all(() if first is None else (first,))
         problem = open_problem(request, runner)
@@ -105,23 +102,14 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
 
 def weighed_names(request: Request) -> tuple[str, ...]:
     """The passes that run while `choose` weighs candidates, about in the order in which they first do."""
+    schedulers = [name if name in SCHEDULERS else scheduler_class(name).name for name in _scheduler_names()]
     if request.scheduler is not None:
-        schedulers: tuple[str, ...] = (request.scheduler.name,)
-    else:
-        schedulers = tuple(name if name in SCHEDULERS else scheduler_class(name).name for name in _scheduler_names())
+        schedulers = [request.scheduler.name]
     return ("read", "cost", *strategies_of(request), "predict", *schedulers, "simulate")
 
 
-def _schedulers(request: Request) -> Iterator[Scheduler]:
-    """The schedules that may be taken: the one that is named, or all, those that are searched last."""
-    if request.scheduler is not None:
-        yield request.scheduler
-    else:
-        yield from (scheduler_class(name)() for name in _scheduler_names())
-
-
 def _scheduler_names() -> tuple[str, ...]:
-    # csv follows a file that somebody names.
+    """All schedules that may be taken, those that are searched last. csv follows a file that somebody names."""
     middle = [name for name in scheduler_names() if name not in (*_FIRST, *_LAST, "csv")]
     return (*_FIRST, *middle, *_LAST)
 
@@ -154,7 +142,7 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
     if request.batch_size is None or request.micro_batches or request.micro_batch_size or request.constraints:
         return None
     cluster = request.cluster
-    tensor = max(each for each in range(1, cluster.devices_per_node + 1) if cluster.size % each == 0)
+    tensor = max(each for each in divisors(cluster.size) if each <= cluster.devices_per_node)
     state = sum(parameter.value.bytes for parameter in graph.parameters) * (2 + request.optimizer.states)
     limit = request.memory_limit or min(device.memory_bytes for device in cluster.devices)
     groups = cluster.size // tensor
@@ -218,12 +206,10 @@ def _may_share(problem: Problem, request: Request) -> bool:
 
 def try_variations(search: PlanSearch, problem: Problem, short: bool) -> None:
     """Try variations of what memory refused, and of the most promising candidates; further ones go by these results.
-
     First other numbers of micro-batches for strategies that take what they are given, then recomputation where memory
     asks for it, then replicas with a share of the optimizer's state each: for the best, and for what has no plan
     without. `problem` is the one with the largest micro-batches that the model takes; `short` says whether there may be
-    less memory than a step of training wants.
-    """
+    less memory than a step of training wants."""
     varied = _Variations(search, problem, short)
     varied.climb_all(varied.given_counts())
     if search.request.recompute is None and short:
@@ -255,13 +241,11 @@ class _Variations:
         request = self.search.request
         if not _may_share(self.problem, request):
             return []
-        saves = self.short and self.problem.optimizer.states
-        most = "auto" if request.recompute is None and self.short else "none"
-        refused = [
-            each for each in self.search.trials if saves and _is_refused(each) and each.candidate.recompute == most
-        ]
-        copied = [each for each in self._promising() if _has_copies(each)]
-        return [replace(each, shard=True) for each in _once(each.candidate for each in [*copied, *refused])]
+        found = [each for each in self._promising() if _has_copies(each)]
+        if self.short and self.problem.optimizer.states:
+            most = "auto" if request.recompute is None else "none"
+            found += (each for each in self.search.trials if _is_refused(each) and each.candidate.recompute == most)
+        return [replace(each, shard=True) for each in _once(each.candidate for each in found)]
 
     def _promising(self) -> list[CandidateTrial]:
         """The candidates with the shortest steps, then those with the least bounds: of each strategy the first."""
@@ -279,20 +263,18 @@ class _Variations:
         request = self.search.request
         if request.micro_batches is not None or request.micro_batch_size is not None:
             return []
-        every = (each.candidate for each in self.search.trials)
-        division = {
-            each: each.strategy.division(self.problem.graph) for each in every if each == Candidate(each.strategy)
-        }
-        choosing = {each.strategy.name for each, wanted in division.items() if wanted is Division.OWN}
-        return [
-            each for each, wanted in division.items() if wanted is Division.MANY and each.strategy.name not in choosing
-        ]
+        plain = [own for each in self.search.trials if (own := each.candidate) == Candidate(own.strategy)]
+        wanted = {each: each.strategy.division(self.problem.graph) for each in plain}
+        choosing = {each.strategy.name for each in plain if wanted[each] is Division.OWN}
+        return [each for each in wanted if wanted[each] is Division.MANY and each.strategy.name not in choosing]
 
     def climb_all(self, given: Iterable[Candidate]) -> None:
         """Climb from each candidate's own number of micro-batches, or the best plan's. The search is told before of
         where climbs begin, and of the first steps of those that promise to be looked at: what nobody asks for in the
         end is given up."""
-        search, counts, every = self.search, self._counts(), list(given)
+        search, problem, every = self.search, self.problem, list(given)
+        sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
+        counts = sorted(problem.batch_size // size for size in sizes)  # All that there can be.
         trials = {each.candidate: each for each in search.trials}
         best = None if search.best is None else _count(search.best)
         wanted: list[Candidate] = []
@@ -329,11 +311,6 @@ class _Variations:
                 return each
         self.search.try_all((wanted,))
         return self.search.trials[-1] if self.search.trials[-1].candidate == wanted else CandidateTrial(wanted)
-
-    def _counts(self) -> list[int]:
-        """All numbers of micro-batches that there can be, ascending."""
-        sizes = self.problem.micro_batch_sizes or (self.problem.micro_batch_size,)
-        return sorted(self.problem.batch_size // size for size in sizes)
 
 
 def _once(candidates: Iterable[Candidate]) -> list[Candidate]:

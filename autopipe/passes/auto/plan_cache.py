@@ -26,6 +26,7 @@ from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, Inte
 from autopipe.ir.json_file import JsonRecord, read_record, record_text
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Alternative
+from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Proof, Repetends, Schedule, Task
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.auto.candidates import Candidate
@@ -40,15 +41,15 @@ _REFUSALS = {each.__name__: each for each in (*REFUSALS, OutOfMemoryError, Inter
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """A placement and the division of the batch that it is for."""
+    """A placement, the division of the batch that it is for, and its proof, which is no part of a plan's file."""
 
     placement: Placement
     batching: Annotated[Batching, Flat()]
     splits: SplitProof | None
-    """The placement's proof, which is no part of a plan's file."""
 
     @staticmethod
-    def of(placement: Placement, batching: Batching) -> PlacementDecision:
+    def of(placement: Placement, problem: Problem) -> PlacementDecision:
+        batching = Batching(problem.batch_size, problem.micro_batches, problem.micro_batch_sizes)
         return PlacementDecision(placement, batching, placement.proof)
 
     @property
@@ -111,8 +112,7 @@ def answer_form(found: PlanResult) -> dict[str, Any]:
     """The answer as lists, dicts and scalars. `found.plan.alternatives` has the choice that was best."""
     plan = found.plan
     chosen = min(plan.alternatives, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
-    batching = Batching(plan.batch_size, plan.summary.micro_batches, found.problem.micro_batch_sizes)
-    decided = PlacementDecision.of(plan.placement, batching)
+    decided = PlacementDecision.of(plan.placement, found.problem)
     answer = Answer(plan.graph_digest, chosen, decided, plan.summary.step_time_s, plan.schedule, plan.alternatives)
     return {"format": FORMAT, **encode(answer)}
 
@@ -149,14 +149,11 @@ def _candidate_of(chosen: Alternative) -> Candidate:
     return Candidate(strategy, choice.micro_batches, choice.recompute, choice.shard)
 
 
-_NOT_ASKED = ("model", "time_limit")
-"""Fields of a request that do not decide what is best: where the model's file lies, and how long one waits."""
-
-
 def answer_key(request: Request, model: Model) -> str:
-    """SHA-256 of a request for the best plan of a model, as its file is read without a batch, and of the code."""
+    """SHA-256 of a request for the best plan of a model, as its file is read without a batch, and of the code. Where
+    the model's file lies and how long one waits do not decide what is best."""
     digest = hashlib.sha256()
-    fields = (field.name for field in dataclasses.fields(request) if field.name not in _NOT_ASKED)
+    fields = (field.name for field in dataclasses.fields(request) if field.name not in ("model", "time_limit"))
     parts = (
         code_digest(),
         strategy_names(),
@@ -205,8 +202,7 @@ class Store:
     """The documents of one folder, which is made where it is needed."""
 
     folder: Path
-    most_bytes: int = 256 * 2**20
-    """Of all documents together; those that were used last stay."""
+    most_bytes: int = 256 * 2**20  # Of all documents together; those that were used last stay.
 
     def read(self, name: str, form: str) -> JsonRecord | None:
         """The document called `name`, whose `format` is `form`; None where there is none that can be read."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -28,8 +28,7 @@ from autopipe.passes.auto.candidates import (
 )
 from autopipe.passes.auto.plan_cache import PlacementDecision, refused_form, refused_of, schedule_form, schedule_of
 from autopipe.passes.auto.workers import Answer, SpeculativePool, Work
-from autopipe.passes.batching import Batching
-from autopipe.passes.registry import Scheduler
+from autopipe.passes.registry import Scheduler, scheduler_class
 from autopipe.passes.schedule.limits import SAME, lower_bound
 
 
@@ -53,10 +52,8 @@ class CandidateTrial:
 
     candidate: Candidate
     placed: pipeline.Placed | None = None
-    bound_s: float = math.inf
-    """No schedule of the placement takes less."""
-    refused: AutopipeError | None = None
-    """Why there is no placement."""
+    bound_s: float = math.inf  # No schedule of the placement takes less.
+    refused: AutopipeError | None = None  # Why there is no placement.
     same_as: CandidateTrial | None = None
     """The one before that has the same placement, and alone the runs."""
     runs: list[ScheduleOutcome] = field(default_factory=list)
@@ -78,19 +75,15 @@ class CandidateTrial:
         choice, placed, bound_s = self.candidate.choice(request), self.placed, self.bound_s
         if placed is None:
             return (Alternative(choice, refused=self.refused.line if self.refused else None),)
+        figures = bound_s, placed.problem.micro_batches, len(placed.placement.stages)
+        row = Alternative(choice, None, *figures)
         runs = (self.same_as or self).runs
-        row = Alternative(
-            choice,
-            lower_bound_s=bound_s,
-            micro_batches=placed.problem.micro_batches,
-            stages=len(placed.placement.stages),
-        )
         if not runs:
             return (replace(row, refused=f"left out: no schedule of it takes less than {bound_s:.4g} s"),)
         row = replace(row, same_as=self.same_as.candidate.strategy.name if self.same_as else None)
         found = []
         for run in runs:
-            own = replace(row, choice=self.candidate.choice(request, run.scheduler.name))
+            own = replace(row, choice=replace(choice, schedule=run.scheduler.name))
             if run.scheduled is not None:
                 step = run.scheduled.timeline
                 peak = max(step.peak_memory)
@@ -113,16 +106,21 @@ class PlanSearch:
 
     request: pipeline.Request
     runner: pipeline.Runner
-    schedulers: Callable[[], Iterable[Scheduler]]
-    """All of them, each loaded as it is asked for: the first that takes a placement says about what its step takes; the
+    scheduler_names: tuple[str, ...]
+    """Where the request leaves the schedule open: the first that takes a placement says about what its step takes; the
     others are run where they could win."""
-    end: float | None = None
-    """When to stop, by `clock`, once there is a plan."""
-    clock: Callable[[], float] = time.monotonic
-    """Seconds."""
+    end: float | None = None  # When to stop, by `clock`, once there is a plan.
+    clock: Callable[[], float] = time.monotonic  # Seconds.
     pool: SpeculativePool = field(default_factory=lambda: SpeculativePool(1))
     """Where placements are searched before their turn."""
     trials: list[CandidateTrial] = field(default_factory=list)
+
+    def schedulers(self) -> Iterator[Scheduler]:
+        """The one that is named, or all, each loaded as it is asked for."""
+        if self.request.scheduler is not None:
+            yield self.request.scheduler
+        else:
+            yield from (scheduler_class(name)() for name in self.scheduler_names)
 
     @property
     def best(self) -> CandidateTrial | None:
@@ -159,7 +157,8 @@ class PlanSearch:
         """The same work, or its refusal, in another process."""
 
         def answer() -> Answer:
-            self.runner.silence()
+            # A copy of a process tells nobody, and times its own passes.
+            self.runner.observer, self.runner.seconds = pipeline.Observer(), {}
             try:
                 return work()
             except AutopipeError as error:
@@ -170,8 +169,7 @@ class PlanSearch:
     def _decide(self, candidate: Candidate) -> Answer:
         settled = self._within_time(candidate.settled(self.request))
         _, problem, placement = pipeline.run_strategy(settled, candidate.strategy, self.runner)
-        batching = Batching(problem.batch_size, problem.micro_batches, problem.micro_batch_sizes)
-        return encode(PlacementDecision.of(placement, batching))
+        return encode(PlacementDecision.of(placement, problem))
 
     def _order(self, placed: pipeline.Placed, scheduler: Scheduler) -> Answer:
         return schedule_form(pipeline.run_scheduler(placed, scheduler, self.runner))
@@ -208,7 +206,7 @@ class PlanSearch:
             self._report(error)
             self.trials.append(CandidateTrial(candidate, refused=error))
             return
-        same = next((each for each in self.trials if each.placed and _are_same(each.placed, placed)), None)
+        same = next((each for each in self.trials if each.placed and _are_equal(each.placed, placed)), None)
         if same is not None:
             self.trials.append(CandidateTrial(candidate, same.placed, same.bound_s, same_as=same))
             return
@@ -224,10 +222,9 @@ class PlanSearch:
 
     def _placed(self, candidate: Candidate) -> pipeline.Placed:
         """The placement: of another process where it was expected."""
-        settled = self._within_time(candidate.settled(self.request))
         if (reason := self._left_out(candidate)) is not None:
             raise reason
-        strategy = candidate.strategy
+        settled, strategy = self._within_time(candidate.settled(self.request)), candidate.strategy
         record = self._record(strategy.name, repr(candidate))
         if record is None:
             return pipeline.predict_placement(*pipeline.run_strategy(settled, strategy, self.runner), self.runner)
@@ -307,7 +304,7 @@ def _order_key(trial: CandidateTrial, scheduler: Scheduler) -> str:
     return f"{scheduler.name} of {trial.candidate!r}"
 
 
-def _are_same(first: pipeline.Placed, second: pipeline.Placed) -> bool:
+def _are_equal(first: pipeline.Placed, second: pipeline.Placed) -> bool:
     """True if two placements are one, of one problem."""
-    a, b = first.problem, second.problem
-    return (a.micro_batches, a.optimizer) == (b.micro_batches, b.optimizer) and first.placement == second.placement
+    one, other = ((each.problem.micro_batches, each.problem.optimizer, each.placement) for each in (first, second))
+    return one == other

@@ -16,10 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-Answer = dict[str, object]
-"""Lists, dicts and scalars."""
+Answer = dict[str, object]  # Lists, dicts and scalars.
 Work = Callable[[], Answer]
-
 _CHUNK = 2**16
 
 
@@ -32,12 +30,10 @@ def free_cores() -> int:
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    keys: deque[str]
-    """Of the answers that are still to come, in order."""
+    keys: deque[str]  # Of the answers that are still to come, in order.
     number: int
     pipe: int
-    text: bytes = b""
-    """Received part of the next answer."""
+    text: bytes = b""  # Received part of the next answer.
 
     def close(self, kill: bool) -> None:
         os.close(self.pipe)
@@ -50,8 +46,7 @@ class _Process:
 class SpeculativePool:
     """Work that is wanted soon, some of it begun. All processes are ended with the block that it is used in."""
 
-    workers: int
-    """Processes at work at a time; with fewer than two nothing is begun."""
+    workers: int  # Processes at work at a time; with fewer than two nothing is begun.
     _waiting: deque[dict[str, Work]] = field(default_factory=deque)
     """Work of processes that are to come, by key."""
     _running: dict[int, _Process] = field(default_factory=dict)

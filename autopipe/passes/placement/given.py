@@ -9,12 +9,13 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import ClassVar
 
 from autopipe.ir.batch import rebatched
-from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, crossing_values, node_ranges
 from autopipe.ir.problem import Problem
@@ -22,25 +23,17 @@ from autopipe.passes.analysis.constraints import checked_splits, own_axis
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 
-NodeName = int | str
-"""A node's index in the graph, its name, or a glob over names."""
-
+NodeName = int | str  # A node's index in the graph, its name, or a glob over names.
 NodeEntry = NodeName | tuple[NodeName, NodeName]
 """A name, or the first and the last of nodes that follow one another in the graph."""
 
-Degrees = tuple[tuple[str, int], ...]
-"""Degrees by axis, outer to inner."""
-
-SAMPLES = "samples"
-"""In a split: the axis that counts samples, whatever it is called in a node's iteration space."""
-
+Degrees = tuple[tuple[str, int], ...]  # Degrees by axis, outer to inner.
+SAMPLES = "samples"  # In a split: the axis that counts samples, whatever it is called in a node's iteration space.
 _LAST = chr(0x10FFFF)
 _SPECIAL = re.compile(r"[*?[]")
 _RUN = re.compile(r"(\d{1,9})-(\d{1,9})")
-_LEAST_RUN = 3
-"""Devices that are written as a run; fewer are written one by one."""
-_MOST_GLOBS = 256
-"""Globs that are tried for nodes beyond one a layer: names that nobody's layers explain are many."""
+_LEAST_RUN = 3  # Devices that are written as a run; fewer are written one by one.
+_MOST_GLOBS = 256  # Globs that are tried for nodes beyond one a layer: names that nobody's layers explain are many.
 
 
 class NodeNames:
@@ -58,13 +51,11 @@ class NodeNames:
         self._globs: dict[str, tuple[int, ...]] = {}
 
     def meant(self, entry: NodeEntry) -> tuple[int, ...]:
-        """The nodes that an entry means, ascending, at least one; a name that a node has is no glob.
-
-        Raises ConfigurationError for an index or a name that there is not, with the nearest name, and for a range
-        whose ends are several nodes each or the wrong way round.
-        """
+        """The nodes that an entry means, ascending, at least one; a name that a node has is no glob. Raises
+        ConfigurationError for an index or a name that there is not, with the nearest name, and for a range whose ends
+        are several nodes each or the wrong way round."""
         if isinstance(entry, tuple):
-            first, last = (self._one(end) for end in entry)
+            first, last = map(self._one, entry)
             if first > last:
                 raise ConfigurationError(f"{_spelled(entry)} ends before it begins")
             return tuple(range(first, last + 1))
@@ -75,9 +66,8 @@ class NodeNames:
         matched = tuple(self._positions.get(entry, ())) or self.matched(entry)
         if not matched:
             near = difflib.get_close_matches(entry, self._positions, n=1, cutoff=0.0)
-            raise ConfigurationError(
-                f"no node's name matches {entry!r}", f"the nearest name is {near[0]!r}" if near else ""
-            )
+            hint = f"the nearest name is {near[0]!r}" if near else ""
+            raise ConfigurationError(f"no node's name matches {entry!r}", hint)
         return matched
 
     def matched(self, glob: str) -> tuple[int, ...]:
@@ -101,10 +91,8 @@ class NodeNames:
     def _one(self, end: NodeName) -> int:
         found = self.meant(end)
         if len(found) > 1:
-            numbers = ", ".join(map(str, found[:4])) + (", ..." if len(found) > 4 else "")
-            raise ConfigurationError(
-                f"{end!r} is {len(found)} nodes, and a range ends at one", f"write its number: {numbers}"
-            )
+            hint = f"write its number: {', '.join(map(str, found[:4]))}" + (", ..." if len(found) > 4 else "")
+            raise ConfigurationError(f"{end!r} is {len(found)} nodes, and a range ends at one", hint)
         return found[0]
 
 
@@ -115,10 +103,8 @@ def _spelled(entry: NodeEntry) -> str:
 def entries_of(
     names: NodeNames, nodes: Collection[int], among: Sequence[int], allowed: Collection[int], globs: Iterable[str]
 ) -> tuple[NodeEntry, ...]:
-    """Entries that, of the nodes of `among` (ascending), mean `nodes` and none that is not `allowed`.
-
-    In the order of the graph. Each of `globs` is taken where that holds of it; what is left is told by ranges.
-    """
+    """Entries that, of the nodes of `among` (ascending), mean `nodes` and none that is not `allowed`. In the order of
+    the graph. Each of `globs` is taken where that holds of it; what is left is told by ranges."""
     found: list[tuple[int, NodeEntry]] = []
     left, inside = set(nodes), set(among)
     for glob in globs:
@@ -128,8 +114,7 @@ def entries_of(
         if not left.isdisjoint(matched) and all(node in allowed for node in matched):
             found.append((min(matched), glob))
             left -= matched
-    place = {node: index for index, node in enumerate(among)}
-    for start, stop in node_ranges(sorted(place[node] for node in left)):
+    for start, stop in node_ranges([place for place, node in enumerate(among) if node in left]):
         first, last = names.called(among[start]), names.called(among[stop - 1])
         found.append((among[start], first if start + 1 == stop else (first, last)))
     return tuple(entry for _, entry in sorted(found, key=lambda each: each[0]))
@@ -226,16 +211,13 @@ class Given:
     @property
     def devices(self) -> int:
         """One more than the largest device of its stages. Raises ConfigurationError for what is no device."""
-        return 1 + max(
-            (device for index in range(len(self.placement)) for device in self.devices_at(index)), default=-1
-        )
+        every = map(self.devices_at, range(len(self.placement)))
+        return 1 + max(chain.from_iterable(every), default=-1)
 
     def devices_at(self, index: int) -> tuple[int, ...]:
         """The devices of a stage. Raises ConfigurationError, naming the stage, for what is no device."""
-        try:
+        with _naming(index):
             return devices_of(self.placement[index].devices)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"stage {index}: {error.message}", error.hint) from error
 
     def division(self, graph: Graph) -> Division:
         return Division.MANY
@@ -249,16 +231,10 @@ class Given:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """The placement.
-
-        Raises ConfigurationError, naming the stage and the node, where stages leave out nodes or share them, read from
-        later ones, name devices that there are not, or split what cannot be split so.
-        """
-        names = NodeNames(problem.graph)
-        stages = (
-            _stage(problem, names, index, given, self.devices_at(index)) for index, given in enumerate(self.placement)
-        )
-        placement = Placement(tuple(stages))
+        """The placement. Raises ConfigurationError, naming the stage and the node, where stages leave out nodes or
+        share them, read from later ones, name devices that there are not, or split what cannot be split so."""
+        names, stages = NodeNames(problem.graph), enumerate(self.placement)
+        placement = Placement(tuple(_stage(problem, names, at, each, self.devices_at(at)) for at, each in stages))
         for pipeline in range(placement.pipelines):
             _check_partition(problem.graph, placement, pipeline)
         _check_order(problem.graph, placement)
@@ -269,9 +245,8 @@ def _stage(problem: Problem, names: NodeNames, index: int, given: GivenStage, de
     whole = problem.micro_batch_size
     size = whole if given.micro_batch_size is None else given.micro_batch_size
     if size < 1 or whole % size:
-        raise ConfigurationError(
-            f"stage {index} has micro-batches of {size} samples, which do not divide the step's of {whole}"
-        )
+        reason = f"has micro-batches of {size} samples, which do not divide the step's of {whole}"
+        raise ConfigurationError(f"stage {index} {reason}")
     if given.pipeline < 0:
         raise ConfigurationError(f"stage {index} is in pipeline {given.pipeline}", hint="number pipelines from 0")
     if not devices:
@@ -279,21 +254,21 @@ def _stage(problem: Problem, names: NodeNames, index: int, given: GivenStage, de
     last = problem.cluster.size - 1
     for device in devices:
         if device > last:
-            raise ConfigurationError(
-                f"stage {index} names device {device}, but there are {last + 1}", hint=f"devices are 0 to {last}"
-            )
+            hint = f"devices are 0 to {last}"
+            raise ConfigurationError(f"stage {index} names device {device}, but there are {last + 1}", hint)
     twice = next((device for device in devices if devices.count(device) > 1), None)
     if twice is not None:
         raise ConfigurationError(f"stage {index} names device {twice} twice", hint="name each device once")
-    nodes = {node for entry in given.nodes for node in _meant(names, index, entry)}
+    with _naming(index):
+        nodes = {node for entry in given.nodes for node in names.meant(entry)}
     if not nodes:
         raise ConfigurationError(f"stage {index} has no nodes", hint="give it some, or remove it")
     samples = sample_axes(problem.graph if size == whole else rebatched(problem.graph, size))
-    asked: dict[int, Degrees] = {}
+    required: dict[int, Degrees] = {}
     for each in given.splits:
         for node in _nodes_of(names, samples, index, each, nodes):
-            asked[node] = split_of(samples, node, each.split)
-    checked = ((node, checked_splits(f"stage {index}", samples, node, asked[node])) for node in sorted(asked))
+            required[node] = split_of(samples, node, each.split)
+    checked = ((node, checked_splits(f"stage {index}", samples, node, required[node])) for node in sorted(required))
     splits = tuple((node, own) for node, own in checked if own)
     for node, own in splits:
         parts = math.prod(split.degree for split in own)
@@ -301,15 +276,17 @@ def _stage(problem: Problem, names: NodeNames, index: int, given: GivenStage, de
             raise ConfigurationError(
                 f"stage {index} splits it into {parts} parts ({', '.join(map(str, own))}) on {len(devices)} devices",
                 hint="the product of the degrees must divide the number of devices",
-                where=f"node {node}, {names.names[node]!r}",
+                where=_place(problem.graph, node),
             )
     return Stage(tuple(sorted(nodes)), devices, size, splits, given.recompute, given.pipeline)
 
 
-def _meant(names: NodeNames, index: int, entry: NodeEntry) -> tuple[int, ...]:
+@contextmanager
+def _naming(index: int) -> Iterator[None]:
+    """Errors inside name the stage."""
     try:
-        return names.meant(entry)
-    except AutopipeError as error:
+        yield
+    except ConfigurationError as error:
         raise ConfigurationError(f"stage {index}: {error.message}", error.hint) from error
 
 
@@ -317,7 +294,8 @@ def _nodes_of(names: NodeNames, samples: SampleAxes, index: int, given: GivenSpl
     """The nodes of a stage that are split as `given` says."""
     found: set[int] = set()
     for entry in given.nodes:
-        inside = nodes.intersection(_meant(names, index, entry))
+        with _naming(index):
+            inside = nodes.intersection(names.meant(entry))
         if not inside:
             raise ConfigurationError(
                 f"stage {index} splits {_spelled(entry)}, which it does not have",
@@ -347,20 +325,13 @@ def _check_partition(graph: Graph, placement: Placement, pipeline: int) -> None:
     for index, stage in enumerate(placement.stages):
         for node in stage.nodes if stage.pipeline == pipeline else ():
             if owner.setdefault(node, index) != index:
-                raise ConfigurationError(
-                    f"this node is in stages {owner[node]} and {index}",
-                    hint="leave it to one of them",
-                    where=f"node {node}, {graph.nodes[node].name!r}",
-                )
+                both = f"this node is in stages {owner[node]} and {index}"
+                raise ConfigurationError(both, "leave it to one of them", _place(graph, node))
     missing = [node for node in range(len(graph.nodes)) if node not in owner]
     if missing:
-        where = f" of pipeline {pipeline}" if placement.pipelines > 1 else ""
+        of = f" of pipeline {pipeline}" if placement.pipelines > 1 else ""
         others = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise ConfigurationError(
-            f"this node is in no stage{where}{others}",
-            hint="give it to one",
-            where=f"node {missing[0]}, {graph.nodes[missing[0]].name!r}",
-        )
+        raise ConfigurationError(f"this node is in no stage{of}{others}", "give it to one", _place(graph, missing[0]))
 
 
 def _check_order(graph: Graph, placement: Placement) -> None:
@@ -373,8 +344,12 @@ def _check_order(graph: Graph, placement: Placement) -> None:
             raise ConfigurationError(
                 f"this node is in stage {target}, but it reads from {graph.nodes[producer].name!r} in stage {source}",
                 hint="a stage may read from earlier stages only",
-                where=f"node {reader}, {graph.nodes[reader].name!r}",
+                where=_place(graph, reader),
             )
+
+
+def _place(graph: Graph, node: int) -> str:
+    return f"node {node}, {graph.nodes[node].name!r}"
 
 
 def written(graph: Graph, placement: Placement) -> Given:
@@ -399,17 +374,13 @@ def written(graph: Graph, placement: Placement) -> Given:
 def _written_splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tuple[GivenSplits, ...]:
     """Splits as entries: first the most frequent one, for all nodes; then the others, equal ones together."""
     wanted = {node: degrees_of(samples, node, stage.splits_of(node)) for node in stage.nodes}
-    counted = Counter(degrees for degrees in wanted.values() if degrees)
-    if not counted:
-        return ()
-    usual, count = counted.most_common(1)[0]
-    found = []
-    if 2 * count > counted.total() and not names.has("*"):
-        found.append(GivenSplits(usual, ("*",)))
-        served = _served(samples, stage, usual)
-        left = [node for node in stage.nodes if node not in served]
-    else:
-        left = [node for node in stage.nodes if wanted[node]]
+    counted = Counter(filter(None, wanted.values()))
+    found, left = [], [node for node in stage.nodes if wanted[node]]
+    for usual, count in counted.most_common(1):
+        if 2 * count > counted.total() and not names.has("*"):
+            found.append(GivenSplits(usual, ("*",)))
+            served = _served(samples, stage, usual)
+            left = [node for node in stage.nodes if node not in served]
     for degrees in dict.fromkeys(wanted[node] for node in left):
         same = [node for node in left if wanted[node] == degrees]
         allowed = _served(samples, stage, degrees)
@@ -425,8 +396,5 @@ def degrees_of(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> Deg
 
 def _served(samples: SampleAxes, stage: Stage, degrees: Degrees) -> frozenset[int]:
     """The nodes of a stage that `degrees` split as they are to be split."""
-    return frozenset(
-        node
-        for node in stage.nodes
-        if tuple(Split(*each) for each in split_of(samples, node, degrees)) == stage.splits_of(node)
-    )
+    found = {node: tuple(Split(*each) for each in split_of(samples, node, degrees)) for node in stage.nodes}
+    return frozenset(node for node, splits in found.items() if splits == stage.splits_of(node))

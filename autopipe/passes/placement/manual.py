@@ -46,21 +46,18 @@ class Manual:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """The placement.
-
-        Raises ConfigurationError naming constraints that contradict one another or the graph, and InfeasibleError
-        where memory does not hold it.
-        """
-        asked = {constraint.pipeline for constraint in problem.constraints}
-        missing = next((pipeline for pipeline in range(max(asked)) if pipeline not in asked), None)
+        """The placement. Raises ConfigurationError naming constraints that contradict one another or the graph, and
+        InfeasibleError where memory does not hold it."""
+        pipelines = {constraint.pipeline for constraint in problem.constraints}
+        missing = next((pipeline for pipeline in range(max(pipelines)) if pipeline not in pipelines), None)
         if missing is not None:
             raise ConfigurationError(
-                f"constraints are for pipeline {max(asked)}, but none is for pipeline {missing}",
+                f"constraints are for pipeline {max(pipelines)}, but none is for pipeline {missing}",
                 hint="number pipelines from 0",
             )
-        resolved = resolved_constraints(problem, len(asked), own_sizes=True)
+        resolved = resolved_constraints(problem, len(pipelines), own_sizes=True)
         stages: list[Stage] = []
-        for pipeline in sorted(asked):
+        for pipeline in sorted(pipelines):
             own = tuple(each for each in resolved if each.constraint.pipeline == pipeline)
             stages += (replace(stage, pipeline=pipeline) for stage in _pipeline(problem, own))
         return fitted(problem, Placement(tuple(stages)))
@@ -72,9 +69,8 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
     stage_of = _stages(graph, resolved)
     count = max(stage_of) + 1
     members = [tuple(node for node, stage in enumerate(stage_of) if stage == index) for index in range(count)]
-    empty = next((index for index, nodes in enumerate(members) if not nodes), None)
-    if empty is not None:
-        raise ConfigurationError(f"the constraints leave stage {empty} of {count} without nodes")
+    if () in members:
+        raise ConfigurationError(f"the constraints leave stage {members.index(())} of {count} without nodes")
     devices = _devices(problem, resolved, stage_of, count)
     sizes = _agreed(resolved, stage_of, lambda each: each.constraint.micro_batch_size, "micro-batches of")
     splits = required_splits(resolved, sample_axes(graph))
@@ -90,9 +86,10 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
     for index, (nodes, group_of) in enumerate(zip(members, devices, strict=True)):
         size = sizes[index][0] if index in sizes else whole
         samples = sample_axes(graph if size == whole else rebatched(graph, size))
-        _check_extents(samples, nodes, splits, size)
+        own = {node: splits[node] for node in nodes if splits.get(node)}
+        _check_extents(samples, own, size)
         others = [node for node in nodes if node not in splits and samples.divides(node, len(group_of))]
-        own = dict(samples.splits(others, len(group_of))) | {node: splits[node] for node in nodes if splits.get(node)}
+        own |= dict(samples.splits(others, len(group_of)))
         yield Stage(nodes, group_of, size, tuple(sorted(own.items())), problem.recomputes_all)
 
 
@@ -128,64 +125,59 @@ def _first_readers(graph: Graph, wanted: dict[int, int]) -> list[int]:
     first = [max(wanted.values(), default=0)] * len(graph.nodes)
     for index in range(len(graph.nodes) - 1, -1, -1):
         first[index] = wanted.get(index, first[index])
-        for name in graph.nodes[index].inputs:
-            producer = graph.producer(name) if name else None
-            if producer is not None:
+        for name in filter(None, graph.nodes[index].inputs):
+            if (producer := graph.producer(name)) is not None:
                 first[producer] = min(first[producer], first[index])
     return first
 
 
-Wish = TypeVar("Wish")
+Value = TypeVar("Value")
 
 
 def _agreed(
     resolved: tuple[ResolvedConstraint, ...],
     stage_of: list[int],
-    wish_of: Callable[[ResolvedConstraint], Wish | None],
+    value_of: Callable[[ResolvedConstraint], Value | None],
     words: str,
-) -> dict[int, tuple[Wish, ResolvedConstraint]]:
+) -> dict[int, tuple[Value, ResolvedConstraint]]:
     """By stage the devices or samples that a constraint on any of its nodes asks for, and the first that does."""
-    asked: dict[int, tuple[Wish, ResolvedConstraint]] = {}
+    required: dict[int, tuple[Value, ResolvedConstraint]] = {}
     for each in resolved:
-        wish = wish_of(each)
-        if wish is None:
-            continue
-        for stage in dict.fromkeys(stage_of[node] for node in each.nodes):
-            known, other = asked.setdefault(stage, (wish, each))
-            if known != wish:
-                raise ConfigurationError(f"{other} and {each} ask for different {words} stage {stage}")
-    return asked
+        if (value := value_of(each)) is not None:
+            for stage in dict.fromkeys(stage_of[node] for node in each.nodes):
+                known, other = required.setdefault(stage, (value, each))
+                if known != value:
+                    raise ConfigurationError(f"{other} and {each} ask for different {words} stage {stage}")
+    return required
 
 
 def _devices(
     problem: Problem, resolved: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int
 ) -> list[tuple[int, ...]]:
     """The devices of each stage: those of its nodes' constraints, else an equal share of all."""
-    asked = _agreed(resolved, stage_of, lambda each: each.devices, "devices for")
+    required = _agreed(resolved, stage_of, lambda each: each.devices, "devices for")
     size = problem.cluster.size
-    if not asked:
+    if not required:
         if size % count:
             raise ConfigurationError(
                 f"{size} devices cannot be shared equally by {count} stages", hint="give each stage its devices"
             )
         each = size // count
         return [tuple(range(stage * each, (stage + 1) * each)) for stage in range(count)]
-    missing = next((stage for stage in range(count) if stage not in asked), None)
+    missing = next((stage for stage in range(count) if stage not in required), None)
     if missing is not None:
-        _, first = next(iter(asked.values()))
+        _, first = next(iter(required.values()))
         raise ConfigurationError(
             f"no constraint gives devices to stage {missing}, though {first} does to its stage",
             hint="give devices to every stage or to none",
         )
-    return [asked[stage][0] for stage in range(count)]
+    return [required[stage][0] for stage in range(count)]
 
 
-def _check_extents(
-    samples: SampleAxes, nodes: tuple[int, ...], splits: dict[int, tuple[Split, ...]], size: int
-) -> None:
+def _check_extents(samples: SampleAxes, splits: dict[int, tuple[Split, ...]], size: int) -> None:
     """Raise ConfigurationError for a node that cannot be split so on micro-batches of `size` samples."""
-    for node in nodes:
-        for split in splits.get(node, ()):
+    for node, own in splits.items():
+        for split in own:
             extent = samples.uses[node].space.axis(split.axis).extent
             if extent % split.degree:
                 raise ConfigurationError(

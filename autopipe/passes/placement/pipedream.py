@@ -55,11 +55,11 @@ and its degree."""
 def search(
     blocks: int, devices: int, stages: int, degrees: tuple[int, ...], price: Price, join: np.ufunc = np.maximum
 ) -> Iterator[list[ChainStage]]:
-    """For every number of stages up to `stages` the best chain over all devices, if there is any.
+    """For every number of stages up to `stages` the best chain over all devices, if there is any: with the least
+    largest price, or with `join=np.add` the least sum of prices. Where the k last stages begin with block i and have
+    the last d devices, A(0, blocks, 0) = 0 and
 
-    The best has the least largest price, or with `join=np.add` the least sum of prices. The k last stages begin with
-    block i and have the last d devices: A(k, i, d) = min over stops j and degrees n of
-    max(price(k, d, n)[i, j], A(k - 1, j, d - n)), and A(0, blocks, 0) = 0.
+        A(k, i, d) = min over stops j and degrees n of max(price(k, d, n)[i, j], A(k - 1, j, d - n))
     """
     zeros = np.zeros(blocks + 1, dtype=np.int64)
     nothing = np.full(blocks + 1, np.inf), zeros, zeros
@@ -109,17 +109,16 @@ class ChainConstraint:
 
     def penalty(self, size: int, index: int, device: int, degree: int) -> Matrix:
         """Infinite for ranges that break the rule as stage `index` on these devices, else 0."""
-        first = np.arange(size)[:, None]
-        stop = np.arange(size)[None, :]
+        first, stop = np.ogrid[:size, :size]
         allowed = (first > self.last) | (stop <= self.first)
-        if (
-            self.stage in (None, index)
-            and self.devices in (None, range(device, device + degree))
-            and self.degree in (None, degree)
-        ):
+        own = (index, range(device, device + degree), degree)
+        if all(wanted in (None, has) for wanted, has in zip((self.stage, self.devices, self.degree), own, strict=True)):
             holds = (first <= self.first) & (stop > self.last)
             allowed = holds if self.stage is not None else np.ones_like(holds)
         return np.where(allowed, 0.0, np.inf)
+
+
+_MANUAL = "strategy manual follows any constraint"
 
 
 def _rules(resolved: tuple[ResolvedConstraint, ...], chain: Chain, samples: SampleAxes) -> tuple[ChainConstraint, ...]:
@@ -136,20 +135,14 @@ def _rules(resolved: tuple[ResolvedConstraint, ...], chain: Chain, samples: Samp
         if each.devices is not None:
             devices = range(min(each.devices), max(each.devices) + 1)
             if len(devices) != len(each.devices):
-                raise ConfigurationError(
-                    f"{each} asks for devices that are no neighbours, and pipedream's stages are on neighbouring "
-                    "devices",
-                    hint="strategy manual follows any constraint",
-                )
+                reason = "asks for devices that are no neighbours, and pipedream's stages are on neighbouring devices"
+                raise ConfigurationError(f"{each} {reason}", _MANUAL)
             found.append(ChainConstraint(first, last, devices=devices))
         nodes = [node for node in each.nodes if samples.axes[node] is not None]
         split = each.constraint.split
         for axis, _ in split or ():
             if not nodes or any(axis not in (BATCH_AXIS, samples.axes[node]) for node in nodes):
-                raise ConfigurationError(
-                    f"{each} splits axis {axis!r}, and pipedream splits by samples alone",
-                    hint="strategy manual follows any constraint",
-                )
+                raise ConfigurationError(f"{each} splits axis {axis!r}, and pipedream splits by samples alone", _MANUAL)
         degrees = [1] if split == () else [degree for _, degree in split or ()]
         own = sorted({int(chain.block_of[node]) for node in nodes})
         found += (ChainConstraint(block, block, degree=degree) for degree in degrees for block in own)
@@ -214,20 +207,19 @@ class ChainPrices:
     def _memory(self, degree: int, in_flight: int) -> tuple[Matrix, Matrix]:
         """Bytes without and with recomputation; infinite for what the options exclude."""
         excluded = {"none": True, "full": False}.get(self.problem.recompute if self.problem.train else "none")
-        found = []
-        for recompute in (False, True):
+
+        def needed(recompute: bool) -> Matrix:
             always, each = self._parts(degree, recompute)
-            found.append(np.full_like(self._empty, np.inf) if recompute == excluded else always + each * in_flight)
-        return found[0], found[1]
+            return np.full_like(self._empty, np.inf) if recompute == excluded else always + each * in_flight
+
+        return needed(False), needed(True)
 
     def _within(self, degree: int, in_flight: int, limit: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         plain, again = self._memory(degree, in_flight)
         return plain <= limit, again <= limit
 
 
-_MOST_BLOCKS = 224
-"""Cuts that the search considers: its time grows with their square."""
-
+_MOST_BLOCKS = 224  # Cuts that the search considers: its time grows with their square.
 _EVEN_ENOUGH = 1.001
 """How much longer a step may be, as a factor, for stages that are more even: costs are not known better than that."""
 
@@ -259,12 +251,9 @@ class PipeDream:
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The chain with the least estimated time of a step, or of its slowest stage.
-
-        It uses all devices, or as many as it can where the operators or the samples are too few to share. Raises
-        InfeasibleError where memory or the constraints allow no chain, ConfigurationError for constraints that it
-        cannot follow.
-        """
+        """The chain with the least estimated time of a step, or of its slowest stage. It uses all devices, or as many
+        as it can where the operators or the samples are too few to share. Raises InfeasibleError where memory or the
+        constraints allow no chain, ConfigurationError for constraints that it cannot follow."""
         return best_order(problem, lambda ordered: best_size(ordered, lambda sized, _: self._answer(sized)))
 
     def _answer(self, problem: Problem) -> tuple[Placement, float]:
@@ -293,16 +282,12 @@ class PipeDream:
                 stages = [nearest.index(worst)]
                 raise out_of_memory(prices.problem, stages, len(nearest), worst.device, need, least=True)
         raise InfeasibleError(
-            f"no chain of stages over {problem.cluster.size} devices obeys " + " and ".join(map(str, resolved)),
-            hint="strategy manual follows any constraint",
+            f"no chain of stages over {problem.cluster.size} devices obeys " + " and ".join(map(str, resolved)), _MANUAL
         )
 
     def _best(self, prices: ChainPrices, rules: tuple[ChainConstraint, ...]) -> list[ChainStage]:
-        """The best chain over all numbers of stages, the fewest of equals.
-
-        Of three stages or more it is one with as many, none slower than its slowest, the others even: with the least
-        sum of squares.
-        """
+        """The best chain over all numbers of stages, the fewest of equals. Of three stages or more it is one with as
+        many, none slower than its slowest, the others even: with the least sum of squares."""
         step = partial(_step_seconds, prices.problem)
         aim = step if self.objective == "step" else _highest
         best = min(self._answers(prices, prices.seconds, rules), key=aim, default=[])
@@ -324,11 +309,9 @@ class PipeDream:
         """The best chain for each number of stages that has one."""
         devices = prices.problem.cluster.size
         most = min(self.max_stages or devices, devices)
-        if all(rule.stage is None for rule in rules):
-            yield from self._chains(prices, price, rules, most)
-            return
-        for stages in range(1, most + 1):
-            yield from self._chains(prices, price, rules, stages, stages)
+        apart = any(rule.stage is not None for rule in rules)
+        for stages in range(1, most + 1) if apart else (most,):
+            yield from self._chains(prices, price, rules, stages, stages if apart else 1)
 
     def _chains(
         self,
@@ -339,10 +322,8 @@ class PipeDream:
         least: int = 1,
         join: np.ufunc = np.maximum,
     ) -> Iterator[list[ChainStage]]:
-        """Chains of `least` to `most` stages; a rule about a stage alone holds for those of `most`.
-
-        No stage straddles kinds of devices without being asked to.
-        """
+        """Chains of `least` to `most` stages; a rule about a stage alone holds for those of `most`. No stage straddles
+        kinds of devices without being asked to."""
         problem, blocks = prices.problem, prices.tables.chain.blocks
         shared, size = self.replicate and bool(problem.graph.batch_axes), problem.micro_batch_size
         every = range(1, problem.cluster.size + 1)

@@ -7,7 +7,9 @@ For each line and size a binary search over what a micro-batch may take on the s
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,15 +33,12 @@ from autopipe.passes.placement.graphpipe.stage_costs import DraftStage, NodeSeco
 from autopipe.passes.schedule.limits import predicted_step
 from autopipe.passes.schedule.predict import predict
 
-_PERIODS = 3
-"""Micro-batches, times the stages' depth, after which a step goes on as it did."""
+_PERIODS = 3  # Micro-batches, times the stages' depth, after which a step goes on as it did.
 
 
 def _step_seconds(seconds: Callable[[int], float], depth: int, micro_batches: int) -> float:
-    """Seconds of a step, given those by number of micro-batches: of many the first are looked at.
-
-    The others take as long as the last of those.
-    """
+    """Seconds of a step, given those by number of micro-batches: of many the first are looked at. The others take as
+    long as the last of those."""
     enough = _PERIODS * depth + 2
     if micro_batches <= enough + depth:
         return seconds(micro_batches)
@@ -48,10 +47,8 @@ def _step_seconds(seconds: Callable[[int], float], depth: int, micro_batches: in
 
 
 def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
-    """Seconds of a simulated step under 1F1B, and the share of its memory that the fullest device needs.
-
-    `problem` is that of the placement's micro-batches.
-    """
+    """Seconds of a simulated step under 1F1B, and the share of its memory that the fullest device needs. `problem` is
+    that of the placement's micro-batches."""
     graph, prediction = StageGraph.of(problem, placement), predict(problem, placement)
     shares = [0.0]
 
@@ -66,19 +63,17 @@ def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
 def _drafted_seconds(
     drafts: Sequence[DraftStage], edges: Sequence[tuple[int, int]], depths: Sequence[int], count: int, train: bool
 ) -> float:
-    """Seconds of a step of `count` micro-batches under 1F1B, from the search's own prices.
-
-    Tasks start when their stage is free and all messages are there. F(s, m) is at place 2m - depth(s) and B(s, m) at
-    2m + depth(s) - 1, which is 1F1B's order on each stage and comes after all that a task waits for.
-    """
+    """Seconds of a step of `count` micro-batches under 1F1B, from the search's own prices. Tasks start when their stage
+    is free and all messages are there. F(s, m) is at place 2m - depth(s) and B(s, m) at 2m + depth(s) - 1, which is
+    1F1B's order on each stage and comes after all that a task waits for."""
     before: list[list[int]] = [[] for _ in drafts]
     after: list[list[int]] = [[] for _ in drafts]
     for source, target in edges:
         before[target].append(source)
         after[source].append(target)
-    tasks = [(2 * m - depth, 0, stage, m) for stage, depth in enumerate(depths) for m in range(count)]
-    if train:
-        tasks += [(2 * m + depth - 1, 1, stage, m) for stage, depth in enumerate(depths) for m in range(count)]
+    every = [(stage, depth, m) for stage, depth in enumerate(depths) for m in range(count)]
+    tasks = [(2 * m - depth, 0, stage, m) for stage, depth, m in every]
+    tasks += [(2 * m + depth - 1, 1, stage, m) for stage, depth, m in every if train]
     free = [0.0] * len(drafts)
     done = [[[0.0] * count for _ in drafts] for _ in range(2)]
     for _, phase, stage, m in sorted(tasks):
@@ -99,20 +94,15 @@ class Partition:
     drafts: tuple[DraftStage, ...]
     size: int
     depth: int
-    step_s: float
-    """Seconds of a step, as far as the search's own prices tell."""
-    memory: float
-    """Share of the memory limit that the fullest device needs, as far as they tell."""
+    step_s: float  # Seconds of a step, as far as the search's own prices tell.
+    memory: float  # Share of the memory limit that the fullest device needs, as far as they tell.
 
 
 _WORTH_WIDENING = 1.2
 """Partitions that take no longer than this many times the best are given the devices that they leave over."""
 
-_FEW_STAGES = 6
-"""Of more stages, cuts stay where the search puts them."""
-
-_ROUNDING = 1e-9
-"""Share of what stages take at least by which sums in another order may be below it."""
+_FEW_STAGES = 6  # Of more stages, cuts stay where the search puts them.
+_ROUNDING = 1e-9  # Share of what stages take at least by which sums in another order may be below it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +115,7 @@ class Solver:
 
     def answers(self, prices: StagePrices, least: float, limit: float) -> Iterator[Partition]:
         """The fastest line of stages, then the fastest of less depth, and so on, as long as they promise to be better.
-
-        No stage takes less than `least` seconds a micro-batch; a step must take less than `limit`.
-        """
+        No stage takes less than `least` seconds a micro-batch; a step must take less than `limit`."""
         levels = self.levels(prices)
         while levels:
             target = self.fastest(prices, least, limit / prices.micro_batches, levels)
@@ -145,11 +133,9 @@ class Solver:
     def whole(self, prices: StagePrices) -> Partition | None:
         """The fastest single stage; None where memory holds none."""
         at = (0, prices.places - 1)
-        fitting = [option for option in prices.options if option.holds(*at, 1)]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda option: float(option.seconds[at]))
-        return self._judged((best.stage(*at, 1),), prices)
+        fitting = (option for option in prices.options if option.holds(*at, 1))
+        best = min(fitting, key=lambda option: float(option.seconds[at]), default=None)
+        return None if best is None else self._judged((best.stage(*at, 1),), prices)
 
     def levels(self, prices: StagePrices) -> int:
         """The most stages that follow one another."""
@@ -207,10 +193,8 @@ class Solver:
         return self._judged(tuple(prices.stage(stage, target) for stage in stages), prices)
 
     def _widened(self, answer: Partition, prices: StagePrices) -> Partition:
-        """The answer with devices that it leaves over given to the stages where they shorten the step most.
-
-        Of few stages the cuts are moved too, where that does: the target of the search does not ask for it.
-        """
+        """The answer with devices that it leaves over given to the stages where they shorten the step most. Of few
+        stages the cuts are moved too, where that does: the target of the search does not ask for it."""
         best = answer
         while True:
             drafts = best.drafts
@@ -255,13 +239,9 @@ class Solver:
     def _edges(self, drafts: Sequence[DraftStage]) -> list[tuple[int, int]]:
         """(source, target) of every two stages of which the second reads from the first."""
         masks = [(1 << draft.stop) - (1 << draft.start) for draft in drafts]
-        found = []
-        for target, draft in enumerate(drafts):
-            read = 0
-            for needs in self.line.needs[draft.start : draft.stop]:
-                read |= needs
-            found += [(source, target) for source, mask in enumerate(masks) if mask & read and source != target]
-        return found
+        read = [functools.reduce(operator.or_, self.line.needs[draft.start : draft.stop]) for draft in drafts]
+        pairs = itertools.product(range(len(drafts)), repeat=2)
+        return [(source, target) for target, source in pairs if masks[source] & read[target] and source != target]
 
 
 def _variants(draft: DraftStage, prices: StagePrices, more: range = range(1)) -> Iterator[DraftStage]:
@@ -283,13 +263,8 @@ _CLOSE_AMONG_NODES = 1.01
 """The same where devices are in several nodes: the search does not know which link a message takes."""
 
 _MOST_TRIALS = 4
-
-_HALVINGS = 14
-"""How closely the least excess over the memory limit is found: to a ten thousandth of it, as it is told."""
-
-_ROOM = 0.9
-"""Share of the memory up to which the search's own count of it is trusted."""
-
+_HALVINGS = 14  # How closely the least excess over the memory limit is found: to a ten thousandth of it, as it is told.
+_ROOM = 0.9  # Share of the memory up to which the search's own count of it is trusted.
 _NEAR = 1.2
 """Another line is looked at where a step takes more than this many times the step of devices that only compute."""
 
@@ -310,10 +285,8 @@ class MicroBatchSearch:
         self.close = _CLOSE_AMONG_NODES if problem.cluster.node_count > 1 else _CLOSE
 
     def _load(self, size: int) -> float:
-        """Seconds of a micro-batch on the fastest device, at least once for each parameter and each operator.
-
-        The measured time of a share may be less than that share of the whole: then all shares of it count.
-        """
+        """Seconds of a micro-batch on the fastest device, at least once for each parameter and each operator. The
+        measured time of a share may be less than that share of the whole: then all shares of it count."""
         problem, kinds = self.problem, self.problem.cluster.kinds
         some = self.seconds.measured.any()
         degrees = [degree for degree in self.degrees if size % degree == 0] if some else [1]
@@ -328,27 +301,23 @@ class MicroBatchSearch:
 
     def best(self, trees: Iterable[Tree]) -> Placement:
         """The best answer's placement; of those that promise about the same, the one whose simulated step is best.
-
         Trees after the first are looked at where its answers leave something to gain. Raises InfeasibleError where
-        memory holds no stages, saying by how much those that need least exceed it.
-        """
+        memory holds no stages, saying by how much those that need least exceed it."""
         found: list[Partition] = []
         near = _NEAR if len(self.units.nodes) > FEW else 1.0
         bound = min(load * (self.problem.batch_size // size) for size, load in self.loads.items())
         blocks = min(max(_BLOCKS_A_DEVICE * self.devices, _FEWEST_BLOCKS), _MOST_BLOCKS)
-        first: BlockLine | None = None
+        lines: list[BlockLine] = []
         least = np.inf
         for tree in trees:
-            line = make_line(self.problem.graph, self.units, tree, self.weights, blocks, self.devices)
-            first = first or line
-            found += self._answers(line, least)
+            lines.append(make_line(self.problem.graph, self.units, tree, self.weights, blocks, self.devices))
+            found += self._answers(lines[-1], least)
             least = min((each.step_s for each in found), default=np.inf)
             if least <= bound * near:
                 break
         chosen = self._chosen(found)
         if chosen is None:
-            assert first is not None, "there is a tree"
-            raise self._too_little_memory(first)
+            raise self._too_little_memory(lines[0])
         return chosen
 
     def _chosen(self, found: list[Partition]) -> Placement | None:
@@ -359,17 +328,17 @@ class MicroBatchSearch:
         least = found[0].step_s if found else 0.0
         # Nothing overlaps in one stage, whose time is known.
         close = [each for each in found if each.step_s / (self.close if len(each.drafts) > 1 else 1) <= least]
-        best: tuple[float, Placement] | None = None
-        for tried, each in enumerate((*close, *(other for other in found if other not in close))):
-            if best is not None and tried >= min(len(close), _MOST_TRIALS):
+        best, least_s = None, np.inf
+        for number, each in enumerate((*close, *(other for other in found if other not in close))):
+            if best is not None and number >= min(len(close), _MOST_TRIALS):
                 break
             placement = self._placement(each)
             if len(close) == 1 and best is None and each.memory <= _ROOM:
                 return placement
             seconds, used = trial(resized(self.problem, each.size), placement)
-            if used <= 1 and (best is None or seconds < best[0]):
-                best = seconds, placement
-        return None if best is None else best[1]
+            if used <= 1 and seconds < least_s:
+                best, least_s = placement, seconds
+        return best
 
     def _answers(self, line: BlockLine, best: float) -> Iterator[Partition]:
         """Answers of a line that promise to be better than `best`, or close."""
@@ -397,11 +366,8 @@ class MicroBatchSearch:
         return Solver(line, self.devices, self.problem.train), make_tables(self.problem, line.chain, self.samples)
 
     def _placement(self, found: Partition) -> Placement:
-        """Stages on neighbouring devices of their runs, larger groups first.
-
-        Where degrees and nodes are powers of two, no group that would fit into a node then lies in two. Among equal
-        ones neighbours in the line are neighbours.
-        """
+        """Stages on neighbouring devices of their runs, larger groups first. Where degrees and nodes are powers of two,
+        no group that would fit into a node then lies in two. Among equal ones neighbours in the line are neighbours."""
         runs = equal_device_runs(self.problem.cluster)
         firsts = [run.start for run in runs]
         stages: dict[int, Stage] = {}

@@ -22,10 +22,7 @@ from numpy.typing import NDArray
 from autopipe.passes.placement.graphpipe.series_parallel import BlockRun, Fork, Region
 
 Devices = NDArray[np.int16]
-
-NEVER = 10_000
-"""More devices than there are, and so few that two of them add up in 16 bits."""
-
+NEVER = 10_000  # More devices than there are, and so few that two of them add up in 16 bits.
 Front = NDArray[np.int32]
 """Stages to the right of each place in the line, as a stage that ends there sees them.
 
@@ -43,8 +40,7 @@ class PartitionStage:
     start: int
     stop: int
     level: int
-    run: int
-    """The run of its devices."""
+    run: int  # The run of its devices.
 
 
 class TargetProbe:
@@ -174,11 +170,8 @@ class TargetProbe:
         front[:, :, places] = found[:, :, places]
 
     def _branches(self, fork: Fork, front: Front, level: int, most: int, passed: list[Front]) -> Front:
-        """The branches from the last to the first; what joins them has `level`.
-
-        At first `passed` gets what each came to. With fewer levels, a branch behind which all is as before has the same
-        on those as it had.
-        """
+        """The branches from the last to the first; what joins them has `level`. At first `passed` gets what each came
+        to. With fewer levels, a branch behind which all is as before has the same on those as it had."""
         known = iter(tuple(passed))
         for branch in reversed(fork.branches):
             places, stop = slice(branch[0].start, branch[-1].stop), branch[-1].stop
@@ -204,11 +197,8 @@ def _filled(devices: Front) -> list[bool]:
 
 
 def fewest_devices(needs: Sequence[Devices], runs: Sequence[int]) -> int:
-    """Result of `TargetProbe.least` where `needs`, one a run of `runs` devices, are the same at all levels.
-
-    It is `NEVER` where there is no line. Without levels each place has one number, and branches are a line like all
-    else.
-    """
+    """Result of `TargetProbe.least` where `needs`, one a run of `runs` devices, are the same at all levels. It is
+    `NEVER` where there is no line. Without levels each place has one number, and branches are a line like all else."""
     ends = tuple(itertools.accumulate(reversed(runs)))
     kinds = tuple(zip(reversed(needs), (0, *ends), ends, strict=False))
     front = np.full(len(needs[0]), NEVER, dtype=np.int16)

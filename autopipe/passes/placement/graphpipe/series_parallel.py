@@ -26,12 +26,10 @@ from autopipe.passes.partition.downsets import bits, closed, component, membersh
 
 
 def make_units(graph: Graph) -> Blocks:
-    """Every node a unit that no stage parts, but for nodes that would only be in the way.
-
-    What depends on no input (constants, transposed weights, positions) goes with its first reader: such trees lie
-    beside all that runs before, and would make branches out of nothing. So do nodes that every stage computes for
-    itself. A view goes with the node whose value it shows.
-    """
+    """Every node a unit that no stage parts, but for nodes that would only be in the way. What depends on no input
+    (constants, transposed weights, positions) goes with its first reader: such trees lie beside all that runs before,
+    and would make branches out of nothing. So do nodes that every stage computes for itself. A view goes with the node
+    whose value it shows."""
     sources = [tuple(dict.fromkeys(producer for _, producer in each)) for each in graph.sources()]
     aside = recomputed_nodes(graph) | input_free_nodes(graph)
     leaders = list(range(len(graph.nodes)))
@@ -85,10 +83,8 @@ def leaves(tree: Tree) -> tuple[int, ...]:
 
 def decompose(needs: Sequence[int], weights: Sequence[float]) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
     """The tree of units that wait for those in `needs` (as bits), numbered topologically; and the smallest regions that
-    are not series-parallel, each as its units, ascending.
-
-    `weights` say how much there is to lose where units of a region that is not series-parallel are put in an order.
-    """
+    are not series-parallel, each as its units, ascending. `weights` say how much there is to lose where units of a
+    region that is not series-parallel are put in an order."""
     above, linked = closed(needs), list(needs)
     for unit, need in enumerate(needs):
         for other in bits(need):
@@ -131,20 +127,16 @@ def _in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:
         shared &= above[units[place]]
         if not before[place] & ~shared:
             cuts.append(place)
-    cuts.append(0)
-    return [units[start:stop] for stop, start in itertools.pairwise(cuts)][::-1]
+    return [units[start:stop] for stop, start in itertools.pairwise((*cuts, 0))][::-1]
 
 
-_MOST_CUTS = 2**18
-"""Places of cuts that are compared at once, times units."""
+_MOST_CUTS = 2**18  # Places of cuts that are compared at once, times units.
 
 
 def least_ordering_cut(units: list[int], above: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """The first of two parts of `units`, ascending, the second of which is then to wait for all of the first.
-
-    Of the cuts below or above one unit, and of those along the given order, it is the one that puts the smallest share
-    of the pairs across it, by weight, in an order that they do not have.
-    """
+    """The first of two parts of `units`, ascending, the second of which is then to wait for all of the first. Of the
+    cuts below or above one unit, and of those along the given order, it is the one that puts the smallest share of the
+    pairs across it, by weight, in an order that they do not have."""
     count = len(units)
     own = np.eye(count, dtype=bool)
     # At [i, j] whether unit j waits for unit i.
@@ -190,25 +182,19 @@ class BlockLine:
 
     chain: Chain
     regions: tuple[Region, ...]
-    needs: tuple[int, ...]
-    """For each block the blocks that it reads from, as bits."""
+    needs: tuple[int, ...]  # For each block the blocks that it reads from, as bits.
 
 
-_FEW = 32
-"""Units of a graph so small that every fork of it is looked into."""
-
-_FORKS = 32
-"""Of a larger graph, forks with less than this part of all work are not looked into."""
+_FEW = 32  # Units of a graph so small that every fork of it is looked into.
+_FORKS = 32  # Of a larger graph, forks with less than this part of all work are not looked into.
 
 
 def make_line(
     graph: Graph, units: Blocks, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int
 ) -> BlockLine:
-    """The line of a tree, in at most about `limit` blocks; `seconds` weighs each node.
-
-    But in a small graph, forks with less work than what each of `devices` gets, or tiny ones, become blocks. Where
-    there are more units, each run's units are joined where many bytes cross.
-    """
+    """The line of a tree, in at most about `limit` blocks; `seconds` weighs each node. But in a small graph, forks with
+    less work than what each of `devices` gets, or tiny ones, become blocks. Where there are more units, each run's
+    units are joined where many bytes cross."""
     order = leaves(tree)
     work = np.array([seconds[list(units.nodes[unit])].sum() for unit in order])
     total = float(work.sum())
@@ -253,11 +239,8 @@ def make_line(
     return BlockLine(chain, found, needs)
 
 
-FEW = 8
-"""Units of a graph so small that many lines are looked at."""
-
-_MOST_LINES = 64
-"""Of each kind."""
+FEW = 8  # Units of a graph so small that many lines are looked at.
+_MOST_LINES = 64  # Of each kind.
 
 
 def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> Iterator[Tree]:
@@ -314,13 +297,12 @@ def _permuted(tree: Tree) -> Iterator[Tree]:
 
 def _by_depth(needs: Sequence[int], weights: Sequence[float]) -> list[int]:
     """The units by when they could be done, if each had a device of its own."""
-    begun: list[float] = []
-    done: list[float] = []
-    for need, weight in zip(needs, weights, strict=True):
-        begun.append(max((done[other] for other in bits(need)), default=0.0))
-        done.append(weight + begun[-1])
+    times: list[tuple[float, float, int]] = []  # When each is done, and begun.
+    for unit, (need, weight) in enumerate(zip(needs, weights, strict=True)):
+        begun = max((times[other][0] for other in bits(need)), default=0.0)
+        times.append((weight + begun, begun, unit))
     # What takes no time is done when that is which it waits for: the unit's number keeps such units in order.
-    return sorted(range(len(needs)), key=lambda unit: (done[unit], begun[unit], unit))
+    return [unit for _, _, unit in sorted(times)]
 
 
 def _extensions(needs: Sequence[int], done: int, order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -27,11 +27,9 @@ Seconds = NDArray[np.float64]
 
 
 class NodeSeconds:
-    """Seconds of every node's forward and backward on micro-batches of any size, shared by any number of devices.
-
-    Work at other sizes of micro-batches lies on the line through that at the problem's own and at half of it. Nodes of
-    equal work are looked at once.
-    """
+    """Seconds of every node's forward and backward on micro-batches of any size, shared by any number of devices. Work
+    at other sizes of micro-batches lies on the line through that at the problem's own and at half of it. Nodes of equal
+    work are looked at once."""
 
     def __init__(self, problem: Problem, samples: SampleAxes) -> None:
         self.problem, self.samples = problem, samples
@@ -64,33 +62,27 @@ class NodeSeconds:
             seconds = node_seconds(self.wholes, device, problem.precision, np.where(self.axes, part / degree, 1.0))
             forward = np.where(self.measured, seconds[0], forward)
             backward = np.where(self.measured, seconds[1], backward)
-        if not problem.train:
-            backward = np.zeros_like(forward)
+        backward = backward if problem.train else np.zeros_like(forward)
         return forward[self.kind_of], backward[self.kind_of]
 
     def undivided(self, degree: int) -> Seconds:
         """1 for nodes whose samples `degree` devices cannot share."""
-        found = self._undivided.get(degree)
-        if found is None:
+        if degree not in self._undivided:
             each = [not self.samples.divides(node, degree) for node in self.firsts]
-            found = self._undivided[degree] = np.array(each, dtype=float)[self.kind_of]
-        return found
+            self._undivided[degree] = np.array(each, dtype=float)[self.kind_of]
+        return self._undivided[degree]
+
+
+_FIGURES = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")
 
 
 def _between(half: Work, whole: Work, part: float) -> Work:
     """The work of `part` of the samples."""
-
-    def at(less: float, more: float) -> float:
-        return max(0.0, 2 * less - more) + 2 * part * (more - less)
-
-    return replace(
-        whole,
-        forward_flops=at(half.forward_flops, whole.forward_flops),
-        backward_flops=at(half.backward_flops, whole.backward_flops),
-        forward_bytes=at(half.forward_bytes, whole.forward_bytes),
-        backward_bytes=at(half.backward_bytes, whole.backward_bytes),
-        measured=(),
-    )
+    found = {}
+    for name in _FIGURES:
+        less, more = getattr(half, name), getattr(whole, name)
+        found[name] = max(0.0, 2 * less - more) + 2 * part * (more - less)
+    return replace(whole, measured=(), **found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +95,8 @@ class DraftStage:
     degree: int
     recompute: bool
     in_flight: int
-    memory: float
-    """Bytes on a device."""
-    forward: float
-    """Seconds, like all that follows as `StageOption` has them."""
+    memory: float  # Bytes on a device.
+    forward: float  # Seconds, like all that follows as `StageOption` has them.
     backward: float
     arriving: float
     returning: float
@@ -124,18 +114,12 @@ class StageOption:
     forward: Matrix
     backward: Matrix
     """With the second forward of recomputation, and with adding gradients to those before."""
-    arriving: Matrix
-    """Messages from the stages before."""
-    returning: Matrix
-    """Messages with gradients, from the stages after."""
-    end: Matrix
-    """Seconds, once a step, of summing gradients over devices and of the update."""
-    always: Matrix
-    """Bytes on a device, whatever is in flight."""
-    kept: Matrix
-    """Bytes for each micro-batch in flight."""
-    seconds: Matrix
-    """All of them, with a share of the step's end; infinite for empty stretches."""
+    arriving: Matrix  # Messages from the stages before.
+    returning: Matrix  # Messages with gradients, from the stages after.
+    end: Matrix  # Seconds, once a step, of summing gradients over devices and of the update.
+    always: Matrix  # Bytes on a device, whatever is in flight.
+    kept: Matrix  # Bytes for each micro-batch in flight.
+    seconds: Matrix  # All of them, with a share of the step's end; infinite for empty stretches.
     most: NDArray[np.int16]
     """The most micro-batches in flight that memory takes, up to the number of devices; 0 where not even one fits."""
 
@@ -157,10 +141,8 @@ class StagePrices:
     size: int
     micro_batches: int
     options: tuple[StageOption, ...]
-    runs: tuple[int, ...]
-    """Numbers of devices in each run of like ones, in the order of the line."""
-    limits: tuple[float, ...]
-    """Bytes of memory on a device of each run."""
+    runs: tuple[int, ...]  # Numbers of devices in each run of like ones, in the order of the line.
+    limits: tuple[float, ...]  # Bytes of memory on a device of each run.
     bounds: frozenset[int]
     """Numbers of micro-batches in flight that are the most for some stretch in some way."""
 
@@ -198,10 +180,8 @@ class StagePrices:
 def stage_prices(
     tables: Tables, seconds: NodeSeconds, size: int, degrees: Iterable[int], spare: float = 0.0
 ) -> StagePrices:
-    """The prices of micro-batches of `size` samples, by each of some degrees that can share them.
-
-    Each device has its memory limit, and `spare` bytes more.
-    """
+    """The prices of micro-batches of `size` samples, by each of some degrees that can share them. Each device has its
+    memory limit, and `spare` bytes more."""
     problem = tables.problem
     runs = equal_device_runs(problem.cluster)
     limits = [min(map(problem.memory_of, run)) + spare for run in runs]
@@ -215,15 +195,10 @@ def stage_prices(
         for option in _options(tables, seconds, size, degree, index, limits[index])
     ]
     options.sort(key=lambda option: -option.degree)
-    bounds = (np.bincount(option.most.ravel()).nonzero()[0].tolist() for option in options)
-    return StagePrices(
-        size,
-        problem.batch_size // size,
-        tuple(options),
-        tuple(map(len, runs)),
-        tuple(limits),
-        frozenset(itertools.chain.from_iterable(bounds)),
-    )
+    counted = (np.bincount(option.most.ravel()).nonzero()[0].tolist() for option in options)
+    bounds = itertools.chain.from_iterable(counted)
+    figures = tuple(options), tuple(map(len, runs)), tuple(limits), frozenset(bounds)
+    return StagePrices(size, problem.batch_size // size, *figures)
 
 
 def _options(
@@ -278,9 +253,7 @@ def _options(
 
 def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:
     """The link between neighbours of stages on `degree` of a run's `devices`: on average, where some are in one node.
-
-    Which devices a stage gets is not known yet. One of the run's stages has neighbours in another group.
-    """
+    Which devices a stage gets is not known yet. One of the run's stages has neighbours in another group."""
     first, levels = cluster.part(devices[0])
     inner, outer = levels[0], (levels if cluster.part(devices[-1])[0] == first else cluster.levels)[-1].link
     link = inner.link if len(devices) <= inner.size else _mean(inner.link, outer, degree / inner.size)

@@ -54,12 +54,9 @@ class GraphPipe:
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The placement with the least expected step time.
-
-        It uses all devices that make the slowest stage faster; others have no stage. Raises InfeasibleError where
-        memory holds no stages, saying by how much those that need least exceed it, ConfigurationError for a constraint
-        that the stages do not fulfil.
-        """
+        """The placement with the least expected step time. It uses all devices that make the slowest stage faster;
+        others have no stage. Raises InfeasibleError where memory holds no stages, saying by how much those that need
+        least exceed it, ConfigurationError for a constraint that the stages do not fulfil."""
         return best_order(problem, self._placed, parts=False)
 
     def _placed(self, problem: Problem) -> Placement:
@@ -77,10 +74,8 @@ class GraphPipe:
 
 @remembered(2)
 def _in_stages(problem: Problem) -> Placement | InfeasibleError:
-    """The stages with which all forms begin, or why there are none, which takes as long to find.
-
-    A note says of each region that is not series-parallel how large it is, and where it begins and ends.
-    """
+    """The stages with which all forms begin, or why there are none, which takes as long to find. A note says of each
+    region that is not series-parallel how large it is, and where it begins and ends."""
     graph = problem.graph
     units = make_units(graph)
     forward, backward = mean_seconds(problem)
@@ -100,17 +95,14 @@ def _in_stages(problem: Problem) -> Placement | InfeasibleError:
     return replace(best, notes=tuple(notes))
 
 
-_SWEEPS = 3
-"""How often all changes are tried, at most."""
+_SWEEPS = 3  # How often all changes are tried, at most.
 
 
 def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
     """`placement`, whose stages have micro-batches of one size, with larger and smaller ones where that is faster.
-
     Section 6 of the paper. Stages equally far from the end change together, alone or with all before or behind them, by
     one step through the sizes that the problem allows; what shortens the step by kFkB (k = 1), as it is simulated, and
-    fits into memory stays, until nothing does any more. Sizes divide the largest.
-    """
+    fits into memory stays, until nothing does any more. Sizes divide the largest."""
     best = _step_by_kfkb(problem, placement)
     graph = StageGraph.of(resized(problem, placement.stages[0].micro_batch_size), placement)
     depths = depths_to_end(len(placement.stages), graph.edges)
@@ -135,20 +127,17 @@ def _with_next_size(problem: Problem, placement: Placement, indices: frozenset[i
     stages = list(placement.stages)
     for index in indices:
         stage = stages[index]
-        sizes = [
-            size
-            for size in problem.micro_batch_sizes
-            if size % len(stage.devices) == 0
-            and (size > stage.micro_batch_size) == up
-            and size != stage.micro_batch_size
-        ]
-        if not sizes:
+        own = stage.micro_batch_size
+        sizes = [size for size in problem.micro_batch_sizes if size % len(stage.devices) == 0 and size != own]
+        next_size = min((size for size in sizes if size > own), default=None)
+        if not up:
+            next_size = max((size for size in sizes if size < own), default=None)
+        if next_size is None:
             return None
-        stages[index] = replace(stage, micro_batch_size=min(sizes) if up else max(sizes))
+        stages[index] = replace(stage, micro_batch_size=next_size)
     largest = max(stage.micro_batch_size for stage in stages)
-    if any(largest % stage.micro_batch_size for stage in stages):
-        return None
-    return replace(placement, stages=tuple(stages))
+    fits = all(largest % stage.micro_batch_size == 0 for stage in stages)
+    return replace(placement, stages=tuple(stages)) if fits else None
 
 
 def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
@@ -161,14 +150,11 @@ def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
 
 
 def split_further(problem: Problem, placement: Placement) -> Placement:
-    """`placement` with its stages of several devices split as the search finds it best, or as they are.
-
-    Which of the two is better for each follows from a step by kFkB (k = 1), as it is simulated: neighbours that are
-    split differently have more to send. The step is never longer than it was, but for stages in which constraints ask
-    for splits. Nodes, devices, micro-batches and recomputation stay. No two stages may share a device.
-
-    Raises ConfigurationError for constraints that cannot be followed.
-    """
+    """`placement` with its stages of several devices split as the search finds it best, or as they are. Which of the
+    two is better for each follows from a step by kFkB (k = 1), as it is simulated: neighbours that are split
+    differently have more to send. The step is never longer than it was, but for stages in which constraints ask for
+    splits. Nodes, devices, micro-batches and recomputation stay. No two stages may share a device. Raises
+    ConfigurationError for constraints that cannot be followed."""
     problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
     required = _required_splits(problem, placement)
     inside, solver = SplitProblem(problem, placement, required), Exact(problem.time_limit)

@@ -6,7 +6,9 @@ takes layers as they come; a graph of ONNX has operators, an order of magnitude 
 
 from __future__ import annotations
 
+import functools
 import heapq
+import operator
 from collections.abc import Iterator
 
 from autopipe.ir.graph import Graph
@@ -14,20 +16,15 @@ from autopipe.ir.placement import recomputed_nodes
 from autopipe.passes.analysis.chain import Blocks, values_between
 from autopipe.passes.cost.roofline import Seconds
 
-SHARE = 1 / 30
-"""The most of all work that nodes joined into one block may make up."""
-
-LIGHT = SHARE / 16
-"""A block with less of all work stands for nothing that a device could be given."""
+SHARE = 1 / 30  # The most of all work that nodes joined into one block may make up.
+LIGHT = SHARE / 16  # A block with less of all work stands for nothing that a device could be given.
 
 
 def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
-    """The graph as blocks. `seconds` weighs each node.
-
-    What is joined first is what exchanges most bytes, then what is light. Two blocks are joined where that keeps the
-    same order: the second needs nothing but the first and what the first needs, or the first is light and nothing but
-    what needs the second needs it. Nodes that every stage computes for itself follow the first that reads them.
-    """
+    """The graph as blocks. `seconds` weighs each node. What is joined first is what exchanges most bytes, then what is
+    light. Two blocks are joined where that keeps the same order: the second needs nothing but the first and what the
+    first needs, or the first is light and nothing but what needs the second needs it. Nodes that every stage computes
+    for itself follow the first that reads them."""
     joining = _Joining(graph, seconds)
     waiting = [joining.entry(first, second) for second in joining.members for first in joining.before[second]]
     heapq.heapify(waiting)
@@ -60,13 +57,10 @@ class _Joining:
         self.members = {node: [node] for node in range(len(graph.nodes)) if node not in self.apart}
         total = float(sum(seconds[node] for node in self.members)) or 1.0
         self.weight = {node: float(seconds[node]) / total for node in self.members}
-        self.before: dict[int, set[int]] = {node: set() for node in self.members}
-        self.after: dict[int, set[int]] = {node: set() for node in self.members}
-        self.written: dict[int, set[str]] = {node: set() for node in self.members}
-        self.read: dict[int, set[str]] = {node: set() for node in self.members}
+        self.before, self.after = ({node: set[int]() for node in self.members} for _ in range(2))
+        self.written, self.read = ({node: set[str]() for node in self.members} for _ in range(2))
         self.readers: dict[str, set[int]] = {}
-        self.joined: set[int] = set()
-        """Blocks that others have taken in."""
+        self.joined: set[int] = set()  # Blocks that others have taken in.
         for name, producer, readers in values_between(graph, {node: node for node in self.members}):
             self.readers[name] = set(readers)
             self.written[producer].add(name)
@@ -76,10 +70,8 @@ class _Joining:
                 self.after[producer].add(reader)
         self.ancestors: dict[int, int] = {}
         for node in self.members:
-            own = 0
-            for producer in self.before[node]:
-                own |= self.ancestors[producer] | 1 << producer
-            self.ancestors[node] = own
+            above = (self.ancestors[producer] | 1 << producer for producer in self.before[node])
+            self.ancestors[node] = functools.reduce(operator.or_, above, 0)
 
     def entry(self, first: int, second: int) -> tuple[float, float, int, int]:
         """How many bytes fewer would enter and leave the two as one, the most first; of equals the lightest."""

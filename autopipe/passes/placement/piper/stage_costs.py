@@ -6,9 +6,10 @@ what several of its blocks have in common.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TypeVar
 
 import numpy as np
@@ -49,11 +50,8 @@ class StageSharing:
 
 
 def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[StageSharing]:
-    """All ways of sharing a stage, the smallest groups first.
-
-    Layers are shared inside a node of the cluster. A group fits into a node or has whole nodes, so that what it takes
-    does not depend on where it stands.
-    """
+    """All ways of sharing a stage, the smallest groups first. Layers are shared inside a node of the cluster. A group
+    fits into a node or has whole nodes, so that what it takes does not depend on where it stands."""
     graph, node = problem.graph, problem.cluster.devices_per_node
     groups = [count for count in range(1, problem.cluster.size + 1) if count <= node or count % node == 0]
     for devices, tensor in ((count, tensor) for count in groups for tensor in range(1, min(count, node) + 1)):
@@ -100,20 +98,15 @@ class Sums:
     @staticmethod
     def of(by_block: list[dict[Key, int]]) -> Sums:
         """Figures by block and by what they are of: the same thing counts once, at its largest."""
-        blocks: dict[Key, list[int]] = {}
-        figures: dict[Key, int] = {}
+        blocks: defaultdict[Key, dict[int, int]] = defaultdict(dict)
         for block, each in enumerate(by_block):
             for key, figure in each.items():
-                blocks.setdefault(key, []).append(block)
-                figures[key] = max(figure, figures.get(key, 0))
-        own = np.zeros(len(by_block))
-        common: dict[tuple[int, ...], float] = {}
-        for key, members in blocks.items():
-            if len(members) == 1:
-                own[members[0]] += figures[key]
-            else:
-                common[tuple(members)] = common.get(tuple(members), 0.0) + figures[key]
-        return Sums(own, tuple(common.items()))
+                blocks[key][block] = figure
+        sums: Counter[tuple[int, ...]] = Counter()
+        for figures in blocks.values():
+            sums[tuple(figures)] += max(figures.values())
+        own = np.array([float(sums.pop((block,), 0)) for block in range(len(by_block))])
+        return Sums(own, tuple((members, float(figure)) for members, figure in sums.items()))
 
     def over(self, downsets: Downsets, pairs: Pairs) -> Figures:
         """The sum over the blocks between the two downsets of each of some pairs."""
@@ -131,16 +124,13 @@ class BlockFigures:
 
     forward_s: NDArray[np.float64]
     backward_s: NDArray[np.float64]
-    kept: Sums
-    """Bytes that backward needs of a micro-batch."""
-    state: Sums
-    """Bytes of parameters, gradients and optimizer state."""
+    kept: Sums  # Bytes that backward needs of a micro-batch.
+    state: Sums  # Bytes of parameters, gradients and optimizer state.
     gradients: Sums
     """Bytes of the gradients of parameters that each device of the group holds whole."""
     cut_gradients: Sums
     """Bytes on one device of the gradients of parameters that the devices of a replica share."""
-    workspace: NDArray[np.float64]
-    """Bytes that come and go while a block runs."""
+    workspace: NDArray[np.float64]  # Bytes that come and go while a block runs.
 
 
 def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> BlockFigures:
@@ -149,10 +139,9 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
     pairs = zip(blocks.nodes, sharing.splits, strict=True)
     placement = Placement(tuple(Stage(nodes, devices, problem.micro_batch_size, splits) for nodes, splits in pairs))
     costs = stage_costs(problem, placement)
-    kept, state, gradients, cut_gradients = [], [], [], []
-    for work in stage_work(problem, placement):
-        kept.append(saved_bytes(problem, work.nodes))
-        parts = work.parameter_parts
+    works = stage_work(problem, placement)
+    state, gradients, cut_gradients = [], [], []
+    for parts in (work.parameter_parts for work in works):
         copies = {name: {name: sharing.devices // count} for name, count in parts}
         state.append({name: state_of(problem, [(name, count)], copies[name]).total for name, count in parts})
         sizes = {name: state_of(problem, [(name, count)]).gradient_bytes for name, count in parts}
@@ -161,7 +150,7 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
     return BlockFigures(
         forward_s=np.array([cost.forward_s for cost in costs]),
         backward_s=np.array([cost.backward_s for cost in costs]),
-        kept=Sums.of(kept),
+        kept=Sums.of([saved_bytes(problem, work.nodes) for work in works]),
         state=Sums.of(state),
         gradients=Sums.of(gradients),
         cut_gradients=Sums.of(cut_gradients),
@@ -169,16 +158,13 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
     )
 
 
-_CELLS = 2**22
-"""Cells of a table made at once."""
+_CELLS = 2**22  # Cells of a table made at once.
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """For each pair of downsets what its stage receives, or sends.
-
-    `cut` are bytes, for the samples of the graph, of values that replicas share out; `whole` of those that each gets.
-    """
+    """For each pair of downsets what its stage receives, or sends. `cut` are bytes, for the samples of the graph, of
+    values that replicas share out; `whole` of those that each gets."""
 
     cut: Figures
     whole: Figures
@@ -193,11 +179,9 @@ class Messages:
 def messages_between(
     graph: Graph, blocks: Blocks, downsets: Downsets, samples: SampleAxes
 ) -> tuple[Messages, Messages]:
-    """Messages that the stage of each pair receives, and those it sends.
-
-    What a stage receives is made by the inner downset and read by one of the stage's own blocks; what it sends, made by
-    one of these and read outside the outer downset. Each value counts once, however many blocks read it.
-    """
+    """Messages that the stage of each pair receives, and those it sends. What a stage receives is made by the inner
+    downset and read by one of the stage's own blocks; what it sends, made by one of these and read outside the outer
+    downset. Each value counts once, however many blocks read it."""
     block_of = {node: number for number, nodes in enumerate(blocks.nodes) for node in nodes}
     values = list(values_between(graph, block_of))
     made = downsets.holds[:, np.array([block for _, block, _ in values], dtype=int)]
@@ -241,12 +225,8 @@ def _products(downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.fl
 
 
 _ROUNDING = 1e-9
-
-_AHEAD = 2
-"""By what factor more time stages are priced for than is asked for."""
-
-ANY_PLACE = np.iinfo(np.int16).max
-"""A stage that fits wherever it stands."""
+_AHEAD = 2  # By what factor more time stages are priced for than is asked for.
+ANY_PLACE = np.iinfo(np.int16).max  # A stage that fits wherever it stands.
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,16 +255,12 @@ class Chains:
     downsets: Downsets
     received: Messages
     sent: Messages
-    samples: int
-    """Samples that messages are counted for."""
+    samples: int  # Samples that messages are counted for.
 
 
 class DownsetPrices:
-    """Prices of stages for the micro-batches of one problem.
-
-    A stage receives and sends over the slowest link that there is, since where it stands is not known, and is as slow
-    as on the slowest device.
-    """
+    """Prices of stages for the micro-batches of one problem. A stage receives and sends over the slowest link that
+    there is, since where it stands is not known, and is as slow as on the slowest device."""
 
     def __init__(self, problem: Problem, chains: Chains) -> None:
         self.problem, self.chains = problem, chains
@@ -305,8 +281,8 @@ class DownsetPrices:
     @cached_property
     def _least_work(self) -> NDArray[np.float64]:
         """For each block the least seconds of a micro-batch's computation, times the devices that share it."""
-        work = [sharing.devices * (figures.forward_s + figures.backward_s) for sharing, figures in self._shared]
-        found: NDArray[np.float64] = np.min(work, axis=0)
+        work = (sharing.devices * (figures.forward_s + figures.backward_s) for sharing, figures in self._shared)
+        found: NDArray[np.float64] = reduce(np.minimum, work)
         return found
 
     @cached_property
@@ -349,8 +325,9 @@ class DownsetPrices:
             fits = option.seconds <= most_s
             if others := self.problem.cluster.size - option.sharing.devices:
                 fits &= self._left.take(option.pairs) <= others * most_s
-            found.append(option.some(fits))
-        return [option for option in found if len(option.pairs)]
+            if fits.any():
+                found.append(option.some(fits))
+        return found
 
     def whole(self) -> list[Option]:
         """All blocks as one stage, in every way that fits."""

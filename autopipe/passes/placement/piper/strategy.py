@@ -38,11 +38,8 @@ from autopipe.passes.placement.piper.stage_costs import (
 from autopipe.passes.schedule.device_order import best_size
 from autopipe.passes.sharding.regions import check_constraints_met
 
-_STEP = 1.15
-"""By what factor limits begin above the least that there can be, and a limit that is too low is raised."""
-
-_SLOWER = 1.1
-"""By what factor a slower stage is allowed, for fewer stages."""
+_STEP = 1.15  # By what factor limits begin above the least that there can be, and a limit that is too low is raised.
+_SLOWER = 1.1  # By what factor a slower stage is allowed, for fewer stages.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +50,13 @@ class DownsetStage:
     outer: int
     sharing: StageSharing
     recompute: bool
-    device: int
-    """The first of its devices."""
+    device: int  # The first of its devices.
     seconds: float
 
 
 def search(prices: DownsetPrices, most_s: float) -> list[DownsetStage]:
-    """The stages, in order, whose slowest one is fastest; as few of them as that allows.
-
-    Empty where memory holds none, or none of which the slowest takes about `most_s`.
-    """
+    """The stages, in order, whose slowest one is fastest; as few of them as that allows. Empty where memory holds none,
+    or none of which the slowest takes about `most_s`."""
     most_s = min(most_s, prices.most_s)
     too_low, limit = 0.0, prices.least_s * _STEP
     while not (answer := _answer(prices, options := prices.options(limit), limit)):
@@ -83,10 +77,8 @@ def search(prices: DownsetPrices, most_s: float) -> list[DownsetStage]:
 
 
 def search_steps(prices: DownsetPrices, most_step_s: float) -> list[DownsetStage]:
-    """As `search`, or of the chains with fewer stages and a slower one that whose step is shorter.
-
-    Limits are raised by `_SLOWER` at a time, as long as a step could be shorter: so this is no proof.
-    """
+    """As `search`, or of the chains with fewer stages and a slower one that whose step is shorter. Limits are raised by
+    `_SLOWER` at a time, as long as a step could be shorter: so this is no proof."""
     count = prices.problem.micro_batches
     best = _answer(prices, prices.whole(), math.inf)
     most_step_s = min(most_step_s, _step_seconds(best, count))
@@ -124,10 +116,8 @@ def _answer(prices: DownsetPrices, options: list[Option], limit: float) -> list[
 
 
 def _fewest_stages(prices: DownsetPrices, options: list[Option]) -> NDArray[np.int16]:
-    """For each downset and number of devices the fewest stages that do the rest on that many last devices.
-
-    It is `ANY_PLACE` where there are none.
-    """
+    """For each downset and number of devices the fewest stages that do the rest on that many last devices. It is
+    `ANY_PLACE` where there are none."""
     downsets, size = prices.chains.downsets, prices.problem.cluster.size
     found = np.full((len(downsets.holds), size + 1), ANY_PLACE, np.int16)
     found[0] = 0
@@ -226,11 +216,8 @@ class Piper:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """The chain.
-
-        Raises InfeasibleError, with the number of downsets, where there are too many, and where memory holds no chain;
-        ConfigurationError for a constraint that the chain does not fulfil.
-        """
+        """The chain. Raises InfeasibleError, with the number of downsets, where there are too many, and where memory
+        holds no chain; ConfigurationError for a constraint that the chain does not fulfil."""
         forward, backward = mean_seconds(problem)
         blocks = join_nodes(problem.graph, forward + backward)
         count = count_downsets(blocks.needs)
@@ -249,10 +236,8 @@ class Piper:
         return placement
 
     def _answer(self, problem: Problem, chains: Chains, most_step_s: float) -> tuple[Placement, float]:
-        """The best chain for the micro-batches of a problem.
-
-        Raises InfeasibleError where memory holds none, or none whose step could be shorter than `most_step_s`.
-        """
+        """The best chain for the micro-batches of a problem. Raises InfeasibleError where memory holds none, or none
+        whose step could be shorter than `most_step_s`."""
         prices, count = DownsetPrices(problem, chains), problem.micro_batches
         by_step = self.objective == "step"
         pieces = search_steps(prices, most_step_s) if by_step else search(prices, most_step_s / count)

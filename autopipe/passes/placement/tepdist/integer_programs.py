@@ -19,25 +19,18 @@ from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
 from autopipe.passes.solvers.min_sum.model import Array, chosen, conditioned, everything, no_choice, priced, restricted
 
-CLOSE = 1e-4
-"""Gap that is none, within a memory limit."""
-NODES = 50
-"""Of the search within a memory limit, whose relaxation says little: programs are done or stuck by then."""
-PATIENCE_S = 15.0
-"""For one program within a memory limit."""
-SAME = 1e-9
-"""Gap that is rounding."""
-ROUNDING = 1e-6
-"""Share of a memory limit by which a solver may miss it."""
+CLOSE = 1e-4  # Gap that is none, within a memory limit.
+NODES = 50  # Of the search within a memory limit, whose relaxation says little: programs are done or stuck by then.
+PATIENCE_S = 15.0  # For one program within a memory limit.
+SAME = 1e-9  # Gap that is rounding.
+ROUNDING = 1e-6  # Share of a memory limit by which a solver may miss it.
 
 
 def least_choice(model: MinSum, seconds: float, known: Sequence[int] = (), limit: float | None = None) -> Assignment:
-    """The best choice of a merged model by one program, within `limit` bytes where that is given.
-
-    `known` is one that fits. Of the time given the best that is found by then is the answer; within a limit the search
-    ends at a gap of `CLOSE`, or at a limit of nodes. Raises InfeasibleError where there is none, or none was found in
-    time and none is known.
-    """
+    """The best choice of a merged model by one program, within `limit` bytes where that is given. `known` is one that
+    fits. Of the time given the best that is found by then is the answer; within a limit the search ends at a gap of
+    `CLOSE`, or at a limit of nodes. Raises InfeasibleError where there is none, or none was found in time and none is
+    known."""
     answer = _solved(model, seconds, known, limit)
     if limit is not None and answer.memory > limit:
         # The solver took the limit for kept, which it missed by its rounding.
@@ -105,13 +98,9 @@ def _program(model: MinSum, limit: float | None) -> tuple[milp.Model, list[Array
         for end, axis in ((edge.source, 0), (edge.target, 1)):
             row = np.nonzero(allowed)[axis]
             sides = np.arange(len(places[end]))
-            builder.add_rows(
-                np.concatenate((row, sides)),
-                np.concatenate((columns[allowed], places[end])),
-                np.concatenate((np.ones(len(row)), -np.ones(len(sides)))),
-                lower=0,
-                upper=0,
-            )
+            entries = ((row, sides), (columns[allowed], places[end]), (np.ones(len(row)), -np.ones(len(sides))))
+            rows, variables, factors = map(np.concatenate, entries)
+            builder.add_rows(rows, variables, factors, lower=0, upper=0)
         pairs.append((edge, columns))
         needed.append((columns[allowed], None if edge.memory is None else edge.memory[allowed]))
     if limit is not None:  # In shares of the limit.
@@ -133,30 +122,22 @@ def _above_least(costs: Array) -> tuple[float, Array]:
     return least, np.where(np.isfinite(costs), costs - least, 0.0)
 
 
-ROUNDS = 60
-"""Sweeps forth and back at most."""
-PROGRESS = 0.02
-"""They go on while one of each closes this share of the gap."""
-SLACK = 1e-9
-"""Of a cost: what rounding may do to a sum of many."""
-SHARES = (0.3, 0.1, 0.03, 0.01, 0.0)
-"""Of the gap: thresholds that are tried where too much is left."""
+ROUNDS = 60  # Sweeps forth and back at most.
+PROGRESS = 0.02  # They go on while one of each closes this share of the gap.
+SLACK = 1e-9  # Of a cost: what rounding may do to a sum of many.
+SHARES = (0.3, 0.1, 0.03, 0.01, 0.0)  # Of the gap: thresholds that are tried where too much is left.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReducedModel:
     """A model with fewer configurations."""
 
-    kept: tuple[Array, ...]
-    """Of every variable, ascending."""
-    reach: tuple[Array, ...]
-    """Of each of these: no choice with it costs less."""
+    kept: tuple[Array, ...]  # Of every variable, ascending.
+    reach: tuple[Array, ...]  # Of each of these: no choice with it costs less.
     choice: tuple[int, ...]
     """The best that was met, or known before; among what is kept, unless it costs more than the cutoff."""
-    cost: float
-    """Of that choice."""
-    bound: float
-    """No choice costs less."""
+    cost: float  # Of that choice.
+    bound: float  # No choice costs less.
     left_out: float = np.inf
     """No choice costs less that has another configuration, but for those that cost more than `choice`."""
 
@@ -173,13 +154,11 @@ class ReducedModel:
 def fix_by_reduced_cost(
     model: MinSum, most: float = 0, known: Sequence[int] = (), cutoff: float | None = None
 ) -> ReducedModel:
-    """Reduce a merged model until it has at most `most` pairs of configurations, or bounds get no better.
-
-    A choice with a configuration costs no less than its reach (`Dual.reach`); so one whose reach is above a cost that
-    is known is in no choice of that cost. A configuration stays if it may be in a choice that costs no more than
-    `cutoff`; or, where none is given, than the best choice that is met or `known`. Raises InfeasibleError where every
-    choice is forbidden, as far as pairs show it.
-    """
+    """Reduce a merged model until it has at most `most` pairs of configurations, or bounds get no better. A choice with
+    a configuration costs no less than its reach (`Dual.reach`); so one whose reach is above a cost that is known is in
+    no choice of that cost. A configuration stays if it may be in a choice that costs no more than `cutoff`; or, where
+    none is given, than the best choice that is met or `known`. Raises InfeasibleError where every choice is forbidden,
+    as far as pairs show it."""
     part = Subproblem(model, everything(model))
     choice, cost = tuple(known), float(model.cost_of(known)) if known else np.inf
     top = _at_most(cost if cutoff is None else cutoff)
@@ -209,13 +188,10 @@ def promising(model: MinSum, found: ReducedModel, most: float) -> ReducedModel:
         if _pairs(model, found.kept) <= most:
             break
         threshold = found.bound + share * max(0.0, top - found.bound)
-        keep = [
-            (reach <= threshold) | (kept == number)
-            for kept, reach, number in zip(found.kept, found.reach, found.choice, strict=True)
-        ]
-        kept, reach = (
-            tuple(each[which] for each, which in zip(every, keep, strict=True)) for every in (found.kept, found.reach)
-        )
+        every = list(zip(found.kept, found.reach, found.choice, strict=True))
+        stays = [(reach <= threshold) | (kept == number) for kept, reach, number in every]
+        kept = tuple(each[stay] for each, stay in zip(found.kept, stays, strict=True))
+        reach = tuple(each[stay] for each, stay in zip(found.reach, stays, strict=True))
         found = replace(found, kept=kept, reach=reach, left_out=threshold)
     return found
 
@@ -231,19 +207,13 @@ def _at_most(cost: float) -> float:
     return cost + SLACK * abs(cost)
 
 
-MOST_PAIRS = 50_000
-"""Of configurations on edges: what an integer program may have."""
-
-MOST_PAIRS_WITHIN = 10_000
-"""The same within a memory limit, where programs take longest."""
+MOST_PAIRS = 50_000  # Of configurations on edges: what an integer program may have.
+MOST_PAIRS_WITHIN = 10_000  # The same within a memory limit, where programs take longest.
 
 
 def least_by_program(model: MinSum, seconds: float, most: float = MOST_PAIRS) -> Assignment:
-    """The best choice of a merged model, by a program of about `most` pairs of configurations at most.
-
-    There is none where the dual of the relaxation meets a choice. Raises InfeasibleError where every choice is
-    forbidden.
-    """
+    """The best choice of a merged model, by a program of about `most` pairs of configurations at most. There is none
+    where the dual of the relaxation meets a choice. Raises InfeasibleError where every choice is forbidden."""
     left = fix_by_reduced_cost(model)
     if left.is_met:
         return left.answer(model)
@@ -258,28 +228,20 @@ def least_by_program(model: MinSum, seconds: float, most: float = MOST_PAIRS) ->
 def least_within(
     model: MinSum, limit: float, rate: float, cutoff: float, known: Sequence[int], seconds: float
 ) -> Assignment:
-    """The best choice of a merged model that needs at most `limit` bytes and costs at most `cutoff`.
-
-    What the program may leave out shows at the price `rate` for a byte; it begins with `known` if that fits.
-    Raises InfeasibleError where there is no such choice, or none was found in time.
-    """
+    """The best choice of a merged model that needs at most `limit` bytes and costs at most `cutoff`. What the program
+    may leave out shows at the price `rate` for a byte; it begins with `known` if that fits. Raises InfeasibleError
+    where there is no such choice, or none was found in time."""
     at_price = priced(model, rate)
     left = fix_by_reduced_cost(at_price, 0, known, cutoff + rate * limit)
     left = promising(at_price, left, MOST_PAIRS_WITHIN)
     start = _places(left, known) if model.memory_of(known) <= limit else None
     found = least_choice(restricted(model, left.kept), seconds, start or (), limit)
     left_out = left.left_out - rate * limit
-    proven = found.proven and found.cost <= left_out
-    return replace(
-        found, choice=chosen(left.kept, found.choice), bound=min(float(found.bound), left_out), proven=proven
-    )
+    proven, bound = found.proven and found.cost <= left_out, min(float(found.bound), left_out)
+    return replace(found, choice=chosen(left.kept, found.choice), bound=bound, proven=proven)
 
 
 def _places(left: ReducedModel, choice: Sequence[int]) -> list[int] | None:
     """Where a choice is among what is left; None where a part of it is not."""
-    places = [int(keep.searchsorted(number)) for keep, number in zip(left.kept, choice, strict=True)]
-    there = all(
-        place < len(keep) and keep[place] == number
-        for keep, place, number in zip(left.kept, places, choice, strict=True)
-    )
-    return places if there else None
+    places = [np.flatnonzero(keep == number) for keep, number in zip(left.kept, choice, strict=True)]
+    return [int(place[0]) for place in places] if all(map(len, places)) else None

@@ -22,8 +22,7 @@ from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.search import SplitProblem, make_tables
 
-_ROUNDS = 2
-"""How often stages that are equal are fitted into memory again, because others have changed beside them."""
+_ROUNDS = 2  # How often stages that are equal are fitted into memory again, because others have changed beside them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,8 @@ class CostedPlacement:
 
 
 class IntraStageSearch:
-    """The search inside stages of one problem, which remembers what it found for stages that come again.
-
-    `required` are the splits that constraints ask for, by node. Raises ConfigurationError for constraints that cannot
-    be followed.
-    """
+    """The search inside stages of one problem, which remembers what it found for stages that come again. `required` are
+    the splits that constraints ask for, by node. Raises ConfigurationError for constraints that cannot be followed."""
 
     def __init__(self, problem: Problem, solver: Level) -> None:
         graph = problem.graph
@@ -60,40 +56,37 @@ class IntraStageSearch:
 
     def key(self, nodes: Sequence[int], devices: Sequence[int], options: StageOptions) -> Hashable:
         """Equal for stages whose searches are equal, node by node in order; micro-batches in flight do not count."""
-        known: dict[str, int] = {}
+        graph, known = self.problem.graph, dict[str, int]()
+
+        def value(name: str, given: bool = False) -> Hashable:
+            known[name] = len(known)
+            own = graph.type_of(name)
+            return own.dtype, own.shape, self._widths.get(name), name in self._gradient, given
+
+        def read(name: str) -> Hashable:
+            """A value by its number where it is known; what else it is where it is new."""
+            if name in known:
+                return known[name]
+            if (constant := graph.constant(name)) is not None:
+                return value(name), constant.array.tobytes()
+            if (parameter := graph.parameter(name)) is not None:
+                return value(name), parameter.trainable, name in options.whole
+            return value(name)
+
         parts: list[Hashable] = [reach(self.problem.cluster, devices), options.recompute]
         for node in nodes:
-            each = self.problem.graph.nodes[node]
-            read = tuple(self._read(name, known, options) if name else None for name in each.inputs)
-            written = tuple(self._value(name, known, name in options.given) if name else None for name in each.outputs)
+            each = graph.nodes[node]
+            inputs = tuple(read(name) if name else None for name in each.inputs)
+            outputs = tuple(value(name, name in options.given) if name else None for name in each.outputs)
             splits = self.samples.axes[node], options.allowed.get(node)
-            parts.append((each.op, each.domain, each.attributes, *splits, read, written))
+            parts.append((each.op, each.domain, each.attributes, *splits, inputs, outputs))
         return tuple(parts)
 
-    def _read(self, name: str, known: dict[str, int], options: StageOptions) -> Hashable:
-        """A value by its number where it is known; what else it is where it is new."""
-        if name in known:
-            return known[name]
-        graph = self.problem.graph
-        parameter, constant = graph.parameter(name), graph.constant(name)
-        if constant is not None:
-            return (self._value(name, known), constant.array.tobytes())
-        if parameter is not None:
-            return (self._value(name, known), parameter.trainable, name in options.whole)
-        return self._value(name, known)
-
-    def _value(self, name: str, known: dict[str, int], given: bool = False) -> Hashable:
-        known[name] = len(known)
-        value = self.problem.graph.type_of(name)
-        return value.dtype, value.shape, self._widths.get(name), name in self._gradient, given
-
     def placements(self, skeleton: Placement, limit_s: float) -> list[CostedPlacement]:
-        """Placements with the stages of `skeleton` that memory holds under 1F1B, `required` nodes split as asked.
-
-        Every stage is split as the solver finds it best, or by its samples, or the faster of both. Where memory is
-        short for the first, stages recompute if they may, and splits are searched within memory, unless a step of it as
-        it is would take `limit_s` already. Raises InfeasibleError where there is none, with the least excess.
-        """
+        """Placements with the stages of `skeleton` that memory holds under 1F1B, `required` nodes split as asked. Every
+        stage is split as the solver finds it best, or by its samples, or the faster of both. Where memory is short for
+        the first, stages recompute if they may, and splits are searched within memory, unless a step of it as it is
+        would take `limit_s` already. Raises InfeasibleError where there is none, with the least excess."""
         plain = self._unlimited(skeleton)
         fitting = [each for each in plain if each.fits]
         if plain[0].fits or quick_step(self.problem, plain[0].placement, plain[0].costs).end >= limit_s:
@@ -170,10 +163,8 @@ class IntraStageSearch:
 
     def _within(self, plain: CostedPlacement, limit_s: float) -> CostedPlacement:
         """The placement with other splits in the stages that memory does not hold: in equal ones those of the fullest.
-
-        Splits under which a stage alone takes `limit_s` a step are as good as any others that do.
-        Raises InfeasibleError, with the least excess, where nothing fits.
-        """
+        Splits under which a stage alone takes `limit_s` a step are as good as any others that do. Raises
+        InfeasibleError, with the least excess, where nothing fits."""
         inside = SplitProblem(self.problem, plain.placement, self.required)
         keys = [
             self.key([node for node, _ in plan.nodes], stage.devices, options)

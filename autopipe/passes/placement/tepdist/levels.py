@@ -51,39 +51,28 @@ from autopipe.passes.solvers.min_sum.model import (
     restricted,
 )
 
-ROUNDS = 8
-"""Prices that are tried at most."""
-CLOSE = 1e-3
-"""Share of the cost that is not worth another price."""
-SAME = 1e-9
-"""Share of a cost that is rounding: below it another is no better."""
-MOST_GIVEN = 8
-"""Combinations of wide variables' strategies."""
-_PATIENCE_S = 60.0
-"""For one integer program, where there is no time limit."""
-_LEAST_S = 0.1
-"""For one integer program, where time is over."""
+ROUNDS = 8  # Prices that are tried at most.
+CLOSE = 1e-3  # Share of the cost that is not worth another price.
+SAME = 1e-9  # Share of a cost that is rounding: below it another is no better.
+MOST_GIVEN = 8  # Combinations of wide variables' strategies.
+_PATIENCE_S = 60.0  # For one integer program, where there is no time limit.
+_LEAST_S = 0.1  # For one integer program, where time is over.
 
 
 def best_mixture(
     model: MinSum, rank: Array, first: Sequence[int], last: Sequence[int], limit: float
 ) -> tuple[int, ...] | None:
     """`first` for the variables up to some rank and `last` for all others, as costs least within `limit` bytes; None
-    where no place will do.
-
-    Equal layers choose alike at any price of memory, so that their choices need either too much or far too little; what
-    lies between are mixtures. Costs and memory of all places are sums of what changes at each: a variable changes at
-    its own place, an edge at those of both its ends.
-    """
+    where no place will do. Equal layers choose alike at any price of memory, so that their choices need either too much
+    or far too little; what lies between are mixtures. Costs and memory of all places are sums of what changes at each:
+    a variable changes at its own place, an edge at those of both its ends."""
     order = np.unique(rank, return_inverse=True)[1]
     places = int(order.max()) + 2
-    figures = np.array(list(_changes(model, order, first, last)), dtype=float).reshape(-1, 3)
-    at = figures[:, 0].astype(np.int64)
-    forbidden = np.isinf(figures[:, 1])
+    at, cost, need = np.array(list(_changes(model, order, first, last)), dtype=float).reshape(-1, 3).T
+    forbidden = np.isinf(cost)
     steps = np.zeros((3, places))
-    np.add.at(steps[0], at, np.where(forbidden, 0.0, figures[:, 1]))
-    np.add.at(steps[1], at, figures[:, 2])
-    np.add.at(steps[2], at, np.sign(figures[:, 1]) * forbidden)
+    for step, change in zip(steps, (np.where(forbidden, 0.0, cost), need, np.sign(cost) * forbidden), strict=True):
+        np.add.at(step, at.astype(np.int64), change)
     costs, memory, infinite = steps.cumsum(axis=1)
     costs[(infinite > 0.5) | (memory > limit)] = np.inf
     place = int(costs.argmin())
@@ -118,8 +107,7 @@ def _changes(
 class PricedSearch(Incumbent):
     """The best within a memory limit of what prices and mixtures find; nothing within it costs less than `bound`."""
 
-    rate = 0.0
-    """The price of the highest bound."""
+    rate = 0.0  # The price of the highest bound.
 
     @property
     def answer(self) -> Assignment:
@@ -138,11 +126,8 @@ class PricedSearch(Incumbent):
 
 
 class Level(ABC):
-    """Answers tables.
-
-    Of `time_limit` seconds, counted from now on, an answer within memory may take what is left; when they are over, it
-    is the best that is known.
-    """
+    """Answers tables. Of `time_limit` seconds, counted from now on, an answer within memory may take what is left; when
+    they are over, it is the best that is known."""
 
     fill: Callable[..., Cones] = staticmethod(fill_cones)
 
@@ -157,10 +142,8 @@ class Level(ABC):
         return other
 
     def __call__(self, tables: Tables, limit: float | None) -> Assignment:
-        """The best choice that is found, of those that need at most `limit` bytes where that is given.
-
-        Cost and memory are counted in the tables' own model. Raises InfeasibleError where every choice is forbidden.
-        """
+        """The best choice that is found, of those that need at most `limit` bytes where that is given. Cost and memory
+        are counted in the tables' own model. Raises InfeasibleError where every choice is forbidden."""
         model = tables.model
         if not model.costs:  # A stage may compute nothing but what others compute, too.
             return Assignment((), 0.0, 0.0, proven=True, memory=0)
@@ -182,11 +165,9 @@ class Level(ABC):
         return counted(self.within(model, self._priced(model, HullEdge(limit, free, fitting))), model)
 
     def _priced(self, model: MinSum, edge: HullEdge) -> PricedSearch:
-        """The best that prices and mixtures find; the price moves to where the bound is highest.
-
-        Mixtures of choices on either side of the limit come closer to it than any price does. No price is tried once
-        nothing that costs little enough can fit.
-        """
+        """The best that prices and mixtures find; the price moves to where the bound is highest. Mixtures of choices on
+        either side of the limit come closer to it than any price does. No price is tried once nothing that costs little
+        enough can fit."""
         rank, limit = ranks(model), edge.limit
         found = PricedSearch(model, limit, float(edge.over.bound))
         found.offer(edge.under.choice)
@@ -230,11 +211,9 @@ def by_segments(
     model: MinSum, rank: Array, seconds: float, end: float | None = None, close: float = SAME
 ) -> Assignment:
     """The best choice of a merged model whose edges lead to higher `rank`; at `end` of the clock, what is known.
-
     Strategies of the wide variables are given one combination after the other, those first that promise most by the
     dual bound of the whole model, until what is left promises no better: what may be less by a share of `close` at most
-    is not looked for. Raises InfeasibleError where every choice is forbidden.
-    """
+    is not looked for. Raises InfeasibleError where every choice is forbidden."""
     parts = cut(model, rank)
     left = fix_by_reduced_cost(model, 0 if parts.wide else np.inf)
     if left.is_met:
@@ -269,12 +248,8 @@ def _given(left: ReducedModel, wide: Sequence[int]) -> tuple[list[tuple[float, t
     reach = {v: dict(zip(left.kept[v].tolist(), left.reach[v].tolist(), strict=True)) for v in wide}
     others = np.inf
     while prod(map(len, reach.values())) > MOST_GIVEN:
-        bound, variable, number = max(
-            (bound, variable, number)
-            for variable, numbers in reach.items()
-            if len(numbers) > 1
-            for number, bound in numbers.items()
-        )
+        open_reach = {variable: numbers for variable, numbers in reach.items() if len(numbers) > 1}
+        bound, variable, number = max((bound, v, number) for v in open_reach for number, bound in reach[v].items())
         del reach[variable][number]
         others = min(others, bound)
     found = [
@@ -318,10 +293,8 @@ class O3(Level):
         return Assignment(cones.expanded(left.choice), left.cost, left.bound, proven=False)
 
     def within(self, model: MinSum, found: PricedSearch) -> Assignment:
-        """The program of all that may be better than what prices found.
-
-        What it proves is for cones that are filled so; of the model it proves something where none are.
-        """
+        """The program of all that may be better than what prices found. What it proves is for cones that are filled so;
+        of the model it proves something where none are."""
         cones = self.fill(model, found.rate)
         known = [found.choice[root] for root in cones.roots]
         try:

@@ -32,10 +32,8 @@ from autopipe.passes.placement.tepdist.levels import Level
 from autopipe.passes.schedule.limits import busy_s, quick_step_seconds
 from autopipe.passes.sharding.regions import check_degrees, settled_stages
 
-Group = tuple[int, ...]
-"""The devices of a stage, in the order in which splits count them."""
-Nodes = tuple[tuple[int, ...], ...]
-"""The nodes of each stage, ascending."""
+Group = tuple[int, ...]  # The devices of a stage, in the order in which splits count them.
+Nodes = tuple[tuple[int, ...], ...]  # The nodes of each stage, ascending.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,7 @@ class Mesh:
     """The devices of each stage: what is split outermost, samples first, goes over the outer level of the mesh."""
 
     groups: tuple[Group, ...]
-    name: str
-    """Stages and the levels of each one's mesh, such as `2 stages of 2 x 4 devices`."""
+    name: str  # Stages and the levels of each one's mesh, such as `2 stages of 2 x 4 devices`.
 
     @property
     def stages(self) -> int:
@@ -52,12 +49,10 @@ class Mesh:
 
 
 def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
-    """Every way to make equal groups of all devices, into `stages` stages where that is given.
-
-    Groups are neighbours in the cluster, so that a stage's mesh lies in one node where it can. One of several whole
-    nodes has two levels, and both orders of them: nodes outside, so that samples are shared among nodes and other axes
-    within one, and the other way around. Where devices are of several kinds, groups are equal within each kind.
-    """
+    """Every way to make equal groups of all devices, into `stages` stages where that is given. Groups are neighbours in
+    the cluster, so that a stage's mesh lies in one node where it can. One of several whole nodes has two levels, and
+    both orders of them: nodes outside, so that samples are shared among nodes and other axes within one, and the other
+    way around. Where devices are of several kinds, groups are equal within each kind."""
     runs = equal_device_runs(cluster)
     # The widest groups first, so that few stages come first.
     for widths in itertools.product(*(divisors(len(run))[::-1] for run in runs)):
@@ -76,8 +71,7 @@ def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
 
 def _ways(cluster: Cluster, run: range, width: int) -> list[tuple[tuple[Group, ...], str]]:
     """The ways to count the devices of equal groups of a run, along nodes, and across where it has whole ones; and the
-    extents of each one's mesh, such as `2 x 4`.
-    """
+    extents of each one's mesh, such as `2 x 4`."""
     groups = tuple(tuple(range(first, first + width)) for first in range(run.start, run.stop, width))
     first, levels = cluster.part(run.start)
     of_node = levels[0].size
@@ -93,12 +87,10 @@ def _ways(cluster: Cluster, run: range, width: int) -> list[tuple[tuple[Group, .
 def constrained_meshes(
     cluster: Cluster, stages: int | None, resolved: Sequence[ResolvedConstraint]
 ) -> tuple[Mesh, ...]:
-    """The meshes of `cluster`, into `stages` stages where that is given, that constraints leave.
-
-    Where they ask for devices, each group asked for is a stage's, in the order asked for: in equal groups of all
-    devices, or in stages of just these groups, which need not be equal. Raises ConfigurationError, naming a constraint,
-    where no mesh has them.
-    """
+    """The meshes of `cluster`, into `stages` stages where that is given, that constraints leave. Where they ask for
+    devices, each group asked for is a stage's, in the order asked for: in equal groups of all devices, or in stages of
+    just these groups, which need not be equal. Raises ConfigurationError, naming a constraint, where no mesh has
+    them."""
     found = tuple(meshes(cluster, stages))
     # By the stage that is asked for with them, else by their first node.
     ranks: dict[frozenset[int], tuple[tuple[int, int], Group]] = {}
@@ -108,19 +100,19 @@ def constrained_meshes(
             rank = (each.nodes[0], 0) if stage is None else (-1, stage)
             before, group = ranks.get(frozenset(each.devices), (rank, each.devices))
             ranks[frozenset(each.devices)] = min(before, rank), group
-    asked = {frozenset(group): group for _, group in sorted(ranks.values())}
-    if not asked:
+    required = {frozenset(group): group for _, group in sorted(ranks.values())}
+    if not required:
         return found
-    with_them = [
-        replace(mesh, groups=tuple(asked.get(frozenset(group), group) for group in mesh.groups))
+    with_them = dict.fromkeys(
+        replace(mesh, groups=tuple(required.get(frozenset(group), group) for group in mesh.groups))
         for mesh in found
-        if asked.keys() <= set(map(frozenset, mesh.groups))
-    ]
-    apart = sum(map(len, asked)) == len(frozenset().union(*asked))
-    if not with_them and stages in (None, len(asked)) and apart:
-        return (Mesh(tuple(asked.values()), f"{len(asked)} stage{'s' if len(asked) > 1 else ''} as asked for"),)
+        if required.keys() <= set(map(frozenset, mesh.groups))
+    )
     if with_them:
-        return tuple(dict.fromkeys(with_them))
+        return tuple(with_them)
+    count, apart = len(required), sum(map(len, required)) == len(frozenset().union(*required))
+    if stages in (None, count) and apart:
+        return (Mesh(tuple(required.values()), f"{count} stage{'s' * (count > 1)} as asked for"),)
     constraint = next(each for each in resolved if each.devices is not None)
     many = f" with {stages} stages" if stages else ""
     raise ConfigurationError(
@@ -143,25 +135,21 @@ class Bounds:
         check_least(self.problem, self._state.total // self.problem.cluster.size, [0], 1)
 
     def step_s(self, mesh: Mesh, micro_batches: int) -> float:
-        """Seconds that no step can be shorter than: the fullest stage does a fair part of the work at least.
-
-        Whatever stages weigh, that one takes as long as their weighted mean at least, and so does, node by node, where
-        the node weighs least: the weights are the stages' speeds.
-        """
+        """Seconds that no step can be shorter than: the fullest stage does a fair part of the work at least. Whatever
+        stages weigh, that one takes as long as their weighted mean at least, and so does, node by node, where the node
+        weighs least: the weights are the stages' speeds."""
         kinds = self._kinds(mesh)
         seconds = [self._node_s(groups[0], micro_batches) for groups in kinds]
         if len(kinds) == 1:
             return micro_batches * float(seconds[0].sum()) / mesh.stages
         speeds = [1 / float(each.sum()) for each in seconds]
-        whole = sum(speed * count for speed, count in zip(speeds, map(len, kinds), strict=True))
+        whole = sum(speed * len(groups) for speed, groups in zip(speeds, kinds, strict=True))
         least = np.minimum.reduce([speed / whole * each for speed, each in zip(speeds, seconds, strict=True)])
         return micro_batches * float(least.sum())
 
     def divided_s(self, mesh: Mesh, micro_batches: int, stages: Nodes) -> float:
-        """The same where it is known which nodes a stage has: all of it in turn, as fast as its devices compute.
-
-        Before its first task a micro-batch comes through the stages before it, and after its last goes back.
-        """
+        """The same where it is known which nodes a stage has: all of it in turn, as fast as its devices compute. Before
+        its first task a micro-batch comes through the stages before it, and after its last goes back."""
         own = [
             float(self._node_s(group, micro_batches)[list(nodes)].sum())
             for group, nodes in zip(mesh.groups, stages, strict=True)
@@ -172,11 +160,9 @@ class Bounds:
         return max(micro_batches * each + way for each, way in zip(own, before, strict=True))
 
     def estimate_s(self, mesh: Mesh, micro_batches: int) -> float:
-        """About what a step takes where stages are even: filled, drained, gradients added up and summed by samples.
-
-        Of stages in a row that take equally long each waits for those before it: p of them take m + p - 1 times what
-        each takes of one of m micro-batches. At the end the gradients, split evenly, are added up, and summed whole.
-        """
+        """About what a step takes where stages are even: filled, drained, gradients added up and summed by samples. Of
+        stages in a row that take equally long each waits for those before it: p of them take m + p - 1 times what each
+        takes of one of m micro-batches. At the end the gradients, split evenly, are added up, and summed whole."""
         problem, kinds = self.problem, self._kinds(mesh)
         even = 1 / sum(len(groups) / float(self._node_s(groups[0], micro_batches).sum()) for groups in kinds)
         share = self._state.gradient_bytes / mesh.stages
@@ -217,15 +203,12 @@ class MeshTrial:
 
     mesh: Mesh
     micro_batches: int
-    step_s: float = math.inf
-    """Seconds of a step; infinite where no placement was found."""
+    step_s: float = math.inf  # Seconds of a step; infinite where no placement was found.
     placement: Placement | None = None
     least_s: float = 0.0
     """Seconds that no step can be shorter than, where it was looked into no further."""
-    late: bool = False
-    """True if that was for want of time."""
-    refused: AutopipeError | None = None
-    """Reason why it has no step."""
+    late: bool = False  # True if that was for want of time.
+    refused: AutopipeError | None = None  # Reason why it has no step.
 
 
 @dataclass(eq=False)
@@ -235,8 +218,7 @@ class Outer:
     problem: Problem
     solver: Level
     unbalance: float
-    end: float | None = None
-    """When to stop, by `time.monotonic`, once there is a placement."""
+    end: float | None = None  # When to stop, by `time.monotonic`, once there is a placement.
     trials: list[MeshTrial] = field(default_factory=list)
     best: MeshTrial | None = None
     undivided: dict[str, str] = field(default_factory=dict)
@@ -251,10 +233,8 @@ class Outer:
         return IntraStageSearch(resized(self.problem, self.problem.batch_size // count), self.solver)
 
     def run(self, meshes: Iterable[Mesh], sizes: Iterable[int]) -> MeshTrial:
-        """The best of all `meshes` on micro-batches of `sizes` samples.
-
-        Raises the reason against the most promising of them where none has a placement.
-        """
+        """The best of all `meshes` on micro-batches of `sizes` samples. Raises the reason against the most promising of
+        them where none has a placement."""
         self.bounds.check_memory()
         counts = sorted(self.problem.batch_size // size for size in sizes)
         estimates = {mesh: [self.bounds.estimate_s(mesh, count) for count in counts] for mesh in meshes}
@@ -323,10 +303,8 @@ class Outer:
         return found
 
     def _placed(self, inside: IntraStageSearch, mesh: Mesh, count: int, stages: Nodes) -> MeshTrial:
-        """The best placement of stages as divided.
-
-        Raises ConfigurationError for splits that are asked for and that a stage's devices cannot have.
-        """
+        """The best placement of stages as divided. Raises ConfigurationError for splits that are asked for and that a
+        stage's devices cannot have."""
         problem, known_s = inside.problem, self._known_s()
         least = self.bounds.divided_s(mesh, count, stages)
         if least >= known_s:

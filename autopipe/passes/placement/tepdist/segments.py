@@ -23,24 +23,16 @@ from autopipe.passes.solvers.min_sum.elimination import Contraction, neighbours
 from autopipe.passes.solvers.min_sum.model import Array, Once, blocks, conditioned, everything, merged, restricted
 
 
-def least_costs(model: MinSum) -> Array:
-    """Least cost of each variable; inf where every configuration is forbidden."""
-    known = {id(costs): float(costs.min()) for costs in model.costs}
-    return np.array([known[id(costs)] for costs in model.costs])
-
-
 def is_root(model: MinSum) -> Array:
-    """True if a variable is the root of a cone, of [variables].
-
-    Roots are operators with several users or none, of several operands, and heavy ones, which take more than all do on
-    average; so is a value that several operators read. All others have one operand at most and one user: together with
-    the operand's root they are a line. (TePDist, "SPMD Strategy: Cone Structure".)
-    """
+    """True if a variable is the root of a cone, of [variables]. Roots are operators with several users or none, of
+    several operands, and heavy ones, which take more than all do on average; so is a value that several operators read.
+    All others have one operand at most and one user: together with the operand's root they are a line. (TePDist, "SPMD
+    Strategy: Cone Structure".)"""
     users, operands = (np.zeros(len(model.costs), dtype=np.int64) for _ in range(2))
     for edge in model.edges:
         users[edge.source] += 1
         operands[edge.target] += 1
-    least = least_costs(model)
+    least = np.array([costs.min() for costs in model.costs], dtype=float)
     roots: Array = (users != 1) | (operands > 1) | (least > least.mean())
     return roots
 
@@ -52,7 +44,6 @@ class Sums:
     costs: Array
     memory: Array
 
-    @property
     def turned(self) -> Sums:
         """The same with both axes exchanged."""
         return Sums(self.costs.T, self.memory.T)
@@ -75,10 +66,8 @@ class Cones:
     """A model of roots alone; without a price for memory its least cost is that of the whole."""
 
     model: MinSum
-    roots: tuple[int, ...]
-    """Of the model's variables: those that they were."""
+    roots: tuple[int, ...]  # Of the model's variables: those that they were.
     filled: tuple[FilledVariable, ...] = ()
-    """In the order in which they were."""
 
     def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The choice for all variables that goes with one for the roots."""
@@ -94,24 +83,19 @@ def unfilled(model: MinSum, _rate: float = 0.0) -> Cones:
 
 
 def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
-    """`model` with its cones filled so that cost, and `rate` for each byte, are least.
-
-    A cone's non-roots are filled for each strategy of its root and of the root that it reads from. With one filling for
-    each strategy of its own root alone a cone could not go along with what its operand offers; with one for both ends,
-    a choice for the roots costs what the best choice for everything around it does.
-    """
+    """`model` with its cones filled so that cost, and `rate` for each byte, are least. A cone's non-roots are filled
+    for each strategy of its root and of the root that it reads from. With one filling for each strategy of its own root
+    alone a cone could not go along with what its operand offers; with one for both ends, a choice for the roots costs
+    what the best choice for everything around it does."""
     once, simple = Once(), merged(model)
 
     def sums(costs: Array, memory: Array | None) -> Sums:
         return Sums(costs, np.zeros(costs.shape, np.int64) if memory is None else memory)
 
-    def turn(each: Sums) -> Sums:
-        return each.turned
-
     left = Contraction(
         [once(sums, *each) for each in zip(simple.costs, simple.node_memory, strict=True)],
         [(edge.source, edge.target, once(sums, edge.costs, edge.memory)) for edge in simple.edges],
-        partial(once, turn),
+        partial(once, Sums.turned),
         partial(once, Sums.__add__),
     )
     filling = partial(_filling, rate)
@@ -134,17 +118,15 @@ def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
     """Of a variable's own sums and those with its one or two ends the least, and which configuration that is."""
     nothing = Sums(np.zeros((len(own.costs), 1)), np.zeros((len(own.costs), 1), np.int64))
     first, second = (*ends, nothing)[:2]
-    shape = first.costs.shape[1], second.costs.shape[1]
-    costs, memory, best = np.empty(shape), np.empty(shape, np.int64), np.empty(shape, np.int64)
-    columns = np.arange(shape[1])
-    behind = own.costs[:, None] + second.costs, own.memory[:, None] + second.memory
-    priced = behind[0] + rate * behind[1]
-    ahead = first.costs + rate * first.memory
-    for rows in blocks(shape[0], priced.size):
-        best[rows] = (ahead[:, rows].T[:, :, None] + priced[None]).argmin(axis=1)
-    which = np.arange(shape[0])[:, None]
-    costs[:] = first.costs.T[which, best] + behind[0][best, columns]
-    memory[:] = first.memory.T[which, best] + behind[1][best, columns]
+    best = np.empty((first.costs.shape[1], second.costs.shape[1]), np.int64)
+    behind = Sums(own.costs[:, None] + second.costs, own.memory[:, None] + second.memory)
+    priced = behind.costs + rate * behind.memory
+    front = first.costs + rate * first.memory
+    for rows in blocks(len(best), priced.size):
+        best[rows] = (front[:, rows].T[:, :, None] + priced[None]).argmin(axis=1)
+    which, columns = np.ogrid[: best.shape[0], : best.shape[1]]
+    costs = first.costs.T[which, best] + behind.costs[best, columns]
+    memory = first.memory.T[which, best] + behind.memory[best, columns]
     if len(ends) == 1:
         return Sums(costs[:, 0], memory[:, 0]), best[:, 0]
     return Sums(costs, memory), best
@@ -159,8 +141,7 @@ def ranks(model: MinSum) -> Array:
         operands[edge.target] += 1
     found = np.zeros_like(operands)
     ready = np.flatnonzero(operands == 0).tolist()
-    while ready:
-        source = ready.pop()
+    for source in ready:  # It grows on the way.
         for user in users[source]:
             found[user] = max(found[user], found[source] + 1)
             operands[user] -= 1
@@ -169,10 +150,8 @@ def ranks(model: MinSum) -> Array:
     return found
 
 
-MOST_WIDE = 6
-"""Wide variables at most."""
-SMALL = 10
-"""Variables of a segment for which nothing needs to be wide."""
+MOST_WIDE = 6  # Wide variables at most.
+SMALL = 10  # Variables of a segment for which nothing needs to be wide.
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +160,15 @@ class Segment:
 
     ends: tuple[int, ...]
     """Places, among the critical nodes, of those that it has edges with: none, one, or two that follow each other."""
-    inner: tuple[int, ...]
-    """Ascending; none where two critical nodes share an edge."""
+    inner: tuple[int, ...]  # Ascending; none where two critical nodes share an edge.
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentedModel:
-    """A model's variables, each of them wide, critical or inside of a segment."""
+    """A model's variables, each of them wide, critical (from the first to the last) or inside of a segment."""
 
     wide: tuple[int, ...]
     critical: tuple[int, ...]
-    """From the first to the last."""
     segments: tuple[Segment, ...]
 
     @property
@@ -202,11 +179,9 @@ class SegmentedModel:
 
 def cut(model: MinSum, rank: Array) -> SegmentedModel:
     """The cut with small segments; of such the one with fewest wide variables. Edges lead from lower to higher `rank`.
-
     A mask or a tied table is read in every layer: no node parts the graph as long as it is there. Such wide variables
     are given before segments are searched (`levels.by_segments`), so that nothing that leads past a critical node is
-    left out.
-    """
+    left out."""
     parter = _Cutter(model, rank)
     widest = parter.widest()
     best = min((parter.cut(widest[:count]) for count in range(len(widest) + 1)), key=attrgetter("largest"))
@@ -221,21 +196,18 @@ class _Cutter:
 
     def __init__(self, model: MinSum, rank: Array) -> None:
         self.around, self.rank = neighbours(model), rank.tolist()
-        self.order: list[int] = np.argsort(rank, kind="stable").tolist()
-        """From low to high rank."""
+        self.order: list[int] = np.argsort(rank, kind="stable").tolist()  # From low to high rank.
         self.behind = [
             sorted(other for other in near if self.rank[other] < own)
             for near, own in zip(self.around, self.rank, strict=True)
         ]
         """Of every variable: its neighbours of lower rank, ascending."""
-        self.weight: list[float] = np.where(np.isfinite(least := least_costs(model)), least, 0.0).tolist()
-        """Seconds of each at least."""
+        least = [float(costs.min()) for costs in model.costs]
+        self.weight = [seconds if math.isfinite(seconds) else 0.0 for seconds in least]  # Seconds of each at least.
 
     def widest(self) -> tuple[int, ...]:
-        """Values that reach farthest, all their neighbours taken together, one after the other.
-
-        A value that reads one of them far away reaches as far through it alone, and no more once it is wide.
-        """
+        """Values that reach farthest, all their neighbours taken together, one after the other. A value that reads one
+        of them far away reaches as far through it alone, and no more once it is wide."""
         far = [sum(abs(self.rank[other] - self.rank[own]) for other in near) for own, near in enumerate(self.around)]
         found: dict[int, None] = {}
         while len(found) < min(MOST_WIDE, len(self.around)):
@@ -264,30 +236,23 @@ class _Cutter:
 
     def heaviest_path(self, without: Set[int]) -> list[int]:
         """The variables that take most together of any way from low to high rank, none of them in `without`."""
-        total = self.weight.copy()
-        for variable in without:
-            total[variable] = -math.inf
+        total = [-math.inf if variable in without else own for variable, own in enumerate(self.weight)]
         before = [-1] * len(total)
         for variable in self.order:
-            heaviest, most = -1, -math.inf
-            for other in self.behind[variable]:
-                if total[other] > most:
-                    heaviest, most = other, total[other]
-            if heaviest >= 0 and variable not in without:
+            heaviest = max(self.behind[variable], key=total.__getitem__, default=-1)
+            if heaviest >= 0 and variable not in without and total[heaviest] > -math.inf:
                 before[variable] = heaviest
-                total[variable] += most
+                total[variable] += total[heaviest]
         path = [max(range(len(total)), key=total.__getitem__)]
         while before[path[-1]] >= 0:
             path.append(before[path[-1]])
         return path[::-1]
 
     def critical_nodes(self, path: Sequence[int], without: Set[int]) -> tuple[int, ...]:
-        """Of the heaviest path's variables those that no way leads past but through `without`.
-
-        On the heaviest path a node has no freedom: its rank is the same as soon and as late as possible. Where another
-        way leads past it, as a residual does past a product, what is before and behind it would still know of one
-        another; so only those are critical that part the graph.
-        """
+        """Of the heaviest path's variables those that no way leads past but through `without`. On the heaviest path a
+        node has no freedom: its rank is the same as soon and as late as possible. Where another way leads past it, as a
+        residual does past a product, what is before and behind it would still know of one another; so only those are
+        critical that part the graph."""
         around = self.around
         place = {variable: number for number, variable in enumerate(path)}
         # Places of the path that are joined by one edge, or by variables beside it.
@@ -319,30 +284,22 @@ class _Cutter:
         return found
 
 
-ROUNDS = 5
-"""Sweeps forth and back for bounds."""
-MOST_PAIRS = 20_000
-"""Of configurations on edges: what a segment's integer program may have."""
-
-Ends = tuple[int, ...]
-"""A strategy for each of a segment's ends: none, its head's, or its head's and its tail's."""
+ROUNDS = 5  # Sweeps forth and back for bounds.
+MOST_PAIRS = 20_000  # Of configurations on edges: what a segment's integer program may have.
+Ends = tuple[int, ...]  # A strategy for each of a segment's ends: none, its head's, or its head's and its tail's.
 
 
 class Pairs:
-    """A segment as a merged model of its own: its inner variables first, then its ends, which cost nothing here.
-
-    Not every pair of strategies of its ends is solved: all begin with bounds, and the dynamic programming settles those
-    on its best path by an integer program over the segment's cones. `costs`, `bounds` and `settled` have an axis for
-    each end: what the best inside that is known costs where that is settled, else a bound; below which nothing costs;
-    and whether it is settled, as what has no inside is.
-    """
+    """A segment as a merged model of its own: its inner variables first, then its ends, which cost nothing here. Not
+    every pair of strategies of its ends is solved: all begin with bounds, and the dynamic programming settles those on
+    its best path by an integer program over the segment's cones. `costs`, `bounds` and `settled` have an axis for each
+    end: what the best inside that is known costs where that is settled, else a bound; below which nothing costs; and
+    whether it is settled, as what has no inside is."""
 
     def __init__(self, model: MinSum, inner: int) -> None:
         self.model, self.inner = model, inner
-        self.choices: dict[Ends, tuple[int, ...]] = {}
-        """The best inside, where there is one and it is settled."""
-        self.headed: set[int] = set()
-        """Strategies of the head of which there are bounds of their own."""
+        self.choices: dict[Ends, tuple[int, ...]] = {}  # The best inside, where there is one and it is settled.
+        self.headed: set[int] = set()  # Strategies of the head of which there are bounds of their own.
         if inner:
             self.bounds = _bounds(model, inner)
             self.costs = self.bounds.copy()
@@ -354,8 +311,7 @@ class Pairs:
 
     def approach(self, ends: Ends, seconds: float) -> None:
         """Come closer to what the inside costs: by bounds for the head's strategy and all of the tail's, and then by
-        the integer program for one strategy of each end.
-        """
+        the integer program for one strategy of each end."""
         if len(ends) == 2 and ends[0] not in self.headed:
             head = ends[0]
             self.headed.add(head)
@@ -409,22 +365,17 @@ class Path:
     """A strategy for each critical node."""
 
     strategies: tuple[int, ...]
-    cost: float
-    """Of nodes and segments, the wide variables' left out."""
-    bound: float
-    """No path costs less."""
-    settled: bool
-    """True if the integer programs on it are solved: else the cost is a bound, too."""
+    cost: float  # Of nodes and segments, the wide variables' left out.
+    bound: float  # No path costs less.
+    settled: bool  # True if the integer programs on it are solved: else the cost is a bound, too.
 
 
 def shortest(
     model: MinSum, cut: SegmentedModel, pairs: Sequence[Pairs], seconds: float, known: float, end: float | None
 ) -> Path:
     """The path that costs least, where that is less than `known`; what is found by `end` of the clock otherwise.
-
     Dynamic programming over segments by the strategies of the critical nodes that they share. Segments on the best path
-    are settled until all of them are: then no other can cost less, as what is not settled stands with its bound.
-    """
+    are settled until all of them are: then no other can cost less, as what is not settled stands with its bound."""
     own = [model.costs[variable] for variable in cut.critical]
     while True:
         strategies, cost = _path_least(own, cut, [each.costs for each in pairs])
@@ -454,7 +405,7 @@ def choice_of(path: Path, cut: SegmentedModel, pairs: Sequence[Pairs], wide: Seq
 def _path_least(own: Sequence[Array], cut: SegmentedModel, tables: Sequence[Array]) -> tuple[tuple[int, ...], float]:
     """The strategies that cost least by the tables of all segments, and what they cost."""
     alone = [costs.astype(float) for costs in own]
-    between: list[Array | None] = [None] * len(own)
+    between: dict[int, Array] = {}
     constant = 0.0
     for segment, table in zip(cut.segments, tables, strict=True):
         match segment.ends:
@@ -463,14 +414,13 @@ def _path_least(own: Sequence[Array], cut: SegmentedModel, tables: Sequence[Arra
             case (one,):
                 alone[one] += table
             case (one, _):
-                known = between[one]
-                between[one] = table if known is None else known + table
+                between[one] = between[one] + table if one in between else table
     if not own:
         return (), constant
     reached = alone[0]
     came_from: list[Array] = []
-    for joint, costs in zip(between, alone[1:], strict=False):
-        through = reached[:, None] + (0.0 if joint is None else joint)
+    for place, costs in enumerate(alone[1:]):
+        through = reached[:, None] + between.get(place, 0.0)
         came_from.append(np.broadcast_to(through.argmin(axis=0), costs.shape))
         reached = through.min(axis=0) + costs
     strategies = [int(reached.argmin())]
@@ -483,8 +433,7 @@ class EqualSegments:
     """Segments by what they are made of: equal layers have the same arrays, and pairs settled once for all of them."""
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, Pairs] = {}
-        """By where their arrays lie, all of which they hold."""
+        self.known: dict[Hashable, Pairs] = {}  # By where their arrays lie, all of which they hold.
 
     def pairs(self, model: MinSum, cut: SegmentedModel) -> list[Pairs]:
         """Pairs of each segment of a merged model, whose wide variables have no edges."""

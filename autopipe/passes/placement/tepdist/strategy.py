@@ -89,10 +89,8 @@ class TePDist:
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """The placement with the least simulated step.
-
-        Raises InfeasibleError where memory holds none, ConfigurationError for constraints that cannot be followed.
-        """
+        """The placement with the least simulated step. Raises InfeasibleError where memory holds none,
+        ConfigurationError for constraints that cannot be followed."""
         return best_order(problem, self._placed)
 
     def _placed(self, problem: Problem) -> Placement:
