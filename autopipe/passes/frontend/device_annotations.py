@@ -98,7 +98,6 @@ def _spec(sharding: Sharding) -> onnx.ShardingSpecProto:
 
 
 T = TypeVar("T")
-
 MOST_DEVICES = 1 << 20
 """No configuration has more; nothing is made in their number before it is known that they are listed."""
 

@@ -18,7 +18,6 @@ from autopipe.ir.graph import Attribute, DType, FileSlice, Value
 if TYPE_CHECKING:
     import onnx
 
-
 DTYPES: dict[int, DType] = {
     1: DType.FLOAT32, 2: DType.UINT8, 3: DType.INT8, 4: DType.UINT16, 5: DType.INT16, 6: DType.INT32, 7: DType.INT64,
     9: DType.BOOL, 10: DType.FLOAT16, 11: DType.FLOAT64, 12: DType.UINT32, 13: DType.UINT64, 14: DType.COMPLEX64,
@@ -26,8 +25,6 @@ DTYPES: dict[int, DType] = {
 }  # fmt: skip
 """By the number that TensorProto.DataType gives them."""
 NUMBERS: dict[DType, int] = {dtype: number for number, dtype in DTYPES.items()}
-
-
 MOST_DIMENSIONS = 64
 """Dimensions that a tensor may have: as many as numpy's and torch's have at most."""
 MOST_ELEMENTS = 1 << 60

@@ -40,8 +40,6 @@ MASKED = -10.0
 """Most that a mask adds where it hides a position."""
 REPEATS = LOOKUPS | {"expand", "gather", "repeat", "tile"}
 """Traced operators after which the rows of one parameter may stand several times."""
-
-
 MOVES = frozenset({"Transpose", "Reshape", "Expand", "Gather"})
 """Steps that leave numbers as they are."""
 

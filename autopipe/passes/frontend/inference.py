@@ -23,7 +23,6 @@ from autopipe.passes.frontend.elements import MOST_DIMENSIONS, NUMBERS, dtype_of
 if TYPE_CHECKING:
     import onnx
 
-
 FORMULAS: dict[str, tuple[Callable[..., Any], tuple[str, ...], int]] = {
     "Add": (np.add, ("iuf", "iuf"), 0),
     "Less": (np.less, ("iuf", "iuf"), 0),
@@ -63,10 +62,8 @@ def told_by_formula(node: onnx.NodeProto, operands: Sequence[np.ndarray | None])
 
 MOST_OPERATIONS = 1 << 31
 """Operations for all constants of a graph together: ten masks of 8,192 by 8,192, or a few seconds."""
-
 LOOP = 256
 """Operations that one round of a loop in Python counts as."""
-
 _WHOLE_ARRAYS = """
     Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor
     Cast CastLike Ceil Clip Compress Concat ConstantOfShape Cos Cosh CumSum DepthToSpace DequantizeLinear Div Equal Exp
@@ -202,7 +199,6 @@ def told_by_rule(node: onnx.NodeProto, operands: Operands, where: str) -> tuple[
 
 Operand = tuple[Value | None, np.ndarray | None]
 """Type and numbers of an operand; (None, None) where it is absent, no numbers where they are not known."""
-
 KNOWN_LIMIT = 4096
 """Elements up to which an operand's numbers are shown to shape inference: those that tell shapes are few."""
 _HASHED = 4

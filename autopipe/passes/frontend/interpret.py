@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.dimensions import Inputs
     from autopipe.passes.frontend.load import Source
 
-
 FOLD_LIMIT = 4096
 """Elements up to which a known result is stored; larger ones (masks) are computed where they are needed."""
 STEP_OPERANDS = {"Reshape": "shape", "Expand": "shape", "Gather": "places", "Add": "added", "Sub": "one"}

@@ -24,7 +24,6 @@ from autopipe.passes.frontend.protobuf_scan import strip_weights, unannotated
 if TYPE_CHECKING:
     import onnx
 
-
 Key = tuple[str, str, str]
 """Domain, name and overload of a function."""
 MOST_NODES = 100_000
@@ -108,7 +107,6 @@ def _nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 OLDEST_OPSET = 7
 """Before opset 7 broadcasting was an attribute of its own."""
-
 MOST_DOMAINS = 1000
 """Operator sets that a file may import: each is handed to the inference of each node."""
 

@@ -30,7 +30,6 @@ CONSTANT = "/constant"
 """Added to the name of a parameter for uses of its numbers that are none of it."""
 NAMESAKE = "/merged"
 """Added to the result of an Identity whose readers read a tensor of their own instead."""
-
 Read = tuple[int, int]
 """Position of a node in the graph, and of an operand of it."""
 Numbers = Callable[["onnx.TensorProto"], "np.ndarray | None"]

@@ -29,7 +29,6 @@ from autopipe.passes.frontend.uses import AFFINE_SLOTS, ELEMENTWISE, GATES, LIFT
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
 
-
 STATISTICS = frozenset({("BatchNormalization", 3), ("BatchNormalization", 4)})
 ANGLES = frozenset({"Sin", "Cos"})
 ANGLE_STEPS = VIEWS | {"Expand", "Mul", "MatMul", "Concat", "Einsum", "Slice"}
@@ -55,7 +54,6 @@ RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot i
 """Operands that are a table of positions that is resized, and the rows that are not."""
 BESIDE = (("Exp", 0), ("Resize", 0))
 """Operands by which scales of similarities and tables that are resized are known."""
-
 Numbers = Callable[[], "np.ndarray | None"]
 
 

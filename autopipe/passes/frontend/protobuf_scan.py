@@ -18,7 +18,6 @@ SMALLEST_CONSTANT = 48
 """Bytes below which a node is no Constant with several numbers."""
 LARGE_TABLE = 16 << 20
 """Bytes from which those of other tensors do; smaller ones may be needed to tell shapes."""
-
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 MODEL_IR_VERSION, MODEL_GRAPH, MODEL_CONFIGURATION = 1, 7, 26
 GRAPH_NODE, GRAPH_INITIALIZER = 1, 5

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx
 
-
 SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 """The graph's metadata in which torch's exporter tells parameters from buffers."""
 FOLDED = "pkg.onnxscript.optimizer.folded_from"

@@ -11,7 +11,6 @@ from autopipe.passes.frontend.signature import NUMBERED
 if TYPE_CHECKING:
     import onnx
 
-
 WEIGHT_SLOTS: dict[str, frozenset[int]] = {
     "Conv": frozenset({1, 2}),
     "ConvTranspose": frozenset({1, 2}),
@@ -42,7 +41,6 @@ VIEWS = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "
 """Operators through which a weight may pass on its way."""
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 """Recurrent layers, by the rows of their weights for each hidden unit."""
-
 LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant\d*")
 """Names that torch's exporters give to constants and to what they folded, weights included."""
 

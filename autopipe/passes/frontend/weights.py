@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from autopipe.passes.frontend.load import Source
 
-
 SPREAD = 0.02
 """Standard deviation of embeddings and of what no product reads (Radford et al. 2018, GPT, section 4.1)."""
 PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum"})
@@ -81,7 +80,6 @@ def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initia
 
 SMALL = 1 << 16
 """Bytes up to which a floating-point constant is held rather than left in the file as a buffer."""
-
 Held = Constant | Parameter | Folded
 
 

@@ -67,7 +67,6 @@ def transfer_pieces(
 
 _FIRST_USES = {Verb.RECEIVE: (Verb.FORWARD,), Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT)}
 _LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
-
 _Receive = tuple[int, Verb, int | None]
 """Stage, verb and source of a receive."""
 
