@@ -38,8 +38,6 @@ _DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A committed checkpoint and the folder in which it lies."""
-
     path: Path
     checkpoint: Checkpoint
 
@@ -55,21 +53,13 @@ class FoundCheckpoint:
 
     def form(self) -> dict[str, object]:
         """The checkpoint without its parameters, for programs to read."""
-        return {
-            "path": self.path,
-            "step": self.checkpoint.step,
-            "samples": self.checkpoint.samples,
-            "world_size": self.checkpoint.world_size,
-            "files": len(self.checkpoint.files),
-            "bytes": self.bytes,
-        }
+        facts = {name: getattr(self.checkpoint, name) for name in ("step", "samples", "world_size")}
+        return {"path": self.path, **facts, "files": len(self.checkpoint.files), "bytes": self.bytes}
 
 
 def found_paths(folder: Path, step: int | None) -> list[Path]:
     """The folders of the committed checkpoints in `folder`, oldest first; that of `step` alone where it is given.
-
-    `folder` may also be one checkpoint's own. Raises ConfigurationError where there is none.
-    """
+    `folder` may also be one checkpoint's own. Raises ConfigurationError where there is none."""
     if (folder / MANIFEST).is_file() and step is None:
         return [folder]
     if not folder.is_dir():
@@ -170,37 +160,22 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
     path = _model_of(held, model)
     with output.progress("reading", total=sum(file.size for file in held.files)) as bar:
         check_checkpoint(chosen, held, bar.advance)
-    reader = Reader(chosen, held)
-    numbers = {
-        each.name: Numbers(
-            Value(each.name, DType(each.value.dtype), each.value.shape), partial(reader.read, each.value)
-        )
-        for each in held.parameters
-    }
+    reader, numbers = Reader(chosen, held), {}
+    for each in held.parameters:
+        value = Value(each.name, DType(each.value.dtype), each.value.shape)
+        numbers[each.name] = Numbers(value, partial(reader.read, each.value))
     with output.progress("writing", total=sum(each.value.bytes for each in numbers.values())) as bar:
         written = write_trained(path, target, numbers, bar.advance)
-    data = {
-        "path": target,
-        "files": written.files,
-        "model": path,
-        "step": held.step,
-        "parameters": len(numbers),
-        "replaced": written.replaced,
-        "added": written.added,
-        "bytes": written.bytes,
-    }
+    told = {name: getattr(written, name) for name in ("replaced", "added", "bytes")}
+    facts = {"files": written.files, "model": path, "step": held.step, "parameters": len(numbers)}
     beside = f" and {written.files[1].name}" if len(written.files) > 1 else ""
-    output.result(
-        data,
-        f"{target}{beside}: {len(numbers)} parameters after {held.step} steps, {bytes_text(written.bytes)} of weights",
-    )
+    what = f"{len(numbers)} parameters after {held.step} steps, {bytes_text(written.bytes)} of weights"
+    output.result({"path": target, **facts, **told}, f"{target}{beside}: {what}")
 
 
 def _model_of(held: Checkpoint, model: Path | None) -> Path:
-    """The ONNX file that was trained: `model`, or the one that the checkpoint names.
-
-    Raises ConfigurationError where it is not there, or is another model.
-    """
+    """The ONNX file that was trained: `model`, or the one that the checkpoint names. Raises ConfigurationError where it
+    is not there, or is another model."""
     from autopipe.passes.frontend.load import load
 
     path = Path(held.model) if model is None else model
@@ -208,11 +183,9 @@ def _model_of(held: Checkpoint, model: Path | None) -> Path:
         hint = "give it with --model FILE" if model is None else ""
         raise ConfigurationError("the model that was trained is not there", hint=hint, where=str(path))
     if load(path).digest != held.model_digest:
-        raise ConfigurationError(
-            "this is not the model that the checkpoint was trained from",
-            hint="give the very file that was planned with --model FILE; only its weights may differ",
-            where=str(path),
-        )
+        message = "this is not the model that the checkpoint was trained from"
+        hint = "give the very file that was planned with --model FILE; only its weights may differ"
+        raise ConfigurationError(message, hint, str(path))
     return path
 
 
@@ -250,15 +223,16 @@ def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[Rende
     elements = sum(whole(each.value.shape).elements for each in held.parameters)
     total = f"{elements:,} in {len(held.parameters):,} tensors, {bytes_text(values)}"
     about = facts_table()
-    for name, text in (
-        ("of step", str(held.step)),
-        ("model", held.model),
-        ("plan", held.plan[:_DIGITS]),
-        ("seed", str(held.seed)),
-        ("optimizer", " ".join(f"{key}={value}" for key, value in held.optimizer.items())),
-        ("parameters", total + (f"; the optimizer's state, {bytes_text(state)}" if state else "")),
-    ):
-        about.add_row(name, Text(text))
+    facts = {
+        "of step": held.step,
+        "model": held.model,
+        "plan": held.plan[:_DIGITS],
+        "seed": held.seed,
+        "optimizer": " ".join(f"{key}={value}" for key, value in held.optimizer.items()),
+        "parameters": total + (f"; the optimizer's state, {bytes_text(state)}" if state else ""),
+    }
+    for name, fact in facts.items():
+        about.add_row(name, Text(str(fact)))
     table = plain_table("parameter", "type and shape", "shards", "optimizer's state")
     for each in held.parameters[:_MOST]:
         kept = ", ".join(name for name, _ in each.state)

@@ -58,11 +58,9 @@ _ROW_TASKS = 24
 
 
 def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Program:
-    """Write the program of `planned` into `folder` and return it. Raises CodegenError or ConfigurationError.
-
-    With `ranks` only theirs are written, for looking at and for dry runs: without the one-device programs, and without
-    the proof that all ranks come to their ends.
-    """
+    """Write the program of `planned` into `folder` and return it. Raises CodegenError or ConfigurationError. With
+    `ranks` only theirs are written, for looking at and for dry runs: without the one-device programs, and without the
+    proof that all ranks come to their ends."""
     problem, plan = planned.problem, planned.plan
     loss = problem.loss if problem.train else None
     devices = plan.schedule.devices
@@ -73,17 +71,13 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
     if ranks:
         kept = (rank if rank.rank in ranks else replace(rank, shards=()) for rank in program.ranks)
         program = replace(program, ranks=tuple(kept))
-    files = [
-        ProgramFiles(
-            "",
-            program,
-            tuple(_stage_title(program, stage) for stage in program.stages),
-            tuple(
-                _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None
-                for rank in program.ranks
-            ),
-        )
-    ]
+    stage_titles = tuple(_stage_title(program, stage) for stage in program.stages)
+    written = [not ranks or rank.rank in ranks for rank in program.ranks]
+    rank_titles = tuple(
+        _rank_title(planned, program, rank) if is_written else None
+        for rank, is_written in zip(program.ranks, written, strict=True)
+    )
+    files = [ProgramFiles("", program, stage_titles, rank_titles)]
     if not ranks:
         if problem.loss is not None:
             files.append(_one_device(planned, REFERENCE, problem.loss))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,15 +18,7 @@ from autopipe.cli.drawing.report import Report, report_page
 from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.cli.options import PATH, standard_options
-from autopipe.cli.output import (
-    Output,
-    bytes_text,
-    check_writable,
-    devices_text,
-    plain_table,
-    seconds_text,
-    write_texts,
-)
+from autopipe.cli.output import Output, bytes_text, check_writable, devices_text, plain_table, seconds_text, write_texts
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_prediction
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
@@ -58,13 +51,10 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
     if html is not None:
         check_writable(html)
     found = [ComparisonPlan(folder, *open_prediction(folder)) for folder in plans]
-    for what, values in (
-        ("models", {each.plan.model for each in found}),
-        ("batches", {each.plan.batch_size for each in found}),
-        ("modes", {each.plan.mode for each in found}),
-    ):
+    for what, name in (("models", "model"), ("batches", "batch_size"), ("modes", "mode")):
+        values = {str(getattr(each.plan, name)) for each in found}
         if len(values) > 1:
-            output.warn(f"the plans are for different {what}: {', '.join(sorted(map(str, values)))}")
+            output.warn(f"the plans are for different {what}: {', '.join(sorted(values))}")
     diffs = plan_diffs(found)
     if html is not None:
         write_texts({html: report_page(compare_report(found, diffs))})
@@ -87,8 +77,6 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonPlan:
-    """A plan, the folder it is in and the step that its predictions make."""
-
     folder: Path
     plan: Plan
     timeline: Timeline
@@ -111,7 +99,6 @@ class ComparisonRow:
 
 
 def speedup(first: Summary, other: Summary) -> float | None:
-    """How many samples a plan takes while the first takes one."""
     return other.samples_per_s / first.samples_per_s if first.samples_per_s else None
 
 
@@ -135,11 +122,8 @@ def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
         moved = summary.communication_bytes
         return "unknown" if moved is None else bytes_text(sum(size for _, size in moved))
 
-    yield row("strategy", lambda each: each.strategy)
-    yield row("schedule", lambda each: each.schedule)
-    yield row("devices", lambda each: str(each.devices))
-    yield row("stages", lambda each: str(each.stages))
-    yield row("depth", lambda each: str(each.depth))
+    for name in ("strategy", "schedule", "devices", "stages", "depth"):
+        yield ComparisonRow(name, tuple(str(getattr(each, name)) for each in summaries))
     yield row("micro-batches", lambda each: f"{each.micro_batches} of {each.micro_batch_size}")
     equal = len({plan.batch_size for plan in plans}) == 1
     yield row("step", lambda each: seconds_text(each.step_time_s), (lambda each: each.step_time_s) if equal else None)
@@ -176,13 +160,9 @@ def breakdown_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
         return seconds_text(seconds) if abs(seconds) >= _LEAST_S else "0"
 
     for name in PARTS:
-        values = [None if each.breakdown is None else _seconds(each.breakdown, name) for each in plans]
+        values = [None if each.breakdown is None else getattr(each.breakdown, f"{name}_s") for each in plans]
         if any(abs(value or 0.0) >= _LEAST_S for value in values):
             yield ComparisonRow(name, tuple(map(text, values)))
-
-
-def _seconds(breakdown: Breakdown, part: str) -> float:
-    return float(getattr(breakdown, f"{part}_s"))
 
 
 _MOST_LINES = 6
@@ -242,18 +222,17 @@ class PlanDiff:
                 yield f"  {_nodes_text(rest)} in {ways}"
 
     def form(self) -> dict[str, object]:
-        kinds = {
-            what: [
+        found: dict[str, object] = {"same": self.same, "known": self.known}
+        for what, changes in self.changes:
+            found[what] = [
                 {"before": each.before, "after": each.after, "nodes": len(each.nodes), "named": each.entries}
                 for each in changes
             ]
-            for what, changes in self.changes
-        }
-        return {"same": self.same, "known": self.known, **kinds}
+        return found
 
 
 def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
-    """How each plan differs from the first; their models are read, each once, where there is more than one."""
+    """How each plan differs from the first; each model is read once."""
     graphs: dict[tuple[str, str], Graph | None] = {}
     diffs: list[PlanDiff] = []
     first = plans[0].plan
@@ -261,7 +240,13 @@ def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
         plan = each.plan
         key = plan.model, plan.graph_digest
         if key not in graphs:
-            graphs[key] = _graph_of(each) if len(plans) > 1 else None
+            graphs[key] = None  # Its model may be gone, or have changed.
+            with suppress(AutopipeError, OSError):
+                if len(plans) > 1:
+                    configuration = replace(load_configuration(each.folder / CONFIGURATION_FILE), costs="roofline")
+                    request = request_of(configuration, Path(plan.model))
+                    graph = read_for(request, plan.summary.micro_batch_size).graph
+                    graphs[key] = graph if graph.digest() == plan.graph_digest else None
         before, after = graphs[first.model, first.graph_digest], graphs[key]
         orders = plan.schedule.tasks != first.schedule.tasks
         if plan_digest(plan) == plan_digest(first):
@@ -273,22 +258,9 @@ def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
     return diffs
 
 
-def _graph_of(found: ComparisonPlan) -> Graph | None:
-    """The graph of the plan; None where its model is gone or has changed."""
-    try:
-        configuration = replace(load_configuration(found.folder / CONFIGURATION_FILE), costs="roofline")
-        request = request_of(configuration, Path(found.plan.model))
-        graph = read_for(request, found.plan.summary.micro_batch_size).graph
-    except (AutopipeError, OSError):
-        return None
-    return graph if graph.digest() == found.plan.graph_digest else None
-
-
 def _changes(graph: Graph, before: Placement, after: Placement) -> Iterator[tuple[str, tuple[Change, ...]]]:
-    """Changes of each kind by node of `graph`: where it runs, how it is split, and whether it is computed again.
-
-    Of several pipelines the decisions of each are told.
-    """
+    """Changes of each kind by node of `graph`: where it runs, how it is split, and whether it is computed again. Of
+    several pipelines the decisions of each are told."""
     names, samples = NodeNames(graph), sample_axes(graph)
     everywhere = range(len(graph.nodes))
     placements = [
@@ -315,15 +287,12 @@ def _changes(graph: Graph, before: Placement, after: Placement) -> Iterator[tupl
             one, other = (" and ".join(decision(stages[node], node) for stages in each) for each in placements)
             if one != other:
                 found.setdefault((one, other), []).append(node)
-        largest = sorted(found.items(), key=lambda each: (-len(each[1]), each[1]))
-        if largest:
-            yield (
-                decision.__name__,
-                tuple(
-                    Change(*pair, tuple(nodes), entries_of(names, nodes, everywhere, set(nodes), globs(names, nodes)))
-                    for pair, nodes in largest
-                ),
-            )
+        changes = (
+            Change(*pair, tuple(nodes), entries_of(names, nodes, everywhere, set(nodes), globs(names, nodes)))
+            for pair, nodes in sorted(found.items(), key=lambda each: (-len(each[1]), each[1]))
+        )
+        if found:
+            yield decision.__name__, tuple(changes)
 
 
 def compare_screen(
@@ -359,7 +328,6 @@ _HUES = (213, 4, 30, 138, 174, 96, 330, 53, 246, 290, 15, 195)
 
 
 def compare_report(plans: Sequence[ComparisonPlan], diffs: Sequence[PlanDiff]) -> Report:
-    """Steps and memory on one axis of time, figures, what a step's time goes to, and what is decided otherwise."""
     bare = [each.plan for each in plans]
     sections = [("Figures", _markup_rows(plans, figure_rows(bare)))]
     parts = list(breakdown_rows(bare))
@@ -385,10 +353,8 @@ def compare_report(plans: Sequence[ComparisonPlan], diffs: Sequence[PlanDiff]) -
 def _markup_rows(plans: Sequence[ComparisonPlan], rows: Iterable[ComparisonRow]) -> str:
     marked = []
     for row in rows:
-        cells = (
-            f'<td class="best">{escape(text)}</td>' if place in row.best else f"<td>{escape(text)}</td>"
-            for place, text in enumerate(row.texts)
-        )
+        marks = (' class="best"' if place in row.best else "" for place in range(len(row.texts)))
+        cells = (f"<td{mark}>{escape(text)}</td>" for mark, text in zip(marks, row.texts, strict=True))
         marked.append(f"<tr><td>{escape(row.name)}</td>{''.join(cells)}</tr>")
     return f'<div class="compared">{markup_table(("", *map(str, plans)), marked)}</div>'
 
@@ -398,12 +364,10 @@ def _bars(plans: Sequence[ComparisonPlan]) -> str:
     longest = max(each.plan.summary.step_time_s for each in plans)
     colours = {name: f"hsl({_HUES[index % len(_HUES)]} 60% 55%)" for index, name in enumerate(PARTS)}
     lines, drawn = [], set()
-    for each in plans:
-        if each.plan.breakdown is None:
-            continue
+    for each in (plan for plan in plans if plan.plan.breakdown is not None):
         pieces = []
         for name, colour in colours.items():
-            seconds = _seconds(each.plan.breakdown, name)
+            seconds = getattr(each.plan.breakdown, f"{name}_s")
             if seconds > 0 and longest:
                 drawn.add(name)
                 title, width = escape(f"{name}: {seconds_text(seconds)}"), 100 * seconds / longest

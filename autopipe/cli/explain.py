@@ -28,7 +28,6 @@ from autopipe.ir.plan import Alternative, Choice
 from autopipe.passes.explain import (
     Change,
     DeviceReport,
-    Edge,
     NodeReport,
     WhatIf,
     cheapest,
@@ -72,11 +71,8 @@ def explain(output: Output, folder: Path, node: str | None, stage: int | None, d
         raise click.UsageError("--node, --stage and --device are one at a time")
     planned = open_plan(folder)
     if planned.plan.summary.costs is not None and planned.request.costs is None:
-        raise ConfigurationError(
-            "the plan was made with measured costs, and their file is gone",
-            hint=f"put it where costs says in {folder / CONFIGURATION_FILE}, or plan again",
-            where=str(folder),
-        )
+        hint = f"put it where costs says in {folder / CONFIGURATION_FILE}, or plan again"
+        raise ConfigurationError("the plan was made with measured costs, and their file is gone", hint, str(folder))
     if node is not None:
         data, screen = explained_node(planned, node)
     elif stage is not None:
@@ -94,7 +90,6 @@ _LEAST_S = 1e-12
 
 
 def explained_device(planned: PlanResult, device: int) -> Explanation:
-    """Report of a device in a step. Raises ConfigurationError where there is none of that number."""
     plan = planned.plan
     _check(device, planned.problem.cluster.size, "device")
     report = device_report(plan.placement, plan.prediction, planned.timeline, device)
@@ -158,7 +153,6 @@ _MOST_EDGES = 12
 
 
 def explained_node(planned: PlanResult, name: str) -> Explanation:
-    """Why a node is where it is. Raises ConfigurationError for a name that no node has, or several."""
     problem, plan, summary = planned.problem, planned.plan, planned.plan.summary
     node = _node_called(planned, name)
     splits = cheapest(planned, split_changes(problem, plan.placement, node), wanted=3)
@@ -210,28 +204,22 @@ def _edge_table(report: NodeReport) -> Table:
     table = plain_table("value", "bytes", "other end", "what moves")
     table.columns[1].justify = "right"
     for edge in report.edges[:_MOST_EDGES]:
+        node, moved = printable(edge.node), []
+        if edge.exchanges:
+            moved.append(f"{' and '.join(edge.exchanges).replace('_', '-')}, {seconds_text(edge.exchange_s)}")
+        if edge.stage is None:
+            node = node or "the model's own"
+        elif edge.stage != report.stage:
+            node += f" (stage {edge.stage})"
+            moved.append("a message between the stages")
         value = f"{'reads' if edge.reads else 'gives'} {printable(edge.value)}"
-        table.add_row(value, bytes_text(edge.bytes), *_other_end(edge, report.stage))
+        table.add_row(value, bytes_text(edge.bytes), node, "; ".join(moved) or "nothing")
     if len(report.edges) > _MOST_EDGES:
         table.add_row(f"... and {len(report.edges) - _MOST_EDGES} more")
     return table
 
 
-def _other_end(edge: Edge, stage: int) -> tuple[str, str]:
-    """The node at the other end of an edge from `stage`, and what moves along it."""
-    node, moved = printable(edge.node), []
-    if edge.exchanges:
-        moved.append(f"{' and '.join(edge.exchanges).replace('_', '-')}, {seconds_text(edge.exchange_s)}")
-    if edge.stage is None:
-        node = node or "the model's own"
-    elif edge.stage != stage:
-        node += f" (stage {edge.stage})"
-        moved.append("a message between the stages")
-    return node, "; ".join(moved) or "nothing"
-
-
 def explained_stage(planned: PlanResult, number: int) -> Explanation:
-    """Why a stage is as it is. Raises ConfigurationError where there is none of that number."""
     problem, plan = planned.problem, planned.plan
     _check(number, len(plan.placement.stages), "stage")
     stage, predicted = plan.placement.stages[number], plan.prediction.stages[number]
@@ -240,10 +228,7 @@ def explained_stage(planned: PlanResult, number: int) -> Explanation:
     prices = cheapest(planned, stage_changes(problem, plan.placement, number), wanted=4)
     data = {
         "stage": number,
-        "devices": stage.devices,
-        "nodes": stage.nodes,
-        "micro_batch_size": stage.micro_batch_size,
-        "recompute": stage.recompute,
+        **{name: getattr(stage, name) for name in ("devices", "nodes", "micro_batch_size", "recompute")},
         "predicted": predicted,
         "parts": parts,
         "busy_s": busy_s,
@@ -333,27 +318,21 @@ def _what_would_help(planned: PlanResult, folder: Path, output: Output) -> list[
     again = is_quick(planned) and not isinstance(planned.request.strategy, Given)
     changes = list(what_ifs(planned))
     helps = []
+    configuration = load_configuration(folder / CONFIGURATION_FILE)
+    nodes, twice = configuration.cluster.nodes, "twice the devices"
+    cluster = replace(configuration.cluster, nodes=None if nodes is None else 2 * nodes)
+    doubled = replace(configuration, gpus=2 * planned.problem.cluster.size, cluster=cluster)
     with output.progress("what would help", total=len(changes) + 1) as bar:
         for what, request in changes:
             bar.advance(0, note=what)
             helps.append(granted(planned, what, request, again))
             bar.advance()
-        bar.advance(0, note="twice the devices")
-        helps.append(_twice_the_devices(planned, folder, again))
-    return helps
-
-
-def _twice_the_devices(planned: PlanResult, folder: Path, again: bool) -> WhatIf:
-    what = "twice the devices"
-    configuration = load_configuration(folder / CONFIGURATION_FILE)
-    doubled = 2 * planned.problem.cluster.size
-    nodes = configuration.cluster.nodes
-    cluster = replace(configuration.cluster, nodes=None if nodes is None else 2 * nodes)
-    try:
-        request = request_of(replace(configuration, gpus=doubled, cluster=cluster), planned.request.model)
-    except AutopipeError as error:
-        return WhatIf(what, again, refused=" ".join(error.message.split()))
-    return granted(planned, what, request, again)
+        bar.advance(0, note=twice)
+        try:
+            request = request_of(doubled, planned.request.model)
+        except AutopipeError as error:
+            return [*helps, WhatIf(twice, again, refused=" ".join(error.message.split()))]
+        return [*helps, granted(planned, twice, request, again)]
 
 
 def _help_table(helps: Sequence[WhatIf], now: float) -> Table:
@@ -380,9 +359,13 @@ def alternative_command(folder: Path, planned: PlanResult, alternative: Alternat
 
 def _choice_flags(planned: PlanResult, choice: Choice) -> Iterator[str]:
     """The flags that set what the effective configuration of the plan has otherwise."""
-    problem = planned.problem
+    problem, strategy, options = planned.problem, cast(Any, planned.request.strategy), dict(choice.options)
     yield from ("--strategy", choice.strategy)
-    for name, value in _options(planned, choice):
+    # The plan's own strategy keeps its options: those that are not the choice's go back to their defaults.
+    for field in dataclasses.fields(strategy) if strategy.name == choice.strategy else ():
+        if field.name not in options and getattr(strategy, field.name) != field.default:
+            yield from ("--set", f"strategy.{field.name}={json.dumps(field.default)}")
+    for name, value in options.items():
         yield from ("--set", f"strategy.{name}={value}")
     if choice.schedule is not None:
         yield from ("--schedule", choice.schedule)
@@ -393,14 +376,3 @@ def _choice_flags(planned: PlanResult, choice: Choice) -> Iterator[str]:
         yield from ("--set", f"recompute={choice.recompute}")
     if choice.shard != problem.optimizer.shard:
         yield from ("--set", f"optimizer.shard={json.dumps(choice.shard)}")
-
-
-def _options(planned: PlanResult, choice: Choice) -> Iterator[tuple[str, str]]:
-    """The options of the choice, and of the plan's own strategy, whose options stay, the defaults of the others."""
-    wanted = dict(choice.options)
-    strategy = cast(Any, planned.request.strategy)
-    if strategy.name == choice.strategy:
-        for field in dataclasses.fields(strategy):
-            if field.name not in wanted and getattr(strategy, field.name) != field.default:
-                yield field.name, json.dumps(field.default)
-    yield from wanted.items()

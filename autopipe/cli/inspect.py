@@ -14,7 +14,7 @@ from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output, Verbosity, facts_table
 from autopipe.cli.plan_text import trained_lines
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import FileSlice, Fill, Graph, Storage
+from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage
 
 if TYPE_CHECKING:
     from autopipe.ir.graph import Value
@@ -65,7 +65,9 @@ def _extents(words: tuple[str, ...]) -> dict[str, int]:
 
 def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) -> dict[str, object]:
     graph = model.graph
-    trained, kept = _parameters(graph)
+    trained, kept = ([each.value for each in graph.parameters if each.trainable is flag] for flag in (True, False))
+    flops = {f"{way}_flops": sum(getattr(each, f"{way}_flops") for each in work) for way in ("forward", "backward")}
+    figures = {**flops, "activation_bytes": sum(each.kept_bytes for each in work)}
     return {
         "model": model.path,
         "digest": model.digest,
@@ -85,21 +87,15 @@ def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) ->
         "buffer_bytes": sum(value.bytes for value in kept),
         "tensors": [
             {
-                "name": each.value.name,
-                "shape": each.value.shape,
-                "elements": each.value.elements,
-                "trained": each.trained,
-                "why": each.why,
-                "doubtful": each.doubtful,
+                **{name: getattr(each.value, name) for name in ("name", "shape", "elements")},
+                **{name: getattr(each, name) for name in ("trained", "why", "doubtful")},
             }
             for each in model.tensors
         ],
         "nodes_before": model.nodes_before,
         "nodes": len(graph.nodes),
         "operators": operators(graph),
-        "forward_flops": sum(each.forward_flops for each in work) if work else None,
-        "backward_flops": sum(each.backward_flops for each in work) if work else None,
-        "activation_bytes": sum(each.kept_bytes for each in work) if work else None,
+        **(figures if work else dict.fromkeys(figures)),
         "branches": branches,
         "unsupported": [
             {"operator": each.operator, "count": each.count, "node": each.node, "nearest": each.nearest or None}
@@ -111,11 +107,6 @@ def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) ->
 
 def _typed(value: Value) -> dict[str, object]:
     return {"name": value.name, "type": value.dtype, "shape": value.shape}
-
-
-def _parameters(graph: Graph) -> tuple[list[Value], list[Value]]:
-    trained = [each.value for each in graph.parameters if each.trainable]
-    return trained, [each.value for each in graph.parameters if not each.trainable]
 
 
 def operators(graph: Graph) -> dict[str, int]:
@@ -133,8 +124,8 @@ def initial_values(graph: Graph) -> dict[str, int]:
                 return "stored"
             case Fill():
                 return f"all {storage.value:g}"
-        if storage.scheme in ("normal", "uniform"):
-            return f"{storage.scheme} {'±' if storage.scheme == 'uniform' else ''}{storage.scale:.3g}"
+            case Initializer("normal" | "uniform" as scheme, scale):
+                return f"{scheme} {'±' if scheme == 'uniform' else ''}{scale:.3g}"
         return storage.scheme
 
     return dict(Counter(told(each.storage) for each in graph.parameters).most_common())
@@ -148,7 +139,7 @@ def _rows(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], ev
     yield "mode", f"train, loss {model.loss!r}" if model.loss else model.mode.value
     yield from _several("inputs", [_value_text(value, axes.get(value.name)) for value in graph.inputs])
     yield from _several("outputs", [_value_text(graph.type_of(name)) for name in graph.outputs])
-    trained, kept = _parameters(graph)
+    trained, kept = ([each.value for each in graph.parameters if each.trainable is flag] for flag in (True, False))
     elements, size = sum(value.elements for value in trained), sum(value.bytes for value in trained)
     rest = f"; {len(kept):,} tensors not trained, {_bytes(sum(each.bytes for each in kept))}" if kept else ""
     yield "parameters", f"{elements:,} in {len(trained):,} tensors, {_bytes(size)}{rest}"

@@ -203,8 +203,9 @@ class Launch:
         check_data(self.manifest, self.data, 1)
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             report = Path(name) / "report.json"
-            own = {"device": self.device, "data": self.data, "seed": self.seed}
-            arguments = rank_arguments(dry_run=True, steps=1, report=report, **own)
+            arguments = rank_arguments(
+                dry_run=True, steps=1, report=report, device=self.device, data=self.data, seed=self.seed
+            )
             run_alone(self.manifest.folder, arguments, rank, world_size)
             found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
             return found
@@ -214,20 +215,20 @@ class Launch:
         return (self.manifest.folder / f"{rank_module(rank)}.py").is_file()
 
     def _check(self) -> None:
-        train = self.manifest.train
+        train, checkpoint = self.manifest.train, self.checkpoint
         missing = [rank for rank in range(self.manifest.world_size) if not self._has(rank)]
         if missing:
             raise ConfigurationError(
                 f"{len(missing)} of {self.manifest.world_size} ranks were not generated, the first is {missing[0]}",
                 hint="autopipe codegen PLAN, without --ranks, writes all",
             )
-        if self.checkpoint is None and (self.resume or self.checkpoint_every):
+        if checkpoint is None and (self.resume or self.checkpoint_every):
             flag = "--resume" if self.resume else "--checkpoint-every"
             raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")
-        if self.checkpoint is not None and not train:
+        if checkpoint is not None and not train:
             raise ConfigurationError("a program for inference has nothing to save", hint="leave out --checkpoint")
-        if self.checkpoint is not None and not self.resume:
-            check_unused(self.checkpoint)
+        if checkpoint is not None and not self.resume:
+            check_unused(checkpoint)
         if self.outputs is not None and train:
             hint = "plan with --mode infer, or leave out --outputs"
             raise ConfigurationError("a program for training collects no outputs", hint=hint)
@@ -237,18 +238,15 @@ class Launch:
                 raise ConfigurationError(f"{path} cannot be written", hint=hint)
 
     def _arguments(self, scratch: Path, steps: int, timeouts: Timeouts) -> list[str]:
+        own = {name: getattr(self, name) for name in ("device", "blocking", "data", "seed", "checkpoint_every")}
         return rank_arguments(
-            device=self.device,
+            **own,
             steps=steps,
             report=scratch / "report.jsonl",
-            checkpoint=None if self.checkpoint is None else self.checkpoint.absolute(),
+            checkpoint=self.checkpoint and self.checkpoint.absolute(),
             resume=self.checkpoint is not None,  # A rank that is started again goes on from the newest checkpoint.
-            blocking=self.blocking,
-            data=self.data,
-            seed=self.seed,
-            checkpoint_every=self.checkpoint_every,
-            trace=None if self.trace is None else scratch / "spans",
-            outputs=None if self.outputs is None else self.outputs.absolute(),
+            trace=self.trace and scratch / "spans",
+            outputs=self.outputs and self.outputs.absolute(),
             start_timeout=timeouts.start_s,
             step_timeout=timeouts.step_s,
             checkpoint_timeout=timeouts.checkpoint_s,
@@ -256,10 +254,8 @@ class Launch:
 
 
 def placement_note(device: str, ranks: int) -> str:
-    """Where the ranks of this node run and what they talk over, in one line.
-
-    Raises ConfigurationError where CUDA is asked for and there is none.
-    """
+    """Where the ranks of this node run and what they talk over, in one line. Raises ConfigurationError where CUDA is
+    asked for and there is none."""
     import torch
 
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0

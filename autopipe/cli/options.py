@@ -25,9 +25,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
     """Give `command` the options --json, -q, -v and --debug, and an `Output` made of them as its first parameter.
-
-    Stands next to the function, under click's own decorators.
-    """
+    Stands next to the function, under click's own decorators."""
 
     @functools.wraps(command)
     def with_output(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,10 +48,8 @@ def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P
 
 def configuration_options(command: Command) -> Command:
     """Give `command` the flags of a configuration, and the effective `Configuration` as the argument `configuration`.
-
     Where it takes the folder of a plan as `base`, that plan's own files are what flags override. Stands above
-    `standard_options`, under click's own decorators.
-    """
+    `standard_options`, under click's own decorators."""
     from autopipe.configs.configuration import OPTION_FLAGS, Configuration, flags, load_configuration
     from autopipe.configs.schema import field_docs
 

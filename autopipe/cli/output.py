@@ -37,10 +37,8 @@ class Verbosity(enum.IntEnum):
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with escapes in place of what would move the cursor, colour, reorder or hide text.
-
-    Every name from a model, a plan or a schedule that a person is shown goes through here.
-    """
+    """`text` on one line, with escapes in place of what would move the cursor, colour, reorder or hide text. Every name
+    from a model, a plan or a schedule that a person is shown goes through here."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
@@ -86,12 +84,8 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The two streams of a command.
-
-    stdout carries the result and nothing else: with `as_json` one JSON object, otherwise what a person reads.
-    stderr carries notes, progress and warnings. Names from models are never rich markup, and their
-    control characters are shown.
-    """
+    """The two streams of a command: stdout carries the result alone, with `as_json` as one JSON object, stderr notes,
+    progress and warnings. Names from models are never rich markup, and their control characters are shown."""
 
     as_json: bool = False
     verbosity: Verbosity = Verbosity.NORMAL
@@ -105,7 +99,6 @@ class Output:
 
     @property
     def coloured(self) -> bool:
-        """True if stdout shows colours."""
         return self.stdout.is_terminal and not self.stdout.no_color
 
     def result(self, data: Mapping[str, object], *shown: RenderableType) -> None:
@@ -141,9 +134,7 @@ class Output:
     @contextmanager
     def progress(self, description: str, total: float | None = None) -> Iterator[Bar]:
         """A progress bar on stderr for the length of the block; shows nothing with -q or where stderr is no terminal.
-
-        `total` is the bound that the bar runs to, in whatever unit `Bar.advance` counts; None where it is not known.
-        """
+        `total` is the bound that the bar runs to, in whatever unit `Bar.advance` counts; None where it is not known."""
         hidden = self.verbosity is Verbosity.QUIET or not self.stderr.is_terminal
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -165,26 +156,25 @@ class Output:
 def _plain(value: object) -> object:
     """`value` in JSON's own types; a figure that is infinite or no number becomes null, which JSON can say."""
     match value:
-        case None | bool() | str():
-            return value
         case enum.Enum():
             return _plain(value.value)
-        case int():
-            return int(value)
+        case None | int() | str():
+            return value
         case float():
             return float(value) if math.isfinite(value) else None
         case Mapping():
             return {str(key): _plain(entry) for key, entry in value.items()}
-        case list() | tuple() | set() | frozenset():
-            return [_plain(entry) for entry in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+        case list() | tuple():
+            return [_plain(entry) for entry in value]
+        case set() | frozenset():
+            return [_plain(entry) for entry in sorted(value)]
         case PurePath():
             return str(value)
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {part.name: _plain(getattr(value, part.name)) for part in dataclasses.fields(value)}
         case _ if hasattr(value, "tolist"):  # numpy's scalars and arrays
             return _plain(value.tolist())
-        case _:
-            raise TypeError(f"{type(value).__name__} has no JSON form")
+    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def plain_table(*heads: str, right: int | None = None, no_wrap: bool = False) -> Table:
@@ -256,10 +246,8 @@ def group_text(devices: Sequence[int]) -> str:
 
 
 def write_texts(texts: Mapping[Path, str]) -> None:
-    """Write each text under a temporary name beside its path, then rename them all.
-
-    Raises ConfigurationError where one cannot be written; none of them is then.
-    """
+    """Write each text under a temporary name beside its path, then rename them all. Raises ConfigurationError where one
+    cannot be written; none of them is then."""
     try:
         with ExitStack() as stack:
             for path, text in texts.items():

@@ -149,11 +149,9 @@ def _check_kept(folder: Path, before: Plan, configuration: Configuration, reques
 
 
 def annotate_model(planned: PlanResult, target: Path) -> list[tuple[str, str]]:
-    """Write the model of `planned` to `target` with annotations that say where its nodes run.
-
-    Returns warnings, with hints, of what the annotations do not tell. Raises ConfigurationError where they have no
-    words for the placement or the file cannot be written.
-    """
+    """Write the model of `planned` to `target` with annotations that say where its nodes run. Returns warnings, with
+    hints, of what the annotations do not tell. Raises ConfigurationError where they have no words for the placement or
+    the file cannot be written."""
     from autopipe.passes.annotations import annotated, write_annotated
 
     devices = planned.problem.cluster.devices
@@ -165,6 +163,6 @@ def annotate_model(planned: PlanResult, target: Path) -> list[tuple[str, str]]:
         what = f"all of {len(left_out)} nodes, among them {left_out[0]!r}: they are not in the file"
         warnings.append((f"annotations do not tell {what}, or split along an axis of no tensor in it", ""))
     if planned.plan.has_own_sizes:
-        what = "that stages have micro-batches of their own"
-        warnings.append((f"annotations do not tell {what}", "constraints say it: micro_batch_size"))
+        what = "annotations do not tell that stages have micro-batches of their own"
+        warnings.append((what, "constraints say it: micro_batch_size"))
     return warnings

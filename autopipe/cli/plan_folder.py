@@ -75,19 +75,15 @@ PLACEMENT_FILE = "placement.yaml"
 
 
 def open_plan(folder: Path) -> PlanResult:
-    """The plan in `folder`, its problem made anew from the model's file and the effective configuration.
-
-    Raises ConfigurationError for a folder that holds no plan, a file of it that cannot be taken, or a plan that does
-    not belong to the model; ModelError for a model that cannot be read.
-    """
+    """The plan in `folder`, its problem made anew from the model's file and the effective configuration. Raises
+    ConfigurationError for no plan, or one that is not the model's; ModelError for the model."""
     check_plan_folder(folder)
     plan = read_plan(folder)
     configuration = load_configuration(folder / CONFIGURATION_FILE)
     model = Path(plan.model)
     if not model.is_file():
-        raise ConfigurationError(
-            f"the model of the plan is not at {plan.model}", hint="put it back, or plan again", where=str(folder)
-        )
+        hint = "put it back, or plan again"
+        raise ConfigurationError(f"the model of the plan is not at {plan.model}", hint, str(folder))
     if not Path(configuration.costs).is_file():
         # What they predicted is in the plan, which can be run without them.
         configuration = replace(configuration, costs="roofline")
@@ -119,28 +115,20 @@ def check_editable(folder: Path) -> tuple[Path, Path]:
 
 
 def check_target(folder: Path) -> None:
-    """Raise ConfigurationError where a plan cannot be written to `folder`: it is asked before the long work begins.
-
-    A folder that exists is replaced only if it holds a plan or nothing.
-    """
-    replaceable = not folder.exists() or (
-        folder.is_dir() and ((folder / PLAN_FILE).is_file() or not any(folder.iterdir()))
-    )
-    if not replaceable or folder.is_symlink():
-        raise ConfigurationError(f"{folder} exists and is no plan folder", hint="choose another one with -o")
-    parent = folder.absolute().parent
+    """Raise ConfigurationError where a plan cannot be written to `folder`: before the long work begins. A folder that
+    exists is replaced only if it holds a plan or nothing."""
+    parent, hint = folder.absolute().parent, "choose another one with -o"
+    is_plan = folder.is_dir() and ((folder / PLAN_FILE).is_file() or not any(folder.iterdir()))
+    if folder.is_symlink() or (folder.exists() and not is_plan):
+        raise ConfigurationError(f"{folder} exists and is no plan folder", hint)
     if not parent.is_dir():
-        raise ConfigurationError(f"{parent} is no folder", hint="make it, or choose another one with -o")
+        raise ConfigurationError(f"{parent} is no folder", f"make it, or {hint}")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{parent} cannot be written to", hint="choose another one with -o")
+        raise ConfigurationError(f"{parent} cannot be written to", hint)
 
 
 def write_plan_folder(folder: Path, planned: PlanResult, configuration: Configuration) -> None:
-    """Write the plan, its effective configuration and its placement, to be edited, to `folder`.
-
-    All are written under a temporary name beside it, which is then put there. Raises ConfigurationError where that
-    fails; what was at `folder` is then still there.
-    """
+    """Write the plan, its effective configuration and its placement, to be edited, to `folder`: all or nothing."""
     check_target(folder)
     target = folder.absolute()
     texts = {

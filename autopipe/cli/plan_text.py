@@ -27,10 +27,8 @@ _EXCHANGES = ("messages", "collectives", "gradients")
 
 
 def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterator[str]:
-    """The ideal of the devices, by kind, and the parts of the step on top of it, the largest first.
-
-    Communication is one part, told by its own.
-    """
+    """The ideal of the devices, by kind, and the parts of the step on top of it, the largest first. Communication is
+    one part, told by its own."""
     ideal_s, step_s = breakdown.ideal_s, breakdown.step_s
     times = f"the step takes {step_s / ideal_s:.2f} times that" if ideal_s else "the step takes that and more"
     work = f"one device's work at the roofline / {devices}" if devices > 1 else "the device's work at the roofline"
@@ -53,9 +51,7 @@ def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterat
 
 def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iterator[RenderableType]:
     """A row for the best plan of each strategy, then why others have none; nothing where nothing was weighed.
-
-    `chosen_s` are the seconds of the chosen plan's step.
-    """
+    `chosen_s` are the seconds of the chosen plan's step."""
     if not alternatives:
         return
     best = best_of_each(alternatives)
@@ -66,12 +62,21 @@ def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iter
     )
     reasons: dict[str, list[str]] = {}
     for each in best:
+        bound_s, memory, schedule = each.lower_bound_s, each.peak_memory_bytes, each.choice.schedule or "any"
+        at_least, least_s = ("≥ ", bound_s) if each.step_time_s is None else ("", each.step_time_s)
         # Without a schedule it was left out because none of its placement could be the shortest.
-        is_bounded = each.choice.schedule is None and each.lower_bound_s is not None
-        if each.step_time_s is not None or is_bounded:
-            table.add_row(*_weighed_row(each, chosen_s))
-        else:
+        if least_s is None or (each.step_time_s is None and each.choice.schedule is not None):
             reasons.setdefault(each.refused or "", []).append(each.choice.strategy)
+            continue
+        table.add_row(
+            strategy_text(each),
+            schedule if each.same_as is None else f"{schedule}, as {each.same_as}",
+            str(each.micro_batches),
+            f"{at_least}{seconds_text(least_s)}",
+            f"{at_least}{over_text(least_s, chosen_s)}",
+            "-" if bound_s is None else seconds_text(bound_s),
+            "-" if memory is None else bytes_text(memory),
+        )
     yield table
     if reasons:
         refusals = plain_table("no plan", "")
@@ -80,26 +85,7 @@ def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iter
         yield refusals
 
 
-def _weighed_row(alternative: Alternative, chosen_s: float) -> tuple[str, ...]:
-    """The figures of a plan that has a step, or a bound below it."""
-    step_s, bound_s, memory = alternative.step_time_s, alternative.lower_bound_s, alternative.peak_memory_bytes
-    least_s = step_s if step_s is not None else bound_s
-    assert least_s is not None, "a row has a step or a bound"
-    at_least = "" if step_s is not None else "≥ "
-    schedule = alternative.choice.schedule or "any"
-    return (
-        strategy_text(alternative),
-        schedule if alternative.same_as is None else f"{schedule}, as {alternative.same_as}",
-        str(alternative.micro_batches),
-        f"{at_least}{seconds_text(least_s)}",
-        f"{at_least}{over_text(least_s, chosen_s)}",
-        "-" if bound_s is None else seconds_text(bound_s),
-        "-" if memory is None else bytes_text(memory),
-    )
-
-
 def strategy_text(alternative: Alternative) -> str:
-    """A strategy with the options that it was given."""
     choice = alternative.choice
     options = " ".join(name if value == "true" else f"{name}={value}" for name, value in choice.options)
     decided = [options, "recompute" if choice.recompute != "none" else "", "zero-1" if choice.shard else ""]
@@ -125,7 +111,7 @@ def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str,
     for word, chosen in (("trained", True), ("not trained", False)):
         found = [each for each in tensors if each.trained is chosen]
         if found or chosen:
-            yield word, _reasons(found)
+            yield word, _reasons(found) if found else "nothing"
     doubtful = [each for each in tensors if each.doubtful]
     if doubtful:
         names = ", ".join(repr(each.value.name) for each in doubtful[:REASONS])
@@ -138,8 +124,6 @@ def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str,
 
 
 def _reasons(tensors: Sequence[Tensor]) -> str:
-    if not tensors:
-        return "nothing"
     reasons: Counter[str] = Counter()
     for each in tensors:
         reasons[each.why] += each.value.elements
@@ -218,7 +202,6 @@ def plan_screen(planned: PlanResult, request: Request, folder: Path, every: bool
 
 
 def weighing_lines(plan: Plan) -> Iterator[RenderableType]:
-    """How far the plan is from the ideal, and what else was weighed."""
     if plan.breakdown is not None:
         yield from distance_lines(plan.breakdown, plan.summary.devices, len(set(plan.device_names)))
     yield from weighed_screen(plan.alternatives, plan.summary.step_time_s)
@@ -280,11 +263,9 @@ def schedule_line(plan: Plan) -> str:
 
 
 def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
-    """The figures of the stages, a column each: those that fit a terminal, or with `full` all that are predicted.
-
-    Kinds of devices, pipelines and micro-batches have a column where stages differ in them, the halves of a backward
-    where the schedule has them.
-    """
+    """The figures of the stages, a column each: those that fit a terminal, or with `full` all that are predicted. Kinds
+    of devices, pipelines and micro-batches have a column where stages differ in them, the halves of a backward where
+    the schedule has them."""
     stages, predicted = plan.placement.stages, plan.prediction.stages
     columns = {
         "stage": [str(index) for index in range(len(stages))],

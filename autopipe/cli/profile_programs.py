@@ -67,10 +67,8 @@ class Group:
 
 
 def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int, Model], ...]:
-    """The model on micro-batches of each of `sizes`; of those among 1, 2 and 4 that it takes where None.
-
-    Raises the reason where there is none.
-    """
+    """The model on micro-batches of each of `sizes`; of those among 1, 2 and 4 that it takes where None. Raises the
+    reason where there is none."""
     read = read_for(request, None)
     wanted = sizes or tuple(size for size in (1, 2, 4, read.batch or 1) if (read.batch or size) % size == 0)
     found: list[tuple[int, Model]] = []
@@ -79,10 +77,8 @@ def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int,
         try:
             found.append((size, read if read.batch == size else read_for(request, size)))
         except AutopipeError as error:
-            if sizes is not None:
-                raise
             refused.append(error)
-    if not found:
+    if refused and (sizes is not None or not found):
         raise refused[0]
     return tuple(found)
 
@@ -115,8 +111,7 @@ def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample
 def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
     """The samples in laps that are short enough and fit into memory, each one's first place in one of them."""
     seen: set[Operation] = set()
-    lap: list[Sample] = []
-    held = 0
+    lap, held = list[Sample](), 0
     for sample in samples:
         size = bytes_of(sample)
         if len(lap) >= _LAP or held + size > _LAP_BYTES:
@@ -166,10 +161,8 @@ MESSAGE_BYTES = 4 * math.prod(_SHAPE)
 
 
 def write_overhead_stage(folder: Path) -> int:
-    """Write a one-device program that trains two stages of the same layers of different operators.
-
-    The backward of the second is split. Returns how many of its operators' parameters have gradients that wait.
-    """
+    """Write a one-device program that trains two stages of the same layers of different operators. The backward of the
+    second is split. Returns how many of its operators' parameters have gradients that wait."""
     phases = (
         (_WHOLE, Phase.FORWARD), (_SPLIT, Phase.FORWARD), (_SPLIT, Phase.INPUT_GRADIENT),
         (_SPLIT, Phase.WEIGHT_GRADIENT), (_WHOLE, Phase.BACKWARD),
@@ -188,10 +181,8 @@ def write_rows(folder: Path) -> tuple[Path, Path]:
 
 
 def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
-    """Write a program of two stages, of which the second is slower, on one rank or on two under 1F1B.
-
-    The second reads `messages` results of the first, of `MESSAGE_BYTES` each.
-    """
+    """Write a program of two stages, of which the second is slower, on one rank or on two under 1F1B. The second reads
+    `messages` results of the first, of `MESSAGE_BYTES` each."""
     if ranks == 1:
         phases = (0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)
         schedule = _in_turn(_MANY_MICRO_BATCHES, phases)
@@ -249,12 +240,13 @@ def _write(
         for begin, end, device in zip((0, *ends), ends, devices, strict=False)
     )
     program = lower(graph, Placement(tuple(stages)), schedule, "loss")
-    _write_program(program, Provenance(str(folder), "", "", Optimizer(), "fp32", 0, 0.0, 0.0), folder)
+    _write_program(program, str(folder), "", Optimizer(), "fp32", folder)
 
 
-def _write_program(program: Program, provenance: Provenance, folder: Path) -> None:
+def _write_program(program: Program, model: str, digest: str, optimizer: Optimizer, precision: str, to: Path) -> None:
     titles = [("Timed by the profiler.",) * len(each) for each in (program.stages, program.ranks)]
-    write_program([ProgramFiles("", program, *titles)], provenance, folder)
+    provenance = Provenance(model, digest, "", optimizer, precision, 0, 0.0, 0.0)
+    write_program([ProgramFiles("", program, *titles)], provenance, to)
 
 
 _MOST_BYTES = 2**32
@@ -270,8 +262,7 @@ def is_small(model: Model, precision: str) -> bool:
 
 def write_timed(model: Model, precision: str, program: Program, folder: Path) -> None:
     """Write the files of a program that trains the model, and leaves it as it is."""
-    path = str(model.path.absolute())
-    _write_program(program, Provenance(path, model.digest, "", _STANDSTILL, precision, 0, 0.0, 0.0), folder)
+    _write_program(program, str(model.path.absolute()), model.digest, _STANDSTILL, precision, folder)
 
 
 _PIPELINE_MICRO_BATCHES = 8
@@ -293,9 +284,7 @@ class Pipeline:
 
 def write_pipeline(model: Model, precision: str, costs: DeviceCosts, folder: Path) -> Pipeline | None:
     """Write the model in two stages, cut where `costs` say that they take equally long without the ends of messages.
-
-    None where it is not trained, cannot be cut, or is too large.
-    """
+    None where it is not trained, cannot be cut, or is too large."""
     if model.mode is not Mode.TRAIN or not is_small(model, precision):
         return None
     try:
@@ -360,9 +349,7 @@ def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost,
 
 def in_pipeline(exchanges: tuple[ExchangeCost, ...], pipeline: Pipeline, device: str) -> tuple[ExchangeCost, ...]:
     """The exchanges with what the ends of messages take in the model's pipeline, each but the first as in a small one.
-
-    Raises LaunchError where it does not run.
-    """
+    Raises LaunchError where it does not run."""
     follow = next(each.fit.fixed_s for each in exchanges if each.kind == "follow")  # Bytes count as the first's.
     period = statistics.median(measure_period(pipeline.folder, device) for _ in range(_RUNS))
     both = period - pipeline.period_s
@@ -401,8 +388,10 @@ class ModelCorrection:
 
     def of(self, cost: OperationCost) -> OperationCost:
         """Cost of the operator in the model."""
-        backward = None if cost.backward is None else _times(cost.backward, self.backward)
-        return replace(cost, forward=_times(cost.forward, self.forward), backward=backward)
+        forward, backward = cost.forward, cost.backward
+        if backward is not None:
+            backward = replace(backward, seconds=backward.seconds * self.backward)
+        return replace(cost, forward=replace(forward, seconds=forward.seconds * self.forward), backward=backward)
 
 
 def measure_whole(
@@ -416,10 +405,8 @@ def measure_whole(
     seconds: float,
 ) -> ModelCorrection | None:
     """Run the model for about `seconds` and compare; `costs` are what its operations took, `starts` what the first ones
-    of a task take more. Files go to `folder`.
-
-    None where something of it was not measured, or where it is too large or does not run in one process.
-    """
+    of a task take more. Files go to `folder`. None where something of it was not measured, or where it is too large or
+    does not run in one process."""
     samples = tuple(samples_of(model, precision))
     known = {each.operation: each for each in costs}
     own = [known[sample.operation] for sample in samples if sample.operation in known]
@@ -449,7 +436,3 @@ def measure_whole(
 def _ratio(whole: float, parts: Sequence[Timing]) -> float:
     total = sum(each.seconds for each in parts)
     return whole / total if total > 0 and whole > 0 else 1.0
-
-
-def _times(timing: Timing, factor: float) -> Timing:
-    return replace(timing, seconds=timing.seconds * factor)

@@ -67,17 +67,12 @@ class Profiling:
         """Raise ConfigurationError unless each rank on the CPU has processors of its own."""
         most = max(2, processor_count() // self.threads)
         if self.ranks is not None and self.device != "cuda" and self.ranks > most:
-            raise ConfigurationError(
-                f"{self.ranks} ranks on {processor_count()} processors would share them, and time one another",
-                hint=f"--ranks {most}",
-                where="--ranks",
-            )
+            message = f"{self.ranks} ranks on {processor_count()} processors would share them, and time one another"
+            raise ConfigurationError(message, f"--ranks {most}", "--ranks")
 
     def run(self, bar: Bar) -> tuple[DeviceCosts, tuple[str, ...]]:
-        """Measure; returns costs, and why some operators could not be measured.
-
-        Raises ConfigurationError where the device is not there, AutopipeError as reading the model does.
-        """
+        """Measure; returns costs, and why some operators could not be measured. Raises ConfigurationError where the
+        device is not there, AutopipeError as reading the model does."""
         device = self._device()
         torch.set_num_threads(self.threads)
         models = models_of(self.request, self.sizes)
@@ -107,21 +102,16 @@ class Profiling:
         if tasks is not None:
             # On the smallest micro-batches task costs matter most; without the model those of the synthetic stage do.
             tasks = wholes[min(wholes)].tasks(tasks) if wholes else starts.added_to(tasks)
+        is_cuda = device.type == "cuda"
+        product = torch.cuda.get_device_name(device) if is_cuda else f"{processor()}, {self._threads_text()}"
+        corrections = (
+            f"micro-batches of {size}: in the model operators take {whole.forward:.2f} (forward) and"
+            f" {whole.backward:.2f} (backward) of what they take one by one; that is what is given"
+            for size, whole in wholes.items()
+        )
         costs = DeviceCosts(
-            device=self.name
-            or (
-                torch.cuda.get_device_name(device)
-                if device.type == "cuda"
-                else f"{processor()}, {self._threads_text()}"
-            ),
-            measured=(
-                self._how(device, [size for size, _ in models], train),
-                *(
-                    f"micro-batches of {size}: in the model operators take {whole.forward:.2f} (forward) and"
-                    f" {whole.backward:.2f} (backward) of what they take one by one; that is what is given"
-                    for size, whole in wholes.items()
-                ),
-            ),
+            device=self.name or product,
+            measured=(self._how(device, [size for size, _ in models], train), *corrections),
             operations=tuple(wholes.get(size, ModelCorrection()).of(cost) for size, cost in measured),
             tasks=tasks,
             exchanges=(),
@@ -183,9 +173,9 @@ class Profiling:
 
     def _how(self, device: torch.device, sizes: Sequence[int], train: bool) -> str:
         """How it was measured, in a line for the file."""
-        torch_used = self.source == "torch"
+        version = torch.__version__ if self.source == "torch" else onnxruntime_profiler.version()
         parts = [
-            f"torch {torch.__version__}" if torch_used else f"onnxruntime {onnxruntime_profiler.version()}",
+            f"{self.source} {version}",
             device.type if device.type == "cuda" else f"cpu, {self._threads_text()}",
             self.request.precision,
             "train" if train else "infer",

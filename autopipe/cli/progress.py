@@ -55,9 +55,8 @@ class Watcher(Observer):
         self._names = names_of(request)
         for name in dump_after:
             if name not in self._names:
-                raise ConfigurationError(
-                    f"there is no pass called {name!r}", hint=f"they are {', '.join(self._names)}", where="--dump-after"
-                )
+                hint = f"they are {', '.join(self._names)}"
+                raise ConfigurationError(f"there is no pass called {name!r}", hint, "--dump-after")
         self._output, self._bar, self._dump_after = output, bar, frozenset(dump_after)
         self._debug = debug
         """True if a mistake of ours in a candidate ends the command."""

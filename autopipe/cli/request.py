@@ -25,24 +25,28 @@ _SEARCHED = "tessel"
 
 
 def chosen_strategy(configuration: Configuration) -> Strategy | None:
-    """The strategy, None where it is left open.
-
-    Raises ConfigurationError for an unknown name or an option it does not have.
-    """
+    """The strategy, None where it is left open. Raises ConfigurationError for an unknown name or an option it does not
+    have."""
     choice = configuration.strategy
     if choice.name == AUTO:
         _check_no_options(choice, "strategy")
         return None
     schema = _class_of(choice, strategy_class)
-    _check_stages(choice, schema)
+    place = next((str(entry.place) for name, entry in choice.options if name == "stages"), "")
+    if place.startswith("--stages") and not _takes_stages(schema):
+        takes = [name for name in strategy_names() if _takes_stages(strategy_class(name))]
+        hint = f"strategies that make as many as they are told: {', '.join(takes)}"
+        raise ConfigurationError(f"strategy {choice.name} chooses its stages itself", hint, place)
     return cast(Strategy, build(choice, schema, "strategy"))
+
+
+def _takes_stages(schema: type[Any]) -> bool:
+    return any(field.name == "stages" for field in dataclasses.fields(schema))
 
 
 def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
     """The scheduler; None where it is left open, and so is the strategy: one that is named meets the searched schedule.
-
-    Raises ConfigurationError for an unknown name or an option it does not have.
-    """
+    Raises ConfigurationError for an unknown name or an option it does not have."""
     choice = configuration.schedule
     if choice.name == AUTO:
         _check_no_options(choice, "schedule")
@@ -53,10 +57,8 @@ def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
 
 
 def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
-    """Choice of a strategy or a scheduler: its name with all of its options.
-
-    Stages of a given placement are not part of it: they stand in a file of their own.
-    """
+    """Choice of a strategy or a scheduler: its name with all of its options. Stages of a given placement are not part
+    of it: they stand in a file of their own."""
     from autopipe.passes.placement.given import Given
 
     if chosen is None or isinstance(chosen, Given):
@@ -76,28 +78,8 @@ def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
 def _check_no_options(choice: Choice, path: str) -> None:
     """Raise ConfigurationError for an option of `auto`, which has none."""
     for name, entry in choice.options:
-        raise ConfigurationError(
-            f"{path} {AUTO} has no option {name!r}",
-            hint=f"name the {path} that has it, by {path}.name",
-            where=str(entry.place),
-        )
-
-
-def _check_stages(choice: Choice, schema: type[Any]) -> None:
-    """Raise ConfigurationError where the flag --stages stands and the strategy does not let one say how many."""
-    place = next((entry.place for name, entry in choice.options if name == "stages"), None)
-    if place is None or not str(place).startswith("--stages") or _takes_stages(schema):
-        return
-    takes = [name for name in strategy_names() if _takes_stages(strategy_class(name))]
-    raise ConfigurationError(
-        f"strategy {choice.name} chooses its stages itself",
-        hint=f"strategies that make as many as they are told: {', '.join(takes)}",
-        where=str(place),
-    )
-
-
-def _takes_stages(schema: type[Any]) -> bool:
-    return any(field.name == "stages" for field in dataclasses.fields(schema))
+        hint = f"name the {path} that has it, by {path}.name"
+        raise ConfigurationError(f"{path} {AUTO} has no option {name!r}", hint, str(entry.place))
 
 
 def _class_of(choice: Choice, find: Callable[[str], type[Any]]) -> type[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -34,16 +34,15 @@ _MOST_BLOCKS = 2_000_000
 @standard_options
 def schedule(
     output: Output,
+    /,
     placement: Path | None,
     shape: str | None,
-    devices: int | None,
-    mode: str | None,
-    memory: int | None,
     units: int,
     name: str,
     time_limit: float,
     seed: int,
     target: Path | None,
+    **of_shape: Any,
 ) -> None:
     """Search the best schedule for the blocks of the file PLACEMENT, or of a published shape.
 
@@ -54,7 +53,7 @@ def schedule(
       autopipe schedule --shape v --schedule 1f1b
     """
     from autopipe.cli.output import check_writable, write_texts
-    from autopipe.cli.show import block_screen, blocks_title
+    from autopipe.cli.show import BlockView, blocks_title
     from autopipe.ir.block_schedule import block_schedule_form, check_blocks
     from autopipe.passes.schedule.published.blocks import schedule_blocks
     from autopipe.passes.schedule.tessel.model import SearchOptions, require_room
@@ -62,7 +61,7 @@ def schedule(
 
     if not (math.isfinite(time_limit) and time_limit > 0):
         raise ConfigurationError(f"--time-limit is {time_limit:g}", hint="give a number of seconds above 0")
-    graph = _graph(placement, shape, devices, mode, memory)
+    graph = _graph(placement, shape, **of_shape)
     if units * len(graph.blocks) > _MOST_BLOCKS:
         most = _MOST_BLOCKS // len(graph.blocks)
         raise ConfigurationError(f"--units is {units}", hint=f"of {len(graph.blocks)} blocks at most {most} are taken")
@@ -82,8 +81,8 @@ def schedule(
     form = block_schedule_form(found)
     if target is not None:
         write_texts({target: json.dumps(form) + "\n"})
-    source = str(placement) if placement is not None else f"shape {shape}"
-    screen = block_screen(found, f"{blocks_title(found, source)}, {name}", output)
+    source = placement if placement is not None else Path(f"shape {shape}")
+    screen = BlockView(source, found, f"{blocks_title(found, str(source))}, {name}").screen(output)
     written = [f"schedule in {target}"] if target is not None else []
     output.result({"schedule": name, "file": target, **form}, *screen, *written)
 
@@ -97,10 +96,9 @@ def _graph(
     if (placement is None) == (shape is None):
         what = "both a file and --shape are given" if shape is not None else "nothing to schedule is given"
         raise ConfigurationError(what, hint="name a file with a placement, or --shape NAME")
-    if placement is not None:
-        for flag, value in (("--devices", devices), ("--mode", mode), ("--memory", memory)):
-            if value is not None:
-                raise ConfigurationError(f"{flag} is for --shape; {placement} says its own", hint=f"leave out {flag}")
-        return read_placement(placement)
-    assert shape is not None, "either a file or a shape is given"
-    return blocks.shape(shape, devices or 4, train=mode != "infer", memory=memory)
+    if shape is not None:
+        return blocks.shape(shape, devices or 4, train=mode != "infer", memory=memory)
+    for flag, value in (("--devices", devices), ("--mode", mode), ("--memory", memory)):
+        if value is not None:
+            raise ConfigurationError(f"{flag} is for --shape; {placement} says its own", hint=f"leave out {flag}")
+    return read_placement(cast(Path, placement))

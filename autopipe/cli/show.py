@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 
@@ -35,6 +35,9 @@ from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
 
+Outcome = tuple[float, float, tuple[int, ...]]
+"""Of a schedule: its length, its bubble rate, and the peak memory of each device."""
+
 
 @click.command()
 @click.argument("plan", metavar="DIR|FILE", type=PATH)
@@ -47,15 +50,7 @@ from autopipe.passes.schedule.tessel.search import search
 @click.option("--rank", type=click.IntRange(min=0), help="The rank whose --tasks are shown [0, with a table of all].")
 @standard_options
 def show(
-    output: Output,
-    plan: Path,
-    html: Path | None,
-    trace: Path | None,
-    measured: Path | None,
-    csv: Path | None,
-    svg: Path | None,
-    tasks: bool,
-    rank: int | None,
+    output: Output, /, plan: Path, measured: Path | None, tasks: bool, rank: int | None, **targets: Path | None
 ) -> None:
     """Show the timeline and the memory of the plan in DIR, or of FILE, a schedule of blocks.
 
@@ -72,10 +67,9 @@ def show(
     """
     if rank is not None and not tasks:
         raise click.UsageError("--rank goes with --tasks")
-    if measured is not None and trace is None:
+    files = {kind: path for kind in ("html", "trace", "csv", "svg") if (path := targets[kind]) is not None}
+    if measured is not None and "trace" not in files:
         raise ConfigurationError("--measured goes with --trace", hint="name the file to write with --trace FILE")
-    given = (("html", html), ("trace", trace), ("csv", csv), ("svg", svg))
-    files = {kind: path for kind, path in given if path is not None}
     if tasks:
         if files:
             raise click.UsageError(f"--tasks is shown here: leave out --{next(iter(files))}")
@@ -113,8 +107,6 @@ def _opened(path: Path) -> PlanView | BlockView:
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
-    """A plan and the step that its predictions make."""
-
     folder: Path
     plan: Plan
     timeline: Timeline
@@ -133,18 +125,21 @@ class PlanView:
         problem, placement = planned.problem, self.plan.placement
         graph = StageGraph.of(problem, placement)
 
-        def result(name: str) -> ScheduleResult:
+        def outcome(timeline: Timeline) -> Outcome:
+            return timeline.end, timeline.bubble_rate, timeline.peak_memory
+
+        def run(name: str) -> Outcome:
             scheduler = scheduler_class(name)()
             scheduler.requires(problem, placement)
             schedule = scheduler.run(problem, placement)
             schedule.verify(graph, problem.train)
-            return _plan_result(name, simulate(schedule, graph.stage_devices, self.plan.prediction))
+            return outcome(simulate(schedule, graph.stage_devices, self.plan.prediction))
 
         chosen = self.plan.summary.schedule
         # csv follows a file that somebody names: there is nothing to compare.
         names = [name for name in scheduler_names() if name not in (chosen, CsvOrder.name)]
-        own = _plan_result(chosen, self.timeline, chosen=True)
-        return plan_report(self.plan, self.timeline, _schedule_results(own, names, result, output))
+        results = _schedule_results(chosen, outcome(self.timeline), names, run, output)
+        return plan_report(self.plan, self.timeline, results)
 
     def screen(self, output: Output) -> Iterator[RenderableType]:
         plan, summary = self.plan, self.plan.summary
@@ -184,8 +179,6 @@ class PlanView:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """A schedule of blocks, the file that it is from, and what it is called."""
-
     file: Path
     schedule: BlockSchedule
     title: str
@@ -197,20 +190,37 @@ class BlockView:
     def report(self, output: Output) -> Report:
         graph, units = self.schedule.graph, self.schedule.units
 
-        def result(name: str) -> ScheduleResult:
+        def outcome(schedule: BlockSchedule) -> Outcome:
+            bubble = 1.0 - sum(graph.loads) * units / (graph.devices * schedule.makespan)
+            return schedule.makespan, bubble, schedule.peak_memory
+
+        def run(name: str) -> Outcome:
             found = search(graph, units, SearchOptions()) if name == "tessel" else schedule_blocks(name, graph, units)
             check_blocks(found)
-            return _block_result(name, found)
+            return outcome(found)
 
-        own = _block_result("this one", self.schedule, chosen=True)
-        results = _schedule_results(own, ("tessel", *block_schedule_names()), result, output)
+        names = ("tessel", *block_schedule_names())
+        results = _schedule_results("this one", outcome(self.schedule), names, run, output)
         return block_report(self.schedule, self.title, str(self.file), results)
 
     def screen(self, output: Output) -> Iterator[RenderableType]:
-        return block_screen(self.schedule, self.title, output)
+        """Period and makespan, each with what is proven of it, the bubble, the timeline and the memory of devices."""
+        schedule = self.schedule
+        yield self.title
+        proof = f"at least {schedule.lower_bound}, gap {schedule.gap:.1%}" if schedule.lower_bound else "no bound known"
+        proof = "optimal, proven" if schedule.optimal else proof
+        period = "no steady state" if schedule.period is None else f"period {schedule.period}"
+        if schedule.period is None or schedule.repetend is None:
+            yield f"{period}; makespan {schedule.makespan} ({proof})"
+        else:
+            yield f"{period} ({proof}); makespan {schedule.makespan}"
+        steady = schedule.steady_bubble_rate
+        within = "" if steady is None else f"{steady:.1%} in the steady state, "
+        busy = max(schedule.graph.loads) * schedule.units
+        yield f"bubble {within}{1 - busy / schedule.makespan:.1%} in all; search {schedule.search_time_s:.2f} s"
+        yield from _drawn(self.picture, output)
 
     def data(self) -> dict[str, object]:
-        """The schedule as its file has it."""
         return {"file": self.file, **block_schedule_form(self.schedule)}
 
 
@@ -222,50 +232,21 @@ def _drawn(picture: Picture, output: Output) -> Iterator[RenderableType]:
 
 
 def blocks_title(schedule: BlockSchedule, source: str) -> str:
-    """The blocks, and where they are from."""
     graph = schedule.graph
     per_unit = f" of {graph.micro_batches_per_unit} micro-batches" if graph.micro_batches_per_unit > 1 else ""
     return f"{source}: {len(graph.blocks)} blocks on {graph.devices} devices, {schedule.units} units{per_unit}"
 
 
-def block_screen(schedule: BlockSchedule, title: str, output: Output) -> Iterator[RenderableType]:
-    """Period and makespan, each with what is proven of it, the bubble, the timeline and the memory, a device each."""
-    yield title
-    proof = f"at least {schedule.lower_bound}, gap {schedule.gap:.1%}" if schedule.lower_bound else "no bound known"
-    proof = "optimal, proven" if schedule.optimal else proof
-    if schedule.period is None:
-        yield f"no steady state; makespan {schedule.makespan} ({proof})"
-    elif schedule.repetend is None:
-        yield f"period {schedule.period}; makespan {schedule.makespan} ({proof})"
-    else:
-        yield f"period {schedule.period} ({proof}); makespan {schedule.makespan}"
-    steady = schedule.steady_bubble_rate
-    within = "" if steady is None else f"{steady:.1%} in the steady state, "
-    busy = max(schedule.graph.loads) * schedule.units
-    yield f"bubble {within}{1 - busy / schedule.makespan:.1%} in all; search {schedule.search_time_s:.2f} s"
-    yield from _drawn(block_picture(schedule, title), output)
-
-
-def _plan_result(name: str, timeline: Timeline, chosen: bool = False) -> ScheduleResult:
-    return ScheduleResult(name, timeline.end, timeline.bubble_rate, timeline.peak_memory, chosen=chosen)
-
-
-def _block_result(name: str, schedule: BlockSchedule, chosen: bool = False) -> ScheduleResult:
-    busy = sum(schedule.graph.loads) * schedule.units
-    bubble = 1.0 - busy / (schedule.graph.devices * schedule.makespan)
-    return ScheduleResult(name, schedule.makespan, bubble, schedule.peak_memory, chosen=chosen)
-
-
 def _schedule_results(
-    own: ScheduleResult, names: Sequence[str], result: Callable[[str], ScheduleResult], output: Output
+    chosen: str, outcome: Outcome, names: Sequence[str], run: Callable[[str], Outcome], output: Output
 ) -> list[ScheduleResult]:
     """The schedule at hand, and that of each of `names` for the same placement or blocks with its default options."""
-    found = [own]
+    found = [ScheduleResult(chosen, *outcome, chosen=True)]
     with output.progress("comparing schedules", total=len(names)) as bar:
         for name in names:
             bar.advance(0, note=name)
             try:
-                found.append(result(name))
+                found.append(ScheduleResult(name, *run(name)))
             except AutopipeError as error:
                 found.append(ScheduleResult(name, refusal=" ".join(str(error).partition("\n")[0].split())))
             bar.advance()
@@ -273,10 +254,7 @@ def _schedule_results(
 
 
 def show_tasks(output: Output, folder: Path, rank: int | None) -> None:
-    """A table of the ranks and the tasks of rank 0, or those of `rank`, of the plan in `folder`, lowered again.
-
-    Raises ConfigurationError for a folder without a plan, or a rank that it does not have; ModelError for its model.
-    """
+    """A table of the ranks and the tasks of rank 0, or those of `rank`, of the plan in `folder`, lowered again."""
     from autopipe.passes.lower.lower import lower
     from autopipe.passes.lower.task_graph import TaskSource
 
@@ -300,21 +278,13 @@ def show_tasks(output: Output, folder: Path, rank: int | None) -> None:
 
 
 def task_graph_form(graph: TaskGraph) -> dict[str, object]:
-    """One rank's task graph, all of it; a task's `id` is its place in the rank's order."""
+    """A task's `id` is its place in the rank's order."""
     tasks = []
     for place, node in enumerate(graph.nodes):
-        optional = {"messages": node.messages, "group": node.group, "inside": node.inside, "what": node.what}
-        task = {
-            "id": place,
-            "kind": node.kind,
-            "name": node.name,
-            "stage": node.stage,
-            "micro_batch": node.micro_batch,
-            "bytes": node.bytes,
-            "after": node.after,
-            "memory_bytes": graph.held[place],
-        }
-        tasks.append(task | {key: value for key, value in optional.items() if value not in ((), "", None)})
+        facts = {field.name: getattr(node, field.name) for field in fields(node)}
+        optional = {name: facts.pop(name) for name in ("messages", "group", "inside", "what")}
+        known = {name: value for name, value in optional.items() if value not in ((), "", None)}
+        tasks.append({"id": place, **facts, "memory_bytes": graph.held[place], **known})
     return {
         "rank": graph.rank,
         "static_memory_bytes": graph.static_bytes,
@@ -332,6 +302,7 @@ _MOST_ROWS = 48
 """Tasks listed of what stands in a row, or in one loop."""
 _MOST_NAMES = 3
 _MOST_RANKS = 16
+_COMPUTATIONS = ("forward", "backward", "input_gradient", "weight_gradient")
 _Row = tuple[str, ...]
 _HEADS = ("task", "does", "bytes", "memory", "after", "frees")
 _RIGHT = ("bytes", "memory")
@@ -349,9 +320,7 @@ def rank_table(graphs: Sequence[TaskGraph], count: int) -> Table:
         if len(graphs) < count and position == len(graphs) // 2:
             table.add_row("...")
         stages = sorted({node.stage for node in graph.nodes if node.stage is not None})
-        computed = sum(
-            node.kind in ("forward", "backward", "input_gradient", "weight_gradient") for node in graph.nodes
-        )
+        computed = sum(node.kind in _COMPUTATIONS for node in graph.nodes)
         sizes = (
             sum(node.bytes for node in graph.nodes if node.kind in kinds)
             for kinds in (("send",), ("receive",), ("collective",), ("reduce", "gather"))
@@ -399,10 +368,8 @@ def _title(section: str, stretch: LoopedTasks) -> str:
 
 
 def _rows(graph: TaskGraph, stretch: LoopedTasks, freed: Mapping[int, Sequence[str]]) -> Iterator[_Row]:
-    """A row a task, behind the collectives inside it.
-
-    Memory is that in use during or, but for computations, after the task; in a loop the first and the last time.
-    """
+    """A row a task, behind the collectives inside it. Memory is that in use during or, but for computations, after the
+    task; in a loop the first and the last time."""
     inside: list[TaskNode] = []
     for place in range(stretch.start, stretch.end):
         node = graph.nodes[place]
@@ -414,7 +381,10 @@ def _rows(graph: TaskGraph, stretch: LoopedTasks, freed: Mapping[int, Sequence[s
             moved = bytes_text(node.bytes) if node.bytes else ""
             times = dict.fromkeys((graph.held[place], graph.held[stretch.last + place - stretch.start]))
             memory = " … ".join(map(bytes_text, times))
-            yield (f"  {node.name}", _does(node), moved, memory, _after(graph, node), _names(freed.get(place, ())))
+            after = [graph.nodes[other].name for other in node.after]
+            if node.kind == "receive":  # It waits for tasks of the other rank.
+                after = list(dict.fromkeys(each.task for each in node.messages))
+            yield (f"  {node.name}", _does(node), moved, memory, _names(after), _names(freed.get(place, ())))
     yield from _collectives(inside)
 
 
@@ -449,13 +419,6 @@ def _does(node: TaskNode) -> str:
     return node.kind.replace("_", " ")
 
 
-def _after(graph: TaskGraph, node: TaskNode) -> str:
-    """Dependencies of a task: of a receive, on the other rank."""
-    if node.kind == "receive":
-        return _names(list(dict.fromkeys(each.task for each in node.messages)))
-    return _names([graph.nodes[place].name for place in node.after])
-
-
 def _names(names: Sequence[str]) -> str:
     if len(names) <= _MOST_NAMES:
         return ", ".join(names)
@@ -463,7 +426,6 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _buffers(program: Program, rank: int) -> str:
-    """Receive buffers of a rank, in words."""
     sizes = {
         piece.channel: piece.sent.elements * value.dtype.itemsize
         for code in program.ranks
@@ -474,8 +436,5 @@ def _buffers(program: Program, rank: int) -> str:
     }
     found = [(each.buffers, sizes[each.number]) for each in program.channels if each.target_rank == rank]
     found += [(each.gradient_buffers, sizes[each.number]) for each in program.channels if each.source_rank == rank]
-    buffers = sum(count for count, _ in found)
-    if not buffers:
-        return ""
-    total = sum(count * size for count, size in found)
-    return f"; {buffers} buffers of {bytes_text(total)} in all for messages that come"
+    buffers, total = sum(count for count, _ in found), sum(count * size for count, size in found)
+    return f"; {buffers} buffers of {bytes_text(total)} in all for messages that come" if buffers else ""

@@ -61,8 +61,7 @@ def verify(
         run = Verification(manifest, device, data, seed, Path(scratch), precision, tolerance)
         checks = list(run.run(bar.advance))
     failed = [check for check in checks if not check.relative_difference <= check.limit]
-    limit = precision.limit if tolerance is None else tolerance
-    parts = f" = {precision}" if tolerance is None else ""
+    limit, parts = (precision.limit, f" = {precision}") if tolerance is None else (tolerance, "")
     result = {
         "tolerance": limit,
         "precision": {"dtype": precision.dtype, "depth": precision.depth},
@@ -79,10 +78,8 @@ def verify(
 
 
 def _lines(checks: Sequence[Check]) -> Iterator[str]:
-    """A line a check below the headings, then the limits that were measured as the base limit did not suffice.
-
-    The worst tensor's name, which may be long, stands last and is never cut.
-    """
+    """A line a check below the headings, then the limits that were measured as the base limit did not suffice. The
+    worst tensor's name, which may be long, stands last and is never cut."""
     rows = [("compared", "with", "tensors", "difference", "worst")]
     rows += [
         (check.compared, check.reference, str(check.tensors), f"{check.relative_difference:.2e}", check.worst)
@@ -177,9 +174,8 @@ class Verification:
         """Flags of a run of one step that leaves its record under this name."""
         folder = self.scratch / name
         folder.mkdir(exist_ok=True)
-        files = {"report": folder / "report.jsonl", "outputs": folder / "outputs.npz"}
-        own = {"device": self.device, "data": self.data or None, "seed": self.seed}
-        return rank_arguments(steps=1, record=folder, **files, **own)
+        files = {"report": folder / "report.jsonl", "outputs": folder / "outputs.npz", "record": folder}
+        return rank_arguments(steps=1, device=self.device, data=self.data or None, seed=self.seed, **files)
 
     def _losses(self, name: str) -> np.ndarray:
         return np.array(read_losses(self.scratch / name / "report.jsonl"))
@@ -235,8 +231,15 @@ class Verification:
 
     def _reference_check(self, forward: Manifest, ours: dict[str, np.ndarray]) -> Check:
         """The model's outputs over the step's whole batch against ONNX Runtime's, both without Dropout."""
+        from autopipe.backends.torch.runtime.parameters import init_shard  # Loads torch, which a check of data need not
+
         seed = forward.seed if self.seed is None else self.seed
-        model = ReferenceModel(forward.model, _drawn_weights(forward, seed), self.manifest.train)
+        weights = {}
+        for entry in forward.parameters:
+            if isinstance(entry.storage, Initializer):  # The model's file does not store it.
+                drawn = init_shard(entry, whole(entry.value.shape), seed)
+                weights[entry.value.name] = (drawn.float() if entry.value.dtype is DType.BFLOAT16 else drawn).numpy()
+        model = ReferenceModel(forward.model, weights, self.manifest.train)
         if model.random:
             reason = f"left out: {', '.join(model.random)} draws other numbers there"
             return Check("outputs of one device", "ONNX Runtime", 0, reason, 0.0, self.precision.limit)
@@ -250,12 +253,10 @@ class Verification:
             model.optimize()
             found = differences(self._reference_outputs(forward, model, seed))
             worst = max((each.relative for each in found), default=0.0)
-            if worst <= self.precision.limit:
-                return ""
-            return f"ONNX Runtime with its optimizations is {worst:.1e} away from itself without them"
+            text = f"ONNX Runtime with its optimizations is {worst:.1e} away from itself without them"
+            return "" if worst <= self.precision.limit else text
 
-        without = " without Dropout" if model.dropouts else ""
-        compared = f"outputs of one device{without}"
+        compared = f"outputs of one device{' without Dropout' if model.dropouts else ''}"
         return self._check(compared, "ONNX Runtime", differences(ours), self._forward_responses, note)
 
     def _reference_outputs(self, forward: Manifest, model: ReferenceModel, seed: int) -> dict[str, np.ndarray]:
@@ -266,22 +267,17 @@ class Verification:
             model.run({entry.value.name: source.rows(entry, start, start + size) for entry in forward.inputs})
             for start in range(0, forward.batch_size, size)
         ]
-        share = source.count(0) / forward.batch_size
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
-        return {
-            name: _joined([each[name] for each in evaluations], axes[name], share)
-            for name in model.outputs
-            if name in axes
-        }
-
-
-def _joined(evaluations: list[np.ndarray], batch_axis: int | None, share: float) -> np.ndarray:
-    """An output over several evaluations: the `share` of its samples that are data, one after the other; a value
-    without samples is averaged."""
-    if batch_axis is None:
-        return np.asarray(np.mean(np.stack(evaluations), axis=0))
-    whole = np.concatenate(evaluations, axis=batch_axis)
-    return np.take(whole, range(round(whole.shape[batch_axis] * share)), axis=batch_axis)
+        found = {}
+        for name in (each for each in model.outputs if each in axes):
+            parts, axis = [each[name] for each in evaluations], axes[name]
+            if axis is None:
+                found[name] = np.asarray(np.mean(np.stack(parts), axis=0))
+            else:  # Of its samples those that are data.
+                joined = np.concatenate(parts, axis=axis)
+                count = round(joined.shape[axis] * (source.count(0) / forward.batch_size))
+                found[name] = np.take(joined, range(count), axis=axis)
+        return found
 
 
 def _in_rounds(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
@@ -294,18 +290,6 @@ def _in_rounds(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, 
         name: array if ratios[name] == 1 else np.mean(array.reshape(-1, ratios[name], *array.shape[1:]), axis=1)
         for name, array in outputs.items()
     }
-
-
-def _drawn_weights(manifest: Manifest, seed: int) -> dict[str, np.ndarray]:
-    """Numbers for the parameters that the model file does not store."""
-    from autopipe.backends.torch.runtime.parameters import init_shard  # Loads torch, which a check of data need not.
-
-    found = {}
-    for entry in manifest.parameters:
-        if isinstance(entry.storage, Initializer):
-            drawn = init_shard(entry, whole(entry.value.shape), seed)
-            found[entry.value.name] = (drawn.float() if entry.value.dtype is DType.BFLOAT16 else drawn).numpy()
-    return found
 
 
 def _evaluation(manifest: Manifest, model: ReferenceModel) -> int:

@@ -59,8 +59,6 @@ class Efficiencies:
 
 @dataclass(frozen=True, slots=True)
 class DeviceDescription:
-    """One kind of device."""
-
     name: str
     """The product's name."""
     memory: Annotated[int, BYTES, AtLeast(1)]
@@ -77,8 +75,6 @@ class DeviceDescription:
 
 @dataclass(frozen=True, slots=True)
 class LevelDescription:
-    """One level of the hierarchy of links."""
-
     name: str
     """Kind of group, such as `node` or `cluster`."""
     latency: Latency
@@ -152,10 +148,9 @@ def build_cluster(
         raise ConfigurationError(f"{who} has no levels", hint="describe at least one")
     if description.groups:
         if nodes is not None or devices_per_node is not None:
-            raise ConfigurationError(
-                f"{who} has groups, so cluster.nodes and cluster.devices_per_node do not say whose nodes",
-                hint="take the first devices by gpus, or give each group its count in a file of your own",
-            )
+            message = f"{who} has groups, so cluster.nodes and cluster.devices_per_node do not say whose nodes"
+            hint = "take the first devices by gpus, or give each group its count in a file of your own"
+            raise ConfigurationError(message, hint)
         found = _mixed(description)
         shape = ", ".join(f"{group.count} in {group.name}" for group in description.groups)
     elif description.device is not None:
@@ -178,11 +173,9 @@ def _mixed(description: ClusterDescription) -> Cluster:
     who = f"cluster {description.name}"
     outer, *more = description.levels
     if more or outer.size not in (None, len(description.groups)):
-        raise ConfigurationError(
-            f"{who} joins {len(description.groups)} groups by "
-            + (f"{len(description.levels)} levels" if more else f"a level of {outer.size}"),
-            hint="give one level without a size; the links inside a group are its own levels",
-        )
+        found = f"{len(description.levels)} levels" if more else f"a level of {outer.size}"
+        hint = "give one level without a size; the links inside a group are its own levels"
+        raise ConfigurationError(f"{who} joins {len(description.groups)} groups by {found}", hint)
     names: set[str] = set()
     kinds: dict[str, Device] = {}
     for group in description.groups:
@@ -206,10 +199,8 @@ def _mixed(description: ClusterDescription) -> Cluster:
 def _group(who: str, group: GroupDescription) -> Group:
     """The group with the levels that its devices need."""
     if not group.levels:
-        raise ConfigurationError(
-            f"group {group.name} of {who} has no levels",
-            hint="describe at least the links in a node, or name a preset as its device",
-        )
+        hint = "describe at least the links in a node, or name a preset as its device"
+        raise ConfigurationError(f"group {group.name} of {who} has no levels", hint)
     levels: list[Level] = []
     members = group.count
     for level in group.levels:
@@ -221,19 +212,16 @@ def _group(who: str, group: GroupDescription) -> Group:
         levels.append(level_of(level, min(size, members)))
         members = -(-members // size)
     if members > 1:
-        raise InfeasibleError(
-            f"group {group.name} of {who} has {group.count} devices, and its levels hold only "
-            f"{math.prod(level.size for level in levels)}",
-            hint="give it fewer devices, or one level more",
-        )
+        held = math.prod(level.size for level in levels)
+        message = f"group {group.name} of {who} has {group.count} devices, and its levels hold only {held}"
+        raise InfeasibleError(message, "give it fewer devices, or one level more")
     return Group(group.name, group.count, tuple(levels))
 
 
 def _check_total(description: ClusterDescription, total: int) -> None:
     if total > MOST_DEVICES:
-        raise ConfigurationError(
-            f"cluster {description.name} has {total} devices", hint=f"at most {MOST_DEVICES} can be planned for"
-        )
+        hint = f"at most {MOST_DEVICES} can be planned for"
+        raise ConfigurationError(f"cluster {description.name} has {total} devices", hint)
 
 
 def _sizes(
@@ -246,10 +234,8 @@ def _sizes(
     if nodes is not None and len(sizes) > 1:
         sizes[1] = nodes
     elif nodes is not None and nodes > 1:
-        raise ConfigurationError(
-            f"cluster {description.name} describes no link between nodes, so it cannot have {nodes}",
-            hint="leave cluster.nodes out, or describe a second level",
-        )
+        message = f"cluster {description.name} describes no link between nodes, so it cannot have {nodes}"
+        raise ConfigurationError(message, "leave cluster.nodes out, or describe a second level")
     for level, size in zip(description.levels[:-1], sizes, strict=False):
         if size is None:
             raise _no_size(level, f"cluster {description.name}")

@@ -46,11 +46,9 @@ class Choice:
 
 
 def build(choice: Choice, schema: type[Shape], path: str) -> Shape:
-    """An instance of `schema`, the dataclass that `choice.name` stands for, with the options chosen.
-
-    `path` is `strategy` or `schedule`. Raises ConfigurationError for an option that `schema` does not have, or of the
-    wrong type.
-    """
+    """An instance of `schema`, the dataclass that `choice.name` stands for, with the options chosen. `path` is
+    `strategy` or `schedule`. Raises ConfigurationError for an option that `schema` does not have, or of the wrong
+    type."""
     return convert(Entry(dict(choice.options), Place(path)), schema, path)
 
 
@@ -281,11 +279,9 @@ def flags() -> dict[str, tuple[str, str]]:
 
 
 def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequence[str]) -> list[Setting]:
-    """Settings of a command line, the later over the earlier.
-
-    `words` are flags, of `OPTION_FLAGS` too, with their words, `dims` the words of `--dim NAME=EXTENT`, `assignments`
-    those of `--set KEY=VALUE`. Raises ConfigurationError for a word without `=` or a key without a name.
-    """
+    """Settings of a command line, the later over the earlier. `words` are flags, of `OPTION_FLAGS` too, with their
+    words, `dims` the words of `--dim NAME=EXTENT`, `assignments` those of `--set KEY=VALUE`. Raises ConfigurationError
+    for a word without `=` or a key without a name."""
     found: list[Setting] = []
     for flag, word in words.items():
         path = OPTION_FLAGS[flag][0] if flag in OPTION_FLAGS else flags()[flag][:1]
@@ -344,11 +340,9 @@ def load_configuration(
 
 
 def effective(documents: Sequence[Entry], given: Sequence[Setting] = ()) -> Configuration:
-    """The defaults with `documents`, at least one, laid over them in order, and the settings over all, checked.
-
-    A mapping is merged key by key, with two exceptions that keep leftovers away: another strategy, scheduler or cluster
-    comes without the options of the one it replaces, and of two keys that exclude each other the given one stays.
-    """
+    """The defaults with `documents`, at least one, laid over them in order, and the settings over all, checked. A
+    mapping is merged key by key, with two exceptions that keep leftovers away: another strategy, scheduler or cluster
+    comes without the options of the one it replaces, and of two keys that exclude each other the given one stays."""
     over = Entry({}, documents[0].place)
     for path, entry in given:
         for name in reversed(path):

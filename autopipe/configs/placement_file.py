@@ -17,27 +17,22 @@ MOST_DEVICES = 4096
 MOST_BLOCKS = 20_000
 MOST = 10**12
 """Largest time and memory: sums over all blocks of all units stay far below 2^63."""
-Time = Annotated[int, AtLeast(1), AtMost(MOST)]
-Delay = Annotated[int, AtLeast(0), AtMost(MOST)]
-Change = Annotated[int, AtLeast(-MOST), AtMost(MOST)]
-Room = Annotated[int, AtLeast(0), AtMost(MOST)]
+Amount = Annotated[int, AtLeast(0), AtMost(MOST)]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDescription:
-    """One block."""
-
     name: str
     """Its name, which no other block has."""
     devices: tuple[Annotated[int, AtLeast(0)], ...]
     """The device it runs on, or several that run it together."""
-    time: Time
+    time: Annotated[int, AtLeast(1), AtMost(MOST)]
     """How long it takes, in units of your choice."""
-    memory: Change = 0
+    memory: Annotated[int, AtLeast(-MOST), AtMost(MOST)] = 0
     """Change of the memory in use on each of its devices when it starts; below 0 where it frees."""
     after: tuple[str, ...] = ()
     """Names of the blocks of the same unit that must have ended before it starts."""
-    delays: tuple[Delay, ...] = ()
+    delays: tuple[Amount, ...] = ()
     """For each of `after` the time that what it sends is under way; none without it."""
     place: Annotated[Place, Origin("name")] = field(default=Place("a placement"), compare=False)
     """Where the name was written."""
@@ -45,15 +40,13 @@ class BlockDescription:
 
 @dataclass(frozen=True, slots=True)
 class PlacementDescription:
-    """The blocks of one unit, and the devices that run them."""
-
     format: Literal["autopipe.placement/1"]
     """Format of the file."""
     devices: Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
     """Number of devices."""
     blocks: tuple[BlockDescription, ...]
     """The blocks of one unit, in any order."""
-    memory: Room | tuple[Room, ...] | None = None
+    memory: Amount | tuple[Amount, ...] | None = None
     """Room on a device: one number for all, or a list with one for each; `null` for no limit."""
     micro_batches_per_unit: Annotated[int, AtLeast(1), AtMost(2**20)] = 1
     """Micro-batches that one unit stands for."""

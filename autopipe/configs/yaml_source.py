@@ -30,8 +30,6 @@ _BASE_SIXTY = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an entry was written."""
-
     source: str
     """A file's path, or a flag such as `--set seed=1`."""
     line: int | None = None

@@ -38,7 +38,6 @@ class Bar:
 
     @property
     def label(self) -> str:
-        """Phase and micro-batch, for where the stage is plain or there is no room."""
         return f"{self.letter}{self.unit}"
 
 
@@ -79,7 +78,6 @@ class Picture:
 
     @property
     def rows(self) -> list[list[Bar]]:
-        """Each device's bars in order of time."""
         found: list[list[Bar]] = [[] for _ in self.memory]
         for bar in self.bars:
             found[bar.device].append(bar)
@@ -134,11 +132,9 @@ _TOLERANCE = 1e-2
 
 
 def steady_state(schedule: Schedule, timeline: Timeline, turns: tuple[int, ...] = ()) -> SteadyState | None:
-    """Where the devices' repetends overlap in time; None where they do not. `turns` are those of the stages.
-
-    Best is a stretch in which all devices move on at one pace. A step too short for that still has the stretch in which
-    each device is in its repetend: the same tasks again and again, though they come at different intervals.
-    """
+    """Where the devices' repetends overlap in time; None where they do not. `turns` are those of the stages. Best is a
+    stretch in which all devices move on at one pace. A step too short for that still has the stretch in which each
+    device is in its repetend: the same tasks again and again, though they come at different intervals."""
     devices: list[list[Span]] = [[] for _ in timeline.memory]
     for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
         devices[span.device].append(span)
@@ -157,10 +153,8 @@ def steady_state(schedule: Schedule, timeline: Timeline, turns: tuple[int, ...] 
 
 
 def _regular(repetend: Repetend, spans: list[Span], turns: tuple[int, ...]) -> tuple[float, float, float, float]:
-    """(start, end, period, pace) of the longest stretch of one device whose repetitions come a period apart.
-
-    The pace is the period of one micro-batch of the step, of which a stage may take several turns.
-    """
+    """(start, end, period, pace) of the longest stretch of one device whose repetitions come a period apart. The pace
+    is the period of one micro-batch of the step, of which a stage may take several turns."""
     body = spans[repetend.start : repetend.start + repetend.length * repetend.count]
     starts = np.array([span.start for span in body]).reshape(repetend.count, repetend.length)
     steps = np.diff(starts, axis=0)
@@ -178,10 +172,8 @@ def _regular(repetend: Repetend, spans: list[Span], turns: tuple[int, ...]) -> t
 
 
 def block_picture(schedule: BlockSchedule, title: str) -> Picture:
-    """The picture of a schedule of blocks; a block on several devices stands on each one's row.
-
-    A block's name tells its colour: F0 and B0 are two phases of one stage, as are TPf and TPb.
-    """
+    """The picture of a schedule of blocks; a block on several devices stands on each one's row. A block's name tells
+    its colour: F0 and B0 are two phases of one stage, as are TPf and TPb."""
     kinds = block_kinds(schedule.graph.blocks)
     bars = (
         Bar(device, start, start + block.time, f"{block.name}·{unit}", *kinds[index][:2], unit, kinds[index][2])
@@ -201,30 +193,22 @@ def block_picture(schedule: BlockSchedule, title: str) -> Picture:
 
 
 def block_kinds(blocks: tuple[Block, ...]) -> tuple[tuple[int, Phase, str], ...]:
-    """The stage and the phase that each block's name tells, with the phase's letter as the name has it.
-
-    A name whose F (or f) becomes B, I or W names another phase of the same stage. A block with no such name is a stage
-    of its own: a backward if it frees memory, a forward otherwise.
-    """
+    """The stage and the phase that each block's name tells, with the phase's letter as the name has it. A name whose F
+    (or f) becomes B, I or W names another phase of the same stage. A block with no such name is a stage of its own: a
+    backward if it frees memory, a forward otherwise."""
     names = {block.name for block in blocks}
     stages: dict[str, int] = {}
     found = []
     for block in blocks:
-        stem, phase, letter = _stem(block, names)
+        stem, phase = block.name, Phase.BACKWARD if block.memory < 0 else Phase.FORWARD
+        letter = phase.value
+        for place, each in enumerate(block.name):
+            forward = block.name[:place] + ("F" if each.isupper() else "f") + block.name[place + 1 :]
+            if each in "FBIWfbiw" and forward in names:
+                stem, phase, letter = forward, Phase(each.upper()), each
+                break
         found.append((stages.setdefault(stem, len(stages)), phase, letter))
     return tuple(found)
-
-
-def _stem(block: Block, names: set[str]) -> tuple[str, Phase, str]:
-    """The name of the forward of the block's stage, the block's own phase, and its letter."""
-    for place, letter in enumerate(block.name):
-        if letter in "FBIWfbiw":
-            forward = "F" if letter.isupper() else "f"
-            stem = block.name[:place] + forward + block.name[place + 1 :]
-            if stem in names:
-                return stem, Phase(letter.upper()), letter
-    phase = Phase.BACKWARD if block.memory < 0 else Phase.FORWARD
-    return block.name, phase, phase.value
 
 
 def _memory(schedule: BlockSchedule) -> tuple[Curve, ...]:
@@ -243,10 +227,8 @@ def _memory(schedule: BlockSchedule) -> tuple[Curve, ...]:
 
 
 def _steady(schedule: BlockSchedule) -> SteadyState | None:
-    """The longest run of repetitions that are as the repetend says: the r-th has block i of unit r + offset of i.
-
-    The first and the last ones may differ: their blocks start as soon as they can.
-    """
+    """The longest run of repetitions that are as the repetend says: the r-th has block i of unit r + offset of i. The
+    first and the last ones may differ: their blocks start as soon as they can."""
     repetend, period = schedule.repetend, schedule.period
     if repetend is None or period is None:
         return None
@@ -272,10 +254,8 @@ MOST_DEVICES = 16
 
 
 def one_of_each(picture: Picture) -> Picture:
-    """The picture of one device of those with the same tasks in the same order, where they are more than a few.
-
-    Of messages those between devices that are left are drawn.
-    """
+    """The picture of one device of those with the same tasks in the same order, where they are more than a few. Of
+    messages those between devices that are left are drawn."""
     if len(picture.memory) <= MOST_DEVICES:
         return picture
     first: dict[tuple[str, ...], int] = {}
@@ -302,11 +282,9 @@ _LIGHTNESS = {Phase.FORWARD: 0.74, Phase.BACKWARD: 0.42, Phase.INPUT_GRADIENT: 0
 
 
 def stage_colour(stage: int, phase: Phase) -> str:
-    """A colour for a stage's tasks as `#rrggbb`; the hues repeat after ten stages.
-
-    Forwards are light, backwards dark. Of the halves of a backward the input gradient is lighter than a whole one, the
-    weight gradient darker and greyer.
-    """
+    """A colour for a stage's tasks as `#rrggbb`; the hues repeat after ten stages. Forwards are light, backwards dark.
+    Of the halves of a backward the input gradient is lighter than a whole one, the weight gradient darker and
+    greyer."""
     saturation = _SATURATIONS[stage % len(_HUES)] * (0.45 if phase is Phase.WEIGHT_GRADIENT else 1.0)
     parts = colorsys.hls_to_rgb(_HUES[stage % len(_HUES)] / 360, _LIGHTNESS[phase], saturation)
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)

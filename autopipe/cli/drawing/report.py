@@ -172,11 +172,8 @@ def comparison_markup(
 def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult]) -> Report:
     summary, picture = plan.summary, plan_picture(plan, timeline)
     columns = stage_columns(plan, full=True)
-    # As the cost model predicts them.
-    stages = [
-        markup_row(cells, stage_colour(index, Phase.BACKWARD))
-        for index, cells in enumerate(zip(*columns.values(), strict=True))
-    ]
+    rows = enumerate(zip(*columns.values(), strict=True))
+    stages = [markup_row(cells, stage_colour(index, Phase.BACKWARD)) for index, cells in rows]
     sections = [("Stages", plan_graph_svg(plan) + markup_table(list(columns), stages))]
     if results:
         table = comparison_markup(results, picture.limits, seconds_text, bytes_text)

@@ -106,7 +106,6 @@ def plan_graph_svg(plan: Plan) -> str:
 
 
 def block_graph_svg(graph: BlockGraph) -> str:
-    """The blocks of a unit, and which comes after which."""
     kinds = zip(graph.blocks, block_kinds(graph.blocks), strict=True)
     nodes = [(block.name, block.devices, stage, phase) for block, (stage, phase, _) in kinds]
     edges = {

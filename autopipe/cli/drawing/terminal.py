@@ -67,10 +67,8 @@ def _time_axis(picture: Picture, columns: int) -> Axis:
 
 
 def _cut(state: SteadyState, width: float, end: float, scale: float, columns: int, unit: float) -> Axis:
-    """Warm-up from its start, as many repetitions of `width` as there is room for, and cool-down to its end.
-
-    `unit` is what the columns of a part are a multiple of, for times that are whole numbers; 0 for any.
-    """
+    """Warm-up from its start, as many repetitions of `width` as there is room for, and cool-down to its end. `unit` is
+    what the columns of a part are a multiple of, for times that are whole numbers; 0 for any."""
     least = min(state.count, max(1, int(columns / _REPETEND_SHARE / width)))
     room = columns - 2 * _GAP - math.ceil(least * width)
     warm_up, cool_down = math.ceil(state.start * scale), math.ceil((end - state.end) * scale)
@@ -112,7 +110,7 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     gradient); with `colour` on its stage's colour. Where the step does not fit, warm-up, some repetitions and cool-down
     are drawn, and a last line says what is left out.
     """
-    margin = _margin(picture)
+    margin = len(str(len(picture.memory) - 1)) + 1
     columns = max(20, width - margin)
     axis = _time_axis(picture, columns)
     rows = picture.rows
@@ -125,11 +123,6 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     if hidden:
         for line in wrap(f"⋯ left out: {', '.join(hidden)}", width - margin):
             yield Text(" " * margin + line)
-
-
-def _margin(picture: Picture) -> int:
-    """Characters that the devices' numbers take."""
-    return len(str(len(picture.memory) - 1)) + 1
 
 
 _MOST_DEVICES = 64
@@ -146,7 +139,6 @@ def _middle_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None
 
 
 def _task_row(label: str, bars: list[Bar], axis: Axis, colour: bool) -> Text:
-    """A device's tasks, in order of time, behind its label."""
     row = Text(label)
     # F3 and f3 are two stages that their letters tell apart; of two stages with one letter, names say which.
     stages = Counter(is_upper for _, is_upper in {(bar.stage, bar.letter.isupper()) for bar in bars})
@@ -214,7 +206,6 @@ def _scale(picture: Picture, axis: Axis, columns: int) -> str:
 
 
 def _hidden(picture: Picture, start: float, end: float) -> Iterator[str]:
-    """A stretch that is left out, in words."""
     state = picture.steady
     if state is None or state.period is None:
         yield picture.time_text(end - start)
@@ -237,23 +228,22 @@ _NEAR = 2
 
 
 def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
-    """A heading, then a line a device: its memory over the whole step, its peak and its limit.
-
-    A full bar is the largest limit where that is near, otherwise the highest peak of all devices. A peak above the
-    device's limit is told in words.
-    """
-    margin = _margin(picture)
+    """A heading, then a line a device: its memory over the whole step, its peak and its limit. A full bar is the
+    largest limit where that is near, otherwise the highest peak of all devices. A peak above the device's limit is told
+    in words."""
+    margin = len(str(len(picture.memory) - 1)) + 1
     peaks = picture.peaks
     highest = max(peaks, default=0)
     limit = max((each for each in picture.limits if each is not None), default=0)
     full = limit if highest <= limit <= _NEAR * highest else highest
     yield Text(f"memory (a full bar is {picture.memory_text(full)}{', the limit' if full == limit else ''})"[:width])
-    labels = [f" {picture.memory_text(peak)}" for peak in peaks]
+    bare = [f" {picture.memory_text(peak)}" for peak in peaks]
+    labels = list(bare)
     for row, room in enumerate(picture.limits):
         if room is not None:
             labels[row] += f" {'of' if peaks[row] <= room else 'over'} {picture.memory_text(room)}"
     if width - margin - max(map(len, labels), default=0) < _LEAST_COLUMNS:
-        labels = [f" {picture.memory_text(peak)}" for peak in peaks]
+        labels = bare
     columns = max(4, width - margin - max(map(len, labels), default=0))
     for device, start in _middle_left_out(picture, margin):
         if device is None:
@@ -267,9 +257,9 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
 def _memory_bars(curve: Curve, end: float, columns: int, full: int) -> str:
     """The most memory in use in each of `columns` equal parts of the step, as bars."""
     highest = [0] * columns
-    for (start, used), stop in zip(curve, [*(time for time, _ in curve[1:]), end], strict=True):
-        first = min(columns - 1, int(start / end * columns)) if end else 0
-        last = min(columns - 1, int(stop / end * columns)) if end else columns - 1
+    times = [*(time for time, _ in curve), end]
+    columns_of = [min(columns - 1, int(time / end * columns)) for time in times] if end else [0, columns - 1]
+    for (_, used), (first, last) in zip(curve, pairwise(columns_of), strict=False):
         for column in range(first, last + 1):
             highest[column] = max(highest[column], used)
     return "".join(_bar(used, full) for used in highest)
@@ -289,10 +279,8 @@ Named = tuple[str, Picture]
 
 
 def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator[Text]:
-    """The steps' timelines on one axis of time, each with its length where it ends.
-
-    Tasks are drawn where all of them are wide enough; of finer ones each column is as high as its device is busy.
-    """
+    """The steps' timelines on one axis of time, each with its length where it ends. Tasks are drawn where all of them
+    are wide enough; of finer ones each column is as high as its device is busy."""
     axis, margin = _common_axis(steps, width)
     lengths = sorted(bar.end - bar.start for _, picture in steps for bar in picture.bars)
     as_tasks = not lengths or lengths[len(lengths) // 2] * axis.columns >= _LEAST_WIDTH * axis.end

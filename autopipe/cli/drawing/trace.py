@@ -58,21 +58,17 @@ Event = dict[str, object]
 
 
 def chrome_trace(picture: Picture, measured: Sequence[MeasuredTask] = ()) -> str:
-    """JSON: a thread a rank with its tasks, one a link with what it sends, and each rank's memory as a counter.
-
-    Times are in µs; where the picture's have no unit, one stands for a millisecond. With measured tasks the prediction
-    begins where their last step does, so that the two can be compared: the first step also warms up.
-    """
+    """JSON: a thread a rank with its tasks, one a link with what it sends, and each rank's memory as a counter. Times
+    are in µs; where the picture's have no unit, one stands for a millisecond. With measured tasks the prediction begins
+    where their last step does, so that the two can be compared: the first step also warms up."""
     scale = 1e6 if picture.physical else 1e3
     last = max((task.step for task in measured), default=0)
     origin = min((task.start for task in measured if task.step == last), default=0.0)
     events = [*_ranks(PREDICTED, "predicted", len(picture.memory)), *_predicted(picture, origin, scale)]
     if measured:
         events += _ranks(MEASURED, "measured", 1 + max(task.rank for task in measured))
-        events += (
-            _span(MEASURED, task.rank, task.name, "measured", task.start, task.duration, step=task.step)
-            for task in measured
-        )
+    for task in measured:
+        events.append(_span(MEASURED, task.rank, task.name, "measured", task.start, task.duration, step=task.step))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
 
 
@@ -92,8 +88,7 @@ def _span(process: int, thread: int, name: str, kind: str, start: float, duratio
 
 
 def _predicted(picture: Picture, origin: float, scale: float) -> Iterator[Event]:
-    """Tasks, messages and memory. Messages of one link follow one another; those of one rank may overlap, which a
-    thread cannot show."""
+    """Tasks, messages and memory. Messages of one rank may overlap, which a thread cannot show: each link has one."""
     for bar in picture.bars:
         start, duration = origin + bar.start * scale, (bar.end - bar.start) * scale
         facts = {"stage": bar.stage, "micro_batch": bar.unit}
@@ -114,9 +109,7 @@ def _predicted(picture: Picture, origin: float, scale: float) -> Iterator[Event]
 
 
 def orders_csv(picture: Picture) -> str:
-    """Each device's tasks in order as stage, action (F, B, I or W) and micro-batch, such as `0F0,0F1,1F0`.
-
-    Blocks have the stages that their names tell, numbered in order of their first mention.
-    """
+    """Each device's tasks in order as stage, action (F, B, I or W) and micro-batch, such as `0F0,0F1,1F0`. Blocks have
+    the stages that their names tell, numbered in order of their first mention."""
     rows = (",".join(f"{bar.stage}{bar.phase.value}{bar.unit}" for bar in row) for row in picture.rows)
     return "".join(f"{row}\n" for row in rows)

@@ -106,11 +106,9 @@ def parse_words(words: Iterable[str]) -> dict[str, str]:
 
 
 def configure(name: str, settings: Settings | None = None) -> ZooModel:
-    """Model `name` with `settings`; `size` names a preset, which the other keys then change.
-
-    A value that is text is read as YAML, as on a command line. Raises ConfigurationError for an unknown name, key or
-    preset (with the nearest match), a value of the wrong type, and sizes that contradict each other.
-    """
+    """Model `name` with `settings`; `size` names a preset, which the other keys then change. A value that is text is
+    read as YAML, as on a command line. Raises ConfigurationError for an unknown name, key or preset (with the nearest
+    match), a value of the wrong type, and sizes that contradict each other."""
     kind, given = model_class(name), dict(settings or {})
     chosen: Settings = {}
     if SIZE_KEY in given:

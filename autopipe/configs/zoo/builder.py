@@ -232,10 +232,8 @@ class GraphBuilder:
 
     def predict_tokens(self, logits: ir.Value, length: int, vocabulary: int) -> None:
         """End with `logits` [batch, length, vocabulary], or with their mean cross-entropy to labels [batch, length].
-
         Labels stand where their prediction stands: for a causal model they are the tokens moved by one. Inference gives
-        the product with a symbolic batch no name, so the shape of all positions together is said here.
-        """
+        the product with a symbolic batch no name, so the shape of all positions together is said here."""
         rows = self.batch * length if isinstance(self.batch, int) else f"{self.batch}*{length}"
 
         def loss(labels: ir.Value) -> ir.Value:
@@ -305,11 +303,9 @@ class BuiltModel:
         return self._filled(inside)
 
     def save(self, path: Path, progress: Progress = lambda _: None, inline_limit: int = INLINE_LIMIT) -> None:
-        """Write the model to `path`, and its parameters to `path`.data where they exceed `inline_limit` bytes.
-
-        Files appear complete or not at all, the one named `path` last. Raises ConfigurationError where the folder
-        cannot be written or the disk has too little room.
-        """
+        """Write the model to `path`, and its parameters to `path`.data where they exceed `inline_limit` bytes. Files
+        appear complete or not at all, the one named `path` last. Raises ConfigurationError where the folder cannot be
+        written or the disk has too little room."""
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         if path.is_dir():
             raise ConfigurationError("this is a folder", hint="name the file to write", where=str(path))
@@ -360,11 +356,9 @@ def _store_beside(file: IO[bytes], name: str, progress: Progress, tensor: onnx.T
 
 
 def drawn(parameter: Parameter, seed: int) -> Pieces:
-    """The values of `parameter`, flat and in order, at most PIECE elements at a time.
-
-    Each piece has its own counter range of Philox keyed by the seed and the parameter's name, so that neither the
-    order of parameters nor the reading of a part changes a value.
-    """
+    """The values of `parameter`, flat and in order, at most PIECE elements at a time. Each piece has its own counter
+    range of Philox keyed by the seed and the parameter's name, so that neither the order of parameters nor the reading
+    of a part changes a value."""
     key = np.array([seed, zlib.crc32(parameter.name.encode())], dtype=np.uint64)
     for index, start in enumerate(range(0, parameter.size, PIECE)):
         count = min(PIECE, parameter.size - start)

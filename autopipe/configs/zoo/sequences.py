@@ -24,11 +24,9 @@ _MT5 = "layers hidden heads vocabulary tied source target"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mt5(TransformerModel):
-    """mT5: encoder and decoder over one shared embedding (Xue et al., 2021).
-
-    source [batch, source], target [batch, target] -> logits [batch, target, vocabulary]. As in T5: RMS norms, no
-    biases, unscaled scores, a learned bias by bucketed distance in place of positions.
-    """
+    """mT5: encoder and decoder over one shared embedding (Xue et al., 2021). source [batch, source], target [batch,
+    target] -> logits [batch, target, vocabulary]. As in T5: RMS norms, no biases, unscaled scores, a learned bias by
+    bucketed distance in place of positions."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # Tessel (HPCA 2024), table III, whose layers are those of encoder and decoder together: 48, 48, 64, 80.
@@ -92,11 +90,9 @@ class Mt5(TransformerModel):
 
 
 def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
-    """int64 [length, length]: the bucket of key position minus query position.
-
-    Half of the buckets hold one distance each, the other half grow logarithmically up to FARTHEST. A causal model
-    looks back only; otherwise keys after the query have the second half of the table to themselves.
-    """
+    """int64 [length, length]: the bucket of key position minus query position. Half of the buckets hold one distance
+    each, the other half grow logarithmically up to FARTHEST. A causal model looks back only; otherwise keys after the
+    query have the second half of the table to themselves."""
     order = graph.positions(length)
     key, query = graph.op("Unsqueeze", order, graph.constant([0])), graph.op("Unsqueeze", order, graph.constant([1]))
     offset = graph.op("Sub", key, query)

@@ -180,8 +180,6 @@ def transformer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerModel(ZooModel):
-    """Fields of a model made of transformer layers."""
-
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
 
     layers: Count = 4
@@ -294,11 +292,9 @@ def _moe_sizes(layers: int, hidden: int, experts: int) -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts(TransformerModel):
-    """A language model whose feed-forward layers are experts chosen by a gate (Lepikhin et al., 2021: GShard).
-
-    tokens [batch, sequence] -> logits [batch, sequence, vocabulary]. Each sample is a group of its own: its tokens
-    compete for the experts' places, those of other samples do not, so that a batch may be split anywhere.
-    """
+    """A language model whose feed-forward layers are experts chosen by a gate (Lepikhin et al., 2021: GShard). tokens
+    [batch, sequence] -> logits [batch, sequence, vocabulary]. Each sample is a group of its own: its tokens compete for
+    the experts' places, those of other samples do not, so that a batch may be split anywhere."""
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # The family of Alpa (OSDI 2022) against which TePDist measures, named by the number of parameters.
@@ -364,11 +360,9 @@ class MixtureOfExperts(TransformerModel):
             return graph.reshape(weights, [0, rows]), chosen
 
     def _places(self, graph: GraphBuilder, weights: ir.Value, chosen: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """[batch, sequence, experts, capacity]: 1 where a token takes an expert's place, and there its weight.
-
-        First choices are seated before second ones, earlier tokens before later ones; a place beyond the capacity is
-        out of range for the one-hot rows, which makes them zero.
-        """
+        """[batch, sequence, experts, capacity]: 1 where a token takes an expert's place, and there its weight. First
+        choices are seated before second ones, earlier tokens before later ones; a place beyond the capacity is out of
+        range for the one-hot rows, which makes them zero."""
         with graph.scope("places"):
             before = graph.op("CumSum", chosen, graph.constant(1), exclusive=1)
             place = graph.op("ReduceSum", graph.op("Mul", before, chosen), graph.constant([-1]), keepdims=0)
