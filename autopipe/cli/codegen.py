@@ -72,10 +72,8 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
         kept = (rank if rank.rank in ranks else replace(rank, shards=()) for rank in program.ranks)
         program = replace(program, ranks=tuple(kept))
     stage_titles = tuple(_stage_title(program, stage) for stage in program.stages)
-    written = [not ranks or rank.rank in ranks for rank in program.ranks]
     rank_titles = tuple(
-        _rank_title(planned, program, rank) if is_written else None
-        for rank, is_written in zip(program.ranks, written, strict=True)
+        _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None for rank in program.ranks
     )
     files = [ProgramFiles("", program, stage_titles, rank_titles)]
     if not ranks:

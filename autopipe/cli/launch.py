@@ -203,9 +203,8 @@ class Launch:
         check_data(self.manifest, self.data, 1)
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             report = Path(name) / "report.json"
-            arguments = rank_arguments(
-                dry_run=True, steps=1, report=report, device=self.device, data=self.data, seed=self.seed
-            )
+            own = {name: getattr(self, name) for name in ("device", "data", "seed")}
+            arguments = rank_arguments(dry_run=True, steps=1, report=report, **own)
             run_alone(self.manifest.folder, arguments, rank, world_size)
             found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
             return found
@@ -218,10 +217,9 @@ class Launch:
         train, checkpoint = self.manifest.train, self.checkpoint
         missing = [rank for rank in range(self.manifest.world_size) if not self._has(rank)]
         if missing:
-            raise ConfigurationError(
-                f"{len(missing)} of {self.manifest.world_size} ranks were not generated, the first is {missing[0]}",
-                hint="autopipe codegen PLAN, without --ranks, writes all",
-            )
+            of_all = f"{len(missing)} of {self.manifest.world_size} ranks"
+            hint = "autopipe codegen PLAN, without --ranks, writes all"
+            raise ConfigurationError(f"{of_all} were not generated, the first is {missing[0]}", hint)
         if checkpoint is None and (self.resume or self.checkpoint_every):
             flag = "--resume" if self.resume else "--checkpoint-every"
             raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")

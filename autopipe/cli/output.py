@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -69,17 +70,16 @@ class Bar:
 
     def advance(self, amount: float = 1, note: str = "") -> None:
         """Move on by `amount` of the total; `note` replaces the text at the end of the line where it is given."""
-        self._progress.advance(self._task, amount)
-        self._say(note)
+        self._update(note, advance=amount)
 
     def reach(self, completed: float, note: str = "") -> None:
         """Set how much of the total is done, for work that reports where it stands, such as a solver's seconds."""
-        self._progress.update(self._task, completed=completed)
-        self._say(note)
+        self._update(note, completed=completed)
 
-    def _say(self, note: str) -> None:
+    def _update(self, note: str, **change: Any) -> None:
         if note:
-            self._progress.update(self._task, note=note)
+            change["note"] = note
+        self._progress.update(self._task, **change)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,6 @@ def strategy_text(alternative: Alternative) -> str:
 
 
 def over_text(step_s: float, chosen_s: float) -> str:
-    """How much longer a step is than the chosen one."""
     return "same" if step_s == chosen_s else _change(chosen_s, step_s)
 
 
@@ -238,7 +237,6 @@ def traffic_line(summary: Summary) -> str:
 
 
 def _proof_lines(summary: Summary) -> Iterator[str]:
-    """Proof of the splits, and how far measured costs went."""
     if (proof := summary.splits) is not None:
         counted = seconds_text(proof.cost) if proof.unit == "s" else f"{proof.cost:.6g} {proof.unit}"
         how = "proven the least" if proof.optimal else f"at most {proof.gap:.1%} above the least"

@@ -383,11 +383,9 @@ class ModelCorrection:
     """Seconds of a backward besides its operators."""
 
     def tasks(self, costs: TaskCosts) -> TaskCosts:
-        """Task costs of the model's size."""
         return replace(costs, forward_s=self.forward_s, backward_s=self.backward_s)
 
     def of(self, cost: OperationCost) -> OperationCost:
-        """Cost of the operator in the model."""
         forward, backward = cost.forward, cost.backward
         if backward is not None:
             backward = replace(backward, seconds=backward.seconds * self.backward)

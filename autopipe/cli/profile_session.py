@@ -46,8 +46,6 @@ _WHOLE, _TASKS, _STARTS, _EXCHANGES = 0.15, 0.1, 0.15, 0.3
 
 @dataclass(frozen=True, slots=True)
 class Profiling:
-    """Settings of a profile: the model, the device, and the parts to measure."""
-
     request: Request
     sizes: tuple[int, ...] | None
     """Micro-batch sizes; the profiler's choice where None."""
@@ -92,11 +90,10 @@ class Profiling:
             if self.source == "torch":
                 bar.reach(time.perf_counter() - started, note="the whole model")
                 known, each_s = [cost for _, cost in measured], _WHOLE * self.seconds / len(models)
+                precision = self.request.precision
                 for size, model in models:
                     folder = scratch / f"whole-{size}"
-                    whole = measure_whole(
-                        model, self.request.precision, known, tasks, starts, device.type, folder, each_s
-                    )
+                    whole = measure_whole(model, precision, known, tasks, starts, device.type, folder, each_s)
                     if whole is not None:
                         wholes[size] = whole
         if tasks is not None:

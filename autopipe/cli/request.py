@@ -66,7 +66,6 @@ def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
     place = Place("the plan")
 
     def entry(value: Any) -> Entry:
-        """An option's value as a YAML file would hold it."""
         if isinstance(value, tuple):
             return Entry(tuple(map(entry, value)), place)
         return Entry(str(value) if isinstance(value, Path) else value, place)

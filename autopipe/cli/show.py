@@ -90,7 +90,6 @@ def show(
 
 
 def _opened(path: Path) -> PlanView | BlockView:
-    """The plan of a folder, or the schedule of blocks of a file. Raises ConfigurationError."""
     if not path.is_file():
         return PlanView(path, *open_prediction(path))
     try:

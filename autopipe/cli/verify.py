@@ -71,10 +71,8 @@ def verify(
     output.result(result, *_lines(checks), f"{'not equal' if failed else 'equal'}: the limit is {limit:.2g}{parts}")
     if failed:
         check = failed[0]
-        raise VerificationError(
-            f"{check.compared}: {check.relative_difference:.2e} away from {check.reference} (limit {check.limit:.2g})",
-            where=repr(check.worst),
-        )
+        away = f"{check.relative_difference:.2e} away from {check.reference} (limit {check.limit:.2g})"
+        raise VerificationError(f"{check.compared}: {away}", where=repr(check.worst))
 
 
 def _lines(checks: Sequence[Check]) -> Iterator[str]:
@@ -144,7 +142,6 @@ class Verification:
     """The limit, in place of what follows from the precision."""
 
     def run(self, advance: Callable[[], None]) -> Iterator[Check]:
-        """The checks, as they are done."""
         folder = self.manifest.folder
         launch_program(self.manifest, self._run_arguments("ranks"), LaunchConfig())
         advance()

@@ -162,10 +162,8 @@ def build_cluster(
     else:
         raise ConfigurationError(f"{who} describes no device", hint="give device, or groups of devices")
     if count is not None and count > found.size:
-        raise InfeasibleError(
-            f"{who} has {found.size} devices ({shape}), {count - found.size} fewer than the {count} wanted",
-            hint="ask for fewer devices or give the cluster more nodes",
-        )
+        message = f"{who} has {found.size} devices ({shape}), {count - found.size} fewer than the {count} wanted"
+        raise InfeasibleError(message, "ask for fewer devices or give the cluster more nodes")
     return found if count is None else found.take(count)
 
 

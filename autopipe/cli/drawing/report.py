@@ -202,7 +202,20 @@ def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult
 def block_report(schedule: BlockSchedule, title: str, subtitle: str, results: Sequence[ScheduleResult]) -> Report:
     """The page of a schedule of blocks. Without results of other schedules nothing is compared."""
     graph, steady = schedule.graph, schedule.steady_bubble_rate
-    sections = [("Blocks", block_graph_svg(graph) + _blocks(schedule))]
+    offsets = schedule.repetend.offsets if schedule.repetend is not None else None
+    rows = []
+    for index, (block, (stage, phase, _)) in enumerate(zip(graph.blocks, block_kinds(graph.blocks), strict=True)):
+        cells = (
+            block.name,
+            devices_text(block.devices),
+            str(block.time),
+            f"{block.memory:+d}" if block.memory else "0",
+            ", ".join(graph.blocks[other].name for other in block.after) or "-",
+            "-" if offsets is None else str(offsets[index]),
+        )
+        rows.append(markup_row(cells, stage_colour(stage, phase)))
+    blocks = markup_table(("block", "devices", "time", "memory", "after", "unit in the repetend"), rows)
+    sections = [("Blocks", block_graph_svg(graph) + blocks)]
     if results:
         table = comparison_markup(results, graph.memory, "{:g}".format, "{:g}".format)
         sections.append(("These blocks under every schedule", table))
@@ -223,20 +236,3 @@ def block_report(schedule: BlockSchedule, title: str, subtitle: str, results: Se
         pictures=(("", block_picture(schedule, title)),),
         sections=tuple(sections),
     )
-
-
-def _blocks(schedule: BlockSchedule) -> str:
-    blocks = schedule.graph.blocks
-    offsets = schedule.repetend.offsets if schedule.repetend is not None else None
-    rows = []
-    for index, (block, (stage, phase, _)) in enumerate(zip(blocks, block_kinds(blocks), strict=True)):
-        cells = (
-            block.name,
-            devices_text(block.devices),
-            str(block.time),
-            f"{block.memory:+d}" if block.memory else "0",
-            ", ".join(blocks[other].name for other in block.after) or "-",
-            "-" if offsets is None else str(offsets[index]),
-        )
-        rows.append(markup_row(cells, stage_colour(stage, phase)))
-    return markup_table(("block", "devices", "time", "memory", "after", "unit in the repetend"), rows)

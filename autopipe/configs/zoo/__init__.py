@@ -51,7 +51,6 @@ Setting = int | float | bool | str | tuple[int, ...] | None
 """The value of a field of a model."""
 Settings = Mapping[str, Setting]
 """Keys of a model's fields, or `size`, -> values, which may be text as typed by a user."""
-SIZE_KEY: Final = "size"
 
 
 def preset(names: str, *values: Setting) -> Settings:
@@ -111,8 +110,8 @@ def configure(name: str, settings: Settings | None = None) -> ZooModel:
     match), a value of the wrong type, and sizes that contradict each other."""
     kind, given = model_class(name), dict(settings or {})
     chosen: Settings = {}
-    if SIZE_KEY in given:
-        size = str(given.pop(SIZE_KEY))
+    if "size" in given:
+        size = str(given.pop("size"))
         if size not in kind.presets:
             hint = nearest(size, kind.presets)
             raise ConfigurationError(f"no such size {quote(size)}", hint=hint, where="--set size")
@@ -122,7 +121,7 @@ def configure(name: str, settings: Settings | None = None) -> ZooModel:
     for field, value in {**chosen, **given}.items():
         entries[field] = _entry(field, value)
         if field not in known:
-            raise unknown_key(field, [*known, SIZE_KEY], entries[field].place, "")
+            raise unknown_key(field, [*known, "size"], entries[field].place, "")
     model = convert(Entry(entries, Place("--set")), kind)
     for whole, part in kind.multiples:
         extent, divisor = getattr(model, whole), getattr(model, part)

@@ -210,12 +210,7 @@ class GraphBuilder:
         return self.op("MaxPool", data, kernel_shape=[kernel] * 2, strides=[stride] * 2, pads=[padding] * 4)
 
     def end(
-        self,
-        name: str,
-        result: ir.Value,
-        loss: Callable[[ir.Value], ir.Value],
-        *dims: int,
-        integer: bool = False,
+        self, name: str, result: ir.Value, loss: Callable[[ir.Value], ir.Value], *dims: int, integer: bool = False
     ) -> None:
         """End with the output `name`, or with `loss` of the labels [batch, *dims], int64 where `integer`."""
         if self.loss:

@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 def conv_norm(
-    graph: GraphBuilder,
-    name: str,
-    data: ir.Value,
-    inputs: int,
-    outputs: int,
-    epsilon: float = 1e-5,
-    **window: Extent,
+    graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int, epsilon: float = 1e-5, **window: Extent
 ) -> ir.Value:
     """Convolution by `window` (kernel, stride, padding) without bias, and batch norm."""
     with graph.scope(name):
