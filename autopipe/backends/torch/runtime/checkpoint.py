@@ -1,7 +1,5 @@
-"""Saves all ranks' states as one checkpoint while the steps go on, and restores the newest that was committed.
-
-A program resumes from a checkpoint of the same model and kind of optimizer, whatever the plans are.
-"""
+"""Saves all ranks' states as one checkpoint while the steps go on, and restores the newest that was committed. A
+program resumes from a checkpoint of the same model and kind of optimizer, whatever the plans are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Training state of a rank: its blocks of parameters, the optimizer's state, and random generators; who writes what.
-
-Every block of every parameter is written once, by one of those who hold it, and about as much by each.
-"""
+Every block of every parameter is written once, by one of those who hold it, and about as much by each."""
 
 from __future__ import annotations
 
@@ -97,8 +95,7 @@ def boxes_of(run: ElementRange, block: Box) -> Iterator[Box]:
     return (box.beside(whole(block.shape), block) for box in run.boxes(block.shape))
 
 
-COUNTERS = frozenset({"step"})
-"""Names of the state that torch's optimizers keep once a tensor, not for each element."""
+COUNTERS = frozenset({"step"})  # Names of the state that torch's optimizers keep once a tensor, not for each element.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +157,6 @@ class TrainingState:
         return {name: value for name, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
 
     def generators(self) -> dict[str, torch.Tensor]:
-        """The states of torch's generators of random numbers, by device."""
         found = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             found["cuda"] = torch.cuda.get_rng_state(self.device)

@@ -1,8 +1,6 @@
 """Exchanges inside a stage's group, as generated code calls them: differentiable, each one's backward its transpose.
-
-The ranks of a group compute one function together. A rank's gradient of a tensor it holds a copy of is its share:
-the shares of all copies add up to the gradient. See `autopipe.passes.lower.shard`.
-"""
+The ranks of a group compute one function together. A rank's gradient of a tensor it holds a copy of is its share: the
+shares of all copies add up to the gradient. See `autopipe.passes.lower.shard`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""One rank's program without the other ranks: what comes from them is zeros, what goes to them is only counted.
-
-With `--device meta` tensors have no memory. They are torch's fake tensors, which say that they are on the CPU: on
-torch's own device `meta` there is no autocast, so that a plan in bf16 would be run in other types.
-"""
+"""One rank's program without the other ranks: what comes from them is zeros, what goes to them is only counted. With
+`--device meta` tensors have no memory. They are torch's fake tensors, which say that they are on the CPU: on torch's
+own device `meta` there is no autocast, so that a plan in bf16 would be run in other types."""
 
 from __future__ import annotations
 

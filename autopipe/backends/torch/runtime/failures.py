@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
-from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
+from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 
 
@@ -45,10 +45,6 @@ class Options:
     start_timeout: float = DEFAULTS.start_s
     step_timeout: float = DEFAULTS.step_s
     checkpoint_timeout: float = DEFAULTS.checkpoint_s
-
-    @property
-    def timeouts(self) -> Timeouts:
-        return Timeouts(self.start_timeout, self.step_timeout, self.checkpoint_timeout)
 
 
 _TYPES = {"int": int, "int | None": int, "float": float, "str": str, "str | None": str, "Path | None": Path}

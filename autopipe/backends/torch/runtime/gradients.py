@@ -55,7 +55,6 @@ class ReducedBucket:
         self.pending = self._transport.start_all_reduce(row, self.bucket.ranks)
 
     def finish(self) -> None:
-        """Wait for the sums, and put them in place."""
         assert self.pending is not None
         self._place(self.pending.wait())
         self.pending, self.missing = None, 0
@@ -98,7 +97,6 @@ class ShardedBucket(ReducedBucket):
         self.shard.tensor.grad = sums
 
     def gather(self) -> None:
-        """Get the other ranks' shares of the parameters."""
         self._transport.traffic["parameter"] += self._row.nbytes
         self._transport.gather(self._row, self.bucket.ranks)
 

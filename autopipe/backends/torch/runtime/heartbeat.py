@@ -1,8 +1,6 @@
-"""A rank's heartbeat: its task, since when, and that it lives, in a file that can be read after it has died.
-
-The launcher on the same machine reads it (`backends/torch/elastic_agent.py`). A rank states only that it waits for
-others; which rank hangs is for the launcher to find, which sees several of them.
-"""
+"""A rank's heartbeat: its task, since when, and that it lives, in a file that can be read after it has died. The
+launcher on the same machine reads it (`backends/torch/elastic_agent.py`). A rank states only that it waits for others;
+which rank hangs is for the launcher to find, which sees several of them."""
 
 from __future__ import annotations
 

@@ -64,7 +64,6 @@ class Manifest:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a step."""
         return self.micro_batches * self.micro_batch_size
 
     def micro_batches_at(self, stage: int) -> int:

@@ -68,8 +68,7 @@ def contiguous_ranges(shape: tuple[int, ...], box: Box) -> ContiguousRanges:
 
 
 _PARAMETER_STREAM: Final = 1
-PIECE: Final = 1 << 16
-"""Words drawn at a time: half a MiB, so that the passes over them stay in a core's cache."""
+PIECE: Final = 1 << 16  # Words drawn at a time: half a MiB, so that the passes over them stay in a core's cache.
 SKIP: Final = 512  # Words that are drawn as fast as they are skipped.
 
 
@@ -118,20 +117,13 @@ def _pieces(runs: ContiguousRanges, key: Words, thread: int, threads: int) -> It
     apart = min(runs.strides[-1], runs.length + SKIP) if runs.strides else runs.length
     together = max(1, PIECE // max(apart, 1))
     for start in range(thread * together, runs.count, threads * together):
-        places = runs.places(start, min(start + together, runs.count))
-        yield start * runs.length, _gathered(reader, places, runs.length, apart)
-
-
-def _gathered(reader: WordReader, places: Places, length: int, apart: int) -> Words:
-    """The words of several runs, one after the other; runs that begin no further than `apart` are read as one."""
-    borders = np.flatnonzero(np.diff(places) > apart) + 1
-    found = []
-    for near in np.split(places, borders):
-        words = reader.read(int(near[0]), int(near[-1] - near[0]) + length)
-        if len(near) > 1:
-            words = words[((near - near[0])[:, None] + np.arange(length)).reshape(-1)]
-        found.append(words)
-    return np.concatenate(found)
+        places, found = runs.places(start, min(start + together, runs.count)), []
+        for near in np.split(places, np.flatnonzero(np.diff(places) > apart) + 1):  # Runs that are read as one.
+            words = reader.read(int(near[0]), int(near[-1] - near[0]) + runs.length)
+            if len(near) > 1:
+                words = words[((near - near[0])[:, None] + np.arange(runs.length)).reshape(-1)]
+            found.append(words)
+        yield start * runs.length, np.concatenate(found)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

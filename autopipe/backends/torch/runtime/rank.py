@@ -18,7 +18,7 @@ from autopipe.backends.torch.runtime.data import Position, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options
 from autopipe.backends.torch.runtime.gradients import GradientReduction, buckets_of_rank, make_optimizer, make_state
-from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat
+from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters
 from autopipe.backends.torch.runtime.random_streams import Random
@@ -38,7 +38,8 @@ class Rank(RankContext):
         live_with_launcher(heartbeat)
         options = parse_options(sys.argv[1:])
         manifest = read_manifest(Path(file).resolve().parent)
-        transport = (DryTransport if options.dry_run else Transport)(options.device, options.timeouts, heartbeat)
+        timeouts = Timeouts(options.start_timeout, options.step_timeout, options.checkpoint_timeout)
+        transport = (DryTransport if options.dry_run else Transport)(options.device, timeouts, heartbeat)
         if transport.world_size != manifest.world_size:
             raise ConfigurationError(
                 f"the program is for {manifest.world_size} ranks, {transport.world_size} were started",
@@ -75,7 +76,12 @@ class Rank(RankContext):
                 self.reporter.say(f"{self.options.data} has ended: there is no step {self.steps_done}")
                 break
             self.run(step)
-            self._tell_epoch(self.steps_done - 1)
+            epoch = self.source.epoch(self.steps_done - 1)
+            if epoch > 1 and not self._repeated:
+                self._repeated, left = True, self.source.left_over
+                without = f", the last {left} samples left out, which fill no batch" if left else ""
+                begins = f"step {self.steps_done - 1} begins epoch {epoch}"
+                self.reporter.say(f"{self.options.data} has ended{without}: {begins}")
             self._save()
         self.reporter.report()
         if self.checkpointer is not None:
@@ -152,14 +158,6 @@ class Rank(RankContext):
             self.checkpointer.save(Position(done, self.samples_done), self.seed)
         else:
             self.checkpointer.has_ended()
-
-    def _tell_epoch(self, step: int) -> None:
-        """Say, the first time, that a step that was run took data again."""
-        epoch = self.source.epoch(step)
-        if epoch > 1 and not self._repeated:
-            self._repeated, left = True, self.source.left_over
-            without = f", the last {left} samples left out, which fill no batch" if left else ""
-            self.reporter.say(f"{self.options.data} has ended{without}: step {step} begins epoch {epoch}")
 
     def run(self, step: Callable[[], None]) -> None:
         if self.global_order is not None:

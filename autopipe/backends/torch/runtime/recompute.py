@@ -1,8 +1,6 @@
-"""Segments of a stage that run their forward again for their backward, since they kept nothing but their arguments.
-
-To autograd a segment is one operator of its arguments. Its backward adds to the gradients of parameters itself, one
-after the other, as backwards do that keep all.
-"""
+"""Segments of a stage that run their forward again for their backward, since they kept nothing but their arguments. To
+autograd a segment is one operator of its arguments. Its backward adds to the gradients of parameters itself, one after
+the other, as backwards do that keep all."""
 
 from __future__ import annotations
 

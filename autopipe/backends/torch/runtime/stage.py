@@ -52,15 +52,11 @@ class _Port:
 
 @dataclass(frozen=True, slots=True)
 class Receive(_Port):
-    """An argument that comes from another stage."""
-
     argument: str
 
 
 @dataclass(frozen=True, slots=True)
 class Send(_Port):
-    """A result that goes to another stage."""
-
     result: int
 
 
@@ -218,15 +214,6 @@ def perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
     return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)
 
 
-@dataclass(slots=True)
-class ForwardState:
-    """Tensors that a forward leaves for its backward."""
-
-    arguments: Tensors  # Of the arguments, those whose gradients are needed.
-    results: tuple[OutputEdge, ...]  # Their numbers are kept by nobody but those operators that need them.
-    waiting: Waiting  # Where backwards are split: gradients of parameters that the first half leaves.
-
-
 class Stage:
     """Runs a stage's forward and backward and its part of the exchanges, micro-batch by micro-batch."""
 
@@ -254,7 +241,9 @@ class Stage:
         self._arriving = defaultdict[tuple[int, bool], dict[int, PendingRecv]](dict)
         self._leaving = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
         self._local = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
-        self._kept: dict[int, ForwardState] = {}
+        # What a forward leaves for its backward: the arguments whose gradients are needed, the results' places in
+        # autograd's graph, and where backwards are split the gradients of parameters that the first half leaves.
+        self._kept: dict[int, tuple[Tensors, tuple[OutputEdge, ...], Waiting]] = {}
         self._waiting: dict[int, Waiting] = {}
         self._backwards = 0
         """Micro-batches of this step whose gradients of parameters are being or have been computed."""
@@ -324,7 +313,7 @@ class Stage:
         if rank.train:
             asking = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
             waiting = self.p.weight_grads.take()
-            self._kept[micro_batch] = ForwardState(asking, tuple(map(OutputEdge.of, results)), waiting)
+            self._kept[micro_batch] = asking, tuple(map(OutputEdge.of, results)), waiting
         for port in self._due(self.sends, micro_batch):
             self._pass_on(port, micro_batch, results[port.result].detach())
         if self._loss is not None:
@@ -405,22 +394,21 @@ class Stage:
     def _propagate(self, micro_batch: int, phase: str) -> None:
         """Run autograd; gradients that a split backward defers are left, or computed behind it."""
         self._rank.heartbeat.task = task = f"{self.number}{phase}{micro_batch}"
-        state = self._kept.pop(micro_batch)
+        arguments, results, waiting = self._kept.pop(micro_batch)
         incoming = defaultdict[int, list[Block]](list)
         for port, tensor in self._arrived(self.sends, micro_batch, gradient=True):
             incoming[port.result].append((tensor, port.box))
         start = self._rank.clock.mark()
-        if seeds := self._seeds(state.results, incoming):
+        if seeds := self._seeds(results, incoming):
             torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
-        state.waiting += self.p.weight_grads.take()  # What ran again leaves.
+        waiting += self.p.weight_grads.take()  # What ran again leaves.
         if phase == "I":
-            self._waiting[micro_batch] = state.waiting
+            self._waiting[micro_batch] = waiting
         else:
-            compute_all(state.waiting)
+            compute_all(waiting)
         self._rank.clock.add(task, start)
         gradients = {
-            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for name, tensor in state.arguments.items()
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in arguments.items()
         }
         for source in self._due(self.receives, micro_batch, gradient=True):
             self._pass_on(source, micro_batch, gradients[source.argument])

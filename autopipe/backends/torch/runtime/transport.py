@@ -44,8 +44,7 @@ class PendingRecv:
     work: dist.Work | None
     buffer: torch.Tensor
     device: torch.device
-    sent: torch.Tensor | None = None
-    """Tensor sent by the same exchange, which must stay alive until it is done."""
+    sent: torch.Tensor | None = None  # Tensor sent by the same exchange, which must stay alive until it is done.
     reduce: dist.ReduceOp.RedOpType | None = None
 
     def wait(self) -> torch.Tensor:
@@ -241,16 +240,15 @@ class ControlGroup:
             with heartbeat.waiting(), patient_threads():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank."""
+    def _gather(self, data: bytes) -> list[bytes]:
         if self.world_size == 1:
             return [data]
         # The heartbeat is the main thread's: who waits for another thread says so there.
         with self.heartbeat.waiting() if threading.current_thread() is threading.main_thread() else nullcontext():
             self.waits = True
             sizes = all_gather(torch.tensor([len(data)]), self._group).flatten().tolist()
-            own = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+            own = torch.zeros(max(sizes), dtype=torch.uint8)
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             parts = all_gather(own, self._group)
             self.waits = False
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
@@ -262,7 +260,7 @@ class ControlGroup:
             outcome = {"done": act()}
         except AutopipeError as error:
             outcome = {"failed": asdict(failure_of(error, self.rank, task))}
-        outcomes = [json.loads(each) for each in self.gather(json.dumps(outcome).encode())]
+        outcomes = [json.loads(each) for each in self._gather(json.dumps(outcome).encode())]
         for each in outcomes:
             if "failed" in each:
                 raise Failure(**each["failed"]).error()
@@ -399,7 +397,6 @@ class Transport:
         all_gather(rows[ranks.index(self.rank)], self.group(ranks), rows)
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
-        """Every rank's numbers, by rank."""
         if self.world_size == 1:
             return [numbers]
         with self.heartbeat.waiting():

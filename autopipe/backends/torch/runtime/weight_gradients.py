@@ -27,16 +27,6 @@ Formula = tuple[tuple[torch.Tensor, ...], Add]
 operands behind the first; and how the weight's gradient comes about."""
 
 
-def _whole_parameter(operand: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
-    """The parameter that an operand is, and whether it is its transpose; None where it is another view of one."""
-    base = operand if operand._base is None else operand._base
-    if operand.shape == base.shape and operand.stride() == base.stride():
-        return base, False
-    if base.dim() == 2 and operand.shape == base.shape[::-1] and operand.stride() == base.stride()[::-1]:
-        return base, True
-    return None
-
-
 def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a parameter's gradient; the first one is taken as it is."""
     if parameter.grad is None:
@@ -192,8 +182,14 @@ class WeightGradQueue:
         make = _FORMULAS.get(function)
         if make is None or self._places(operands) != (1,) or torch.is_autocast_enabled(operands[1].device.type):
             return None
-        weight = _whole_parameter(operands[1])
-        return None if weight is None else make(*weight, operands, settings)
+        weight = operands[1]
+        parameter = weight if weight._base is None else weight._base
+        shapes, strides = (weight.shape, parameter.shape), (weight.stride(), parameter.stride())
+        if shapes[0] == shapes[1] and strides[0] == strides[1]:
+            return make(parameter, False, operands, settings)
+        if parameter.dim() == 2 and shapes[0] == shapes[1][::-1] and strides[0] == strides[1][::-1]:
+            return make(parameter, True, operands, settings)
+        return None  # Another view of a parameter.
 
     def _places(self, operands: Operands) -> tuple[int, ...]:
         return tuple(

@@ -1,7 +1,5 @@
-"""Convolutions, pools, resizes and regions of images as ONNX defines them and torch does not; Fourier transforms.
-
-Pads are in the order of `F.pad`. Complex numbers are pairs in a last dimension of two.
-"""
+"""Convolutions, pools, resizes and regions of images as ONNX defines them and torch does not; Fourier transforms. Pads
+are in the order of `F.pad`. Complex numbers are pairs in a last dimension of two."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Places, paddings, normalisations, losses, quantised and drawn numbers, as ONNX defines them and torch does not.
-
 Indices may count from the end. What is written takes the type of what it is written into: under autocast the two may
-differ, which torch refuses. Products of integers are exact, computed in float64.
-"""
+differ, which torch refuses. Products of integers are exact, computed in float64."""
 
 from __future__ import annotations
 
