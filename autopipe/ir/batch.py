@@ -162,11 +162,9 @@ _EXPORT = "export with a symbolic batch dimension, or with a batch of one micro-
 @remembered(GRAPHS)
 def rebatched(graph: Graph, size: int) -> Graph:
     """The graph of one evaluation on `size` samples, made from that on a multiple of it; nodes keep their indices.
-
     Every dimension that counts samples shrinks in proportion, merged ones included. Raises ConfigurationError where
     `size` does not divide the graph's batch, ModelError where a constant differs from sample to sample or a parameter
-    counts samples: then micro-batches are not alike.
-    """
+    counts samples: then micro-batches are not alike."""
     axes = batch_axes_of(graph)
     if axes.batch == size:
         return graph

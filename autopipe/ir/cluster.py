@@ -45,8 +45,7 @@ class Device:
         return self._stated(stated, "fp32" if narrow else precision, "peak FLOP/s for")
 
     def fraction(self, operator_class: str) -> float:
-        """Fraction of the peak (or of the bandwidth) that operators of this class reach. Raises ConfigurationError
-        where the device does not state it."""
+        """Of the peak or the bandwidth. Raises ConfigurationError where the device does not state it."""
         return self._stated(dict(self.efficiency), operator_class, "efficiency for operators of class")
 
     def _stated(self, values: dict[str, float], name: str, what: str) -> float:
@@ -83,7 +82,6 @@ class Group:
     name: str = field(compare=False)
     size: int
     levels: tuple[Level, ...]
-    """From the innermost (devices in a node) to the outermost in the group."""
 
     def __post_init__(self) -> None:
         _check_room(f"group {self.name}", self.size, self.levels)

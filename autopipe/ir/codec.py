@@ -245,15 +245,12 @@ class Record:
         raise NotImplementedError
 
     def child(self, value: Any, key: str | int) -> Self:
-        """A value inside this one."""
         raise NotImplementedError
 
     def error(self, message: str, hint: str = "") -> ConfigurationError:
-        """An error at this place."""
         raise NotImplementedError
 
     def refusal(self, expected: str) -> ConfigurationError:
-        """The error for a value that is not `expected`."""
         raise NotImplementedError
 
     def refuse(self, expected: str) -> NoReturn:
@@ -268,7 +265,6 @@ class Record:
         return self.refusal(describe(union))
 
     def scalar(self, base: type, marks: tuple[object, ...]) -> Any:
-        """A text or a number, as it stands."""
         return self.value
 
     def is_optional(self, key: Key) -> bool:

@@ -101,7 +101,6 @@ class SplitProof:
     optimal: bool
     """True if none do, beyond what numbers are rounded by."""
     unit: str = "s"
-    """Unit of both."""
 
     @property
     def gap(self) -> float:

@@ -115,12 +115,10 @@ class Schedule:
         return "\n".join(f"{device}: {texts[id(order)]}" for device, order in enumerate(self.tasks))
 
     def verify(self, graph: StageGraph, train: bool) -> None:
-        """Raise WrongScheduleError unless the schedule can run.
-
-        Every stage runs each phase of each of its pipeline's micro-batches once on each of its devices; and some
-        execution respects every device's order, F before F along the graph's edges, backwards against them, and F
-        before B (I before W) of a stage: between stages of tasks that have samples in common.
-        """
+        """Raise WrongScheduleError unless the schedule can run. Every stage runs each phase of each of its pipeline's
+        micro-batches once on each of its devices; and some execution respects every device's order, F before F along
+        the graph's edges, backwards against them, and F before B (I before W) of a stage: between stages of tasks that
+        have samples in common."""
         lanes = lanes_of(graph.stage_devices, self.tasks)
         firsts = [devices[0] for devices in lanes]
         for device in firsts:
@@ -303,7 +301,6 @@ def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, .
 
 _Number = tuple[int, Phase, int]
 """A task's stage, phase and micro-batch: tasks are looked up by the million, and tuples are hashed sooner."""
-_INFERENCE_PHASES = (frozenset({Phase.FORWARD}),)
 _TRAIN_PHASES = (
     frozenset({Phase.FORWARD, Phase.BACKWARD}),
     frozenset({Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT}),
@@ -318,9 +315,8 @@ def _needs_in(graph: StageGraph, orders: Sequence[Sequence[Task]]) -> Callable[[
         before[target].append(source)
         after[source].append(target)
     # A step may split some of a stage's backwards and leave others whole.
-    split = {(task.stage, task.micro_batch) for order in orders for task in order if task.phase is Phase.INPUT_GRADIENT}
-
     half, whole = Phase.INPUT_GRADIENT, Phase.BACKWARD
+    split = {(task.stage, task.micro_batch) for order in orders for task in order if task.phase is half}
 
     def needs(task: Task) -> list[_Number]:
         own, phase = task.micro_batch, task.phase
@@ -365,7 +361,7 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int
     for stage, devices in enumerate(graph.stage_devices):
         for micro_batch in graph.micro_batches_of(stage, schedule.micro_batches) if device in devices else ():
             phases = seen.get((stage, micro_batch), frozenset())
-            if phases not in (_TRAIN_PHASES if train else _INFERENCE_PHASES):
+            if phases not in (_TRAIN_PHASES if train else ({Phase.FORWARD},)):
                 have = "".join(sorted(phase.value for phase in phases)) or "nothing"
                 raise wrong(max(len(order) - 1, 0), f"stage {stage} runs {have} on micro-batch {micro_batch}")
 

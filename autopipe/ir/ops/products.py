@@ -6,16 +6,15 @@ Rows and columns of images can be split: devices read their neighbours' edges.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Node, Value
+from autopipe.ir.graph import Value
 from autopipe.ir.ops.normalization import extreme_statistics
 from autopipe.ir.ops.operator import (
     Operator,
     Signature,
-    SpatialWindow,
     Statistic,
     Words,
     aligned,
@@ -152,13 +151,18 @@ PRODUCTS = (
 
 
 def windowed(
-    signature: Signature, kernel: tuple[int, ...], splits: Callable[[SpatialWindow], Sequence[bool]]
+    signature: Signature, kernel: tuple[int, ...], indexed: bool = False, *, averages: bool = False
 ) -> tuple[str, str]:
-    """How the spatial axes of a convolution's or pooling's operand and result are spelled; those that `splits` holds
-    false for stay whole."""
+    """How the spatial axes of a convolution's or pooling's operand and result are spelled. They stay whole where the
+    result is `indexed`, and where windows of `averages` do not all count as many elements."""
     extents = signature.operand(0).shape[2:], signature.result().shape[2:]
     window = window_of(signature.node, kernel, *extents)
-    words = [window.words(axis, *each) for axis, each in enumerate(zip(*extents, splits(window), strict=True))]
+    splits = [not indexed] * len(kernel)
+    if averages and not indexed:
+        edges = zip(window.begin, window.end, window.needed(*extents), strict=True)
+        counted = bool(signature.node.integer("count_include_pad"))
+        splits = [reached <= end if counted else begin == 0 and reached <= 0 for begin, end, reached in edges]
+    words = [window.words(axis, *each) for axis, each in enumerate(zip(*extents, splits, strict=True))]
     return " ".join(read for read, _ in words), " ".join(written for _, written in words)
 
 
@@ -166,7 +170,7 @@ def conv(signature: Signature) -> Space:
     """`n (g c) *[o], (g m) c *k, (g m) -> n (g m) *o`, windows of the operand for each o. c adds up only without a
     bias, which would be added twice."""
     weight = signature.operand(1).shape
-    read, written = windowed(signature, weight[2:], lambda window: (True,) * len(window.kernel))
+    read, written = windowed(signature, weight[2:])
     c = "c&" if signature.present(2) else "c+"
     tensors = f"n (g {c}) {read}", "(g m) c *k!", "(g m)"
     return notate(signature, tensors, [f"n (g m) {written}"], **_channels(signature, 1))
@@ -236,22 +240,10 @@ def pool(signature: Signature) -> Space:
     stays whole; so does a mean along axes with pads that do not count, as its divisor changes towards the edges."""
     indexed = any(value is not None for value in signature.results[1:])
     kernel = signature.node.integers("kernel_shape")
-    read, written = windowed(signature, kernel, lambda window: _even_divisors(signature, window, indexed))
+    read, written = windowed(signature, kernel, indexed, averages=signature.node.op == "AveragePool")
     lead = "n! c!" if indexed else "n c"
     fill = -math.inf if signature.node.op == "MaxPool" else 0.0
     return notate(signature, [f"{lead} {read}"], [f"{lead} {written}"], fill=fill)
-
-
-def _even_divisors(signature: Signature, window: SpatialWindow, indexed: bool) -> tuple[bool, ...]:
-    """For each spatial axis whether it may be split: all its windows count as many elements."""
-    if signature.node.op != "AveragePool" or indexed:
-        return (not indexed,) * len(window.kernel)
-    counted = bool(signature.node.integer("count_include_pad"))
-    needed = window.needed(signature.operand(0).shape[2:], signature.result().shape[2:])
-    return tuple(
-        reached <= end if counted else begin == 0 and reached <= 0
-        for begin, end, reached in zip(window.begin, window.end, needed, strict=True)
-    )
 
 
 def _window_flops(signature: Signature, space: Space) -> float:
@@ -288,22 +280,17 @@ ACTIVATIONS = {
 """Activations of gates, in lower case as their names may be spelled."""
 
 
-def _check(node: Node) -> None:
-    """Raise ModelError for a direction or an activation that ONNX does not define."""
-    direction = node.text("direction", "forward")
-    if direction not in ("forward", "reverse", "bidirectional"):
-        raise ModelError(f"{node.op} has direction {direction!r}", where=repr(node.name))
-    for name in node.texts("activations"):
-        if name.lower() not in ACTIVATIONS:
-            raise ModelError(f"{node.op} has no activation {name!r}", where=repr(node.name))
-
-
 def recurrent(signature: Signature) -> Space:
     """`s b i, e gh i, e gh k, e bias, b, e b k, e b h -> s e b h, e b h, e b h`; with layout 1 b goes first. e are
     directions, h hidden units, and k the same units where all of them are read: a device with some of them holds the
     weights whole, since its rows lie apart, gate by gate."""
-    _check(signature.node)
-    if signature.node.integer("layout") == 1:
+    node = signature.node
+    if (direction := node.text("direction", "forward")) not in ("forward", "reverse", "bidirectional"):
+        raise ModelError(f"{node.op} has direction {direction!r}", where=repr(node.name))
+    for name in node.texts("activations"):
+        if name.lower() not in ACTIVATIONS:
+            raise ModelError(f"{node.op} has no activation {name!r}", where=repr(node.name))
+    if node.integer("layout") == 1:
         data, before, state, whole = "b s! i!", "b e! k!", "b e! h&", "b s! e! h&"
     else:
         data, before, state, whole = "s! b i!", "e! b k!", "e! b h&", "s! e! b h&"

@@ -36,12 +36,10 @@ class ResolvedConstraint:
 def resolved_constraints(
     problem: Problem, pipelines: int = 1, own_sizes: bool = False
 ) -> tuple[ResolvedConstraint, ...]:
-    """The problem's constraints in order, for a strategy that makes `pipelines` pipelines.
-
-    `own_sizes`: its stages may have micro-batches of different sizes. Raises ConfigurationError for one that matches no
-    node, with the nearest name, for devices or pipelines that do not exist, for micro-batches that there cannot be, and
-    for two that contradict each other on one node.
-    """
+    """The problem's constraints in order, for a strategy that makes `pipelines` pipelines. `own_sizes`: its stages may
+    have micro-batches of different sizes. Raises ConfigurationError for one that matches no node, with the nearest
+    name, for devices or pipelines that do not exist, for micro-batches that there cannot be, and for two that
+    contradict each other on one node."""
     resolved = tuple(_resolved(problem, constraint) for constraint in problem.constraints)
     for pipeline in range(pipelines):
         _check_agreement(problem, [each for each in resolved if each.constraint.pipeline == pipeline])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,15 +45,15 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
         if value.dtype.is_floating and not _becomes_whole(graph, value):
             found.append(InputRange(value, axis, None))
             continue
-        uses = _uses_of(graph, value)
-        least = int(uses.drawn.below.min(initial=_UNBOUNDED))
+        bounds, allowed, ignored = _bounds_of(graph, value)
+        least = int(bounds.below.min(initial=_UNBOUNDED))
         # There is always one number left to draw.
         below = None if value.dtype.is_floating else _MASK_LIMIT if least == _UNBOUNDED else max(least, 1)
-        drawn = uses.drawn.parts(value, axis, widest=False)
+        drawn = bounds.parts(value, axis, widest=False)
         if len(drawn) == 1 and drawn[0].least <= 0:
             everything = below, (0,) * len(value.shape), value.shape
             drawn = () if (drawn[0].below, drawn[0].starts, drawn[0].stops) == everything else drawn
-        found.append(InputRange(value, axis, below, drawn, uses.taken.parts(value, axis, widest=True), uses.ignored))
+        found.append(InputRange(value, axis, below, drawn, allowed.parts(value, axis, widest=True), ignored))
     return tuple(found)
 
 
@@ -126,16 +125,9 @@ class _Path:
     """True if they are the input's own numbers, but for the shift."""
 
 
-class _InputUses(NamedTuple):
-    """Bounds on drawn and on given numbers of one input, and the label that counts for nothing."""
-
-    drawn: _Bounds
-    taken: _Bounds
-    ignored: int | None
-
-
-def _uses_of(graph: Graph, value: Value) -> _InputUses:
-    """Bounds from every use that an input's numbers come to as an index or a label."""
+def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None]:
+    """Bounds on an input's drawn and on its given numbers, from every use that they come to as an index or a label; and
+    the label that counts for nothing."""
     places = np.arange(value.elements).reshape(value.shape) if value.elements <= _MOST_ELEMENTS else None
     drawn, taken = (_Bounds(1 if places is None else value.elements) for _ in range(2))
     ignored = None
@@ -155,7 +147,7 @@ def _uses_of(graph: Graph, value: Value) -> _InputUses:
                 taken.tighten(path.places, *bounds)
             if node.op in _LOSSES and node.has("ignore_index") and not path.shift.any():
                 ignored = node.integer("ignore_index")
-    return _InputUses(drawn, taken, ignored)
+    return drawn, taken, ignored
 
 
 def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:

@@ -77,8 +77,7 @@ class SampleAxes:
             return ()
         found = []
         for index in nodes:
-            axis = self.axes[index]
-            if axis is None:
+            if (axis := self.axes[index]) is None:
                 continue
             if not self.divides(index, degree):
                 raise InfeasibleError(
@@ -92,7 +91,6 @@ class SampleAxes:
 
 @remembered(GRAPHS)
 def sample_axes(graph: Graph) -> SampleAxes:
-    """The batch axes of `graph` as stages are cut by them."""
     batch = batch_axes_of(graph)
     return SampleAxes(graph, uses_of(graph), batch, tuple(map(batch.axis, range(len(graph.nodes)))))
 
