@@ -153,10 +153,6 @@ class DivisionSpace:
         coarse = make_flow(work, [(source, size, each) for (source, size), each in zip(values, readers, strict=True)])
         return DivisionSpace(coarse, self.stages, first, last)
 
-    def near(self, stage: Places, steps: int) -> DivisionSpace:
-        """The space no further than `steps` stages from `stage`."""
-        return replace(self, first=np.maximum(self.first, stage - steps), last=np.minimum(self.last, stage + steps))
-
     def under(self, limit: float) -> DivisionSpace:
         """The part where no stage takes more work than `limit`; it may be empty. All predecessors of an operator are in
         no later stage, all its successors in no earlier one: as soon as possible and as late as possible are by work,

@@ -314,7 +314,8 @@ class DivisionProblem:
         if full.open > _MOST_OPEN:
             centre = np.zeros(coarse.flow.operators, dtype=np.int64)
             np.maximum.at(centre, group, start)
-            stage, _ = self._programmed(full.near(centre, 1), limit, group, 1.0)
+            near = replace(full, first=np.maximum(full.first, centre - 1), last=np.minimum(full.last, centre + 1))
+            stage, _ = self._programmed(near, limit, group, 1.0)
             start = self._better(start, stage, limit)
         return start, bound
 

@@ -152,6 +152,10 @@ def schedule_blocks(name: str, graph: BlockGraph, units: int) -> BlockSchedule:
     if units < 1:
         raise ConfigurationError(f"there must be 1 unit or more, not {units}")
     graph.verify()
+    shared = next((block.name for block in graph.blocks if len(block.devices) > 1), None)
+    if shared is not None and name in ("1f1b", "chimera"):
+        reason = f"schedule {name} runs blocks of one device each"
+        raise InfeasibleError(reason, hint="take 1f1b_plus or tessel", where=f"block {shared!r}")
     place = {index: position for position, index in enumerate(graph.order)}
     slots = sorted(_SLOTS[name](graph, units), key=lambda each: (each[0], each[1], place[each[2]]))
     starts = in_order(graph, units, [(unit, index) for _, unit, index in slots])
@@ -176,11 +180,6 @@ def _gpipe(graph: BlockGraph, units: int) -> Slots:
             yield first + unit + place, unit, index
 
 
-def _one_f_one_b(graph: BlockGraph, units: int) -> Slots:
-    _refuse_shared(graph, "1f1b")
-    return _one_f_one_b_plus(graph, units)
-
-
 def _one_f_one_b_plus(graph: BlockGraph, units: int) -> Slots:
     """1F1B's grid, with what several devices run together between its slots, beside its neighbour's. Lin et al.,
     "Tessel" (HPCA 2024), section VI-A. Forwards alone follow one another closely."""
@@ -196,7 +195,6 @@ def _one_f_one_b_plus(graph: BlockGraph, units: int) -> Slots:
 
 def _chimera(graph: BlockGraph, units: int) -> Slots:
     """Two opposite pipes on the grid, in groups of half as many units as there are devices: see `Chimera`."""
-    _refuse_shared(graph, "chimera")
     pipes = _pipes_of(graph, "chimera")
     if len(pipes) != 2 or pipes[0].devices != pipes[1].devices[::-1] or len(pipes[0].devices) % 2:
         raise InfeasibleError(
@@ -212,15 +210,8 @@ def _chimera(graph: BlockGraph, units: int) -> Slots:
             yield from ((slot, unit, index) for slot, index in slots)
 
 
-def _refuse_shared(graph: BlockGraph, schedule: str) -> None:
-    shared = next((block.name for block in graph.blocks if len(block.devices) > 1), None)
-    if shared is not None:
-        reason = f"schedule {schedule} runs blocks of one device each"
-        raise InfeasibleError(reason, hint="take 1f1b_plus or tessel", where=f"block {shared!r}")
-
-
 _SLOTS: dict[str, Callable[[BlockGraph, int], Slots]] = {
-    "1f1b": _one_f_one_b,
+    "1f1b": _one_f_one_b_plus,
     "1f1b_plus": _one_f_one_b_plus,
     "chimera": _chimera,
     "gpipe": _gpipe,
