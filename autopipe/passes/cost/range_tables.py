@@ -24,7 +24,7 @@ from autopipe.passes.analysis.chain import (
 from autopipe.passes.analysis.gradients import kept_values
 from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
 from autopipe.passes.cost.communication import Cost
-from autopipe.passes.cost.memory import state_of
+from autopipe.passes.cost.memory import State, state_of
 from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, task_seconds, update_line
 from autopipe.passes.cost.stage_work import updated_part
 
@@ -132,14 +132,6 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
         for name, block, readers in values_between(graph, block_of)
     ]
     counts = [(block, readers, 1.0) for _, (block, readers, _) in messages]
-    state, optimizer, gradients = [], [], []
-    for parameter in graph.parameters:
-        name = parameter.value.name
-        blocks = sorted({block_of[reader] for reader in graph.consumers().get(name, ())})
-        figures = state_of(problem, ((name, 1),))
-        state.append((blocks, float(figures.total - figures.optimizer_bytes)))
-        optimizer.append((blocks, float(figures.optimizer_bytes)))
-        gradients.append((blocks, float(figures.gradient_bytes)))
     return Tables(
         problem,
         chain,
@@ -150,10 +142,20 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
         leaving=outgoing_sums(chain.blocks, counts),
         kept=Shared.of(distinct_sums, chain, _kept(problem, block_of, samples)),
         workspace=_workspace(problem, chain, samples),
-        state=distinct_sums(chain.blocks, state),
-        optimizer=distinct_sums(chain.blocks, optimizer),
-        gradients=distinct_sums(chain.blocks, gradients),
+        state=state_sums(problem, chain, lambda each: each.total - each.optimizer_bytes),
+        optimizer=state_sums(problem, chain, lambda each: each.optimizer_bytes),
+        gradients=state_sums(problem, chain, lambda each: each.gradient_bytes),
     )
+
+
+def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> Matrix:
+    """At [i, j] the bytes that `size` takes of the state of each parameter that blocks i to j - 1 read, unsplit."""
+    readers = problem.graph.consumers()
+    items = []
+    for name in (each.value.name for each in problem.graph.parameters):
+        blocks = sorted({int(chain.block_of[node]) for node in readers.get(name, ())})
+        items.append((blocks, float(size(state_of(problem, ((name, 1),))))))
+    return distinct_sums(chain.blocks, items)
 
 
 def _kept(problem: Problem, block_of: Mapping[int, int], samples: SampleAxes) -> list[tuple[bool, _Sized]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,8 @@ from autopipe.ir.cluster import Device, Link
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.chain import Chain, distinct_sums, make_chain, range_sums, values_between
-from autopipe.passes.cost.memory import state_of
+from autopipe.passes.analysis.chain import Chain, make_chain, range_sums, values_between
+from autopipe.passes.cost.range_tables import state_sums
 from autopipe.passes.cost.roofline import mean_seconds, node_seconds
 
 _MOST_BLOCKS = 224
@@ -138,13 +139,8 @@ def cut_into_stages(
     known, stops = even_stops(chain.by_block(seconds), count), []
     limits = [min(map(problem.memory_of, group)) for group in groups]
     if len(set(limits)) > 1:
-        # At [a, b] the bytes of the parameters that blocks a to b - 1 read, with all that training keeps of them.
-        readers, items = problem.graph.consumers(), list[tuple[list[int], float]]()
-        for name in (each.value.name for each in problem.graph.parameters):
-            blocks = sorted({int(chain.block_of[node]) for node in readers.get(name, ())})
-            items.append((blocks, float(state_of(problem, ((name, 1),)).total)))
         room = [limit * len(group) for group, limit in zip(groups, limits, strict=True)]
-        stops = best_stops(within_room(lengths, distinct_sums(chain.blocks, items), room), known, bounds)
+        stops = best_stops(within_room(lengths, state_sums(problem, chain, attrgetter("total")), room), known, bounds)
     stops = stops or best_stops(lengths, known, bounds)
     return tuple(chain.nodes(start, stop) for start, stop in itertools.pairwise([0, *stops]))
 
@@ -181,9 +177,8 @@ def _lengths(problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], re
 
     def seconds(devices: frozenset[Device], share: float) -> _Floats:
         both = (node_seconds(problem.work, device, problem.precision, share) for device in devices)
-        slowest: _Floats = np.maximum.reduce(
-            [forward + (backward if problem.train else 0.0) for forward, backward in both]
-        )
+        each = [forward + backward if problem.train else forward for forward, backward in both]
+        slowest: _Floats = np.maximum.reduce(each)
         return slowest
 
     if len(set(kinds)) == 1:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import ClassVar
 
 from autopipe.ir.cluster import Cluster
@@ -65,14 +66,8 @@ class Degrees:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each group: replica by replica."""
         between, step = (self.tensor, self.pipeline * self.tensor) if self.apart else (self.width, self.tensor)
-        return tuple(
-            tuple(
-                place * between + replica * step + device
-                for replica in range(self.data)
-                for device in range(self.tensor)
-            )
-            for place in range(self.pipeline)
-        )
+        inside = [replica * step + device for replica in range(self.data) for device in range(self.tensor)]
+        return tuple(tuple(place * between + device for device in inside) for place in range(self.pipeline))
 
 
 def factorisations(
@@ -86,13 +81,10 @@ def factorisations(
     """
     size = cluster.size
     for shared in [tensor] if tensor else range(1, min(size, cluster.devices_per_node) + 1):
-        if size % shared:
-            continue
-        rest = size // shared
+        rest = 0 if size % shared else size // shared
         for count in [pipeline] if pipeline else range(1, rest + 1):
-            if rest % count or data not in (None, rest // count):
-                continue
-            yield Degrees(count, rest // count, shared)
+            if rest and rest % count == 0 and data in (None, rest // count):
+                yield Degrees(count, rest // count, shared)
 
 
 def place(problem: Problem, degrees: Degrees, chunks: int, wave: bool) -> Placement:
@@ -138,43 +130,20 @@ class GridTrial:
         return all(fixed + grows * size / self.size <= limit for fixed, grows, limit in self.memory)
 
 
-@dataclass(frozen=True, slots=True)
-class Factorisation:
-    """A factorisation with the sizes of micro-batches that it may have, ascending, and an estimate of the step with
-    each."""
-
-    degrees: Degrees
-    sizes: tuple[int, ...]
-    estimates: tuple[float, ...]
-
-    def promise(self, first: GridTrial) -> tuple[int, float]:
-        """Of the sizes that memory should hold the place of the best, and its step: as much longer than that of the
-        size which was tried first as estimates say."""
-        tried = self.sizes.index(first.size)
-        places = [place for place, size in enumerate(self.sizes) if first.fits(size)]
-        best = min(places, key=self.estimates.__getitem__, default=tried)
-        return best, first.step_s * self.estimates[best] / self.estimates[tried]
-
-
-@dataclass(eq=False)
 class GridSearch:
-    """One search: the best trial so far, and why others were refused."""
+    """One search: the best trial so far, and why others were refused. Each group has `chunks` stages."""
 
-    problem: Problem
-    chunks: int
-    """Stages of each group."""
-    wave: bool
-    best: GridTrial | None = None
-    refused: list[AutopipeError] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._sized = once_each(partial(resized, self.problem))
-        self._seconds = StepSeconds(self.problem)
-        self._state = state_of(self.problem, ((each.value.name, 1) for each in self.problem.graph.parameters))
-        self._trials: dict[tuple[Degrees, int], GridTrial | None] = {}
+    def __init__(self, problem: Problem, chunks: int, wave: bool) -> None:
+        self.problem, self.chunks, self.wave = problem, chunks, wave
+        self.best: GridTrial | None = None
+        self.refused: list[AutopipeError] = []
+        self._sized = once_each(partial(resized, problem))
+        self._seconds = StepSeconds(problem)
+        self._state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
+        self._tried: dict[tuple[Degrees, int], GridTrial | None] = {}
 
     def run(self, every: Sequence[Degrees], sizes: Sequence[int]) -> Placement:
-        """The best of all factorisations on micro-batches of any of `sizes` samples.
+        """The best of all factorisations on micro-batches of any of `sizes` samples, which ascend.
 
         First each with small micro-batches, but for those that memory cannot hold, and those whose estimate, which
         leaves out what layers exchange, is no shorter than the best step; then other sizes, where they promise most
@@ -183,21 +152,31 @@ class GridSearch:
         """
         found = []
         for degrees in every:
-            own = tuple(size for size in sizes if size % degrees.data == 0)
-            if own:
-                found.append(Factorisation(degrees, own, tuple(self._estimate_s(degrees, size) for size in own)))
+            estimates = {size: self._estimate_s(degrees, size) for size in sizes if size % degrees.data == 0}
+            if estimates:
+                found.append((min(estimates.values()), degrees, estimates))
+
+        def seconds(degrees: Degrees, size: int) -> float:
+            trial = self._try(degrees, size)
+            return math.inf if trial is None else trial.step_s
+
         begun = []
-        for each in sorted(found, key=lambda each: min(each.estimates)):
-            if min(each.estimates) < self._best_s() and self._has_room(each.degrees):
-                most = max(1, _TASKS // (each.degrees.pipeline * self.chunks))
-                few = next((size for size in each.sizes if self.problem.batch_size <= most * size), each.sizes[-1])
-                # Memory may hold the smallest where it refuses larger ones.
-                first = self._try(each.degrees, few) or self._try(each.degrees, each.sizes[0])
-                if first is not None:
-                    begun.append((each, *each.promise(first)))
-        for each, start, promised_s in sorted(begun, key=lambda each: each[2]):
+        for least_s, degrees, estimates in sorted(found, key=itemgetter(0)):
+            if least_s >= self._best_s() or not self._has_room(degrees):
+                continue
+            own = list(estimates)
+            most = max(1, _TASKS // (degrees.pipeline * self.chunks))
+            few = next((size for size in own if self.problem.batch_size <= most * size), own[-1])
+            # Memory may hold the smallest where it refuses larger ones.
+            first = self._try(degrees, few) or self._try(degrees, own[0])
+            if first is not None:
+                # Of the sizes that memory should hold the best, whose step is as much longer than the first as
+                # estimates say.
+                start = min(filter(first.fits, own), key=estimates.__getitem__, default=first.size)
+                begun.append((first.step_s * estimates[start] / estimates[first.size], degrees, own, start))
+        for promised_s, degrees, own, start in sorted(begun, key=itemgetter(0)):
             if promised_s <= _CLOSE * self._best_s():
-                self._climb(each, start)
+                climb(own, own.index(start), partial(seconds, degrees))
         best = self.best
         if best is None and self.refused:
             raise self.refused[-1]
@@ -225,15 +204,6 @@ class GridSearch:
         replicas = degrees.groups()[0][:: degrees.tensor]
         return rounds * float(work.sum()) + exchange_of_gradients(problem, replicas).seconds(share)
 
-    def _climb(self, each: Factorisation, start: int) -> None:
-        """Try micro-batches of the size that promises most, and larger and smaller ones as long as that helps."""
-
-        def seconds(size: int) -> float:
-            found = self._try(each.degrees, size)
-            return math.inf if found is None else found.step_s
-
-        climb(each.sizes, start, seconds)
-
     def _has_room(self, degrees: Degrees) -> bool:
         """True if memory may hold the parameters and their state, shared out equally."""
         problem, state = self.problem, self._state
@@ -250,15 +220,15 @@ class GridSearch:
     def _try(self, degrees: Degrees, size: int) -> GridTrial | None:
         """The placement on micro-batches of that size, tried once; None where there is none."""
         key = degrees, size
-        if key not in self._trials:
-            self._trials[key] = None
+        if key not in self._tried:
+            self._tried[key] = None
             try:
-                found = self._trials[key] = self._trial(self._sized(size), degrees)
+                found = self._tried[key] = self._trial(self._sized(size), degrees)
             except REFUSALS as error:
                 self.refused.append(error)
             else:
                 self.best = found if found.step_s < self._best_s() else self.best
-        return self._trials[key]
+        return self._tried[key]
 
     def _trial(self, problem: Problem, degrees: Degrees) -> GridTrial:
         placement = fitted(problem, place(problem, degrees, self.chunks, self.wave))

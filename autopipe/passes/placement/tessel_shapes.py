@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import ClassVar
@@ -42,7 +43,8 @@ _ATTEMPTS = 8
 """Cuts of a shape's chains that are tried where memory is short."""
 
 _Floats = NDArray[np.float64]
-Stages = tuple[tuple[int, ...], ...]
+Nodes = tuple[int, ...]
+Stages = tuple[Nodes, ...]
 """The nodes of each stage, ascending."""
 
 
@@ -55,8 +57,8 @@ class CostedModel(Network):
     """
 
     cluster: Cluster
-    seconds: NDArray[np.float64]
-    on_kind: dict[Device, NDArray[np.float64]]
+    seconds: _Floats
+    on_kind: dict[Device, _Floats]
 
     @property
     def devices(self) -> int:
@@ -66,6 +68,10 @@ class CostedModel(Network):
     def share(self) -> float:
         """Half a device's equal share of all: what has less is small."""
         return 0.5 / self.devices
+
+    @property
+    def least_s(self) -> float:
+        return self.share * float(self.seconds.sum())
 
     def weighs(self, nodes: Iterable[int]) -> float:
         """Seconds of nodes."""
@@ -87,14 +93,10 @@ def _costed(graph: Graph, work: tuple[Work, ...], cluster: Cluster, precision: s
     return CostedModel(graph, sample_axes(graph), 1, weights_of(graph), graph.consumers(), cluster, seconds, on_kind)
 
 
-def line_around(model: CostedModel, together: Iterable[Iterable[int]]) -> Chain:
-    """The nodes as a line of blocks, each of the sets of `together` in one block."""
-    return make_chain(model.graph, model.seconds, _MOST_BLOCKS, tuple(map(tuple, together)))
-
-
 @remembered(GRAPHS)
-def whole_line(model: CostedModel) -> Chain:
-    return line_around(model, ())
+def line_around(model: CostedModel, together: Stages = ()) -> Chain:
+    """The nodes as a line of blocks, each of the sets of `together` in one block."""
+    return make_chain(model.graph, model.seconds, _MOST_BLOCKS, together)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,12 +147,11 @@ def line_of(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> CutLine:
     for kind, seconds in ((None, model.seconds), *model.on_kind.items()):
         own = np.array([float(seconds[list(block)].sum()) for block in blocks])
         lengths[kind] = own, run_lengths(own, crossing, crossing)
-    seen: set[str] = set()
     sizes = np.zeros(len(blocks))
-    for index, block in enumerate(blocks):
-        read = {name for node in block for name in model.graph.nodes[node].inputs if model.graph.parameter(name)} - seen
-        sizes[index] = sum(model.graph.type_of(name).bytes for name in read)
-        seen |= read
+    for parameter in model.graph.parameters:
+        readers = [place[node] for node in model.readers.get(parameter.value.name, ()) if node in place]
+        if readers:
+            sizes[min(readers)] += parameter.value.bytes
     return CutLine(blocks, lengths, sizes)
 
 
@@ -214,8 +215,8 @@ def with_chains_that_fit(problem: Problem, outline: Outline) -> Placement:
     placement = with_chains_cut(problem, outline, room)
     found = []
     for _ in range(_ATTEMPTS):
-        least, usual, lighter = _weighed(problem, placement, room)
-        found.append(((least, usual), placement))
+        excess, lighter = _weighed(problem, placement, room)
+        found.append((excess, placement))
         if lighter == room:
             break
         try:
@@ -225,8 +226,10 @@ def with_chains_that_fit(problem: Problem, outline: Outline) -> Placement:
     return min(found, key=lambda each: each[0])[1]
 
 
-def _weighed(problem: Problem, placement: Placement, room: tuple[float, ...]) -> tuple[int, int, tuple[float, ...]]:
-    """Bytes by which the fullest device is over its memory, under any schedule and under 1F1B, and less room for
+def _weighed(
+    problem: Problem, placement: Placement, room: tuple[float, ...]
+) -> tuple[tuple[int, int], tuple[float, ...]]:
+    """Bytes by which the fullest device is over its memory, under any schedule and under 1F1B; and less room for
     parameters on devices that are too full.
 
     Of what such a device's own stages hold, their parameters give up the part by which memory is exceeded. Stages
@@ -239,7 +242,7 @@ def _weighed(problem: Problem, placement: Placement, room: tuple[float, ...]) ->
     least, usual = ([need - problem.memory_of(device) for device, need in enumerate(each)] for each in needs)
     most = max(0, *least), max(0, *usual)
     if not any(most):
-        return *most, room
+        return most, room
     counts, found = in_flight(problem, placement), list(room)
     for device, over in enumerate(least if most[0] else usual):
         own = [index for index, stage in enumerate(placement.stages) if stage.devices == (device,)]
@@ -247,7 +250,7 @@ def _weighed(problem: Problem, placement: Placement, room: tuple[float, ...]) ->
         if held > over > 0:
             largest = max(costs[index].parameter_bytes for index in own)
             found[device] = min(found[device], largest * (1 - over / held))
-    return *most, tuple(found)
+    return most, tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,28 +337,27 @@ def line_of_parts(model: CostedModel, chain: Chain, wide: Sequence[SharedLookup]
     A chain with less than half a device's share of the work at either end joins the shared part beside it.
     """
     place = {node: index for index, node in enumerate(chain.order)}
-    shared = [False] * len(chain.order)
+    shared: set[int] = set()
     for each in wide:
         places = [place[node] for node in each.nodes]
-        shared[min(places) : max(places) + 1] = [True] * (max(places) + 1 - min(places))
-    return _joined(model, (ModelPart((node,), whole) for node, whole in zip(chain.order, shared, strict=True)))
+        shared.update(range(min(places), max(places) + 1))
+    return _joined(model, (ModelPart((node,), index in shared) for node, index in place.items()))
 
 
 def hoisted(model: CostedModel, parts: Sequence[ModelPart], wide: Sequence[SharedLookup]) -> tuple[ModelPart, ...]:
     """The same with all lookups that read inputs alone in the first part, so that one chain is left behind them."""
-    early = {node for each in wide if _reads_inputs(model, each) for node in each.nodes}
+    nodes, again = model.graph.nodes, recomputed_nodes(model.graph)
+    free = {value.name for value in model.graph.inputs} | model.weights.keys()
+    early: set[int] = set()
+    for each in wide:
+        # It depends on nothing that the model computes from other parameters.
+        made = {name for node in each.nodes | again for name in nodes[node].outputs}
+        if all(name in made or name in free for node in each.nodes for name in nodes[node].inputs if name):
+            early |= each.nodes
     late = {node for each in wide for node in each.nodes} - early
     left = (tuple(node for node in part.nodes if node not in early) for part in parts)
-    behind = (ModelPart(nodes, not late.isdisjoint(nodes)) for nodes in left)
+    behind = (ModelPart(own, not late.isdisjoint(own)) for own in left)
     return _joined(model, (ModelPart(tuple(sorted(early)), True), *behind))
-
-
-def _reads_inputs(model: CostedModel, wide: SharedLookup) -> bool:
-    """True if a lookup depends on nothing that the model computes from other parameters."""
-    nodes = wide.nodes | recomputed_nodes(model.graph)
-    known = {value.name for value in model.graph.inputs} | model.weights.keys()
-    known |= {name for node in nodes for name in model.graph.nodes[node].outputs}
-    return all(name in known for node in wide.nodes for name in model.graph.nodes[node].inputs if name)
 
 
 def _joined(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, ...]:
@@ -365,19 +367,16 @@ def _joined(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, 
     """
     runs = itertools.groupby((part for part in parts if part.nodes), key=attrgetter("shared"))
     whole = [ModelPart(tuple(node for part in run for node in part.nodes), shared) for shared, run in runs]
-    least = model.share * float(model.seconds.sum())
     found: list[ModelPart] = []
-    carried: tuple[int, ...] = ()
+    carried: Nodes = ()
     for part in whole:
-        small, last = not part.shared and model.weighs(part.nodes) < least, part is whole[-1]
-        if small and not last:
+        small = not part.shared and model.weighs(part.nodes) < model.least_s
+        if small and part is not whole[-1]:
             carried += part.nodes
-        elif found and (small or found[-1].shared is part.shared):
-            found[-1] = ModelPart((*found[-1].nodes, *carried, *part.nodes), found[-1].shared)
-            carried = ()
-        else:
-            found.append(ModelPart((*carried, *part.nodes), part.shared))
-            carried = ()
+            continue
+        before = found.pop() if found and (small or found[-1].shared is part.shared) else ModelPart((), part.shared)
+        found.append(ModelPart((*before.nodes, *carried, *part.nodes), before.shared))
+        carried = ()
     return tuple(found)
 
 
@@ -390,14 +389,13 @@ def find_join(model: CostedModel, order: tuple[int, ...]) -> Stages | None:
     """
     graph = model.graph
     apart = recomputed_nodes(graph) | {node for node in range(len(graph.nodes)) if model.is_weight(node)}
-    least = model.share * float(model.seconds.sum())
     component: dict[int, list[int]] = {}
     work: dict[int, float] = {}  # Of each component, by the object that it is.
     for node in sorted(set(range(len(graph.nodes))) - apart):
         producers = [graph.producer(name) for name in graph.nodes[node].inputs if name]
         met = {id(component[each]): component[each] for each in producers if each is not None and each in component}
         most = max((work[each] for each in met), default=0.0)
-        large = [nodes for each, nodes in met.items() if work[each] >= max(least, most / 2)]
+        large = [nodes for each, nodes in met.items() if work[each] >= max(model.least_s, most / 2)]
         if len(large) > 1:
             return _branches(model, order, sorted(map(sorted, large)), apart)
         joined = next(iter(met.values())) if len(met) == 1 else [each for nodes in met.values() for each in nodes]
@@ -473,19 +471,17 @@ class TesselShapes:
 
     def _fitted(self, problem: Problem) -> Placement:
         model, shape = costed_model(problem), self.shape.lower()
-        outline = self._first(problem, model) if shape == "auto" else self._outline(problem, model, shape)
-        return fitted(problem, with_chains_that_fit(problem, outline))
-
-    def _first(self, problem: Problem, model: CostedModel) -> Outline:
-        """The outline of the first shape that the model has and the devices can take."""
-        for shape in ("nn", "m", "k") if may_share(problem, range(model.devices)) else ():
-            try:
-                outline = self._outline(problem, model, shape, only_large=True)
-                with_chains_cut(problem, outline, (math.inf,) * model.devices)
-            except InfeasibleError:
-                continue
-            return outline
-        return self._outline(problem, model, "v")
+        outline = None
+        if shape == "auto":
+            shape = "v"
+            for each in ("nn", "m", "k") if may_share(problem, range(model.devices)) else ():
+                # The first shape that the model has and the devices can take.
+                with suppress(InfeasibleError):
+                    found = self._outline(problem, model, each, only_large=True)
+                    with_chains_cut(problem, found, (math.inf,) * model.devices)
+                    outline = found
+                    break
+        return fitted(problem, with_chains_that_fit(problem, outline or self._outline(problem, model, shape)))
 
     def _outline(self, problem: Problem, model: CostedModel, shape: str, only_large: bool = False) -> Outline:
         if shape == "k":
@@ -494,12 +490,13 @@ class TesselShapes:
             return tuple(self._around_tables(problem, model, shape, only_large))
         if shape == "x" and model.devices < 2:
             raise InfeasibleError("shape x runs in two directions over devices, and there is one", hint="take shape v")
-        chain = whole_line(model)
-        devices = tuple(range(model.devices))
-        down = self._chain(model, chain, chain.order, devices)
-        if shape == "v":
-            return (down,)
-        return down, replace(self._chain(model, chain, chain.order, devices[::-1]), pipeline=1)
+        line, devices = line_around(model), tuple(range(model.devices))
+        down = self._chain(model, line, line.order, devices)
+        return (
+            (down,)
+            if shape == "v"
+            else (down, replace(self._chain(model, line, line.order, devices[::-1]), pipeline=1))
+        )
 
     def _around_tables(
         self, problem: Problem, model: CostedModel, shape: str, only_large: bool
@@ -512,7 +509,7 @@ class TesselShapes:
                 f"shape {shape} shares lookups in large tables among all devices, and the model has none",
                 hint="take shape v",
             )
-        line = line_around(model, (each.nodes for each in wide))
+        line = line_around(model, tuple(tuple(each.nodes) for each in wide))
         parts = line_of_parts(model, line, wide)
         if shape == "m":
             parts = hoisted(model, parts, wide)
@@ -537,7 +534,7 @@ class TesselShapes:
 
     def _around_join(self, problem: Problem, model: CostedModel, only_shared: bool) -> Iterator[Stage | StageRow]:
         """K: branches on devices of their own, then the rest over all (with `only_shared`, if they can share it)."""
-        line = whole_line(model)
+        line = line_around(model)
         found = find_join(model, line.order)
         if found is None or len(found) - 1 > model.devices:
             count = "none" if found is None else f"{len(found) - 1} for {model.devices} devices"
@@ -548,7 +545,7 @@ class TesselShapes:
         tables = large_tables(model, at_least_one=False)
         last = stage_of_several(problem, model, rest, tuple(range(model.devices)), tables)
         work, shared = model.weighs(rest), model.weighs(node for node, _ in last.splits)
-        if only_shared and shared < work / 2 and work >= model.share * float(model.seconds.sum()):
+        if only_shared and shared < work / 2 and work >= model.least_s:
             raise InfeasibleError(f"{model.devices} devices cannot share what follows where branches meet")
         groups = shared_out([model.weighs(branch) for branch in branches], model.devices)
         for branch, devices in zip(branches, groups, strict=True):
