@@ -16,7 +16,7 @@ from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement import grid as search
 from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, GridTrial, factorisations, place
-from autopipe.passes.schedule.limits import quick_step_seconds, step_s
+from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
 from autopipe.passes.schedule.published.zero_bubble import ZeroBubbleV
 from tests.distributed.support.zoo import small_graph
@@ -33,7 +33,7 @@ def open_problem(name: str = "gpt", devices: int = 8, samples: int = 16, **field
 
 def step_of(given: Problem, placement: Placement) -> float:
     own = resized(given, placement.stages[0].micro_batch_size)
-    return step_s(own, placement, stage_costs(own, placement))
+    return quick_step(own, placement, stage_costs(own, placement)).end
 
 
 @pytest.mark.parametrize("degrees", [(2, 2, 2), (4, 2, 1), (1, 4, 2), (2, 1, 4), (8, 1, 1)])
