@@ -336,7 +336,8 @@ def _reader(hint: Any) -> Reader:
     if origin is tuple:
         return functools.partial(_read_tuple, base)
     if isinstance(base, type) and issubclass(base, enum.Enum):
-        return lambda record: base(_read_literal(Literal[tuple(each.value for each in base)], record))
+        values: Any = Literal[tuple(each.value for each in base)]
+        return lambda record: base(_read_literal(values, record))
     if base is Any:
         return lambda record: record.value
     return functools.partial(_read_scalar, hint, origin or base, marks)
