@@ -23,7 +23,6 @@ class DataParallel:
     name: ClassVar[str] = "data_parallel"
 
     def division(self, graph: Graph) -> Division:
-        """It makes one stage."""
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:

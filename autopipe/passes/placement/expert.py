@@ -39,7 +39,6 @@ class OneWeirdTrick:
     name: ClassVar[str] = "one_weird_trick"
 
     def division(self, graph: Graph) -> Division:
-        """It makes one stage."""
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
@@ -61,7 +60,6 @@ class OneWeirdTrick:
 
 
 def _kinds(graph: Graph) -> set[str]:
-    """The classes of the model's operators."""
     return {row.kind for node in graph.nodes if (row := operator_of(node)) is not None}
 
 
@@ -169,7 +167,6 @@ class Expert:
     name: ClassVar[str] = "expert"
 
     def division(self, graph: Graph) -> Division:
-        """Recurrent layers become stages."""
         return Division.MANY if "recurrent" in _kinds(graph) else Division.FEW
 
     def requires(self, problem: Problem) -> None:

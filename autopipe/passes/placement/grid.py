@@ -60,7 +60,6 @@ class Degrees:
 
     @property
     def width(self) -> int:
-        """Devices of a group."""
         return self.data * self.tensor
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -205,7 +204,6 @@ class GridSearch:
         return rounds * float(work.sum()) + exchange_of_gradients(problem, replicas).seconds(share)
 
     def _has_room(self, degrees: Degrees) -> bool:
-        """True if memory may hold the parameters and their state, shared out equally."""
         problem, state = self.problem, self._state
         copies = degrees.data if problem.optimizer.shard else 1
         parts = degrees.pipeline * degrees.tensor

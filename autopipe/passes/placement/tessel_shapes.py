@@ -74,7 +74,6 @@ class CostedModel(Network):
         return self.share * float(self.seconds.sum())
 
     def weighs(self, nodes: Iterable[int]) -> float:
-        """Seconds of nodes."""
         return float(self.seconds[list(nodes)].sum())
 
 
