@@ -149,13 +149,18 @@ class MessageBlock:
 @dataclass(frozen=True, slots=True)
 class Channel:
     """Messages from one rank to another: one block of each micro-batch of its slice, and its gradient back. `buffers`
-    and `gradient_buffers` are how many messages the target, and of gradients the source, holds at once."""
+    and `gradient_buffers` are how many messages the target, and of gradients the source, holds at once.
+
+    A rank asks for all that another one sends in one order, over one NCCL communicator; only an `own` channel is in no
+    order with the others, and has communicators of its own.
+    """
 
     number: Index
     source_rank: Annotated[Index, At("source")]
     target_rank: Annotated[Index, At("target")]
     buffers: Index
     gradient_buffers: Index
+    own: Annotated[bool, Sparse()] = False
 
 
 @dataclass(frozen=True, slots=True)

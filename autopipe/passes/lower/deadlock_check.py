@@ -1,7 +1,7 @@
 """All ranks' instructions run against each other, computing nothing, to show that every rank comes to its end.
 
-Sends never wait, messages of a channel are received in the order in which they are sent, tasks wait for their messages
-and for their group: as no choice is left, one run stands for all. What orders instructions has no part in it, so that
+Sends never wait, a rank receives in the order in which another one sends to it, tasks wait for their messages and for
+their group: as no choice is left, one run stands for all. What orders instructions has no part in it, so that
 a fault there is found here.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -20,9 +20,29 @@ from autopipe.ir.schedule import EVERY, MicroBatchSlice
 
 
 @dataclass(slots=True, eq=False)
+class Communicator:
+    """All that a rank sends another one, which NCCL matches with what that one receives by order alone."""
+
+    sent: list[tuple[ProofChannel, int]] = field(default_factory=list)
+    posted: list[tuple[ProofChannel, int]] = field(default_factory=list)
+
+    def check_order(self) -> None:
+        """Raise CodegenError where the last place at which both ends are known has another message at either."""
+        last = min(len(self.sent), len(self.posted)) - 1
+        if last >= 0 and self.sent[last] != self.posted[last]:
+            (sends, sent), (asks, asked) = self.sent[last], self.posted[last]
+            raise CodegenError(
+                f"rank {sends.source} sends {sends.task(sent)} on channel {sends.channel} to rank {sends.target} where "
+                f"that asks for {asks.task(asked)} on channel {asks.channel}",
+                hint="NCCL matches the messages from one rank to another by their order",
+            )
+
+
+@dataclass(slots=True, eq=False)
 class ProofChannel:
     """The messages of one channel in one direction, by number."""
 
+    communicator: Communicator
     channel: int
     source: int
     target: int
@@ -43,11 +63,15 @@ class ProofChannel:
     def send(self, message: int) -> None:
         self.sent.append(message)
         self._check_order()
+        self.communicator.sent.append((self, message))
+        self.communicator.check_order()
 
     def post(self, message: int) -> None:
         self.place.setdefault(message, len(self.posted))
         self.posted.append(message)
         self._check_order()
+        self.communicator.posted.append((self, message))
+        self.communicator.check_order()
 
     def _check_order(self) -> None:
         """Raise CodegenError where the last message of which both ends are known is one here, another one there."""
@@ -174,24 +198,28 @@ class Action:
 _LETTERS = {Verb.FORWARD: "F", Verb.BACKWARD: "B", Verb.INPUT_GRADIENT: "I", Verb.WEIGHT_GRADIENT: "W"}
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The ends at which all ranks meet."""
+
+    own: frozenset[int]
+    """Channels that have communicators of their own (`ir.program.Channel`)."""
+    channels: dict[tuple[int, bool], ProofChannel] = field(default_factory=dict)
+    """By number, and whether they carry gradients."""
+    communicators: dict[tuple[int, int], Communicator] = field(default_factory=dict)
+    """By the rank that sends and the one that receives."""
+    barriers: dict[tuple[int, Verb], Barrier] = field(default_factory=dict)
+
+
 class RankTrace:
-    """One rank: its actions in order, each with its micro-batch, and how far it has come.
+    """One rank: its actions in order, each with its micro-batch, and how far it has come."""
 
-    `channels`, by number and whether they carry gradients, and `barriers`, by stage and verb, are those of all ranks.
-    """
-
-    def __init__(
-        self,
-        rank: RankCode,
-        program: Program,
-        channels: dict[tuple[int, bool], ProofChannel],
-        barriers: dict[tuple[int, Verb], Barrier],
-    ) -> None:
+    def __init__(self, rank: RankCode, program: Program, shared: Shared) -> None:
         self.rank = rank.rank
         self.done: defaultdict[str, set[int]] = defaultdict(set)
         """By part of a stage's step, such as `2F`, the micro-batches that it has run on."""
         self.position = 0
-        self._program, self._channels, self._barriers = program, channels, barriers
+        self._program, self._shared = program, shared
         self._wired = {each.stage: each for each in rank.stages}
         self._action = functools.cache(self._made)
         self.steps = list(self._unrolled(rank))
@@ -277,31 +305,34 @@ class RankTrace:
 
     def _channel(self, piece: MessageBlock, gradient: bool) -> ProofChannel:
         key = piece.channel, gradient
-        if key not in self._channels:
+        shared = self._shared
+        if key not in shared.channels:
             ends = [
                 (piece.source_rank, piece.source_stage, piece.source_slice),
                 (piece.target_rank, piece.target_stage, piece.target_slice),
             ]
             (source, stage, sends), (target, _, uses) = ends[::-1] if gradient else ends
             task = f"{stage}{'B' if gradient else 'F'}"
-            self._channels[key] = ProofChannel(piece.channel, source, target, task, sends, uses)
-        return self._channels[key]
+            communicator = Communicator()
+            if piece.channel not in shared.own:
+                communicator = shared.communicators.setdefault((source, target), communicator)
+            shared.channels[key] = ProofChannel(communicator, piece.channel, source, target, task, sends, uses)
+        return shared.channels[key]
 
     def _barrier(self, stage: int, verb: Verb) -> Barrier | None:
         ranks = self._program.stages[stage].devices
-        return self._barriers.setdefault((stage, verb), Barrier(ranks)) if len(ranks) > 1 else None
+        return self._shared.barriers.setdefault((stage, verb), Barrier(ranks)) if len(ranks) > 1 else None
 
 
-def prove(program: Program) -> None:
-    """Raise CodegenError, naming the tasks, unless every rank's program runs to its end.
+def prove(program: Program) -> tuple[RankTrace, ...]:
+    """Every rank's trace. Raises CodegenError, naming the tasks, unless every rank's program runs to its end.
 
     It does if no ranks wait for one another in a circle, nothing is used before it was asked for or computed, messages
     are asked for in the order in which they are sent, each is sent and asked for once, each task runs once, and groups
     come to their exchanges in one order. Time and memory grow with the number of instructions.
     """
-    channels: dict[tuple[int, bool], ProofChannel] = {}
-    barriers: dict[tuple[int, Verb], Barrier] = {}
-    traces = [RankTrace(rank, program, channels, barriers) for rank in program.ranks]
+    shared = Shared(frozenset(channel.number for channel in program.channels if channel.own))
+    traces = tuple(RankTrace(rank, program, shared) for rank in program.ranks)
     waits: dict[int, Wait] = {}
     awake = [trace.rank for trace in reversed(traces)]
     while awake:
@@ -318,16 +349,17 @@ def prove(program: Program) -> None:
                 for micro_batch in sorted(trace.done[f"{wired.stage}{letter}"].symmetric_difference(due)):
                     reason = "never runs" if micro_batch in due else "does not belong to the step"
                     raise CodegenError(f"{wired.stage}{letter}{micro_batch} {reason}", where=f"rank {code.rank}")
-    for channel in channels.values():
+    for channel in shared.channels.values():
         if len(channel.sent) > len(channel.posted):
             task = channel.task(channel.sent[len(channel.posted)])
             raise CodegenError(f"rank {channel.source} sends {task}, which rank {channel.target} never asks for")
         if channel.used < len(channel.posted):
             raise CodegenError(f"rank {channel.target} asks for {channel.sender} more often than it uses it")
     _check_reductions(program, traces)
+    return traces
 
 
-def _check_waits(waits: dict[int, Wait], traces: list[RankTrace]) -> None:
+def _check_waits(waits: dict[int, Wait], traces: Sequence[RankTrace]) -> None:
     """Raise CodegenError for one who waits for what never comes, or for the circle that waiting ends in."""
 
     def told(rank: int) -> str:
@@ -349,7 +381,7 @@ def _check_waits(waits: dict[int, Wait], traces: list[RankTrace]) -> None:
         raise CodegenError(f"deadlock: {', '.join(map(told, seen[seen.index(rank) :]))}")
 
 
-def _check_reductions(program: Program, traces: list[RankTrace]) -> None:
+def _check_reductions(program: Program, traces: Sequence[RankTrace]) -> None:
     """Raise CodegenError where ranks would start the sums of gradients over one group in different orders.
 
     A stage's sums start with its last backward, if all ranks of the group have it.

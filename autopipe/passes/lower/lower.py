@@ -42,9 +42,11 @@ from autopipe.passes.analysis.recompute import with_segments
 from autopipe.passes.analysis.resharding import torn_parameters
 from autopipe.passes.analysis.stage_nodes import assign_nodes
 from autopipe.passes.lower.deadlock_check import prove
+from autopipe.passes.lower.hardware_queues import check_hardware_queues
 from autopipe.passes.lower.messages import (
     HeldMessages,
     RankPeers,
+    RankStep,
     SendingOrders,
     channels_of,
     postings,
@@ -146,13 +148,13 @@ def lower(
         outputs=tuple(_output(parts, name, batch) for name in wanted_values(graph, loss)),
         stages=_split_backwards(graph, codes, schedule),
         ranks=tuple(
-            RankCode(rank, tuple(wired[rank]), parts.shards[rank], *step) for rank, (step, _) in enumerate(steps)
+            RankCode(rank, tuple(wired[rank]), parts.shards[rank], *step.sections) for rank, step in enumerate(steps)
         ),
-        channels=channels_of(parts.pieces, codes, [held for _, held in steps]),
+        channels=channels_of(wired, codes, steps),
         shard=shard and loss is not None,
     )
     if proven:
-        prove(program)
+        check_hardware_queues(program, prove(program))
     return program
 
 
@@ -168,16 +170,13 @@ def _split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Sched
     return tuple(replace(code, deferred=deferred(code)) if code.stage in split else code for code in codes)
 
 
-def _steps(
-    wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]
-) -> list[tuple[tuple[Section, Section, Section], HeldMessages]]:
-    """Each rank's step in three sections, and what it holds of messages."""
+def _steps(wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]) -> list[RankStep]:
     orders = SendingOrders(schedule, ratios)
 
     @cache  # The ranks of a group mostly do the same.
-    def step(tasks: tuple[Task, ...], peers: RankPeers) -> tuple[tuple[Section, Section, Section], HeldMessages]:
+    def step(tasks: tuple[Task, ...], peers: RankPeers) -> RankStep:
         flat = instructions(tasks, peers, orders)
-        return sections(flat, ratios), HeldMessages(flat)
+        return RankStep(flat, sections(flat, ratios), HeldMessages(flat))
 
     return [step(tasks, RankPeers.of(stages)) for stages, tasks in zip(wired, schedule.tasks, strict=True)]
 

@@ -98,4 +98,6 @@ def test_stages_that_send_in_different_orders_are_asked_one_by_one() -> None:
     program = lower(graph, placement, Schedule(2, tuple(orders)), loss)
     Machine(program).run()
     asked = [each for each in unrolled(program.ranks[2]) if each.verb is Verb.RECEIVE]
-    assert [(each.source, each.micro_batch) for each in asked] == [(0, 0), (1, 1), (1, 0), (0, 1)]
+    assert [each.micro_batch for each in asked if each.source == 0] == [0, 1]
+    assert [each.micro_batch for each in asked if each.source == 1] == [1, 0]
+    assert len(asked) == 4

@@ -153,7 +153,7 @@ FAULTS_IN_PORTIONS: dict[str, tuple[int, Change, str]] = {
     "one portion is not sent": (
         0,
         without(Verb.SEND, 0, 6),
-        "rank 1 would wait in 1F1 for 0F6 of rank 0, which never comes",
+        "rank 0 sends 0F7 on channel 3 to rank 1 where that asks for 0F6 on channel 2",
     ),
     "a portion is not asked for": (
         2,
