@@ -8,7 +8,7 @@ rank needs to send that message. Where each stream has a queue of its own, nothi
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -91,11 +91,7 @@ def _kernels(trace: RankTrace, code: RankCode, program: Program) -> Iterator[_Ke
         for ranks in sorted(each for each in groups if len(each) > 1):
             yield launch("the sum of gradients", ("group", *sorted(ranks)), ranks)
 
-    left = dict.fromkeys(trace.last_gradients(), 0)
-    for action, _ in trace.steps:
-        for part in action.completes:
-            if part.endswith("W"):
-                left[int(part[:-1])] += 1
+    left = Counter(part for action, _ in trace.steps for part in action.completes)
     for action, micro_batch in trace.steps:
         title = f"{action.name}{micro_batch}"
         for channel in action.posts[micro_batch % len(action.posts)]:
@@ -112,10 +108,9 @@ def _kernels(trace: RankTrace, code: RankCode, program: Program) -> Iterator[_Ke
                 yield (middle := launch(title, ("group", *sorted(ranks)), ranks))
                 yield launch(title, _COMPUTE, (), middle)
             for part in action.completes:
-                if part.endswith("W"):
-                    left[int(part[:-1])] -= 1
-                    if not left[int(part[:-1])] and program.train:
-                        yield from sums(int(part[:-1]))
+                left[part] -= 1
+                if part.endswith("W") and not left[part] and program.train:
+                    yield from sums(int(part[:-1]))
         for channel in (action.sends or ((),))[micro_batch % len(action.sends or ((),))]:
             sent = channel.task(channel.sends.message(micro_batch))
             yield launch(f"the sending of {sent}", channel.communicator, (channel.source, channel.target))
