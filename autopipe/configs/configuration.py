@@ -153,8 +153,9 @@ class Configuration:
     """Name of the scalar output to minimise, or a loss to add to the graph."""
     optimizer: Optimizer = field(default=Optimizer())
     """How parameters are updated."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the computation; parameters and their updates stay in fp32."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Precision of products; parameters and their updates stay in fp32. `tf32` rounds operands to 19 bits on GPUs that
+    have units for it, and is fp32 elsewhere; `bf16` and `fp16` run the whole forward through torch's autocast."""
     recompute: Literal["none", "full", "auto"] | None = None
     """Run each stage's forward again for its backward: never, always, or where memory asks for it; `null` leaves it to
     strategy `auto`, and is `none` under any other."""

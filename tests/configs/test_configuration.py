@@ -63,7 +63,7 @@ REFUSED = {
     "nothing for a value": ("precision:\n", "c.yaml:1: precision is nothing"),
     "near word": (
         "precision: fp23\n",
-        "c.yaml:1: precision: 'fp23' is none of fp32, bf16, fp16 (did you mean 'fp32'?)",
+        "c.yaml:1: precision: 'fp23' is none of fp32, tf32, bf16, fp16 (did you mean 'fp32'?)",
     ),
     "near word in a union": ("micro_batches: autos\n", "(did you mean 'auto'?)"),
     "size": ("memory_limit: 14gb\n", "c.yaml:1: memory_limit is '14gb' (expected a size such as 14GiB"),
@@ -272,7 +272,7 @@ FIELDS = st.fixed_dictionaries(
         "mode": st.sampled_from([None, "train", "infer"]),
         "loss": st.none() | TEXT | st.builds(c.Loss, st.builds(c.CrossEntropy, TEXT, TEXT)),
         "optimizer": OPTIMIZERS,
-        "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
+        "precision": st.sampled_from(["fp32", "tf32", "bf16", "fp16"]),
         "recompute": st.sampled_from(["none", "full", "auto"]),
         "cluster": CLUSTERS,
         "gpus": st.none() | st.integers(10, 10**6),

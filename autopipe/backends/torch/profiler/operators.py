@@ -24,6 +24,7 @@ from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, 
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.host import keep_freed_memory
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
+from autopipe.backends.torch.runtime.precision import autocast, set_products
 from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.backends.torch.runtime.stage import Mark
 from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
@@ -129,7 +130,6 @@ def _operands(
 
 _CHAIN, _CHAIN_S = 64, 0.05
 """Nodes of a backward by which it is measured what noting them takes, and how long for."""
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def measure_operations(
@@ -231,8 +231,8 @@ def _noting_seconds(watch: Stopwatch) -> float:
 
 def _as_run(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The context in which a rank runs its forwards."""
-    dtype = _AUTOCAST.get(precision)
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    set_products(precision)
+    return autocast(precision, device)
 
 
 _TENSORS = 16

@@ -21,6 +21,7 @@ from autopipe.backends.torch.runtime.gradients import GradientReduction, buckets
 from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters
+from autopipe.backends.torch.runtime.precision import set_products
 from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.backends.torch.runtime.report import OutputCollector, Reporter, dump_gradients
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
@@ -96,6 +97,7 @@ class Rank(RankContext):
         """Join the world and load what the stages need; once, before the first step."""
         manifest, transport, options = self.manifest, self.transport, self.options
         transport.start()
+        set_products(manifest.precision, exact=options.record is not None)
         gradient_groups = {shard.gradient_ranks for shards in manifest.shards for shard in shards}
         transport.make_groups({*gradient_groups, *(ranks for entry in manifest.stages for ranks in entry.groups())})
         transport.make_channels(manifest.channels)

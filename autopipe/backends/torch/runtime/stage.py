@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -21,6 +20,7 @@ from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
+from autopipe.backends.torch.runtime.precision import autocast
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, compute_all
 from autopipe.ir.schedule import MicroBatchSlice
@@ -158,9 +158,6 @@ class Clock:
         return [MeasuredSpan(task, since(start), since(end)) for task, start, end in self._spans]
 
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 class RankContext:
     """The part of a rank that its stages, its reports and the order of blocking messages use."""
 
@@ -190,10 +187,6 @@ class RankContext:
     def samples_done(self) -> int:
         """Number of the next step's first sample: how far the data was gone through, by plans of other batches too."""
         return self.source.sample(self.steps_done)
-
-    def autocast(self) -> AbstractContextManager[object]:
-        dtype = _AUTOCAST.get(self.manifest.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
         """Read a stage's block of a graph input for one of its micro-batches of this step, on the device."""
@@ -324,7 +317,8 @@ class Stage:
 
     def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
         """The results in the types that those who receive them expect: autocast computes in narrower ones."""
-        with torch.set_grad_enabled(self._rank.train), self._rank.autocast():
+        rank = self._rank
+        with torch.set_grad_enabled(rank.train), autocast(rank.manifest.precision, rank.device):
             results = self._forward(self.p, *arguments.values())
             return tuple(result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True))
 
