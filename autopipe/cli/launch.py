@@ -13,6 +13,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import check_unused
 from autopipe.backends.torch.emission.rank import rank_module
 from autopipe.backends.torch.launcher import (
@@ -29,6 +30,7 @@ from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output, write_texts
 from autopipe.ir.errors import ConfigurationError
+from autopipe.passes.auto.plan_cache import cache_folder
 
 _KEY_BYTES = 32
 _SECONDS = click.FloatRange(min=0, min_open=True)
@@ -43,7 +45,7 @@ SEED = click.option("--seed", type=click.IntRange(min=0), help=_RANDOM)
     "--device",
     type=click.Choice(["auto", "cuda", "cpu", "meta"]),
     default="auto",
-    help="Where to run; meta, with --dry-run, is on no device: shapes and types alone, without memory for numbers.",
+    help="Where to run; with --dry-run meta is on no device, shapes and types alone, and cuda need not be there.",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Steps in all [1; in inference over a file all of it].")
 @DATA
@@ -205,9 +207,18 @@ class Launch:
             report = Path(name) / "report.json"
             own = {name: getattr(self, name) for name in ("device", "data", "seed")}
             arguments = rank_arguments(dry_run=True, steps=1, report=report, **own)
-            run_alone(self.manifest.folder, arguments, rank, world_size)
+            run_alone(self.manifest.folder, arguments, rank, world_size, self._fake_cuda())
             found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
             return found
+
+    def _fake_cuda(self) -> Path | None:
+        """The library of the device that stands in for CUDA in a dry run, where there is none. Raises
+        ConfigurationError where it cannot be built."""
+        if self.device != "cuda":
+            return None
+        import torch
+
+        return None if torch.cuda.is_available() else fake_cuda.build(cache_folder())
 
     def _has(self, rank: int) -> bool:
         """True if the rank's program was written: `codegen --ranks` leaves others out."""

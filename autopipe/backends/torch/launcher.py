@@ -140,14 +140,17 @@ def run_child(words: Sequence[str], changes: dict[str, str]) -> str:
     return (done.stderr.strip().splitlines() or ["failed without a word"])[-1] if done.returncode else ""
 
 
-def run_alone(folder: Path, arguments: list[str], rank: int = 0, world_size: int = 1) -> None:
-    """Run one rank of a program in a process of its own: all of a one-rank program, or one rank of a dry run. Raises
-    the rank's error."""
+def run_alone(
+    folder: Path, arguments: list[str], rank: int = 0, world_size: int = 1, fake_cuda: Path | None = None
+) -> None:
+    """Run one rank of a program in a process of its own: all of a one-rank program, or one rank of a dry run, where
+    `fake_cuda` is given on the device of that library. Raises the rank's error."""
     with tempfile.TemporaryDirectory(prefix="autopipe-rank-") as scratch, rank_environment():
         failed = Path(scratch) / "error.json"
         world = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         changes = {name: str(value) for name, value in world.items()} | {ERROR_FILE: str(failed)}
-        last_words = run_child((str(folder / "run.py"), *arguments), changes)
+        device = () if fake_cuda is None else ("autopipe.backends.torch.fake_cuda", str(fake_cuda))
+        last_words = run_child((*device, str(folder / "run.py"), *arguments), changes)
         if not last_words:
             return
         failure = read_failure(json.loads(failed.read_text(encoding="utf-8"))) if failed.exists() else None

@@ -1,6 +1,7 @@
 """One rank's program without the other ranks: what comes from them is zeros, what goes to them is only counted. With
 `--device meta` tensors have no memory. They are torch's fake tensors, which say that they are on the CPU: on torch's
-own device `meta` there is no autocast, so that a plan in bf16 would be run in other types."""
+own device `meta` there is no autocast, so that a plan in bf16 would be run in other types. With `--device cuda`, where
+there is no GPU, they say that they are on it (`fake_cuda`)."""
 
 from __future__ import annotations
 
@@ -137,10 +138,10 @@ _NO_NUMBERS = "is not supported for tensor subclasses"
 
 
 @contextmanager
-def use_fake_tensors() -> Iterator[MemoryTracker]:
-    """From now on new tensors have no values, and exchanges return at once. Raises LaunchError at an operator that
-    needs values to know what to do, or how large its result is."""
-    tensors = MemoryTracker()
+def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
+    """From now on new tensors have no values, and exchanges return at once; memory of `device` is counted. Raises
+    LaunchError at an operator that needs values to know what to do, or how large its result is."""
+    tensors = MemoryTracker(device)
     try:
         # What is read as it is, data and constants, becomes such a tensor where it meets one.
         with FakeTensorMode(allow_non_fake_inputs=True), tensors:
@@ -149,16 +150,18 @@ def use_fake_tensors() -> Iterator[MemoryTracker]:
         if not isinstance(error, _NEED_VALUES) and _NO_NUMBERS not in str(error):
             raise
         raise LaunchError(
-            f"an operator needs values, and tensors on device meta have none: {error}",
-            hint="dry-run this rank with --device cpu or cuda",
+            f"an operator needs values, and tensors of this dry run have none: {error}",
+            hint="dry-run this rank with --device cpu",
         ) from error
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Sees all that operators make, and counts the bytes that the tensors alive at once would have taken at most."""
+    """Sees all that operators make, and counts the bytes that the tensors on a device alive at once would have taken at
+    most."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device.type
         self.peak_bytes = 0
         self._live_bytes = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -170,7 +173,7 @@ class MemoryTracker(TorchDispatchMode):
             return done if len(function._schema.returns) == 1 else (args[0], done)
         result = function(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(each, torch.Tensor):
+            if isinstance(each, torch.Tensor) and each.device.type == self._device_type:
                 self._count(each.untyped_storage())
         return result
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
+from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import check_unused
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
@@ -65,7 +66,8 @@ class Rank(RankContext):
         return self.stages[number]
 
     def main(self, step: Callable[[], None]) -> None:
-        with use_fake_tensors() if self.options.device == "meta" else nullcontext() as self.memory_tracker:
+        without_values = self.options.device == "meta" or fake_cuda.is_loaded()
+        with use_fake_tensors(self.device) if without_values else nullcontext() as self.memory_tracker:
             self._run_all(step)
 
     def _run_all(self, step: Callable[[], None]) -> None:

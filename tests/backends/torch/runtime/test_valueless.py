@@ -10,7 +10,7 @@ from autopipe.ir.errors import LaunchError
 
 
 def test_memory_is_counted_while_a_tensor_is_alive_and_not_taken() -> None:
-    with use_fake_tensors() as tensors:
+    with use_fake_tensors(torch.device("cpu")) as tensors:
         huge = torch.empty(1 << 40)
         view = huge.view(1 << 20, 1 << 20).t()
         assert tensors.peak_bytes == 4 << 40
@@ -26,7 +26,7 @@ def test_autocast_gives_the_types_that_it_gives_with_values() -> None:
     weight, x = torch.ones(4, 4), torch.ones(2, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         types = [(x @ weight).dtype, torch.softmax(x @ weight, 1).dtype, (x + weight[:2]).dtype]
-    with use_fake_tensors(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with use_fake_tensors(torch.device("cpu")), torch.autocast("cpu", dtype=torch.bfloat16):
         weight, x = torch.empty(4, 4), torch.empty(2, 4)
         assert [(x @ weight).dtype, torch.softmax(x @ weight, 1).dtype, (x + weight[:2]).dtype] == types
 
@@ -34,6 +34,6 @@ def test_autocast_gives_the_types_that_it_gives_with_values() -> None:
 @pytest.mark.parametrize("operation", [torch.nonzero, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy])
 def test_an_operator_that_needs_values_says_so(operation: object) -> None:
     assert callable(operation)
-    with pytest.raises(LaunchError, match="needs values") as caught, use_fake_tensors():
+    with pytest.raises(LaunchError, match="needs values") as caught, use_fake_tensors(torch.device("cpu")):
         operation(torch.empty(1))
     assert "--device cpu" in caught.value.hint

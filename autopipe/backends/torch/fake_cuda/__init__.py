@@ -1,0 +1,99 @@
+"""A CUDA device that is not there: a CPU build of torch runs fake tensors on `cuda`, forward and backward.
+
+The device (`device.cpp`) is compiled against the headers that torch comes with, once for each version of torch, and is
+loaded before torch: a process that wants it is started as
+
+    python -m autopipe.backends.torch.fake_cuda LIBRARY FILE.py ARGUMENT...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from autopipe.ir.errors import ConfigurationError
+
+_SOURCE = Path(__file__).parent / "device.cpp"
+_COMPILERS = ("g++", "c++", "clang++")
+_FLAGS = ("-shared", "-fPIC", "-O1", "-std=c++20")
+_loaded = False
+
+
+def is_loaded() -> bool:
+    """True in a process whose CUDA device is this one."""
+    return _loaded
+
+
+def build(cache: Path | None) -> Path:
+    """The library of the device for the torch that is installed, from `cache` where it was built before; without a
+    cache, in a folder of the system's for temporary files. Raises ConfigurationError where it cannot be built."""
+    torch = _torch_folder()
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise _unavailable(f"a C++ compiler builds it, and there is none ({', '.join(_COMPILERS)})")
+    version = (torch / "version.py").read_bytes()
+    digest = hashlib.sha256(b"\0".join((version, str(torch).encode(), _SOURCE.read_bytes()))).hexdigest()
+    name = f"fake-cuda-{digest[:32]}.so"
+    for folder in (cache, Path(tempfile.mkdtemp(prefix="autopipe-fake-cuda-"))):
+        if folder is None:
+            continue
+        library = folder / name
+        if library.is_file():
+            return library
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                built = Path(scratch) / name
+                _compile(compiler, torch, built)
+                built.replace(library)
+        except OSError:
+            continue  # The cache cannot be written.
+        return library
+    raise _unavailable("there is no folder for it")
+
+
+def _torch_folder() -> Path:
+    """Where the installed torch is. Raises ConfigurationError where no device can be added to it."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise _unavailable("torch is not installed")
+    folder = Path(found.origin).parent
+    if sys.platform != "linux":
+        raise _unavailable("it needs Linux")
+    if (folder / "lib" / "libtorch_cuda.so").exists():
+        raise _unavailable("this torch has a CUDA of its own that wants a GPU; a CPU build of torch has not")
+    if not (folder / "include" / "ATen" / "detail" / "CUDAHooksInterface.h").is_file():
+        raise _unavailable("the installed torch has no headers")
+    return folder
+
+
+def _compile(compiler: str, torch: Path, library: Path) -> None:
+    # Linked with torch's libraries, it comes before them wherever one of their functions is looked for.
+    links = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
+    command = [compiler, *_FLAGS, f"-I{torch / 'include'}", str(_SOURCE), *links, "-o", str(library)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no error is named"]
+        raise _unavailable(f"{compiler} fails: {errors[0].strip()}")
+
+
+def _unavailable(why: str) -> ConfigurationError:
+    said = f"there is no CUDA device, and fake tensors cannot take its place: {why}"
+    return ConfigurationError(said, hint="use --device meta", where="--device cuda")
+
+
+def load(library: Path) -> None:
+    """Make the device of `library` this process's CUDA device. Torch must not have been imported."""
+    assert "torch" not in sys.modules, "torch has found that there is no CUDA device"
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    from autopipe.backends.torch.fake_cuda import stand_ins
+
+    stand_ins.install()
+    global _loaded  # noqa: PLW0603
+    _loaded = True

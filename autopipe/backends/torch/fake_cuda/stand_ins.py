@@ -1,0 +1,162 @@
+"""The parts of torch that would call the CUDA runtime, or would choose otherwise without it, and what stands in for
+them on the fake device: one of compute capability 9.0, with a clock that is the host's, on which nothing takes time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.utils  # Both look for CUDA when they are imported, and must find that there is none.
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_GIB = 2**30
+_MEMORY_BYTES = 80 * _GIB
+_CAPABILITY = 9, 0
+_PROPERTIES = SimpleNamespace(
+    name="fake CUDA device",
+    major=_CAPABILITY[0],
+    minor=_CAPABILITY[1],
+    total_memory=_MEMORY_BYTES,
+    multi_processor_count=132,
+    warp_size=32,
+    uuid="00000000-0000-0000-0000-000000000000",
+)
+
+
+class Event:
+    """A moment of the host's clock."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to `end`."""
+        return (end._seconds - self._seconds) * 1e3
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream:
+    """A queue on which all is done at once."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+_STREAM = Stream()
+
+
+def _on_stream(stream: object) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _nothing(*_: object, **__: object) -> None: ...
+
+
+def _constant(value: object) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def _generator_state(device: object = None) -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)
+
+
+_CUDA: dict[str, object] = {
+    "Event": Event,
+    "Stream": Stream,
+    "stream": _on_stream,
+    "get_rng_state": _generator_state,
+    **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), _constant(True)),
+    **dict.fromkeys(("current_device", "get_sync_debug_mode"), _constant(0)),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), _constant(0)),
+    **dict.fromkeys(("current_stream", "default_stream"), _constant(_STREAM)),
+    **dict.fromkeys(("set_device", "set_stream", "synchronize", "set_rng_state", "empty_cache", "init"), _nothing),
+    **dict.fromkeys(("reset_peak_memory_stats", "set_per_process_memory_fraction", "set_sync_debug_mode"), _nothing),
+    "device_count": _constant(1),
+    "is_current_stream_capturing": _constant(False),
+    "mem_get_info": _constant((_MEMORY_BYTES, _MEMORY_BYTES)),
+    "get_device_name": _constant(_PROPERTIES.name),
+    "get_device_properties": _constant(_PROPERTIES),
+    "get_device_capability": _constant(_CAPABILITY),
+}
+"""By name in `torch.cuda`."""
+
+_scaled_dot_product_attention = F.scaled_dot_product_attention
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention by the kernel that a GPU of compute capability 9.0 takes: without a GPU torch takes the one that writes
+    all scores."""
+    if query.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        narrow = torch.get_autocast_dtype("cuda")
+        query, key, value = (each.to(narrow) for each in (query, key, value))
+    kernel = _kernel(query, key, attn_mask)
+    if kernel == "flash":
+        flash: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if kernel == "efficient":
+        bias = attn_mask
+        if bias is not None:
+            if bias.dtype is torch.bool:
+                bias = torch.where(bias, 0.0, float("-inf"))
+            bias = bias.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+        efficient: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return _scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _kernel(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> str:
+    """`flash`, `efficient` or `math`."""
+    if query.device.type != "cuda":
+        return "math"
+    if query.dtype in (torch.float16, torch.bfloat16) and mask is None and query.shape[-1] % 8 == 0:
+        return "flash"
+    return "efficient" if query.shape[1] == key.shape[1] and query.dtype is not torch.float64 else "math"
+
+
+def install() -> None:
+    """Put the stand-ins in the place of what they stand in for, for good."""
+    for name, stand_in in _CUDA.items():
+        setattr(torch.cuda, name, stand_in)
+    F.scaled_dot_product_attention = _attention
+    # Torch would put a constant on the device for a moment, to have the device made ready.
+    FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[assignment,method-assign]
