@@ -21,12 +21,12 @@ import torch
 
 from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, numbers_of, repeated
+from autopipe.backends.torch.runtime.clock import Mark
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.host import keep_freed_memory
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.precision import autocast, set_products
 from autopipe.backends.torch.runtime.random_streams import Random
-from autopipe.backends.torch.runtime.stage import Mark
 from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import CodegenError

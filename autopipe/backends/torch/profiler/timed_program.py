@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from autopipe.backends.torch.launcher import rank_environment, run_child
+from autopipe.backends.torch.runtime.clock import Mark, seconds_between
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.rank import Rank
-from autopipe.backends.torch.runtime.stage import Mark, seconds_between
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.measured_costs import Timing
 
@@ -166,7 +166,8 @@ def _tasks(timed: TimedProgram) -> Callable[[], list[float]]:
         own, found = timed.seconds_inside(), timed.seconds_of([*tasks, *update])
         around = [found["forward"] - own["0F"], found["backward"] - own["0B"]]
         lengths = [0.0, 0.0]
-        for span in rank.clock.spans():
+        rank.clock.step.wait()
+        for span in rank.clock.step.spans():
             lengths[int(span.task[0])] += span.end - span.start
         split = (lengths[1] - lengths[0]) / rank.manifest.micro_batches
         return [*(max(0.0, each) for each in (*around, split)), found["step"] + found["zero_grad"]]

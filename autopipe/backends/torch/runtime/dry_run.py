@@ -103,8 +103,10 @@ class DryReporter(Reporter):
         self._transport = transport
         self._tracker = tracker
 
-    def end_step(self, seconds: float) -> None:
+    def end_step(self) -> None:
         rank, messages, tracker = self._rank, self._transport.messages, self._tracker
+        times = rank.clock.end_step()
+        times.wait()
         sent: Counter[int] = Counter()
         received: Counter[int] = Counter()
         for each, count in messages.items():
@@ -116,7 +118,7 @@ class DryReporter(Reporter):
             "rank": rank.number,
             "world_size": rank.manifest.world_size,
             "stages": tuple(rank.stages),
-            "tasks": tuple(span.task for span in rank.clock.spans()),
+            "tasks": tuple(span.task for span in times.spans()),
             "messages": tuple(asdict(each) | {"count": count} for each, count in messages.items()),
             # Activations and their gradients, by the rank at the other end; then all exchanges by kind.
             "sent_bytes": dict(sorted(sent.items())),

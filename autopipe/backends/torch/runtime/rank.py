@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+
+import torch
 
 from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import check_unused
@@ -129,6 +130,9 @@ class Rank(RankContext):
         self.source = open_source(manifest, options.data, self.seed)
         self.collector = OutputCollector(manifest, transport, options.outputs)
         self.collect = self.collector.keep
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # The first step begins with nothing left to do.
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.reporter = Reporter(self)
         if isinstance(transport, DryTransport):
             self.reporter = DryReporter(self, transport, self.memory_tracker)
@@ -166,7 +170,6 @@ class Rank(RankContext):
     def run(self, step: Callable[[], None]) -> None:
         if self.global_order is not None:
             self.global_order.begin(step)
-        started = time.perf_counter()
         self.clock.begin_step()
         step()
         if self.global_order is not None:
@@ -185,7 +188,7 @@ class Rank(RankContext):
                     bucket.gather()
         with self.heartbeat.waiting():
             self.transport.finish()
-        self.reporter.end_step(time.perf_counter() - started)
+        self.reporter.end_step()
         self.transport.traffic.clear()
         for stage in self.stages.values():
             stage.end_step()

@@ -7,6 +7,7 @@ import json
 import math
 import resource
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from autopipe.backends.torch.runtime.clock import StepTimes
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import torch_dtype
 from autopipe.backends.torch.runtime.stage import RankContext
@@ -68,45 +70,85 @@ _OWN = len(_Figures._fields)
 _WIDTH = _OWN + len(KINDS)
 
 
+@dataclass(frozen=True, slots=True)
+class _EndedStep:
+    """A step that the host is through with, as the device will be."""
+
+    number: int
+    times: StepTimes
+    losses: torch.Tensor | None  # On the device, [n], in the order of `origins`.
+    origins: tuple[tuple[int, int], ...]  # Stage and micro-batch of each loss.
+    moved: list[float]
+
+
 class Reporter:
     """Keeps each step's figures. All ranks exchange them, those of short steps several at a time, and rank 0 prints
-    them. Stops all ranks at a loss that is no number."""
+    them. Stops all ranks at a loss that is no number. On a GPU a step is reported when the next one has been launched,
+    so that the device never runs out of work for it."""
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
-        self._kept: dict[int, list[float]] = {}  # By step, `_WIDTH` numbers.
+        self._late = rank.device.type == "cuda"
+        # Losses are copied beside the step that runs: behind it, the host would wait for its end.
+        self._stream = torch.cuda.Stream(rank.device) if self._late else None
+        self._launched: _EndedStep | None = None  # The last step, where it is reported late.
+        self._kept: list[_EndedStep] = []  # The device has done them.
         self._together = 1  # Steps in a report: as many on every rank.
 
-    def end_step(self, seconds: float) -> None:
-        """Report the step that has just ended, or keep it for the next report. Raises LaunchError as `report` does."""
+    def end_step(self) -> None:
+        """End the step by the clock; report it, or keep it for the next report. Raises LaunchError as `report` does."""
         rank = self._rank
-        with rank.heartbeat.waiting():  # on a GPU, for what it has not done yet
-            spans = rank.clock.spans()
-        busy = sum(span.end - span.start for span in spans)
-        moved = (float(rank.transport.traffic[kind]) for kind in KINDS)
-        self._kept[rank.steps_done] = [*_Figures(*self._loss(), seconds, busy), *moved]
-        if (folder := rank.options.trace) is not None:
+        losses = [
+            (number, micro_batch, loss)
+            for number, stage in rank.stages.items()
+            for micro_batch, loss in sorted(stage.losses.items())
+        ]
+        row = torch.cat([loss.reshape(1) for *_, loss in losses]) if losses else None
+        origins = tuple((number, micro_batch) for number, micro_batch, _ in losses)
+        moved = [float(rank.transport.traffic[kind]) for kind in KINDS]
+        # The row is made before the step's end on the device, so that who waits for that may read it.
+        launched = _EndedStep(rank.steps_done, rank.clock.end_step(), row, origins, moved)
+        ended: _EndedStep | None = launched
+        if self._late:
+            ended, self._launched = self._launched, launched
+        if ended is not None:
+            self._keep(ended)
+            if len(self._kept) >= self._together:
+                self._report_kept()
+
+    def _keep(self, ended: _EndedStep) -> None:
+        with self._rank.heartbeat.waiting():  # on a GPU, for what it has not done yet
+            ended.times.wait()
+        self._kept.append(ended)
+        if (folder := self._rank.options.trace) is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            form = {"step": rank.steps_done, "began": rank.clock.began, "spans": [asdict(span) for span in spans]}
-            with (folder / f"rank_{rank.number:03d}.jsonl").open("a", encoding="utf-8") as file:
+            spans = [asdict(span) for span in ended.times.spans()]
+            form = {"step": ended.number, "began": ended.times.began, "spans": spans}
+            with (folder / f"rank_{self._rank.number:03d}.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(form) + "\n")
-        if len(self._kept) >= self._together:
-            self.report()
 
     def report(self) -> None:
-        """Exchange what is kept; print it, and add it to the report file. All ranks together, after the same step.
-        Raises LaunchError for a loss of NaN or infinity."""
-        kept, self._kept = self._kept, {}
-        if not kept:
-            return
-        numbers = [number for own in kept.values() for number in own]
+        """Exchange the figures of all steps so far; print them, and add them to the report file. All ranks together,
+        after the same step. Raises LaunchError for a loss of NaN or infinity."""
+        if self._launched is not None:
+            ended, self._launched = self._launched, None
+            self._keep(ended)
+        if self._kept:
+            self._report_kept()
+
+    def _report_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        numbers: list[float] = []
+        for ended, losses in zip(kept, self._losses(kept), strict=True):
+            busy = sum(span.end - span.start for span in ended.times.spans())
+            numbers += [*_Figures(*self._share(ended, losses), ended.times.seconds, busy), *ended.moved]
         gathered = self._rank.transport.gather_numbers([float(peak_memory(self._rank.device)), *numbers])
         peaks = tuple(int(peak) for peak, *_ in gathered)
         reports: list[StepReport] = []
         try:
-            for index, step in enumerate(kept):
+            for index, ended in enumerate(kept):
                 by_rank = [own[1 + index * _WIDTH :][:_WIDTH] for own in gathered]
-                reports.append(self._report(step, by_rank, peaks))
+                reports.append(self._report(ended.number, by_rank, peaks))
         finally:
             if reports and self._rank.number == 0:
                 print("\n".join(each.line() for each in reports), flush=True)
@@ -121,15 +163,20 @@ class Reporter:
         if self._rank.number == 0:
             print(text, flush=True)
 
-    def _loss(self) -> tuple[float, float, float]:
-        """This rank's share of the step's loss, and the first stage and micro-batch whose loss is no number."""
+    def _losses(self, kept: Sequence[_EndedStep]) -> list[list[float]]:
+        """Of each step the losses by micro-batch, all in one copy from the device."""
+        rows = [ended.losses for ended in kept if ended.losses is not None]
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            found = iter(torch.cat(rows).tolist() if rows else ())
+        return [[next(found) for _ in ended.origins] for ended in kept]
+
+    def _share(self, ended: _EndedStep, losses: Sequence[float]) -> tuple[float, float, float]:
+        """This rank's share of a step's loss, and the first stage and micro-batch whose loss is no number."""
         total = 0.0
-        for number, stage in self._rank.stages.items():
-            for micro_batch, loss in sorted(stage.losses.items()):
-                value = float(loss)
-                if not math.isfinite(value):
-                    return 0.0, float(number), float(micro_batch)
-                total += value * stage.loss_share
+        for (number, micro_batch), loss in zip(ended.origins, losses, strict=True):
+            if not math.isfinite(loss):
+                return 0.0, float(number), float(micro_batch)
+            total += loss * self._rank.stages[number].loss_share
         return total, _FINE, _FINE
 
     def _report(self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]) -> StepReport:

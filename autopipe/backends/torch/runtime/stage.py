@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import TypeVar
 
@@ -14,6 +12,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.data import Slices, Source, read_block
 from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.gradients import GradientReduction
@@ -102,60 +101,6 @@ def _assembled(pieces: list[Block], form: Form, device: torch.device, add: bool 
     for tensor, box in pieces:
         put(_part(whole, box), tensor)
     return whole
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredSpan:
-    """A task's compute time, in seconds from the start of the step."""
-
-    task: str
-    start: float
-    end: float
-
-
-Mark = float | torch.cuda.Event  # A moment: of the host's clock, in seconds, or of a CUDA stream.
-
-
-def seconds_between(first: Mark, second: Mark) -> float:
-    if isinstance(first, float):
-        assert isinstance(second, float)
-        return second - first
-    assert not isinstance(second, float)
-    return float(first.elapsed_time(second)) / 1000.0
-
-
-class Clock:
-    """Marks in time: the host's clock on the CPU, events on a CUDA stream, which cost the stream nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._begin: Mark = 0.0
-        self.began = 0.0
-        """When the step began, in seconds since 1970: what puts the steps of several ranks on one axis."""
-        self._spans: list[tuple[str, Mark, Mark]] = []
-
-    def mark(self) -> Mark:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def begin_step(self) -> None:
-        self._spans = []
-        self.began = time.time()
-        self._begin = self.mark()
-
-    def add(self, task: str, start: Mark) -> None:
-        """A task that started at `start` and ends now."""
-        self._spans.append((task, start, self.mark()))
-
-    def spans(self) -> list[MeasuredSpan]:
-        """The step's tasks; waits for the device to have done them."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        since = partial(seconds_between, self._begin)
-        return [MeasuredSpan(task, since(start), since(end)) for task, start, end in self._spans]
 
 
 class RankContext:

@@ -1,0 +1,90 @@
+"""Times of a step and its tasks: by the host's clock on a CPU, by events on a CUDA stream, read once they are past."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+Mark = float | torch.cuda.Event  # A moment: of the host's clock, in seconds, or of a CUDA stream.
+
+
+def seconds_between(first: Mark, second: Mark) -> float:
+    if isinstance(first, float):
+        assert isinstance(second, float)
+        return second - first
+    assert not isinstance(second, float)
+    return float(first.elapsed_time(second)) / 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpan:
+    """A task's compute time, in seconds from the start of the step."""
+
+    task: str
+    start: float
+    end: float
+
+
+class StepTimes:
+    """When a step and its tasks began and ended on the device. After `wait` the figures can be read."""
+
+    def __init__(self, begin: Mark, previous: StepTimes | None) -> None:
+        self.began = time.time()
+        """When the step began, in seconds since 1970: what puts the steps of several ranks on one axis."""
+        self.begin = self._end = begin
+        self._tasks: list[tuple[str, Mark, Mark]] = []
+        self._previous = previous
+
+    def add(self, task: str, start: Mark, end: Mark) -> None:
+        self._tasks.append((task, start, end))
+
+    def end(self, mark: Mark) -> None:
+        self._end = mark
+
+    def wait(self) -> None:
+        """Wait until the device has done the step. What it was given since goes on."""
+        if not isinstance(self._end, float):
+            self._end.synchronize()
+            if self._previous is not None:  # A device begins a step no earlier than the host, but may long after.
+                since = seconds_between(self._previous.begin, self.begin)
+                self.began = max(self.began, self._previous.began + since)
+        self._previous = None
+
+    @property
+    def seconds(self) -> float:
+        return seconds_between(self.begin, self._end)
+
+    def spans(self) -> list[MeasuredSpan]:
+        since = partial(seconds_between, self.begin)
+        return [MeasuredSpan(task, since(start), since(end)) for task, start, end in self._tasks]
+
+
+class Clock:
+    """Marks in time. On a CUDA stream they are events, which the host makes without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.step = StepTimes(0.0, None)
+
+    def mark(self) -> Mark:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin_step(self) -> None:
+        before = self.step if self._cuda and not isinstance(self.step.begin, float) else None
+        self.step = StepTimes(self.mark(), before)
+
+    def add(self, task: str, start: Mark) -> None:
+        """A task that started at `start` and ends now."""
+        self.step.add(task, start, self.mark())
+
+    def end_step(self) -> StepTimes:
+        """All that the device was given up to now belongs to the step."""
+        self.step.end(self.mark())
+        return self.step
