@@ -3,15 +3,12 @@ nothing that it started outlives it."""
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +30,7 @@ from tests.distributed.support.launching import (
     write_chain,
     write_key,
 )
+from tests.distributed.support.machines import machines
 
 # All ranks are there, and rank 0 stays in its first step.
 STAY = """(here / 'reached').write_text('')
@@ -68,39 +66,11 @@ def test_one_machine_listens_to_itself_alone_and_unpickles_nothing(tmp_path: Pat
     assert not (tmp_path / "taken").exists(), "a module of the current folder has been taken for Python's own"
 
 
-@contextlib.contextmanager
-def _machines() -> Iterator[dict[str, str]]:
-    """Three machines as namespaces: nodes a and b share 10.77.0.0/24; c has a link to another interface of each, and
-    sends what is for their addresses in 10.77.0.0/24 there, too."""
-    names = {each: f"autopipe{os.getpid()}{each}" for each in "abc"}
-    commands = [f"netns add {name}" for name in names.values()]
-    for number, (one, two) in enumerate(("ab", "ac", "bc")):
-        commands.append(f"link add {one}{two} netns {names[one]} type veth peer name {two}{one} netns {names[two]}")
-        for this, other in ((one, two), (two, one)):
-            address = f"10.77.{number}.{'abc'.index(this) + 1}/24"
-            commands.append(f"-n {names[this]} addr add {address} dev {this}{other}")
-            commands.append(f"-n {names[this]} link set {this}{other} up")
-    commands += [f"-n {name} link set lo up" for name in names.values()]
-    commands += [f"-n {names['c']} route add 10.77.0.{number} via 10.77.{number}.{number}" for number in (1, 2)]
-    commands.append(f"netns exec {names['a']} true")
-    try:
-        for each in commands:
-            done = subprocess.run(["ip", *each.split()], capture_output=True, text=True, check=False)
-            if done.returncode:
-                pytest.skip(f"network namespaces cannot be made here: ip {each}: {done.stderr.strip()}")
-        yield names
-    finally:
-        for name in names.values():
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
 @pytest.mark.distributed
-@pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces need iproute2's ip")
 def test_two_machines_listen_on_the_chosen_interface_alone_and_unpickle_nothing(tmp_path: Path) -> None:
     program = write_chain(tmp_path / "program")
     flags = ("--data", spell_data(tmp_path, STAY), "--nnodes", 2, "--rdzv-endpoint", "10.77.0.1:29400")
-    with _machines() as machines:
-        inside = {each: ("ip", "netns", "exec", name) for each, name in machines.items()}
+    with machines() as inside:
         key = write_key(tmp_path)
         nodes = {each: start(program, *flags, "--rdzv-key", key, within=inside[each]) for each in "ab"}
         try:

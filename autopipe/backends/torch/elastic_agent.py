@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from autopipe.backends.torch.child import PARENT, environment, python_command
-from autopipe.backends.torch.rendezvous import Handler, Place, interface_of
+from autopipe.backends.torch.rendezvous import Handler, Place
 from autopipe.backends.torch.runtime.failures import STACKS, Failure, read_failure
 from autopipe.backends.torch.runtime.heartbeat import (
     ENDED,
@@ -36,6 +36,7 @@ from autopipe.backends.torch.runtime.heartbeat import (
     phase_of,
     read_heartbeat,
 )
+from autopipe.backends.torch.runtime.job import interface_variables
 from autopipe.backends.torch.runtime.signed_store import KEY
 from autopipe.backends.torch.runtime.transport import ATTEMPT
 from autopipe.ir.errors import LaunchError
@@ -225,12 +226,7 @@ def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
     """Environment of the ranks. They listen on the interface of this node's address, or, where there are several nodes,
     on those that a user names."""
     found = {PARENT: str(os.getpid()), KEY: handler.signer.key.hex(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
-    names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-    given = {} if place.nodes == 1 else {name: os.environ[name] for name in names if os.environ.get(name)}
-    if len(given) < len(names):
-        interface = interface_of(handler.address)
-        found |= {name: form.format(interface) for name, form in names.items()}
-    return found | given
+    return found | interface_variables({} if place.nodes == 1 else os.environ, lambda: handler.address)
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure:

@@ -6,18 +6,13 @@ address of this machine, and at no other.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import ipaddress
 import json
 import secrets
 import socket
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -32,85 +27,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from autopipe.backends.torch.runtime.network import LOOPBACK, Endpoint, endpoint_of, family
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
-from autopipe.ir.errors import ConfigurationError, LaunchError
-
-LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915
-_REQUEST = 256
-"""Bytes of the kernel's `struct ifreq`, and more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where nodes meet, as this one sees it."""
-
-    address: str
-    port: int
-    own: str
-    """This machine's address on the way there."""
-
-
-def endpoint_of(text: str) -> Endpoint:
-    """The endpoint `HOST:PORT`, or `[HOST]:PORT`. Raises ConfigurationError where it is none."""
-    host, _, digits = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    where = f"--rdzv-endpoint {text}"
-    if not host or not digits.isdecimal() or int(digits) >= 2**16:
-        raise ConfigurationError("the meeting point is not HOST:PORT", where=where)
-    try:
-        found = socket.getaddrinfo(host, int(digits), type=socket.SOCK_STREAM)[0][4]
-    except (OSError, UnicodeError) as error:
-        raise ConfigurationError(f"the meeting point has no address: {error}", where=where) from error
-    address = str(found[0])
-    meant = ipaddress.ip_address(address)
-    # A name of this machine may stand for its loopback address here alone.
-    if meant.is_unspecified or (meant.is_loopback and host != "localhost" and not _is_address(host)):
-        hint = "give the address of the interface that the nodes shall use"
-        raise ConfigurationError(f"{host} is {address} here, where no other machine comes", hint=hint, where=where)
-    # Where packets to the address would come from; no packet is sent.
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, int(digits)))
-        except OSError as error:
-            raise ConfigurationError(f"there is no way to {address}: {error.strerror}", where=where) from error
-        return Endpoint(address, int(digits), str(probe.getsockname()[0]))
-
-
-def _is_address(host: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(host))
-    except ValueError:
-        return False
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def interface_of(address: str) -> str:
-    """The name of the interface with this address, the first of its addresses. Raises ConfigurationError."""
-    wanted = ipaddress.ip_address(address)
-    if wanted.is_loopback and wanted.version == 4:
-        wanted = ipaddress.ip_address(LOOPBACK)
-    for _, name in socket.if_nameindex():
-        if wanted in _addresses(name):
-            return name
-    hint = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one that ranks shall use"
-    raise ConfigurationError(f"no interface has {address} as its first address", hint=hint)
-
-
-def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The first address of version 4 of an interface, and all of version 6."""
-    request = struct.pack(f"{_REQUEST}s", interface.encode()[:15])
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        yield ipaddress.IPv4Address(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            row = line.split()
-            if row[-1] == interface:
-                yield ipaddress.IPv6Address(bytes.fromhex(row[0]))
-
+from autopipe.ir.errors import LaunchError
 
 _JOIN_S = 900
 _ANSWER_S = 60
@@ -179,7 +98,7 @@ def _store_at(endpoint: Endpoint) -> TCPStore:
 def _listening(address: str, port: int) -> TCPStore | None:
     """A store of this process that listens at this address and no other; port 0 stands for any. None where another
     process has the port."""
-    listener = socket.socket(_family(address), socket.SOCK_STREAM)
+    listener = socket.socket(family(address), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))

@@ -15,7 +15,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
 )
 
-from autopipe.backends.torch.rendezvous import LOOPBACK, Handler, Place, StateHolder
+from autopipe.backends.torch.rendezvous import Handler, Place, StateHolder
+from autopipe.backends.torch.runtime.network import LOOPBACK
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
 from autopipe.ir.errors import LaunchError
 

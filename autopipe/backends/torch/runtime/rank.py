@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTr
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options
 from autopipe.backends.torch.runtime.gradients import GradientReduction, buckets_of_rank, make_optimizer, make_state
 from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat, Timeouts
+from autopipe.backends.torch.runtime.job import variables_of_rank
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters
 from autopipe.backends.torch.runtime.precision import set_products
@@ -39,6 +41,7 @@ class Rank(RankContext):
         heartbeat = Heartbeat.of(number)
         end_on_error(number, heartbeat)
         live_with_launcher(heartbeat)
+        os.environ.update(variables_of_rank(os.environ))
         options = parse_options(sys.argv[1:])
         manifest = read_manifest(Path(file).resolve().parent)
         timeouts = Timeouts(options.start_timeout, options.step_timeout, options.checkpoint_timeout)

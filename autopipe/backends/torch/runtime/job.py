@@ -1,0 +1,163 @@
+"""The variables in which Slurm and Kubernetes say where a process runs, for a launch on a node and for a rank.
+
+A rank that torchrun, `autopipe launch` or a PyTorchJob starts finds torch's own: RANK, WORLD_SIZE, MASTER_ADDR. A task
+of `srun` finds Slurm's. Those of a batch script, which describe the job and no step of it, are not looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from autopipe.backends.torch.runtime.network import LOOPBACK, endpoint_of, interface_of
+from autopipe.ir.errors import ConfigurationError
+
+_FIRST_PORT, _PORTS = 20000, 10000  # Below those that Linux gives to connections.
+NETWORK_VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
+    "NCCL_NET_GDR_LEVEL",
+    "NCCL_SOCKET_IFNAME",
+)
+"""Variables that all ranks of a program must agree on; docs/running.md says what each does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A launch's place among a job's nodes."""
+
+    manager: str
+    nodes: str  # `2`, or fewest and most as in `1:4`.
+    node: int | None  # This one's number.
+    endpoint: str
+    ranks_per_node: int | None = None
+    name: str = ""
+    hosts: tuple[str, ...] = ()  # By node, where the manager says.
+
+
+def job_of(environment: Mapping[str, str]) -> Job | None:
+    """The job whose manager started this launch; None where none of several nodes did. Raises ConfigurationError."""
+    if "PET_NNODES" in environment:  # Kubernetes' training operator, in torchrun's words.
+        return _pet_job(environment)
+    if "SLURM_STEP_NODELIST" not in environment:
+        return None
+    hosts = hosts_of(environment["SLURM_STEP_NODELIST"])
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if tasks > len(hosts):
+        hint = (
+            "srun --ntasks-per-node=1 autopipe launch PROGRAM, or srun python PROGRAM/run.py with a task for each rank"
+        )
+        raise ConfigurationError(f"srun starts {tasks} launches on {len(hosts)} nodes", hint=hint)
+    if len(hosts) == 1:
+        return None
+    name = f"slurm-{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}"
+    endpoint = f"{hosts[0]}:{_slurm_port(environment)}"
+    return Job("Slurm", str(len(hosts)), _number(environment, "SLURM_NODEID"), endpoint, name=name, hosts=hosts)
+
+
+def _pet_job(environment: Mapping[str, str]) -> Job:
+    host, port = (environment.get(f"PET_MASTER_{name}", environment.get(f"MASTER_{name}")) for name in ("ADDR", "PORT"))
+    ranks = environment.get("PET_NPROC_PER_NODE", "")  # Or `auto`, `gpu`.
+    return Job(
+        "Kubernetes",
+        environment["PET_NNODES"],
+        _number(environment, "PET_NODE_RANK") if "PET_NODE_RANK" in environment else None,
+        environment.get("PET_RDZV_ENDPOINT") or (f"{host}:{port}" if host and port else ""),
+        int(ranks) if ranks.isdecimal() else None,
+        environment.get("PET_RDZV_ID", ""),
+    )
+
+
+def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """Torch's variables of a rank that has none, or not all: its place in the world, the address where ranks meet, and
+    the interface on the way there. Raises ConfigurationError."""
+    found: dict[str, str] = {}
+    if "RANK" not in environment and "SLURM_STEP_NODELIST" in environment:
+        hosts, tasks = hosts_of(environment["SLURM_STEP_NODELIST"]), _tasks_of(environment)
+        node = _number(environment, "SLURM_NODEID")
+        if node >= len(tasks):
+            raise ConfigurationError(f"there is no node {node}", where="SLURM_STEP_TASKS_PER_NODE")
+        found = {
+            "RANK": str(_number(environment, "SLURM_PROCID")),
+            "WORLD_SIZE": str(sum(tasks)),
+            "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID")),
+            "LOCAL_WORLD_SIZE": str(tasks[node]),
+            "MASTER_ADDR": environment.get("MASTER_ADDR") or (hosts[0] if len(hosts) > 1 else LOOPBACK),
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(_slurm_port(environment)),
+        }
+    elif "LOCAL_RANK" not in environment and "KUBERNETES_SERVICE_HOST" in environment and "RANK" in environment:
+        found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # A pod for each rank.
+    world = {**environment, **found}
+    if int(world.get("LOCAL_WORLD_SIZE", "1")) < int(world.get("WORLD_SIZE", "1")) and "MASTER_ADDR" in world:
+        # A machine's name often stands for its loopback address on itself, and gloo would listen there. Where it does
+        # so here, torch is left to find an interface.
+        with contextlib.suppress(ConfigurationError):
+            endpoint = f"{world['MASTER_ADDR']}:{world.get('MASTER_PORT', '0')}"
+            found |= interface_variables(world, lambda: endpoint_of(endpoint).own)
+    return found
+
+
+def interface_variables(environment: Mapping[str, str], address: Callable[[], str]) -> dict[str, str]:
+    """The interface that gloo and NCCL use: the one with the address, where the environment does not name it. Raises
+    ConfigurationError."""
+    names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+    given = {name: environment[name] for name in names if environment.get(name)}
+    if len(given) == len(names):
+        return given
+    interface = interface_of(address())
+    return {name: form.format(interface) for name, form in names.items()} | given
+
+
+def hosts_of(text: str) -> tuple[str, ...]:
+    """The hosts of Slurm's list, such as `gpu[01-03,7],login1`. Raises ConfigurationError."""
+    numbers = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+    entry = rf"(?:[^,\[\]]|{numbers})+"
+    if not re.fullmatch(rf"{entry}(?:,{entry})*", text):
+        raise ConfigurationError(f"{text!r} is no list of hosts", where="SLURM_STEP_NODELIST")
+    found: list[str] = []
+    for each in re.findall(entry, text):
+        parts = re.split(r"\[([^\]]*)\]", each)  # Every second part is of numbers.
+        choices = [_numbers_of(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        found += map("".join, product(*choices))
+    return tuple(found)
+
+
+def _numbers_of(text: str) -> list[str]:
+    """`01-03,7` as its numbers, each as wide as it is written."""
+    found = []
+    for each in text.split(","):
+        low, _, high = each.partition("-")
+        found += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return found
+
+
+def _tasks_of(environment: Mapping[str, str]) -> list[int]:
+    """Tasks of each node, from Slurm's `2(x3),1`."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
+    found: list[int] = []
+    for each in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
+        if match is None:
+            raise ConfigurationError(f"{text!r} is no list of numbers of tasks", where="SLURM_STEP_TASKS_PER_NODE")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _slurm_port(environment: Mapping[str, str]) -> int:
+    """A port that all tasks of a step work out, and another for the next step or job on the same node."""
+    job, step = (re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) for name in ("JOB", "STEP"))
+    return _FIRST_PORT + (int(job or 0) * 31 + int(step or 0)) % _PORTS
+
+
+def _number(environment: Mapping[str, str], *names: str) -> int:
+    """The first of the variables that is there."""
+    text = next((environment[name] for name in names if name in environment), "")
+    if not text.isdecimal():
+        raise ConfigurationError(f"{text!r} is no number", where=names[0])
+    return int(text)
