@@ -33,7 +33,6 @@ from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text, merged, r
 from autopipe.ir.plan import Choice
 from autopipe.ir.program import Program
 from autopipe.ir.timeline import Timeline
-from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.auto.choose import weigh
 from autopipe.passes.auto.search import CandidateTrial, ScheduleOutcome
 from autopipe.passes.lower.lower import lower
@@ -144,10 +143,9 @@ class Candidate:
         if self.program is None:
             return None
         problem = self.placed.problem
-        widths = element_bytes(problem.graph, problem.precision)
         count, devices = problem.micro_batches, problem.cluster.size
-        shard = problem.optimizer.shard
-        found = communication_bytes(problem.graph, self.placed.placement, count, devices, problem.loss, widths, shard)
+        how = problem.optimizer.shard, problem.precision
+        found = communication_bytes(problem.graph, self.placed.placement, count, devices, problem.loss, *how)
         return sum(found.values())
 
     def write(self, folder: Path) -> None:
@@ -201,7 +199,9 @@ def _candidate(request: Request, tried: CandidateTrial, run: ScheduleOutcome, ch
     name = choice_text(tried.candidate.choice(request, run.scheduler.name), problem.micro_batches)
     program, refused = None, ""
     try:
-        program = lower(problem.graph, placed.placement, run.scheduled.schedule, loss, shard)
+        program = lower(
+            problem.graph, placed.placement, run.scheduled.schedule, loss, shard, precision=problem.precision
+        )
     except AutopipeError as error:
         refused = error.line
     return Candidate(name, chosen, placed, run.scheduled.timeline, program, refused)

@@ -67,7 +67,8 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
     for rank in ranks:
         if not 0 <= rank < devices:
             raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
-    program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard, proven=not ranks)
+    how = loss, problem.optimizer.shard, not ranks, problem.precision
+    program = lower(problem.graph, plan.placement, plan.schedule, *how)
     if ranks:
         kept = (rank if rank.rank in ranks else replace(rank, shards=()) for rank in program.ranks)
         program = replace(program, ranks=tuple(kept))

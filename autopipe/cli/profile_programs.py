@@ -41,6 +41,7 @@ from autopipe.ir.placement import Placement, Stage, crossing_values
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.passes.analysis.gradients import sent_bytes
 from autopipe.passes.cost.measured import Operations, costed_work, measured_cluster
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import Model
@@ -293,10 +294,11 @@ def write_pipeline(model: Model, precision: str, costs: DeviceCosts, folder: Pat
         if len(placement.stages) < _RANKS:
             return None
         schedule = KForwardsKBackwards().run(problem, placement)
-        write_timed(model, precision, lower(model.graph, placement, schedule, model.loss), folder)
+        write_timed(model, precision, lower(model.graph, placement, schedule, model.loss, precision=precision), folder)
     except AutopipeError:
         return None
-    sizes = [model.graph.type_of(name).bytes for name, _, _ in crossing_values(model.graph, placement)]
+    whole = sent_bytes(model.graph, precision)
+    sizes = [whole[name] for name, _, _ in crossing_values(model.graph, placement)]
     devices = tuple(stage.devices for stage in placement.stages)
     timeline = simulate(schedule, devices, predict(problem, placement))
     starts = [span.start for span in timeline.spans if span.task.stage == 1 and span.task.phase is Phase.FORWARD]

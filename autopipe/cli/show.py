@@ -263,7 +263,9 @@ def show_tasks(output: Output, folder: Path, rank: int | None) -> None:
     if rank is not None and rank >= devices:
         raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
     loss = problem.loss if problem.train else None
-    program = lower(problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard)
+    program = lower(
+        problem.graph, plan.placement, plan.schedule, loss, problem.optimizer.shard, precision=problem.precision
+    )
     source = TaskSource(program, problem.graph, plan.placement, plan.prediction.stages)
     if output.as_json:
         ranks = range(program.world_size) if rank is None else (rank,)
@@ -425,14 +427,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _buffers(program: Program, rank: int) -> str:
-    sizes = {
-        piece.channel: piece.sent.elements * value.dtype.itemsize
-        for code in program.ranks
-        for wired in code.stages
-        for piece in wired.sends
-        for value in program.stages[wired.stage].outputs
-        if value.name == piece.tensor
-    }
+    sizes = {piece.channel: piece.bytes for code in program.ranks for wired in code.stages for piece in wired.sends}
     found = [(each.buffers, sizes[each.number]) for each in program.channels if each.target_rank == rank]
     found += [(each.gradient_buffers, sizes[each.number]) for each in program.channels if each.source_rank == rank]
     buffers, total = sum(count for count, _ in found), sum(count * size for count, size in found)

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from autopipe.ir.batch import Samples
 from autopipe.ir.codec import At, Count, Flat, Index, Sparse
-from autopipe.ir.graph import Constant, Parameter, Value
+from autopipe.ir.graph import Constant, DType, Parameter, Value
 from autopipe.ir.layout import Box, MeshAxes, Relayout, merged
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
@@ -129,8 +129,9 @@ class MessageBlock:
 
     `channel` numbers the pieces of a program: messages of one channel arrive in the order in which they are sent.
     `sent` is the block of `tensor` in coordinates of the sender's local one, `received` of the receiver's.
-    `needs_gradient` says that its gradient travels the same way back. Where the stages' micro-batches are unequal, it
-    is sent after those of `source_slice` and needed by those of `target_slice`.
+    `needs_gradient` says that its gradient travels the same way back. Both travel as `dtype`, which may be narrower
+    than the value's own. Where the stages' micro-batches are unequal, it is sent after those of `source_slice` and
+    needed by those of `target_slice`.
     """
 
     channel: int
@@ -142,8 +143,13 @@ class MessageBlock:
     sent: Box
     received: Box
     needs_gradient: bool
+    dtype: DType
     source_slice: MicroBatchSlice = EVERY
     target_slice: MicroBatchSlice = EVERY
+
+    @property
+    def bytes(self) -> int:
+        return self.sent.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +320,26 @@ class Program:
     ranks: tuple[RankCode, ...]
     channels: tuple[Channel, ...]
     shard: bool = False
+
+    @property
+    def roundings(self) -> int:
+        """The most boundaries between stages, on a way through the model, at which values are rounded for their
+        messages; their gradients are rounded on the way back."""
+        types = {(code.stage, value.name): value.dtype for code in self.stages for value in code.outputs}
+        edges = {
+            (each.source_stage, each.target_stage, each.dtype is not types[each.source_stage, each.tensor])
+            for rank in self.ranks
+            for stage in rank.stages
+            for each in stage.sends
+        }
+        found = [0] * len(self.stages)
+        for _ in self.stages:  # One round suffices where stages are numbered along the way.
+            before = list(found)
+            for source, target, rounds in sorted(edges):
+                found[target] = max(found[target], found[source] + rounds)
+            if found == before:
+                break
+        return max(found, default=0)
 
     def micro_batches_of(self, stage: int) -> range:
         """The micro-batches that a stage runs in a step: m runs on pipeline m mod their number."""

@@ -10,7 +10,6 @@ from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
-from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.cost.measured import coverage
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.schedule.breakdown import breakdown
@@ -69,10 +68,13 @@ def finished_plan(
 
 def _communication_bytes(problem: Problem, placement: Placement) -> tuple[tuple[str, int], ...] | None:
     """Bytes that a step's exchanges move, by kind; None where the placement cannot be executed."""
-    widths = element_bytes(problem.graph, problem.precision)
-    loss, count, shard = problem.loss if problem.train else None, problem.micro_batches, problem.optimizer.shard
+    loss, count, how = (
+        problem.loss if problem.train else None,
+        problem.micro_batches,
+        (problem.optimizer.shard, problem.precision),
+    )
     try:
-        found = communication_bytes(problem.graph, placement, count, problem.cluster.size, loss, widths, shard)
+        found = communication_bytes(problem.graph, placement, count, problem.cluster.size, loss, *how)
     except CodegenError:
         return None
     return tuple(found.items())

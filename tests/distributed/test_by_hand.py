@@ -245,7 +245,7 @@ def test_outputs_that_nothing_computes(pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_narrow_arithmetic(pools: Pools, tmp_path: Path, precision: str, recompute: bool) -> None:
-    """Products run in narrow types, what crosses stages keeps its declared type: close to one device in fp32."""
+    """Products run in narrow types, as do messages: close to one device in fp32."""
     builder = Builder(dtype=DType.FLOAT32)
     value = builder.input((4, 4))
     for _ in range(3):
@@ -261,7 +261,9 @@ def test_narrow_arithmetic(pools: Pools, tmp_path: Path, precision: str, recompu
         )
     )
     folder = tmp_path / "program"
-    write(graph, placement, schedule_of(graph, placement, 4), loss, folder, precision)
+    program = write(graph, placement, schedule_of(graph, placement, 4), loss, folder, precision)
+    sent = {block.dtype for rank in program.ranks for stage in rank.stages for block in stage.sends}
+    assert sent == {DType.BFLOAT16 if precision == "bf16" else DType.FLOAT16} and program.roundings == 2
     batch = batch_of(graph, 4)
     found = run_step(pools, folder, batch)
     expected = expected_step(graph, loss, folder, batch, 4)

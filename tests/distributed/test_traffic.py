@@ -39,6 +39,28 @@ def test_a_plan_its_ranks_and_their_dry_runs_agree(pools: Pools, tmp_path: Path,
         assert rehearsed(plan / "program", 2) == predicted
 
 
+@pytest.mark.distributed
+def test_messages_have_half_the_bytes_under_autocast(pools: Pools, tmp_path: Path) -> None:
+    """As many as are predicted, of the same stages; the ranks' gradients are one device's as far as 16 bits go."""
+    model = tmp_path / "gpt.onnx"
+    build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
+    flags = ["--gpus", "2", "--batch-size", "8", "--micro-batches", "2", "--strategy", "grid", "--set"]
+    predicted = {}
+    for precision in ("fp32", "bf16"):
+        plan = tmp_path / precision
+        words = [*flags, "strategy.pipeline=2", "--set", f"precision={precision}", "-o", str(plan), "-q"]
+        assert main(["plan", str(model), *words]) == 0
+        assert main(["codegen", str(plan), "-q"]) == 0
+        summary = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["summary"]
+        predicted[precision] = summary["communication_bytes"]
+        report = tmp_path / "report.jsonl"
+        pools.of(2).run(plan / "program", "--device", "cpu", "--steps", 1, "--report", report)
+        assert report_lines(report)[-1]["communication_bytes"] == predicted[precision]
+    assert predicted["bf16"]["send"] == predicted["fp32"]["send"] // 2 > 0
+    assert rehearsed(tmp_path / "bf16" / "program", 2) == predicted["bf16"]
+    assert main(["verify", str(tmp_path / "bf16" / "program"), "--device", "cpu", "-q"]) == 0
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["gpt", "moe", "dlrm"])
 def test_dry_runs_of_random_strategies_count_what_is_predicted(tmp_path: Path, name: str) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from autopipe.ir.graph import Graph, Node
+from autopipe.ir.graph import DType, Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
 from autopipe.ir.space import Dimension, Windowed
@@ -25,6 +25,35 @@ def differentiable_values(graph: Graph) -> frozenset[str]:
         if row is not None and row.differentiable and any(name in found for name in node.inputs):
             found.update(name for name in node.outputs if name and graph.type_of(name).dtype.is_floating)
     return frozenset(found)
+
+
+_NARROW = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
+
+
+@remembered(GRAPHS)
+def message_types(graph: Graph, precision: str) -> dict[str, DType]:
+    """The type in which each value, and its gradient, goes from stage to stage: under autocast 16 bits of what has
+    single precision and a gradient. A single number keeps its own: nothing would be saved. So do masks and counts,
+    which 16 bits may not hold."""
+    narrow, differentiable = _NARROW.get(precision), differentiable_values(graph)
+    return {
+        value.name: narrow
+        if narrow is not None and value.dtype is DType.FLOAT32 and value.shape and value.name in differentiable
+        else value.dtype
+        for value in (*graph.inputs, *graph.values)
+    }
+
+
+@remembered(GRAPHS)
+def sent_bytes(graph: Graph, precision: str) -> dict[str, int]:
+    """Bytes of each value, all of it, in messages."""
+    types = message_types(graph, precision)
+    return {name: graph.type_of(name).elements * dtype.itemsize for name, dtype in types.items()}
+
+
+def most_widened(precision: str) -> int:
+    """By how much a value that a stage computes with is larger than its message, at most."""
+    return 2 if narrows(precision) else 1
 
 
 @remembered(GRAPHS)

@@ -14,7 +14,7 @@ from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.program import BUCKET_BYTES
-from autopipe.passes.analysis.gradients import kept_values, waiting_operands
+from autopipe.passes.analysis.gradients import kept_values, sent_bytes, waiting_operands
 from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.analysis.recompute import cutter
 from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
@@ -147,14 +147,19 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
 
 
 def message_bytes(work: StageWork, crossing: Set[str]) -> tuple[int, int]:
-    """Bytes on one device of the values that it receives from other stages for one micro-batch, and of those it sends,
-    which are among `crossing`."""
-    graph = work.problem.graph
+    """Bytes on one device of the messages that it receives from other stages for one micro-batch, and of those it
+    sends: of values among `crossing`."""
+    sizes = sent_bytes(work.problem.graph, work.problem.precision)
     received, sent = (
-        sum(graph.type_of(name).bytes // work.parts[name] for name in names)
+        sum(sizes[name] // work.parts[name] for name in names)
         for names in (work.received, work.given.keys() & crossing)
     )
     return received, sent
+
+
+def argument_bytes(work: StageWork) -> int:
+    """Bytes on one device of the values that it receives for one micro-batch, in the types that it computes with."""
+    return sum(work.problem.graph.type_of(name).bytes // work.parts[name] for name in work.received)
 
 
 def gradient_workspace(work: StageWork) -> int:

@@ -21,7 +21,7 @@ from autopipe.passes.analysis.chain import (
     range_sums,
     values_between,
 )
-from autopipe.passes.analysis.gradients import kept_values
+from autopipe.passes.analysis.gradients import kept_values, most_widened, sent_bytes
 from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
 from autopipe.passes.cost.communication import Cost
 from autopipe.passes.cost.memory import State, state_of
@@ -119,7 +119,8 @@ class Tables:
             return always + received + sent, np.zeros_like(always)
         always = always + 2 * (received + sent)
         kept = self.kept.local(degree)
-        return (always + kept, received) if recompute else (always, kept)
+        kept_received = received * most_widened(self.problem.precision)
+        return (always + kept, kept_received) if recompute else (always, kept)
 
 
 def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = None) -> Tables:
@@ -127,8 +128,9 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
     graph = problem.graph
     samples = samples or sample_axes(graph)
     block_of: dict[int, int] = dict(enumerate(chain.block_of.tolist()))
+    sizes = sent_bytes(graph, problem.precision)
     messages = [
-        (samples.carries(name), (block, readers, float(graph.type_of(name).bytes)))
+        (samples.carries(name), (block, readers, float(sizes[name])))
         for name, block, readers in values_between(graph, block_of)
     ]
     counts = [(block, readers, 1.0) for _, (block, readers, _) in messages]

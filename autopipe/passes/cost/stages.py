@@ -22,6 +22,7 @@ from autopipe.passes.analysis.gradients import differentiable_values, kept_value
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, element_bytes, uses_of
 from autopipe.passes.cost.memory import (
     State,
+    argument_bytes,
     gradient_workspace,
     live_bytes,
     message_bytes,
@@ -241,7 +242,7 @@ def _stage_cost(work: StageWork, state: State, crossing: Set[str], held: int) ->
         kept, transient = 0, live_bytes(work)
     elif recompute:
         passing, transient = recomputed_bytes(work, held)
-        kept = received + passing
+        kept = argument_bytes(work) + passing
     else:
         kept, transient = sum(saved_bytes(problem, work.nodes).values()), gradient_workspace(work)
     whole_backward = backward + exchange[1] + post + recompute * (forward + exchange[0]) if train else 0.0

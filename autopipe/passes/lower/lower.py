@@ -35,7 +35,7 @@ from autopipe.ir.program import (
     Verb,
 )
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.passes.analysis.gradients import differentiable_values, waiting_operands
+from autopipe.passes.analysis.gradients import differentiable_values, message_types, waiting_operands
 from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.analysis.micro_batches import check_portions, micro_batch_size, stage_graphs, stage_micro_batches
 from autopipe.passes.analysis.recompute import with_segments
@@ -68,7 +68,7 @@ class Parts:
     """The values that gradients flow through: none without training."""
 
 
-def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None) -> Parts:
+def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None, precision: str = "fp32") -> Parts:
     """The parts of the program that trains with `loss`, or gives all of the graph's outputs.
 
     A parameter that stages would cut differently is held whole by all of them: its gradient is a sum over equal blocks.
@@ -100,7 +100,7 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None)
             code = with_segments(own, code, differentiable, placement.length)
         finished.append(replace(stage, code=code))
     stages = tuple(finished)
-    pieces = transfer_pieces(graph, placement, stages, differentiable)
+    pieces = transfer_pieces(graph, placement, stages, differentiable, message_types(graph, precision))
     return Parts(graphs, stages, pieces, parameter_shards(graph, devices, stages), differentiable)
 
 
@@ -116,8 +116,10 @@ def lower(
     loss: str | None,
     shard: bool = False,
     proven: bool = True,
+    precision: str = "fp32",
 ) -> Program:
-    """The program that runs `schedule`. With `loss` it trains; without, it gives all of the graph's outputs.
+    """The program that runs `schedule`. With `loss` it trains; without, it gives all of the graph's outputs. Messages
+    have the types of `precision`.
 
     With `shard` ranks that hold the same parameters share out the optimizer's state (`Optimizer.shard`). Unless
     `proven` is false it is shown that all ranks come to their ends, which takes long where they are many.
@@ -133,7 +135,7 @@ def lower(
     if placement.devices > schedule.devices:
         raise CodegenError(f"the placement uses {placement.devices} devices, the schedule has {schedule.devices}")
     check_portions(graph, placement)
-    parts = parts_of(graph, placement, schedule.devices, loss)
+    parts = parts_of(graph, placement, schedule.devices, loss, precision)
     codes, batch = tuple(stage.code for stage in parts.stages), batch_axes_of(graph)
     wired = _wired(graph, parts, schedule.devices)
     steps = _steps(wired, schedule, tuple(code.ratio for code in codes))

@@ -8,14 +8,14 @@ its receive's posting to the end of the last task that may use it; that many buf
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import Channel, Instruction, MessageBlock, Section, StageCode, StageOnRank, Verb
 from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, Task, sharing
@@ -24,9 +24,14 @@ from autopipe.passes.lower.shard import ShardedStage
 
 
 def transfer_pieces(
-    graph: Graph, placement: Placement, stages: tuple[ShardedStage, ...], differentiable: frozenset[str]
+    graph: Graph,
+    placement: Placement,
+    stages: tuple[ShardedStage, ...],
+    differentiable: frozenset[str],
+    types: Mapping[str, DType],
 ) -> tuple[MessageBlock, ...]:
-    """All pieces that cross between stages, by target stage, source stage, value, turn, and target rank.
+    """All pieces that cross between stages, by target stage, source stage, value, turn, and target rank. `types` are
+    those of messages, by value.
 
     Raises InfeasibleError for values that cannot be shared out among micro-batches of different sizes.
     """
@@ -57,6 +62,7 @@ def transfer_pieces(
                             sent=sent,
                             received=received,
                             needs_gradient=name in differentiable,
+                            dtype=types[name],
                             source_slice=shared.source_slice,
                             target_slice=shared.target_slice,
                         )
@@ -178,10 +184,10 @@ class RankStep:
 
 
 def is_whole(stages: Sequence[StageCode], piece: MessageBlock, gradient: bool) -> bool:
-    """True if a message is used as it came, not put together with others into a tensor of their own."""
+    """True if a message is used as it came, neither put together with others into a tensor of their own nor widened."""
     values = stages[piece.source_stage].outputs if gradient else stages[piece.target_stage].inputs
-    box = piece.sent if gradient else piece.received
-    return box.shape == next(value.shape for value in values if value.name == piece.tensor)
+    value, box = next(each for each in values if each.name == piece.tensor), piece.sent if gradient else piece.received
+    return box.shape == value.shape and piece.dtype is value.dtype
 
 
 RECEIVED_BY = {

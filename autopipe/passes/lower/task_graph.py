@@ -124,9 +124,7 @@ class _Builder:
             else:
                 key = peer, Verb.RECEIVE_GRADIENT if gradient else Verb.RECEIVE, other, stage
                 task = _receive_name(other, gradient, number, stage if key in self.source.one_source else None)
-            values = self.program.stages[piece.source_stage].outputs
-            width = next(value.dtype.itemsize for value in values if value.name == piece.tensor)
-            yield MessageEnd(peer, piece.channel, piece.tensor, piece.sent.elements * width, task)
+            yield MessageEnd(peer, piece.channel, piece.tensor, piece.bytes, task)
 
     def _pieces(
         self, stage: int, micro_batch: int, gradient: bool, receives: bool

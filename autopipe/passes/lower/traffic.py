@@ -12,6 +12,7 @@ from autopipe.ir.layout import MeshAxes, lacking
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import Block, Collective, Operation, Shard, StageCode, buckets_of, by_kind, transposed
+from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.analysis.recompute import flowing_values, running_again
 from autopipe.passes.lower.lower import parts_of
 
@@ -49,20 +50,19 @@ def communication_bytes(
     micro_batches: int,
     devices: int,
     loss: str | None,
-    widths: Mapping[str, int] | None = None,
     shard: bool = False,
+    precision: str = "fp32",
 ) -> dict[str, int]:
     """Bytes by kind of one step of training with `loss`, or of inference, over all of `devices`.
 
-    `widths` are bytes an element by value, where a program's precision makes them other than the values' types; with
-    `shard` the optimizer's state is shared out. Raises CodegenError for splits that cannot be executed.
+    With `shard` the optimizer's state is shared out. Raises CodegenError for splits that cannot be executed.
     """
-    parts = parts_of(graph, placement, devices, loss)
+    parts, widths = parts_of(graph, placement, devices, loss, precision), element_bytes(graph, precision)
     total: Counter[str] = Counter()
     for own, stage in zip(parts.graphs, parts.stages, strict=True):
         times = len(range(stage.code.pipeline, micro_batches * stage.code.ratio, placement.pipelines))
         again = running_again(stage.code)
-        for each in stage_exchanges(own, stage.code, parts.differentiable, widths or {}):
+        for each in stage_exchanges(own, stage.code, parts.differentiable, widths):
             repeats = 1 + (not each.backward and each.segment in again)
             total[each.kind] += times * repeats * each.bytes
     total["send"] = 0
@@ -70,8 +70,7 @@ def communication_bytes(
         if piece.source_rank != piece.target_rank:
             code = parts.stages[piece.source_stage].code
             times = len(range(code.pipeline, micro_batches * code.ratio, placement.pipelines * piece.source_slice.of))
-            size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
-            total["send"] += times * (1 + piece.needs_gradient) * size
+            total["send"] += times * (1 + piece.needs_gradient) * piece.bytes
     for rank, own_shards in enumerate(parts.shards if loss is not None else ()):
         first = (each for each in own_shards if each.gradient_ranks[0] == rank)  # Each group once.
         exchanged = exchanged_gradients(graph.parameters, first, shard)

@@ -17,6 +17,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import Chain, make_chain, range_sums, values_between
+from autopipe.passes.analysis.gradients import sent_bytes
 from autopipe.passes.cost.range_tables import state_sums
 from autopipe.passes.cost.roofline import mean_seconds, node_seconds
 
@@ -99,13 +100,15 @@ def run_lengths(seconds: _Floats, before: _Floats, after: _Floats) -> _Floats:
     return found
 
 
-def crossing_seconds(graph: Graph, block_of: Mapping[int, int], blocks: int, link: Link, replicas: int = 1) -> _Floats:
+def crossing_seconds(
+    graph: Graph, precision: str, block_of: Mapping[int, int], blocks: int, link: Link, replicas: int = 1
+) -> _Floats:
     """For each place between two blocks, and 0 at both ends, the time of sending what crosses it, each of `replicas`
     devices its own samples. Nodes that are in no block count for nothing."""
-    change = np.zeros(blocks + 2)
+    change, sizes = np.zeros(blocks + 2), sent_bytes(graph, precision)
     for name, start, readers in values_between(graph, block_of):
         if readers[-1] > start:
-            seconds = link.seconds(graph.type_of(name).bytes / replicas)
+            seconds = link.seconds(sizes[name] / replicas)
             change[[start + 1, readers[-1] + 1]] += np.array([1, -1]) * seconds
     crossing: _Floats = np.cumsum(change)[: blocks + 1]
     crossing[[0, -1]] = 0.0
@@ -173,7 +176,7 @@ def _lengths(problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], re
 
     @cache
     def crossing(link: Link, lanes: int) -> _Floats:
-        return crossing_seconds(problem.graph, block_of, chain.blocks, link, lanes)
+        return crossing_seconds(problem.graph, problem.precision, block_of, chain.blocks, link, lanes)
 
     def seconds(devices: frozenset[Device], share: float) -> _Floats:
         both = (node_seconds(problem.work, device, problem.precision, share) for device in devices)

@@ -15,8 +15,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import linear_order, values_between
-from autopipe.passes.analysis.gradients import differentiable_values
-from autopipe.passes.analysis.operators import element_bytes
+from autopipe.passes.analysis.gradients import differentiable_values, sent_bytes
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.partition.downsets import closed, downset_levels, membership
 
@@ -109,12 +108,11 @@ def flow_of(problem: Problem) -> tuple[Flow, Places]:
     forward, backward = mean_seconds(problem)
     turns = 2.0 if problem.recompute == "full" and problem.train else 1.0
     seconds = turns * forward + (backward if problem.train else 0.0)
-    widths = element_bytes(graph, problem.precision)
+    sizes = sent_bytes(graph, problem.precision)
     returned = differentiable_values(graph) if problem.train else frozenset()
     values = []
     for name, source, readers in values_between(graph, place):
-        size = widths[name] * graph.type_of(name).elements * (2.0 if name in returned else 1.0)
-        values.append((source, size, readers))
+        values.append((source, sizes[name] * (2.0 if name in returned else 1.0), readers))
     return make_flow(seconds[order], values), order
 
 

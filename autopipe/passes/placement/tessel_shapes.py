@@ -59,6 +59,7 @@ class CostedModel(Network):
     cluster: Cluster
     seconds: _Floats
     on_kind: dict[Device, _Floats]
+    precision: str
 
     @property
     def devices(self) -> int:
@@ -89,7 +90,8 @@ def _costed(graph: Graph, work: tuple[Work, ...], cluster: Cluster, precision: s
         forward, backward = node_seconds(work, device, precision)
         on_kind[device] = forward + (backward if train else 0.0)
     seconds = np.mean(list(on_kind.values()), axis=0)
-    return CostedModel(graph, sample_axes(graph), 1, weights_of(graph), graph.consumers(), cluster, seconds, on_kind)
+    readers = graph.consumers()
+    return CostedModel(graph, sample_axes(graph), 1, weights_of(graph), readers, cluster, seconds, on_kind, precision)
 
 
 @remembered(GRAPHS)
@@ -141,7 +143,7 @@ def line_of(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> CutLine:
     blocks = tuple(tuple(sorted(groups[block])) for block in sorted(groups))
     place = {node: index for index, block in enumerate(blocks) for node in block}
     link = model.cluster.slowest_link(range(model.devices))
-    crossing = crossing_seconds(model.graph, place, len(blocks), link)
+    crossing = crossing_seconds(model.graph, model.precision, place, len(blocks), link)
     lengths: dict[Device | None, tuple[_Floats, _Floats]] = {}
     for kind, seconds in ((None, model.seconds), *model.on_kind.items()):
         own = np.array([float(seconds[list(block)].sum()) for block in blocks])

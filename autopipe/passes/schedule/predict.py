@@ -14,7 +14,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import MicroBatchSlice, Task, micro_batch_ratios
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.analysis.gradients import differentiable_values, message_types, sent_bytes
 from autopipe.passes.analysis.micro_batches import Shared, block_transfers, shared_blocks
 from autopipe.passes.cost.stage_work import StageWork, stage_work
 from autopipe.passes.cost.stages import StageCost, stage_costs
@@ -71,15 +71,16 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
 
 def _parts(sender: StageWork, receiver: StageWork, name: str, shared: Shared) -> Iterator[tuple[int, int, int]]:
     """(sender, receiver, bytes) for each part of what two turns share."""
-    value = sender.problem.graph.type_of(name)
+    size = sent_bytes(sender.problem.graph, sender.problem.precision)[name]
     if sender.stage.micro_batch_size == receiver.stage.micro_batch_size:
         groups = sender.stage.devices, sender.parts[name], receiver.stage.devices, receiver.parts[name]
         for source, target, share in _slices(*groups):
-            yield source, target, round(value.bytes * share)
+            yield source, target, round(size * share)
         return
     layouts = sender.given[name], receiver.received[name]
+    width = message_types(sender.problem.graph, sender.problem.precision)[name].itemsize
     for source, target, sent, _ in block_transfers(*layouts, sender.stage.devices, receiver.stage.devices, shared):
-        yield source, target, sent.elements * value.dtype.itemsize
+        yield source, target, sent.elements * width
 
 
 def _slices(

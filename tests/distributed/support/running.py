@@ -43,7 +43,7 @@ def write(
     model: Path = Path("model.onnx"),
 ) -> Program:
     """Write the program into `folder`; stored parameters are read from `model`."""
-    program = lower(graph, placement, schedule, loss, optimizer.shard)
+    program = lower(graph, placement, schedule, loss, optimizer.shard, precision=precision)
     titles = tuple("A stage." for _ in program.stages), tuple("A rank." for _ in program.ranks)
     provenance = Provenance(str(model), "", "", optimizer, precision, SEED, 0.1, 0.2)
     write_program([ProgramFiles("", program, *titles)], provenance, folder)

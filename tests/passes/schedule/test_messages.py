@@ -63,9 +63,10 @@ UNEQUAL = [
 """Groups, and the samples of their micro-batches."""
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipelines", [*([groups] for groups in GROUPS), *PIPELINES])
-def test_bytes_by_link_are_those_of_the_program(planned, pipelines):
-    problem = planned.problem
+def test_bytes_by_link_are_those_of_the_program(planned, pipelines, precision):
+    problem = dataclasses.replace(planned.problem, precision=precision)
     cuts = (cut(problem.graph, groups, problem.micro_batch_size, index) for index, groups in enumerate(pipelines))
     placement = Placement(tuple(stage for each in cuts for stage in each.stages))
     compare(problem, placement, OneForwardOneBackward().run(problem, placement))
@@ -73,7 +74,7 @@ def test_bytes_by_link_are_those_of_the_program(planned, pipelines):
 
 @pytest.mark.parametrize(("groups", "sizes"), UNEQUAL)
 def test_bytes_of_micro_batches_of_different_sizes_are_those_of_the_program(planned, groups, sizes):
-    problem = planned.problem
+    problem = dataclasses.replace(planned.problem, precision="fp16")
     whole = cut(problem.graph, groups, problem.micro_batch_size)
     pairs = zip(whole.stages, sizes, strict=True)
     placement = Placement(tuple(dataclasses.replace(stage, micro_batch_size=size) for stage, size in pairs))
@@ -88,20 +89,19 @@ def compare(problem, placement, schedule):
     graph = problem.graph
     placement.verify(graph)
     schedule.verify(StageGraph.of(problem, placement), train=True)
-    program = lower(graph, placement, schedule, problem.loss)
+    program = lower(graph, placement, schedule, problem.loss, precision=problem.precision)
     forward, backward, seconds = Counter(), Counter(), Counter()
     for rank in program.ranks:
         for stage in rank.stages:
             for piece in stage.sends:
                 turns = piece.source_slice, piece.target_slice
                 link = piece.source_stage, piece.target_stage, piece.source_rank, piece.target_rank, *turns
-                size = piece.sent.elements * graph.type_of(piece.tensor).dtype.itemsize
-                forward[link] += size
-                backward[link] += size * piece.needs_gradient
+                forward[link] += piece.bytes
+                backward[link] += piece.bytes * piece.needs_gradient
                 if piece.source_rank != piece.target_rank:
                     # Each piece is a message of its own, with its own latency.
                     way = problem.cluster.link(piece.source_rank, piece.target_rank)
-                    seconds[link] += way.latency_s + size / way.bandwidth_bytes_per_s
+                    seconds[link] += way.latency_s + piece.bytes / way.bandwidth_bytes_per_s
     messages = stage_messages(problem, placement)
     links = [
         (each.source_stage, each.target_stage, each.source, each.target, each.source_slice, each.target_slice)

@@ -64,6 +64,7 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
             {"rank": rank.rank, "stages": [each.stage for each in rank.stages], "shards": [*map(encode, rank.shards)]}
             for rank in program.ranks
         ],
+        **({"roundings": program.roundings} if program.roundings else {}),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from autopipe.ir.graph import Value
 from autopipe.ir.layout import Box
 from autopipe.ir.program import Instruction, Loop, MessageBlock, Program, RankCode, Section, StageOnRank, Verb
 from autopipe.ir.schedule import MicroBatchSlice
@@ -44,12 +45,12 @@ def _stage(program: Program, wired: StageOnRank) -> str:
     for block in wired.receives:
         argument, value = inputs[block.tensor]
         ends = _block(block, block.source_rank, block.source_stage)
-        part = _part(block.received, value.shape, block.target_slice)
+        part = _part(block, block.received, value, block.target_slice)
         lines.append(f"    runtime.Receive({argument!r}, {ends}{part}),")
     for block in wired.sends:
         position = outputs.index(block.tensor)
         ends = _block(block, block.target_rank, block.target_stage)
-        part = _part(block.sent, code.outputs[position].shape, block.source_slice)
+        part = _part(block, block.sent, code.outputs[position], block.source_slice)
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
     if program.loss in outputs:
         # Shares of all ranks and micro-batches add up to the step's loss.
@@ -65,8 +66,9 @@ def _block(block: MessageBlock, rank: int, stage: int) -> str:
     return f"rank={rank}, stage={stage}, channel={block.channel}{gradient}"
 
 
-def _part(box: Box, shape: tuple[int, ...], turn: MicroBatchSlice) -> str:
-    part = "" if box.shape == shape else f", box={_slices(box)}"
+def _part(block: MessageBlock, box: Box, value: Value, turn: MicroBatchSlice) -> str:
+    part = "" if block.dtype is value.dtype else f", dtype={block.dtype.value!r}"
+    part += "" if box.shape == value.shape else f", box={_slices(box)}"
     return part if turn.of == 1 else f"{part}, slice=({turn.index}, {turn.of})"
 
 

@@ -22,6 +22,7 @@ from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.precision import autocast
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, compute_all
+from autopipe.ir.graph import DType
 from autopipe.ir.schedule import MicroBatchSlice
 
 Tensors = dict[str, torch.Tensor]
@@ -39,12 +40,14 @@ class Data:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Port:
     """A value, or the block `box` of it, on its way between this stage and a stage on `rank`. `slice` is the index and
-    count of the `MicroBatchSlice` of this stage's micro-batches of which it carries something."""
+    count of the `MicroBatchSlice` of this stage's micro-batches of which it carries something. It travels as `dtype`,
+    which may be narrower than the value's own."""
 
     rank: int
     stage: int
     channel: int
     gradient: bool = True  # True if its gradient goes the other way.
+    dtype: str | None = None  # None for the value's own.
     box: Slices | None = None
     slice: tuple[int, int] = (0, 1)
 
@@ -92,10 +95,11 @@ def _part(tensor: torch.Tensor, box: Slices | None) -> torch.Tensor:
 
 
 def _assembled(pieces: list[Block], form: Form, device: torch.device, add: bool = False) -> torch.Tensor:
-    """A tensor of its blocks; or, with `add`, the sum of blocks that may overlap, zero where there is none."""
-    if len(pieces) == 1 and pieces[0][1] is None:
-        return pieces[0][0]
+    """A tensor of its blocks; or, with `add`, the sum of blocks that may overlap, zero where there is none. Blocks may
+    have narrower types."""
     dtype, shape = form
+    if len(pieces) == 1 and pieces[0][1] is None:
+        return pieces[0][0].to(dtype)
     make, put = (torch.zeros, torch.Tensor.add_) if add else (torch.empty, torch.Tensor.copy_)
     whole = make(shape, dtype=dtype, device=device)
     for tensor, box in pieces:
@@ -203,6 +207,8 @@ class Stage:
     def _form(self, port: Receive | Send) -> Form:
         """Of what goes through a port, and of its gradient."""
         dtype, shape = self._outputs[port.result] if isinstance(port, Send) else self._inputs[port.argument]
+        if port.dtype is not None:
+            dtype = torch_dtype(DType(port.dtype))
         return dtype, shape if port.box is None else tuple(stop - start for start, stop in port.box)
 
     def receive(self, micro_batch: int, source: int | None = None) -> None:
@@ -293,7 +299,8 @@ class Stage:
 
     def _pass_on(self, port: Receive | Send, micro_batch: int, tensor: torch.Tensor) -> None:
         """Keep a result, or an argument's gradient, for its message; to a stage on this rank it goes at once."""
-        gradient, block = isinstance(port, Receive), _part(tensor, port.box)
+        gradient, dtype = isinstance(port, Receive), self._form(port)[0]
+        block = _part(tensor, port.box).to(dtype)
         if port.rank != self._rank.number:
             self._leaving[micro_batch, gradient][port.channel] = block
             return

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from autopipe.ir.cluster import Cluster, Device, Link
 from autopipe.ir.problem import Problem, Work
 from autopipe.passes.analysis.chain import Matrix, range_sums
+from autopipe.passes.analysis.gradients import most_widened
 from autopipe.passes.analysis.operators import SampleAxes
 from autopipe.passes.cost.memory_check import equal_device_runs
 from autopipe.passes.cost.range_tables import Tables
@@ -248,7 +249,8 @@ def _options(
     if problem.recompute != "full":
         yield option(False, backward, returning, end, always, kept)
     if problem.recompute != "none":
-        yield option(True, forward + backward, returning, end, always + kept, received)
+        kept_received = received * most_widened(problem.precision)
+        yield option(True, forward + backward, returning, end, always + kept, kept_received)
 
 
 def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:

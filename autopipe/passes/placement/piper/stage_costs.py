@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import Blocks, values_between
+from autopipe.passes.analysis.gradients import most_widened, sent_bytes
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.cost.memory import saved_bytes, state_of
 from autopipe.passes.cost.roofline import update_line
@@ -177,19 +177,19 @@ class Messages:
 
 
 def messages_between(
-    graph: Graph, blocks: Blocks, downsets: Downsets, samples: SampleAxes
+    problem: Problem, blocks: Blocks, downsets: Downsets, samples: SampleAxes
 ) -> tuple[Messages, Messages]:
     """Messages that the stage of each pair receives, and those it sends. What a stage receives is made by the inner
     downset and read by one of the stage's own blocks; what it sends, made by one of these and read outside the outer
     downset. Each value counts once, however many blocks read it."""
     block_of = {node: number for number, nodes in enumerate(blocks.nodes) for node in nodes}
-    values = list(values_between(graph, block_of))
+    values, sizes = list(values_between(problem.graph, block_of)), sent_bytes(problem.graph, problem.precision)
     made = downsets.holds[:, np.array([block for _, block, _ in values], dtype=int)]
     read = np.zeros(made.shape, dtype=np.int64)
     for column, (_, _, reading) in enumerate(values):
         read[:, column] = downsets.holds[:, reading].sum(axis=1)
     readers = np.array([len(reading) for _, _, reading in values])
-    shared = [(samples.carries(name), graph.type_of(name).bytes) for name, _, _ in values]
+    shared = [(samples.carries(name), sizes[name]) for name, _, _ in values]
     weights = np.array([(size * cut, size * (not cut), 1.0) for cut, size in shared]).reshape(-1, 3)
     still_read = made & (read < readers)
     single = readers == 1
@@ -394,7 +394,7 @@ class DownsetPrices:
         always = figures.state.over(downsets, pairs) + workspace + (1 + train) * (received + sent)
         each = figures.kept.over(downsets, pairs) if train else np.zeros_like(always)
         if recompute:
-            always, each = always + each, received
+            always, each = always + each, received * most_widened(self.problem.precision)
         room = self.limit - always + 1e-3  # Sums of bytes are whole numbers, but for rounding.
         with np.errstate(divide="ignore", invalid="ignore"):
             most = np.where(each > 0, np.floor(room / each), np.inf)

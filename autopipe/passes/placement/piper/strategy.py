@@ -229,7 +229,7 @@ class Piper:
                 hint="strategies pipedream and graphpipe do not depend on their number",
             )
         downsets, samples = Downsets(blocks.needs), sample_axes(problem.graph)
-        messages = messages_between(problem.graph, blocks, downsets, samples)
+        messages = messages_between(problem, blocks, downsets, samples)
         chains = Chains(blocks, downsets, *messages, problem.micro_batch_size)
         placement = best_size(problem, lambda sized, step: self._answer(sized, chains, step))
         check_constraints_met(problem, placement, self.name)
