@@ -94,7 +94,9 @@ def test_each_edge_is_sent_once(pools: Pools, tmp_path: Path) -> None:
     placement = Placement((Stage((0, 1), FOUR, 4, ((0, (Split("x2", 4),)), (1, (Split("o0", 4),)))),))
     schedule = schedule_of(graph, placement, 1, train=False)
     program = write(graph, placement, schedule, None, tmp_path / "program")
-    assert [each.relayout.kind for each in program.stages[0].operations if hasattr(each, "relayout")] == ["redistribute"]
+    assert [each.relayout.kind for each in program.stages[0].operations if hasattr(each, "relayout")] == [
+        "redistribute"
+    ]
     edge = 4 * 2 * 6 * 8
     moved = communication_bytes(graph, placement, 1, 4, None)
     assert {kind: size for kind, size in moved.items() if size} == {"redistribute": 6 * edge}
