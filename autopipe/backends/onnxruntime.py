@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,9 +143,7 @@ class ReferenceModel:
         """Of its Dropouts those that were switched off."""
         used = {each.name for each in proto.graph.output}.union(*(node.input for node in _nodes(proto)))
         batches = 0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
-        self.dtype, self.depth = _coarsest_type(proto), _depth(proto)
-        """Its coarsest floating type, and how many of its nodes follow one another."""
-        changed = bool(weights) or self.dropouts + batches > 0 or self.dtype == "bfloat16"
+        changed = bool(weights) or self.dropouts + batches > 0 or _has_bfloat16(proto)
         self._path = _completed(model, proto, weights, Path(self._scratch.name)) if changed else model
         self._session = _open(self._path)
         self.inputs: dict[str, list[Any]] = {each.name: each.shape for each in self._session.get_inputs()}
@@ -161,10 +159,15 @@ class ReferenceModel:
         self._session = _open(self._path, optimized=True)
 
 
-def precision_of(model: Path) -> tuple[str, int]:
-    """A file's coarsest floating type, and how many of its nodes follow one another."""
-    proto = _loaded(model)
-    return _coarsest_type(proto), _depth(proto)
+def node_of(model: Path, tensors: Collection[str], last: bool = False) -> tuple[str, str]:
+    """The first node of a file that reads or gives one of some tensors, or the last one, and the tensor; neither where
+    none does, such as where the file calls functions."""
+    nodes = _loaded(model).graph.node
+    for node in reversed(nodes) if last else nodes:
+        for name in (*node.input, *node.output):
+            if name in tensors:
+                return node.name or f"{node.op_type} of {node.output[0]}", name
+    return "", ""
 
 
 def _loaded(model: Path) -> onnx.ModelProto:
@@ -175,29 +178,18 @@ def _loaded(model: Path) -> onnx.ModelProto:
         return onnx.load(str(model), load_external_data=False)
 
 
-_FLOATS = {16: "bfloat16", 10: "float16", 1: "float32", 11: "float64"}
-"""By TensorProto's numbers, coarsest first."""
+_BFLOAT16 = 16
+"""By TensorProto's numbers."""
 _TYPES = ("to", "dtype", "output_dtype")
 """Attributes that are the type of a result."""
 
 
-def _coarsest_type(proto: onnx.ModelProto) -> str:
+def _has_bfloat16(proto: onnx.ModelProto) -> bool:
     values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
     attributes = [each for node in _nodes(proto) for each in node.attribute]
     tensors = (*proto.graph.initializer, *(each.t for each in attributes if each.HasField("t")))
     used = {tensor.data_type for tensor in tensors} | {value.type.tensor_type.elem_type for value in values}
-    used |= {each.i for each in attributes if each.name in _TYPES}
-    return next((name for number, name in _FLOATS.items() if number in used), "float32")
-
-
-def _depth(proto: onnx.ModelProto) -> int:
-    """Nodes on the longest way through the graph; one that calls a function counts as all of the function's."""
-    sizes = {(function.domain, function.name): len(function.node) for function in proto.functions}
-    depths: dict[str, int] = {}
-    for node in proto.graph.node:
-        before = max((depths.get(name, 0) for name in node.input), default=0)
-        depths |= dict.fromkeys(node.output, before + sizes.get((node.domain, node.op_type), 1))
-    return max(depths.values(), default=1)
+    return _BFLOAT16 in used | {each.i for each in attributes if each.name in _TYPES}
 
 
 def _widen(proto: onnx.ModelProto) -> None:

@@ -16,6 +16,8 @@ from autopipe.cli.plan_folder import open_plan
 from autopipe.cli.verify import FORWARD, REFERENCE
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import Program, RankCode, StageCode
+from autopipe.ir.rounding import Rounding
+from autopipe.passes.analysis.rounding import rounding_of
 from autopipe.passes.frontend.cleanup import without_dropout
 from autopipe.passes.lower.lower import lower, one_device_program
 from autopipe.passes.lower.traffic import held_together
@@ -90,9 +92,18 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
         seed=problem.seed,
         predicted_step_s=plan.summary.step_time_s,
         predicted_bubble=plan.summary.bubble_rate,
+        rounding=_rounding(planned, program),
     )
     write_program(files, provenance, folder)
     return program
+
+
+def _rounding(planned: PlanResult, program: Program) -> Rounding:
+    """The roundings in sequence of the whole model, of messages on the longest pipeline, and of sums over all ranks."""
+    problem = planned.problem
+    pipelines = 1 + max(stage.pipeline for stage in program.stages)
+    added = problem.micro_batches * max(stage.ratio for stage in program.stages) + program.world_size
+    return rounding_of(problem.graph, problem.precision, problem.train, added, -(-len(program.stages) // pipelines) - 1)
 
 
 def _one_device(planned: PlanResult, name: str, loss: str | None) -> ProgramFiles:

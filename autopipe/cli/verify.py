@@ -11,15 +11,15 @@ from pathlib import Path
 import click
 import numpy as np
 
-from autopipe.backends.onnxruntime import ReferenceModel, precision_of
+from autopipe.backends.onnxruntime import ReferenceModel, node_of
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
 from autopipe.backends.torch.runtime.data import check_data, open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.verification import (
     Difference,
-    Precision,
     difference,
     gradient_differences,
+    limit_of,
     read_losses,
     read_outputs,
 )
@@ -39,7 +39,7 @@ from autopipe.ir.layout import whole
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
-    help="Largest relative difference taken for equal [what types, depth and conditioning of the model come to].",
+    help="Largest relative difference taken for equal [what roundings and conditioning of the model come to].",
 )
 @standard_options
 def verify(
@@ -56,15 +56,15 @@ def verify(
     """
     manifest = read_manifest(program.absolute())
     check_data(manifest, data, 1)
-    precision = precision_of_program(manifest)
     with tempfile.TemporaryDirectory() as scratch, output.progress("verifying", total=4) as bar:
-        run = Verification(manifest, device, data, seed, Path(scratch), precision, tolerance)
+        run = Verification(manifest, device, data, seed, Path(scratch), tolerance)
         checks = list(run.run(bar.advance))
     failed = [check for check in checks if not check.relative_difference <= check.limit]
-    limit, parts = (precision.limit, f" = {precision}") if tolerance is None else (tolerance, "")
+    rounding = manifest.rounding
+    limit, parts = (rounding.bound, f" = {rounding}") if tolerance is None else (tolerance, "")
     result = {
         "tolerance": limit,
-        "precision": {"dtype": precision.dtype, "depth": precision.depth},
+        "rounding": rounding,
         "checks": checks,
         "equal": not failed,
     }
@@ -72,7 +72,20 @@ def verify(
     if failed:
         check = failed[0]
         away = f"{check.relative_difference:.2e} away from {check.reference} (limit {check.limit:.2g})"
-        raise VerificationError(f"{check.compared}: {away}", where=repr(check.worst))
+        raise VerificationError(f"{check.compared}: {away}", _first_node(manifest, failed), repr(check.worst))
+
+
+def _first_node(manifest: Manifest, failed: Sequence[Check]) -> str:
+    """Where to look first: what differs in the order in which a step computes it."""
+    names = {each.tensor for check in failed for each in check.above if not each.difference <= each.limit}
+    if "loss of the ranks" in (check.compared for check in failed):
+        return f"the loss differs, so forward does, and {len(names) - 1} gradients with it"
+    backward = any(check.compared == "gradients of the ranks" for check in failed)
+    node, tensor = node_of(manifest.model, names, last=backward)
+    if not node:
+        return ""
+    told = f"the gradient of {tensor!r}" if backward else repr(tensor)
+    return f"{len(names)} differ; the first that is computed is {told}, at node {node!r}"
 
 
 def _lines(checks: Sequence[Check]) -> Iterator[str]:
@@ -117,15 +130,18 @@ class Check:
     response: float = 0.0
     """How much one step of every input and weight changes it; measured where differences need it."""
     note: str = ""
+    above: tuple[Measured, ...] = ()
+    """The tensors that differ by more than the bound for well-conditioned ones."""
 
 
-_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A tensor with a limit of its own."""
 
-
-def precision_of_program(manifest: Manifest) -> Precision:
-    """Precision of the ranks: the model's coarsest type, or that of autocast."""
-    dtype, depth = precision_of(manifest.model)
-    return Precision("bfloat16" if dtype == "bfloat16" else _AUTOCAST.get(manifest.precision, dtype), depth)
+    tensor: str
+    difference: float
+    response: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +153,8 @@ class Verification:
     data: str | None
     seed: int | None
     scratch: Path
-    precision: Precision
     tolerance: float | None = None
-    """The limit, in place of what follows from the precision."""
+    """The limit, in place of what follows from the program's roundings."""
 
     def run(self, advance: Callable[[], None]) -> Iterator[Check]:
         folder = self.manifest.folder
@@ -190,27 +205,32 @@ class Verification:
     ) -> Check:
         """Hold differences against their limits. Where the least there can be does not hold them all, it is measured
         how much a rounding of inputs and weights changes each tensor."""
-        found, told = list(differences), ""
+        found, told, bound = list(differences), "", self.manifest.rounding.bound
         measured: Mapping[str, float] = {}
-        if self.tolerance is None and any(not each.relative <= self.precision.limit for each in found):
+        if self.tolerance is None and any(not each.relative <= bound for each in found):
             measured, told = responses(), note()
         judged = []
         for each in found:
             moved = measured.get(each.tensor, 0.0)
-            limit = self.precision.limit_of(each, moved if math.isfinite(moved) else 0.0)
+            limit = limit_of(bound, each, moved if math.isfinite(moved) else 0.0)
             judged.append((each, limit if self.tolerance is None else self.tolerance))
         worst, limit = max(
             judged,
             key=lambda pair: pair[0].relative / pair[1] if pair[1] else pair[0].relative,
-            default=(Difference("none", 0.0), self.precision.limit),
+            default=(Difference("none", 0.0), bound),
+        )
+        above = tuple(
+            Measured(each.tensor, each.relative, measured.get(each.tensor, 0.0), own)
+            for each, own in judged
+            if not each.relative <= min(bound, own)
         )
         response = measured.get(worst.tensor, 0.0)
-        return Check(compared, reference, len(found), worst.tensor, worst.relative, limit, response, told)
+        return Check(compared, reference, len(found), worst.tensor, worst.relative, limit, response, told, above)
 
     def _run_moved(self, folder: Path, name: str) -> None:
         """One device's run for inputs and weights that are each one unit in the last place off, once."""
         if not (self.scratch / name).exists():
-            run_alone(folder, [*self._run_arguments(name), "--perturb", repr(self.precision.step)])
+            run_alone(folder, [*self._run_arguments(name), "--perturb", repr(self.manifest.rounding.step)])
 
     def _training_responses(self) -> dict[str, float]:
         """How much one step of every input and weight changes the loss and each gradient."""
@@ -239,7 +259,7 @@ class Verification:
         model = ReferenceModel(forward.model, weights, self.manifest.train)
         if model.random:
             reason = f"left out: {', '.join(model.random)} draws other numbers there"
-            return Check("outputs of one device", "ONNX Runtime", 0, reason, 0.0, self.precision.limit)
+            return Check("outputs of one device", "ONNX Runtime", 0, reason, 0.0, self.manifest.rounding.bound)
         expected = self._reference_outputs(forward, model, seed)
 
         def differences(outputs: Mapping[str, np.ndarray]) -> Iterator[Difference]:
@@ -251,7 +271,7 @@ class Verification:
             found = differences(self._reference_outputs(forward, model, seed))
             worst = max((each.relative for each in found), default=0.0)
             text = f"ONNX Runtime with its optimizations is {worst:.1e} away from itself without them"
-            return "" if worst <= self.precision.limit else text
+            return "" if worst <= self.manifest.rounding.bound else text
 
         compared = f"outputs of one device{' without Dropout' if model.dropouts else ''}"
         return self._check(compared, "ONNX Runtime", differences(ours), self._forward_responses, note)

@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from autopipe.backends.torch.verification import Difference, Precision
+from autopipe.backends.torch.verification import Difference
 from autopipe.cli import verify as verification
 from autopipe.cli.main import main
 from autopipe.cli.verify import Check, Verification
+from autopipe.ir.rounding import Rounding
 
 LONG = "/transformer/h.11/attn/c_attn/weight_that_is_called_by_a_name_of_more_than_eighty_characters_in_all"
 
-LIMIT = "4.2e-06 = 3.6e-07 (float32 through 54 nodes and back) + 3.8e-06 (sums in any order)"
+MANIFEST = SimpleNamespace(rounding=Rounding("float32", 5000), model=Path("model.onnx"))
+LIMIT = "4.2e-06 = 6.0e-08 (float32) x sqrt(5000 roundings)"
 
 
 @pytest.fixture
@@ -32,8 +34,8 @@ def gradients_apart_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
             )
 
         monkeypatch.setattr(Verification, "run", run)
-        monkeypatch.setattr(verification, "read_manifest", lambda folder: SimpleNamespace())
-        monkeypatch.setattr(verification, "precision_of_program", lambda manifest: Precision("float32", 54))
+        monkeypatch.setattr(verification, "read_manifest", lambda folder: MANIFEST)
+        monkeypatch.setattr(verification, "node_of", lambda model, names, last: ("/h.11/MatMul", min(names)))
 
     return prepare
 
@@ -58,7 +60,10 @@ def test_runs_that_differ_name_the_worst_tensor(
     assert main(["verify", str(tmp_path)]) == 5
     shown = capsys.readouterr()
     assert shown.out.endswith(f"not equal: the limit is {LIMIT}\n")
-    assert shown.err == f"error: {LONG!r}: gradients of the ranks: 2.00e-03 away from one device (limit 4.2e-06)\n"
+    assert shown.err.splitlines() == [
+        f"error: {LONG!r}: gradients of the ranks: 2.00e-03 away from one device (limit 4.2e-06)",
+        f"hint: 1 differ; the first that is computed is the gradient of {LONG!r}, at node '/h.11/MatMul'",
+    ]
 
 
 def test_a_tolerance_of_zero_is_taken_at_its_word(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
+from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli import verify as verification
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
@@ -20,6 +20,7 @@ from tests.distributed.support.dropping import save_with_dropout
 from tests.distributed.support.launching import finish, start
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import report_lines
+from tests.distributed.support.verifying import on_pools, verified
 from tests.distributed.support.zoo import SIZES
 
 pytestmark = pytest.mark.distributed
@@ -30,15 +31,7 @@ SETTINGS = {"layers": "2", "hidden": "16", "heads": "2", "sequence": "8", "vocab
 @pytest.fixture
 def here(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs start on the pools instead of in processes of their own."""
-
-    def launch(manifest: Manifest, arguments: list[str], *rest: object) -> None:
-        pools.of(manifest.world_size).run(manifest.folder, *arguments)
-
-    def alone(folder: Path, arguments: list[str]) -> None:
-        pools.of(1).run(folder, *arguments)
-
-    monkeypatch.setattr(verification, "launch_program", launch)
-    monkeypatch.setattr(verification, "run_alone", alone)
+    on_pools(pools, monkeypatch)
 
 
 def generated(folder: Path, *flags: str, loss: bool = True) -> Path:
@@ -49,16 +42,6 @@ def generated(folder: Path, *flags: str, loss: bool = True) -> Path:
     assert main(["plan", str(model), *flags, "-o", str(folder / "plan"), "-q"]) == 0
     assert main(["codegen", str(folder / "plan"), "-q"]) == 0
     return folder / "plan" / "program"
-
-
-def verified(
-    program: Path, capsys: pytest.CaptureFixture[str], *flags: str
-) -> tuple[int, dict[str, dict[str, object]]]:
-    """Exit code, and the checks by what was compared."""
-    capsys.readouterr()
-    code = main(["verify", str(program), "--device", "cpu", "--json", "-q", *flags])
-    document = json.loads(capsys.readouterr().out.splitlines()[0])
-    return code, {check["compared"]: check for check in document["checks"]}
 
 
 @pytest.mark.parametrize(

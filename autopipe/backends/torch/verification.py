@@ -16,12 +16,11 @@ from autopipe.ir.errors import VerificationError
 _ROUNDING = 1e-6
 """A gradient whose norm is below this share of all gradients' norm is zero but for rounding: a key's bias before a
 softmax has none, and what is left of it in float32 has no digits to compare. It is compared absolutely."""
-_UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Largest relative rounding error of one result."""
-_SUMMED = 64
-"""Rounding errors of single precision by which sums differ that are added up in another order."""
 _RESPONSES = 4
-"""How many times what a rounding of every input and weight changes may come of the roundings of a whole step."""
+"""How many times what a rounding of every input and weight changes may come of the roundings of a whole step: a layer's
+roundings are as if its weights had been rounded (Higham and Mary, "Sharper Probabilistic Backward Error Analysis for
+Basic Linear Algebra Kernels with Random Data", SIAM Journal on Scientific Computing 42(5), 2020), forwards and back in
+each of two runs, √4 times what one such rounding changes, and by chance twice that."""
 _NO_DIGITS = 0.1
 """A tensor that is changed by more than this has no digits to compare: it is held against all that is compared."""
 
@@ -36,44 +35,12 @@ class Difference:
     """How large the reference is beside all that is compared, by norms."""
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Precision of a model: its coarsest floating type, and the length of its longest path."""
-
-    dtype: str
-    depth: int
-
-    @property
-    def step(self) -> float:
-        """The distance of neighbouring numbers, relative to them: one unit in the last place."""
-        return 2 * _UNITS[self.dtype]
-
-    @property
-    def rounding(self) -> float:
-        """Error of rounding results, forwards and backwards: each is up to half a step, and they are independent."""
-        return _UNITS[self.dtype] * math.sqrt(2 * self.depth / 3)
-
-    @property
-    def summing(self) -> float:
-        """Error of sums in another order; narrow types are added up in single precision."""
-        return _SUMMED * min(_UNITS[self.dtype], _UNITS["float32"])
-
-    @property
-    def limit(self) -> float:
-        """The largest difference between two right results of a well-conditioned step."""
-        return self.rounding + self.summing
-
-    def limit_of(self, found: Difference, response: float) -> float:
-        """The largest difference for a tensor that one step of every input and weight changes by `response`."""
-        if response > _NO_DIGITS:
-            return self.limit / max(found.share, self.limit)
-        return self.limit + _RESPONSES * response
-
-    def __str__(self) -> str:
-        return (
-            f"{self.rounding:.1e} ({self.dtype} through {self.depth} nodes and back) + "
-            f"{self.summing:.1e} (sums in any order)"
-        )
+def limit_of(bound: float, found: Difference, response: float) -> float:
+    """The largest difference for a tensor that one step of every input and weight changes by `response`, where it is
+    `bound` for one that is well conditioned."""
+    if response > _NO_DIGITS:
+        return bound / max(found.share, bound)
+    return bound + _RESPONSES * response
 
 
 def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0) -> Difference:

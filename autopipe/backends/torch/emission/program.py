@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import DType
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import FORMAT, Program, StageCode
+from autopipe.ir.rounding import Rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Provenance:
     seed: int
     predicted_step_s: float
     predicted_bubble: float
+    rounding: Rounding = field(default_factory=Rounding)
 
 
 def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
@@ -55,6 +57,7 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
         "seed": provenance.seed,
         "optimizer": encode(optimizer) | {"shard": program.shard},
         "predicted": {"step_s": provenance.predicted_step_s, "bubble": provenance.predicted_bubble},
+        "rounding": encode(provenance.rounding),
         "inputs": [encode(each) for each in program.inputs],
         "outputs": [encode(each) for each in program.outputs],
         "parameters": [encode(each) for each in program.parameters],

@@ -13,6 +13,7 @@ from autopipe.ir.graph import Parameter
 from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import MeshAxis, members
 from autopipe.ir.program import FORMAT, Channel, InputRange, Output, Shard
+from autopipe.ir.rounding import Rounding
 
 _PATH = Coded(str, lambda record: Path(decode(record, str)))
 _TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
@@ -55,6 +56,7 @@ class Manifest:
     optimizer: dict[str, Any]
     predicted_step_s: Annotated[float, At("predicted.step_s")]
     predicted_bubble: Annotated[float, At("predicted.bubble")]
+    rounding: Rounding
     inputs: tuple[InputRange, ...]
     outputs: tuple[Output, ...]
     parameters: tuple[Parameter, ...]

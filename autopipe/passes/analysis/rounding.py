@@ -1,0 +1,74 @@
+"""The roundings that follow one another on the paths of a graph, forwards and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from autopipe.ir.graph import DType, Graph, Node, Value
+from autopipe.ir.rounding import Rounding
+from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, element_bytes, uses_of
+
+Type = Literal["float64", "float32", "float16", "bfloat16"]
+
+_COARSEST: tuple[Type, ...] = ("bfloat16", "float16", "float32")
+_AUTOCAST: dict[str, Type] = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundaries: int) -> Rounding:
+    """The roundings of a step of `graph` at `precision`. `added` are the parts that a gradient is added up of, over
+    micro-batches and ranks; `boundaries` the messages between stages that follow one another, each way.
+
+    A product adds its terms one after another in single precision, whatever it multiplies; another sum is a tree, or
+    short runs and a tree above them, in torch as in CUDA (pairwise summation: Higham, "The accuracy of floating point
+    summation", SIAM Journal on Scientific Computing 14(4), 1993). The gradient of an operand adds up over the axes that
+    the operand lacks.
+    """
+    dtype = _coarsest(graph, precision)
+    widths = element_bytes(graph, precision)
+    flowing = differentiable_values(graph) if train else frozenset[str]()
+    sums: dict[str, int] = {}
+    narrow: dict[str, int] = {}
+    for node, use in zip(graph.nodes, uses_of(graph), strict=True):
+        result = next((graph.type_of(name) for name in node.outputs if name), None)
+        if result is None or not result.dtype.is_floating:
+            continue
+        rounds = use.row.kind not in ("view", "memory")
+        forward = _terms(node, use, graph, result) if rounds else 0
+        most_sums = most_narrow = 0
+        for operand in _floating(graph, node):
+            back = operand.name in flowing
+            own = forward + (_terms(node, use, graph, operand) if back and use.row.kind != "view" else 0)
+            most_sums = max(most_sums, sums.get(operand.name, 0) + own)
+            rounded = rounds and widths[result.name] == 2
+            most_narrow = max(most_narrow, narrow.get(operand.name, 0) + rounded * (1 + back))
+        for name in filter(None, node.outputs):
+            sums[name], narrow[name] = most_sums, most_narrow
+    sent = boundaries * (1 + train) if dtype in ("bfloat16", "float16") else 0
+    accumulated = max(sums.values(), default=0) + added
+    return Rounding(dtype, max(accumulated, 1), max(narrow.values(), default=0), sent)
+
+
+def _coarsest(graph: Graph, precision: str) -> Type:
+    """The coarsest type that numbers of the graph are rounded to."""
+    held = (*graph.values, *graph.inputs, *(each.value for each in graph.parameters))
+    types = {value.dtype for value in held if value.dtype.is_floating}
+    own: Type = next((name for name in _COARSEST if DType(name) in types), "float64" if types else "float32")
+    return _AUTOCAST.get(precision, own) if own == "float32" else own
+
+
+def _floating(graph: Graph, node: Node) -> Iterator[Value]:
+    found = (graph.type_of(name) for name in node.inputs if name)
+    return (value for value in found if value.dtype.is_floating)
+
+
+def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
+    """Roundings in sequence of each element of a tensor, a result or the gradient of an operand."""
+    elements = max(tensor.elements, 1)
+    if use.row.kind in PRODUCT_KINDS:
+        repeats = graph.type_of(node.inputs[0]).shape[0] if use.row.kind == "recurrent" else 1
+        return max(1, math.ceil(use.flops / 2 / elements)) * repeats
+    shared = math.prod(axis.extent for axis in use.space.axes if axis.kind.is_joint)
+    return 1 + math.ceil(math.log2(max(use.space.points / elements, shared, 1)))
