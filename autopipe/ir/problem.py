@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.codec import Above, Amount, AtLeast, AtMost, Index
+from autopipe.ir.codec import Above, Amount, AtLeast, AtMost, Index, Sparse
 from autopipe.ir.graph import Graph
 from autopipe.ir.measured_costs import Costs
 
@@ -54,6 +54,9 @@ class Work:
     measured: tuple[Measured, ...] = ()
 
 
+FIRST_LOSS_SCALE = 2.0**16
+
+
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """How parameters are updated, as torch's SGD and AdamW do it."""
@@ -74,6 +77,10 @@ class Optimizer:
     """True if devices that hold the same block of a parameter keep a share of its state each, and update that share
     (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020,
     section 5.1); else each keeps all of it."""
+
+    loss_scale: Annotated[float, Above(0), Sparse()] = FIRST_LOSS_SCALE
+    """First scale of the loss under precision `fp16`, whose small gradients would be zero: halved where a gradient
+    overflows, which skips the step, doubled after 2,000 steps without."""
 
     @property
     def states(self) -> int:

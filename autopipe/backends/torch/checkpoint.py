@@ -21,6 +21,7 @@ saved is known by the parameter's name and the block of it, not by ranks: any pl
                  value: a tensor; state: {"exp_avg": tensor, ...}, what the optimizer keeps of each element;
                  scalars: {"step": 12.0}, what it keeps once
     random       [{"rank", "device", "state"}]: torch's generator on "cpu" or "cuda" of a rank; state is a tensor
+    loss_scale   {"scale", "good_steps"}, of a run in fp16: the scale, and the steps since without an overflow
 
 A tensor is {"dtype", "shape", "blocks"}: element type by ONNX's name, and global shape. Its blocks do not overlap and
 cover it: [{"starts", "stops", "file", "offset", "key"}], half-open in each dimension; the block's elements lie row by
@@ -46,7 +47,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from autopipe.ir.codec import At, Fits, Flat, Index, decode, encode
+from autopipe.ir.codec import Above, At, Fits, Flat, Index, Sparse, decode, encode
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import Box, whole
@@ -92,6 +93,12 @@ class StoredGenerator:
     state: StoredTensor
 
 
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    scale: Annotated[float, Above(0)]
+    good_steps: Index
+
+
 FileName = Annotated[str, Fits(lambda name: Path(name).name == name != "..", "a file of the checkpoint")]
 """A name that leads nowhere else."""
 
@@ -117,6 +124,7 @@ class Checkpoint:
     parameters: tuple[StoredParameter, ...]
     """By name."""
     random: tuple[StoredGenerator, ...]
+    loss_scale: Annotated[LossScale | None, Sparse()] = None
 
     def parameter(self, name: str) -> StoredParameter | None:
         return next((each for each in self.parameters if each.name == name), None)

@@ -104,6 +104,7 @@ class Snapshot:
     blocks: Sequence[SavedBlock]
     counters: Mapping[int, tuple[tuple[str, float], ...]]  # By parameter.
     generators: Mapping[str, torch.Tensor]  # States by device.
+    loss_scale: tuple[float, int] | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -150,6 +151,7 @@ class Snapshot:
             files=(file,),
             parameters=tuple(parameters),
             random=tuple(random),
+            loss_scale=None if self.loss_scale is None else files.LossScale(*self.loss_scale),
         )
 
 
@@ -182,7 +184,8 @@ class Checkpointer:
         self.wait()
         state = self._state
         counters = {piece.parameter: state.counters(piece.parameter) for piece in self._pieces}
-        snapshot = Snapshot(position, seed, list(state.blocks(self._pieces)), counters, state.generators())
+        scale = None if state.loss_scaler is None else state.loss_scaler.state()
+        snapshot = Snapshot(position, seed, list(state.blocks(self._pieces)), counters, state.generators(), scale)
         self._copies.take(snapshot.tensors)
         self._saving = future = Future[None]()
 
@@ -293,6 +296,8 @@ class Checkpointer:
         group.run_collectively("restore", verify)
         reader = Reader(path, checkpoint)
         self._state.restore(reader, {each.name: each for each in checkpoint.parameters})
+        if self._state.loss_scaler is not None and (saved := checkpoint.loss_scale) is not None:
+            self._state.loss_scaler.restore(saved.scale, saved.good_steps)
         if (checkpoint.plan, checkpoint.world_size) == (manifest.plan, manifest.world_size):
             own = (each for each in checkpoint.random if each.rank == group.rank)
             self._state.restore_generators({each.device: tensor_of(reader.read(each.state), "uint8") for each in own})

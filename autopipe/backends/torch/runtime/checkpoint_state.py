@@ -12,6 +12,7 @@ import torch
 
 from autopipe.backends.torch.checkpoint import Reader, StoredParameter, StoredTensor
 from autopipe.backends.torch.runtime.gradients import OptimizerShard, buckets_of_rank, is_reduced
+from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import tensor_of
 from autopipe.ir.layout import Box, whole
@@ -119,7 +120,9 @@ class TrainingState:
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
         shards: Sequence[OptimizerShard] = (),
+        loss_scaler: LossScaler | None = None,
     ) -> None:
+        self.loss_scaler = loss_scaler
         self.device = device
         self._manifest = manifest
         self._boxes = {shard.parameter: shard.box for shard in manifest.shards[rank]}

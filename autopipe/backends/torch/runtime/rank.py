@@ -23,6 +23,7 @@ from autopipe.backends.torch.runtime.failures import end_on_error, live_with_lau
 from autopipe.backends.torch.runtime.gradients import GradientReduction, buckets_of_rank, make_optimizer, make_state
 from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.job import variables_of_rank
+from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters
 from autopipe.backends.torch.runtime.precision import set_products
@@ -32,6 +33,7 @@ from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, pert
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.problem import FIRST_LOSS_SCALE
 
 
 class Rank(RankContext):
@@ -105,7 +107,12 @@ class Rank(RankContext):
         transport.start()
         set_products(manifest.precision, exact=options.record is not None)
         gradient_groups = {shard.gradient_ranks for shards in manifest.shards for shard in shards}
-        transport.make_groups({*gradient_groups, *(ranks for entry in manifest.stages for ranks in entry.groups())})
+        groups = {*gradient_groups, *(ranks for entry in manifest.stages for ranks in entry.groups())}
+        if self.train and manifest.precision == "fp16":
+            scale = float(manifest.optimizer.get("loss_scale", FIRST_LOSS_SCALE))
+            self.loss_scaler = LossScaler(scale, transport)
+            groups.add(tuple(range(manifest.world_size)))
+        transport.make_groups(groups)
         transport.make_channels(manifest.channels)
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.memory_tracker is None)
         if options.perturb:
@@ -128,7 +135,9 @@ class Rank(RankContext):
         self.checkpointer: Checkpointer | None = None
         if options.checkpoint is not None:
             shards = [each.shard for each in self.reduction.shared]
-            state = TrainingState(manifest, self.number, self.parameters, self.optimizer, self.device, shards)
+            state = TrainingState(
+                manifest, self.number, self.parameters, self.optimizer, self.device, shards, self.loss_scaler
+            )
             self.checkpointer = Checkpointer(options.checkpoint, manifest, state, transport.make_control_group())
         self.source = open_source(manifest, options.data, self.seed)
         self.collector = OutputCollector(manifest, transport, options.outputs)
@@ -181,19 +190,33 @@ class Rank(RankContext):
         if self.train:
             with self.heartbeat.waiting():
                 self.reduction.finish()
+                if self.loss_scaler is not None:
+                    self.loss_scaler.unscale(self.reduction.updated)
             if self.options.record is not None and self.steps_done == 0:
                 dump_gradients(self.options.record, self.number, self.reduction.gradients())
             if self.optimizer is not None:
-                self.optimizer.step()
+                if self.loss_scaler is None or self.options.dry_run:
+                    self.optimizer.step()
+                else:
+                    self.loss_scaler.update(self.optimizer)
                 self.optimizer.zero_grad(set_to_none=True)
             with self.heartbeat.waiting():
                 for bucket in self.reduction.shared:
                     bucket.gather()
         with self.heartbeat.waiting():
             self.transport.finish()
+        if self.loss_scaler is not None:
+            self.loss_scaler.end_step()
+            if self.options.record is not None and self.loss_scaler.was_skipped():
+                self._clear_step()  # To be verified are gradients, and parameters are where they were.
+                self.run(step)
+                return
         self.reporter.end_step()
+        self._clear_step()
+        self._samples += self.source.count(self.steps_done)
+        self.steps_done += 1
+
+    def _clear_step(self) -> None:
         self.transport.traffic.clear()
         for stage in self.stages.values():
             stage.end_step()
-        self._samples += self.source.count(self.steps_done)
-        self.steps_done += 1

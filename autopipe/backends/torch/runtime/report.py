@@ -39,13 +39,18 @@ class StepReport:
     predicted_bubble_rate: float
     peak_memory_bytes: tuple[int, ...]
     communication_bytes: dict[str, int]
+    loss_scale: float | None = None
+    """Of a step in fp16."""
+    skipped: bool = False
+    """True if a gradient overflowed at that scale, so that nothing was updated."""
 
     def line(self) -> str:
         loss = "" if self.loss is None else f"loss {self.loss:.6f}  "
+        skipped = f"  skipped: gradients overflow at loss scale {self.loss_scale:g}" if self.skipped else ""
         return (
             f"step {self.step}  {loss}{self.step_time_s * 1e3:.1f} ms  {self.samples_per_s:.1f} samples/s  "
             f"bubble {self.bubble_rate:.1%} (predicted {self.predicted_bubble_rate:.1%})  "
-            f"peak memory {max(self.peak_memory_bytes) / 2**20:.0f} MiB"
+            f"peak memory {max(self.peak_memory_bytes) / 2**20:.0f} MiB{skipped}"
         )
 
 
@@ -64,6 +69,8 @@ class _Figures(NamedTuple):
     bad_micro_batch: float
     seconds: float
     busy_s: float
+    loss_scale: float  # 0 where there is none.
+    skipped: float
 
 
 _OWN = len(_Figures._fields)
@@ -79,6 +86,7 @@ class _EndedStep:
     losses: torch.Tensor | None  # On the device, [n], in the order of `origins`.
     origins: tuple[tuple[int, int], ...]  # Stage and micro-batch of each loss.
     moved: list[float]
+    scaling: torch.Tensor | None  # `LossScaler.outcome`.
 
 
 class Reporter:
@@ -105,9 +113,10 @@ class Reporter:
         ]
         row = torch.cat([loss.reshape(1) for *_, loss in losses]) if losses else None
         origins = tuple((number, micro_batch) for number, micro_batch, _ in losses)
+        scaling = None if rank.loss_scaler is None else rank.loss_scaler.outcome
         moved = [float(rank.transport.traffic[kind]) for kind in KINDS]
         # The row is made before the step's end on the device, so that who waits for that may read it.
-        launched = _EndedStep(rank.steps_done, rank.clock.end_step(), row, origins, moved)
+        launched = _EndedStep(rank.steps_done, rank.clock.end_step(), row, origins, moved, scaling)
         ended: _EndedStep | None = launched
         if self._late:
             ended, self._launched = self._launched, launched
@@ -139,9 +148,9 @@ class Reporter:
     def _report_kept(self) -> None:
         kept, self._kept = self._kept, []
         numbers: list[float] = []
-        for ended, losses in zip(kept, self._losses(kept), strict=True):
+        for ended, (losses, scaling) in zip(kept, self._read(kept), strict=True):
             busy = sum(span.end - span.start for span in ended.times.spans())
-            numbers += [*_Figures(*self._share(ended, losses), ended.times.seconds, busy), *ended.moved]
+            numbers += [*_Figures(*self._share(ended, losses), ended.times.seconds, busy, *scaling), *ended.moved]
         gathered = self._rank.transport.gather_numbers([float(peak_memory(self._rank.device)), *numbers])
         peaks = tuple(int(peak) for peak, *_ in gathered)
         reports: list[StepReport] = []
@@ -163,12 +172,16 @@ class Reporter:
         if self._rank.number == 0:
             print(text, flush=True)
 
-    def _losses(self, kept: Sequence[_EndedStep]) -> list[list[float]]:
-        """Of each step the losses by micro-batch, all in one copy from the device."""
-        rows = [ended.losses for ended in kept if ended.losses is not None]
+    def _read(self, kept: Sequence[_EndedStep]) -> list[tuple[list[float], tuple[float, float]]]:
+        """Of each step the losses by micro-batch, and its loss scale with 1 if it was skipped (zeros where losses are
+        not scaled), all in one copy from the device."""
+        rows = [row for ended in kept for row in (ended.losses, ended.scaling) if row is not None]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             found = iter(torch.cat(rows).tolist() if rows else ())
-        return [[next(found) for _ in ended.origins] for ended in kept]
+        return [
+            ([next(found) for _ in ended.origins], (0.0, 0.0) if ended.scaling is None else (next(found), next(found)))
+            for ended in kept
+        ]
 
     def _share(self, ended: _EndedStep, losses: Sequence[float]) -> tuple[float, float, float]:
         """This rank's share of a step's loss, and the first stage and micro-batch whose loss is no number."""
@@ -199,6 +212,8 @@ class Reporter:
             predicted_bubble_rate=manifest.predicted_bubble,
             peak_memory_bytes=peaks,
             communication_bytes=by_kind({kind: int(each) for kind, each in zip(KINDS, moved, strict=True)}),
+            loss_scale=by_rank[0].loss_scale or None,
+            skipped=bool(by_rank[0].skipped),
         )
 
 

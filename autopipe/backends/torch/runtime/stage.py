@@ -17,6 +17,7 @@ from autopipe.backends.torch.runtime.data import Slices, Source, read_block
 from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
+from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.precision import autocast
@@ -112,6 +113,8 @@ class RankContext:
 
     source: Source
     reduction: GradientReduction
+    loss_scaler: LossScaler | None = None
+    """Where a program in fp16 trains."""
     collect: Callable[[int, int, tuple[torch.Tensor, ...]], None]
     """Keeps a stage's results of inference by micro-batch, counted over all steps."""
 
@@ -366,6 +369,8 @@ class Stage:
         if self._loss is not None:
             loss = results[self._loss.result]
             share = torch.full(loss.form[1], self._loss.share, dtype=loss.form[0], device=loss.device)
+            if self._rank.loss_scaler is not None:
+                share.mul_(self._rank.loss_scaler.scale)
             incoming[self._loss.result].append((share, None))
         # Exchanges in backward wait for the whole group, so a rank that no gradient comes to takes part too.
         wanted = range(len(results)) if self.p.group.size > 1 else sorted(incoming)

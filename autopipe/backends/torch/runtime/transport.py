@@ -396,6 +396,12 @@ class Transport:
         rows = row.view(len(ranks), -1)
         all_gather(rows[ranks.index(self.rank)], self.group(ranks), rows)
 
+    def maximum(self, number: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' numbers, on the device, []. Not counted as a step's."""
+        if self.world_size == 1:
+            return number
+        return start_all_reduce(number, self.group(tuple(range(self.world_size))), dist.ReduceOp.MAX).wait()
+
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         if self.world_size == 1:
             return [numbers]

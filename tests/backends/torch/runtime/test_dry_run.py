@@ -30,6 +30,7 @@ PLANS = {
         "--set", "precision=bf16",
     ),
     "backwards in halves": (*PIPELINE, "--set", "strategy.tensor=2", "--schedule", "zb_h1"),
+    "fp16": (*PIPELINE, "--set", "strategy.tensor=2", "--set", "precision=fp16"),
 }  # fmt: skip
 
 PEAK_OF = """

@@ -39,6 +39,7 @@ def rank(tmp_path: Path, device: Device) -> Any:
         train=False,
         steps_done=0,
         stages={},
+        loss_scaler=None,
         device=torch.device("cpu"),
         heartbeat=AlonePulse(),
         clock=Clock(torch.device("cpu")),
