@@ -42,7 +42,7 @@ def forward_of(text: str) -> Any:
     return scope["forward"]
 
 
-def to_tensor(array: np.ndarray, device: str = "cpu") -> torch.Tensor:
+def to_tensor(array: np.ndarray, device: str | torch.device = "cpu") -> torch.Tensor:
     """A tensor of the array's numbers and type."""
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).to(device)
@@ -71,7 +71,7 @@ class Deferred(BackendRep):
         for node in graph.nodes:
             space_of(graph, node)
         names = [each.name for each in graph.inputs]
-        given = dict(zip(_fed(self.model, arrays), arrays, strict=True))
+        given = dict(zip(fed_names(self.model, arrays), arrays, strict=True))
         held = SimpleNamespace(
             device=torch.device(self.device),
             **{f"w{index}": to_tensor(array, self.device) for index, array in enumerate(imported.weights)},
@@ -84,7 +84,7 @@ class Deferred(BackendRep):
         return tuple(to_array(result) for result in results)
 
 
-def _fed(model: onnx.ModelProto, arrays: Sequence[np.ndarray]) -> list[str]:
+def fed_names(model: onnx.ModelProto, arrays: Sequence[np.ndarray]) -> list[str]:
     """Names of the inputs that `arrays` belong to: initializers listed among the inputs are not fed."""
     held = {each.name for each in model.graph.initializer}
     names = [each.name for each in model.graph.input if each.name not in held]

@@ -63,7 +63,6 @@ def test_without_a_cache_it_is_built_all_the_same(tmp_path: Path) -> None:
     [
         ("compiler", "a C++ compiler builds it, and there is none"),
         ("headers", "the installed torch has no headers"),
-        ("GPU", "this torch has a CUDA of its own that wants a GPU"),
         ("torch", "torch is not installed"),
     ],
 )
@@ -72,8 +71,6 @@ def test_what_is_missing_is_named(torch_folder: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(shutil, "which", lambda _: None)
     elif missing == "headers":
         shutil.rmtree(torch_folder / "include")
-    elif missing == "GPU":
-        (torch_folder / "lib" / "libtorch_cuda.so").touch()
     else:
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigurationError) as caught:

@@ -209,7 +209,7 @@ def _constant(call: Call) -> str:
     """A Constant node that was not folded: a scalar or a list in its attributes."""
     for name in ("value_float", "value_int"):
         if call.node.has(name):
-            return f"torch.tensor({_number(call, call.node.number(name))}, {_made(call)})"
+            return f"torch.full((), {_number(call, call.node.number(name))}, {_made(call)})"
     values = call.node.numbers("value_floats") or call.node.numbers("value_ints")
     return f"torch.tensor([{', '.join(_number(call, value) for value in values)}], {_made(call)})"
 
@@ -359,7 +359,7 @@ ELEMENTWISE: dict[str, Emitter] = {
     "Range": _range,
     "EyeLike": _eye_like,
     "Shape": _shape,
-    "Size": lambda call: f"torch.tensor({call.operand(0).elements}, {_made(call)})",
+    "Size": lambda call: f"torch.full((), {call.operand(0).elements}, {_made(call)})",
     "HannWindow": partial(_window, "torch.hann_window"),
     "HammingWindow": partial(_window, "operators.hamming_window"),
     "BlackmanWindow": partial(_window, "torch.blackman_window"),

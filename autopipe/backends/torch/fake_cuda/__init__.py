@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: a CPU build of torch runs fake tensors on `cuda`, forward and backward.
+"""A CUDA device that is not there: torch runs fake tensors on `cuda` without a GPU, forward and backward.
 
 The device (`device.cpp`) is compiled against the headers that torch comes with, once for each version of torch, and is
 loaded before torch: a process that wants it is started as
@@ -8,6 +8,7 @@ loaded before torch: a process that wants it is started as
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import importlib.util
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from autopipe.ir.errors import ConfigurationError
@@ -32,7 +34,7 @@ def is_loaded() -> bool:
 
 def build(cache: Path | None) -> Path:
     """The library of the device for the torch that is installed, from `cache` where it was built before; without a
-    cache, in a folder of the system's for temporary files. Raises ConfigurationError where it cannot be built."""
+    cache, in a folder that goes with this process. Raises ConfigurationError where it cannot be built."""
     torch = _torch_folder()
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
@@ -40,9 +42,7 @@ def build(cache: Path | None) -> Path:
     version = (torch / "version.py").read_bytes()
     digest = hashlib.sha256(b"\0".join((version, str(torch).encode(), _SOURCE.read_bytes()))).hexdigest()
     name = f"fake-cuda-{digest[:32]}.so"
-    for folder in (cache, Path(tempfile.mkdtemp(prefix="autopipe-fake-cuda-"))):
-        if folder is None:
-            continue
+    for folder in _folders(cache):
         library = folder / name
         if library.is_file():
             return library
@@ -58,6 +58,15 @@ def build(cache: Path | None) -> Path:
     raise _unavailable("there is no folder for it")
 
 
+def _folders(cache: Path | None) -> Iterator[Path]:
+    """Where the library may be: in the cache; else in a folder that goes with this process."""
+    if cache is not None:
+        yield cache
+    folder = tempfile.mkdtemp(prefix="autopipe-fake-cuda-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    yield Path(folder)
+
+
 def _torch_folder() -> Path:
     """Where the installed torch is. Raises ConfigurationError where no device can be added to it."""
     found = importlib.util.find_spec("torch")
@@ -66,8 +75,6 @@ def _torch_folder() -> Path:
     folder = Path(found.origin).parent
     if sys.platform != "linux":
         raise _unavailable("it needs Linux")
-    if (folder / "lib" / "libtorch_cuda.so").exists():
-        raise _unavailable("this torch has a CUDA of its own that wants a GPU; a CPU build of torch has not")
     if not (folder / "include" / "ATen" / "detail" / "CUDAHooksInterface.h").is_file():
         raise _unavailable("the installed torch has no headers")
     return folder
@@ -91,9 +98,10 @@ def _unavailable(why: str) -> ConfigurationError:
 def load(library: Path) -> None:
     """Make the device of `library` this process's CUDA device. Torch must not have been imported."""
     assert "torch" not in sys.modules, "torch has found that there is no CUDA device"
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    device = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     from autopipe.backends.torch.fake_cuda import stand_ins
 
+    device.register_guard()
     stand_ins.install()
     global _loaded  # noqa: PLW0603
     _loaded = True

@@ -1,9 +1,10 @@
-// A CUDA device that computes nothing, and says that it is the accelerator. It is what fake tensors on "cuda" need from a
-// CPU build of torch: autograd has a thread for the device of each tensor, asks the hooks how many devices there are, and
+// A CUDA device that computes nothing, and says that it is the accelerator. It is what fake tensors on "cuda" need where
+// there is no GPU: autograd has a thread for the device of each tensor, asks the hooks how many devices there are, and
 // the guard for the device and the stream of each call.
 #include <optional>
 
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -28,9 +29,13 @@ struct Guard : public c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
 };
 
 Guard guard;
-c10::impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, &guard);
 
 }  // namespace
+
+// Called when torch is loaded: where it is built for CUDA, a guard of its own has taken the place meanwhile.
+extern "C" __attribute__((visibility("default"))) void register_guard() {
+  c10::impl::DeviceGuardImplRegistrar(DeviceType::CUDA, &guard);
+}
 
 namespace at {
 
@@ -49,9 +54,11 @@ struct CUDAHooks : public CUDAHooksInterface {
   void setCurrentDevice(DeviceIndex) const override {}
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   void deviceSynchronize(DeviceIndex) const override {}
+  Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// Rather than those of a torch that is built for CUDA.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
 // These stand before torch's own, since this library is loaded before the one that has them.
 namespace accelerator {

@@ -13,7 +13,7 @@ import torch
 import torch._dynamo
 import torch._inductor.utils  # Both look for CUDA when they are imported, and must find that there is none.
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_tensor
 
 _GIB = 2**30
 _MEMORY_BYTES = 80 * _GIB
@@ -158,5 +158,6 @@ def install() -> None:
     for name, stand_in in _CUDA.items():
         setattr(torch.cuda, name, stand_in)
     F.scaled_dot_product_attention = _attention
-    # Torch would put a constant on the device for a moment, to have the device made ready.
-    FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[assignment,method-assign]
+    # Torch would put a number on the device for a moment, to have it made ready.
+    fake_tensor.init_gpu_context = _nothing  # type: ignore[assignment]
+    fake_tensor.FakeTensorMode.avoid_device_init = property(_constant(True))  # type: ignore[assignment,method-assign]

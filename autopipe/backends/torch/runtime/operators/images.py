@@ -191,29 +191,29 @@ def resize(
     """
     for resized in axes:
         axis, extent = resized[0], x.shape[resized[0]]
-        source = _places(resized, extent, places)
+        source = _places(resized, extent, places, x.device)
         beyond = (source < 0) | (source > extent - 1)
         if mode == "nearest":
             index = _ROUNDINGS.get(rounding, torch.ceil)(source).long().clamp(0, extent - 1)
-            x = x.index_select(axis, index.to(x.device))
+            x = x.index_select(axis, index)
         else:
             support = 1 if mode == "linear" else 2
             taps, weights = _taps(source, support, coefficient, min(resized[2], 1.0) if antialias else 1.0)
             if exclude_outside:
                 weights = weights * ((taps >= 0) & (taps < extent))
                 weights = weights / weights.sum(1, keepdim=True)
-            read = x.index_select(axis, taps.clamp(0, extent - 1).flatten().to(x.device)).unflatten(axis, taps.shape)
-            factors = weights.to(x.device, x.dtype).reshape(*weights.shape, *[1] * (x.dim() - axis - 1))
+            read = x.index_select(axis, taps.clamp(0, extent - 1).flatten()).unflatten(axis, taps.shape)
+            factors = weights.to(x.dtype).reshape(*weights.shape, *[1] * (x.dim() - axis - 1))
             x = (read * factors).sum(axis + 1)
-        if places == "tf_crop_and_resize" and bool(beyond.any()):
-            x = x.masked_fill(along(beyond.to(x.device), axis, x.dim()), outside)
+        if places == "tf_crop_and_resize":
+            x = x.masked_fill(along(beyond, axis, x.dim()), outside)
     return x
 
 
-def _places(resized: ResizedAxis, extent: int, rule: str) -> Tensor:
+def _places(resized: ResizedAxis, extent: int, rule: str, device: torch.device) -> Tensor:
     """Where each element of the result lies in x, as float64."""
     _, count, scale, start, stop = resized
-    spots = torch.arange(count, dtype=torch.float64)
+    spots = torch.arange(count, dtype=torch.float64, device=device)
     width = scale * extent
     if rule == "align_corners":
         return torch.zeros_like(spots) if width == 1 else spots * (extent - 1) / (width - 1)
@@ -232,8 +232,8 @@ def _places(resized: ResizedAxis, extent: int, rule: str) -> Tensor:
 
 def _taps(places: Tensor, support: int, coefficient: float, stretch: float) -> tuple[Tensor, Tensor]:
     """Elements of x that each element of the result reads, and their weights: two tensors [result, taps]."""
-    first = int(torch.floor(torch.tensor(-support / stretch, dtype=torch.float64))) + 1
-    offsets = torch.arange(first, 2 - first)
+    first = math.floor(-support / stretch) + 1
+    offsets = torch.arange(first, 2 - first, device=places.device)
     base = torch.ceil(places) - 1
     distance = ((offsets - (places - base)[:, None]) * stretch).abs()
     if support == 1:

@@ -1,0 +1,37 @@
+"""The emitted forward and backward of every node case that ships with ONNX, on fake CUDA tensors: in float32 and under
+CUDA's autocast, whose types are not those of the CPU, devices are never mixed, and nothing runs on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.support.launching import ROOT
+from tests.fake_cuda.watching import forbidden
+
+NEED_VALUES = ("test_compress_", "test_nonzero_", "test_roialign_")
+WITHOUT_BIAS = {"test_lstm_batchwise", "test_lstm_bidirectional", "test_lstm_defaults", "test_lstm_reverse"}
+"""Torch's fake tensors have no LSTM without a bias; CUDA has."""
+SHARES = 2
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_stays_on_the_device(fake_cuda_library: Path, tmp_path: Path, precision: str, share: int) -> None:
+    path, script = tmp_path / "found.jsonl", Path(__file__).with_name("cases.py")
+    words = [fake_cuda_library, script, path, precision, share, SHARES]
+    command = [sys.executable, "-m", "autopipe.backends.torch.fake_cuda", *map(str, words)]
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, check=True)
+    rows = {row["case"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    assert len(rows) > 700
+    assert {name for name, row in rows.items() if row["needs_values"] and not name.startswith(NEED_VALUES)} == set()
+    assert {name for name, row in rows.items() if row["error"]} <= WITHOUT_BIAS, rows
+    wrong = {name: lines for name, row in rows.items() if (lines := forbidden(row["found"]))}
+    assert not wrong, json.dumps(wrong, indent=1)
