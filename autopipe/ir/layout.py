@@ -242,6 +242,28 @@ def replicated(shape: tuple[int, ...]) -> Layout:
     return Layout(shape, ((),) * len(shape))
 
 
+def sliced(layout: Layout, group: int) -> Layout:
+    """The layout in which those of `group` devices that hold copies have a slice each, along the first dimension that
+    allows equal ones; the same layout where none does."""
+    copies: list[MeshAxis] = []
+    outer = group
+    for axis in sorted((axis for axes in layout.cuts for axis in axes), key=lambda axis: -axis.stride):
+        span = axis.stride * axis.degree
+        if outer % span:
+            return layout
+        copies.append(MeshAxis(outer // span, span))
+        outer = axis.stride
+    over = merged([*copies, MeshAxis(outer, 1)])
+    if not over or layout.windows or layout.is_partial:
+        return layout
+    for dimension, extent in enumerate(layout.local_shape()):
+        if extent % degree_of(over) == 0:
+            cuts = list(layout.cuts)
+            cuts[dimension] = merged([*cuts[dimension], *over])
+            return Layout(layout.shape, tuple(cuts))
+    return layout
+
+
 def operand_layout(
     dimensions: tuple[Dimension, ...],
     shape: tuple[int, ...],

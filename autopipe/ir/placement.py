@@ -71,16 +71,20 @@ class Stage:
     `nodes` are indices into the graph's nodes, ascending. `splits` holds, for the nodes that are split, their splits,
     outer to inner, over `devices` in order; devices that the degrees leave over replicate (they are innermost).
     `micro_batch_size` is the number of samples of one forward of the stage. `recompute` drops what backward keeps and
-    runs forward again. `pipeline` says which of the placement's pipelines the stage belongs to.
+    runs forward again. `pipeline` says which of the placement's pipelines the stage belongs to. Of the values in
+    `gathers`, which come from other stages, devices that hold copies receive a slice each and gather the rest from one
+    another (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
+    section 4.1).
     """
 
-    written: ClassVar = ("devices", "micro_batch_size", "recompute", "pipeline", "nodes", "splits")
+    written: ClassVar = ("devices", "micro_batch_size", "recompute", "pipeline", "nodes", "splits", "gathers")
     nodes: Annotated[tuple[int, ...], Coded(node_ranges, _read_nodes)]
     devices: Annotated[tuple[Index, ...], Filled]
     micro_batch_size: Count
     splits: Annotated[tuple[tuple[int, Splits], ...], Coded(_write_splits, _read_splits)] = ()
     recompute: bool = False
     pipeline: Index = 0
+    gathers: Annotated[tuple[str, ...], Sparse()] = ()
     _splits: dict[int, tuple[Split, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.registry import Scheduler, Strategy
+from autopipe.passes.schedule.boundary_gathers import with_gathers
 from autopipe.passes.schedule.limits import check_memory
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.simulate import simulate
@@ -357,9 +358,10 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
 
 
 def predict_placement(model: Model, problem: Problem, placement: Placement, runner: Runner) -> Placed:
-    """Stage and message times of a placement that fits the problem's graph. Raises ConfigurationError or
-    InfeasibleError where a stage cannot run on micro-batches of its size."""
+    """Stage and message times of a placement that fits the problem's graph, its stages gathering what that pays for.
+    Raises ConfigurationError or InfeasibleError where a stage cannot run on micro-batches of its size."""
     check_portions(problem.graph, placement)
+    placement = with_gathers(problem, placement)
     prediction = runner.run("predict", lambda: predict(problem, placement))
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
 

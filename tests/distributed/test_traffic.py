@@ -61,6 +61,46 @@ def test_messages_have_half_the_bytes_under_autocast(pools: Pools, tmp_path: Pat
     assert main(["verify", str(tmp_path / "bf16" / "program"), "--device", "cpu", "-q"]) == 0
 
 
+NODES = """
+name: two-nodes
+device:
+  name: example
+  memory: 16GB
+  peak: {fp32: 10TFLOP/s, bf16: 20TFLOP/s}
+  bandwidth: 1TB/s
+  launch_latency: 1us
+  efficiency: {matmul: 0.5, convolution: 0.5, elementwise: 0.5, normalization: 0.5, reduction: 0.5, memory: 0.5,
+               recurrent: 0.5}
+levels:
+  - {name: node, size: 2, latency: 1us, bandwidth: 100GB/s}
+  - {name: cluster, latency: 1us, bandwidth: 100MB/s}
+"""
+
+
+@pytest.mark.distributed
+def test_a_rank_sends_its_part_where_the_other_group_has_faster_links(pools: Pools, tmp_path: Path) -> None:
+    """Two devices a layer halve what each sends; the other half is gathered. On uniform links all of it is sent."""
+    model, cluster = tmp_path / "gpt.onnx", tmp_path / "nodes.yaml"
+    build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
+    cluster.write_text(NODES, encoding="utf-8")
+    flags = ["--gpus", "4", "--batch-size", "8", "--micro-batches", "2", "--strategy", "grid", "--set"]
+    flags += ["strategy.pipeline=2", "--set", "strategy.tensor=2", "--set", "precision=bf16", "-q"]
+    sent = {}
+    for name in (str(cluster), "cpu-local"):
+        plan = tmp_path / Path(name).stem
+        assert main(["plan", str(model), *flags, "--cluster", name, "-o", str(plan)]) == 0
+        document = json.loads((plan / "plan.json").read_text(encoding="utf-8"))
+        predicted = document["summary"]["communication_bytes"]
+        assert ["gathers" in stage for stage in document["placement"]["stages"]] == [False, name != "cpu-local"]
+        assert main(["codegen", str(plan), "-q"]) == 0
+        report = plan / "report.jsonl"
+        pools.of(4).run(plan / "program", "--device", "cpu", "--steps", 1, "--report", report)
+        assert report_lines(report)[-1]["communication_bytes"] == predicted
+        sent[plan.name] = predicted["send"]
+    assert sent["nodes"] * 2 == sent["cpu-local"] > 0
+    assert main(["verify", str(tmp_path / "nodes" / "program"), "--device", "cpu", "-q"]) == 0
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["gpt", "moe", "dlrm"])
 def test_dry_runs_of_random_strategies_count_what_is_predicted(tmp_path: Path, name: str) -> None:

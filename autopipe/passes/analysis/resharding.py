@@ -28,8 +28,9 @@ from autopipe.ir.layout import (
     operand_layout,
     replicated,
     result_layout,
+    sliced,
 )
-from autopipe.ir.placement import Split
+from autopipe.ir.placement import Split, Stage
 from autopipe.ir.space import Space
 
 
@@ -196,16 +197,22 @@ def node_layouts(graph: Graph, index: int, space: Space, splits: tuple[Split, ..
     return NodeLayouts(index, node, tuple(operands), tuple(results))
 
 
-def taken_layouts(graph: Graph, nodes: Sequence[NodeLayouts], whole: Set[str] = frozenset()) -> dict[str, Layout]:
-    """For each value a stage does not compute, the layout to hold it in: the one all its nodes need, else whole. Blocks
-    that are read through windows are held as even ones where there are such. Constants and the values in `whole` are
-    whole."""
+def taken_layouts(
+    graph: Graph, nodes: Sequence[NodeLayouts], stage: Stage, whole: Set[str] = frozenset()
+) -> dict[str, Layout]:
+    """For each value a stage does not compute, the layout to take it in: the one all its nodes need, else whole. Blocks
+    that are read through windows are taken as even ones where there are such. Constants and the values in `whole` are
+    whole; what the stage gathers comes in slices."""
     written = frozenset(name for each in nodes for name in each.node.outputs)
     fixed = whole | {each.value.name for each in graph.constants}
-    return {
+    found = {
         name: next(iter(needs)) if len(needs) == 1 and name not in fixed else replicated(graph.type_of(name).shape)
         for name, needs in _wanted(nodes, written).items()
     }
+    for name in stage.gathers:
+        if name in found and graph.producer(name) is not None:
+            found[name] = sliced(found[name], len(stage.devices))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

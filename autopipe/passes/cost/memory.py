@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
@@ -146,14 +146,12 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
     return passing, most
 
 
-def message_bytes(work: StageWork, crossing: Set[str]) -> tuple[int, int]:
+def message_bytes(work: StageWork, crossing: Mapping[str, int]) -> tuple[int, int]:
     """Bytes on one device of the messages that it receives from other stages for one micro-batch, and of those it
-    sends: of values among `crossing`."""
+    sends: of values among `crossing`, in at least as many parts as it says."""
     sizes = sent_bytes(work.problem.graph, work.problem.precision)
-    received, sent = (
-        sum(sizes[name] // work.parts[name] for name in names)
-        for names in (work.received, work.given.keys() & crossing)
-    )
+    received = sum(sizes[name] // work.parts[name] for name in work.received)
+    sent = sum(sizes[name] // max(work.parts[name], crossing[name]) for name in work.given.keys() & crossing.keys())
     return received, sent
 
 

@@ -114,7 +114,7 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
         own, group = problems[stage.micro_batch_size], len(stage.devices)
         assign = _assigner(own.graph)
         nodes = tuple(assign(index, splits, group) for index, splits in plan.nodes)
-        taken = taken_layouts(own.graph, [each.layouts for each in nodes])
+        taken = taken_layouts(own.graph, [each.layouts for each in nodes], stage)
         written = {
             name: layout
             for each in nodes
@@ -162,7 +162,7 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
     """Seconds of one micro-batch's collectives inside a stage, forwards and backwards."""
     graph, cluster, devices = work.problem.graph, work.problem.cluster, work.stage.devices
     forward = backward = 0.0
-    if len(devices) < 2 or not any(each.sharing.degrees for each in work.nodes):
+    if len(devices) < 2 or not (work.stage.gathers or any(each.sharing.degrees for each in work.nodes)):
         return forward, backward
     differentiable = differentiable_values(graph)
     for exchange in exchanges_of(work):
@@ -183,7 +183,8 @@ def exchanges_of(work: StageWork) -> Iterator[Exchange]:
     """The changes of layout that lowering makes between a stage's nodes."""
     graph, nodes = work.problem.graph, [each.layouts for each in work.nodes]
     shares = work.given.keys() - graph.consumers().keys()
-    steps = with_exchanges(nodes, taken_layouts(graph, nodes), work.given.keys(), shares, len(work.stage.devices))
+    taken = taken_layouts(graph, nodes, work.stage)
+    steps = with_exchanges(nodes, taken, work.given.keys(), shares, len(work.stage.devices))
     return (step for step in steps if isinstance(step, Exchange))
 
 

@@ -7,7 +7,7 @@ a product's backward, to its second half (Qi et al., "Zero Bubble Pipeline Paral
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -79,12 +79,12 @@ def signatures_in(
     return nodes, named, values
 
 
-def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
+def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
     """A stage written down without names: values by the order in which they come.
 
     Equal for stages that compute, keep, exchange and send the same on devices that are as fast. What a stage holds of
-    parameters for others, and which other devices hold the same, is told apart from it. `crossing` are the values that
-    some stage receives.
+    parameters for others, and which other devices hold the same, is told apart from it. `crossing` are values that some
+    stage receives (`crossing_parts`).
     """
     problem = work.problem
     nodes, named, values = signatures_in(problem.graph, problem.work, problem.precision)
@@ -99,7 +99,7 @@ def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
         told.add(name)
         own, root = values[name]
         places = (numbers.setdefault(each, len(numbers)) for each in (name, root))
-        found.append((*places, own, work.parts.get(name), name in crossing))
+        found.append((*places, own, work.parts.get(name), crossing.get(name)))
 
     for name in work.given:
         add(name)
@@ -109,6 +109,17 @@ def content_of(work: StageWork, crossing: Set[str]) -> Hashable:
         for name in named[each.index]:
             add(name)
     return id(problem), work.stage.recompute, reach(problem.cluster, work.stage.devices), tuple(found)
+
+
+def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
+    """The values that stages receive, each with how many slices of a copy are sent apart: 1 where some stage does not
+    gather it."""
+    found: dict[str, int] = {}
+    for work in works:
+        for name in work.received:
+            parts = work.parts[name] if name in work.stage.gathers else 1
+            found[name] = min(parts, found.get(name, parts))
+    return found
 
 
 @remembered(GRAPHS)
@@ -174,7 +185,7 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     works = stage_work(problem, placement)
     holders = holders_of(works)
     copies = {name: len(devices) for name, devices in holders.items()}
-    crossing = frozenset(name for work in works for name in work.received)
+    crossing = crossing_parts(works)
     costed: dict[Hashable, StageCost] = {}
     found = []
     for work, owned in zip(works, _owned(works), strict=True):
@@ -219,7 +230,7 @@ def _gradient_seconds(problem: Problem, owned: Mapping[str, int], holders: Mappi
     )
 
 
-def _stage_cost(work: StageWork, state: State, crossing: Set[str], held: int) -> StageCost:
+def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held: int) -> StageCost:
     """All but the sum of gradients, which depends on where else the same parameters are.
 
     `held` micro-batches are in flight where the stage recomputes.

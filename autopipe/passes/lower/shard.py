@@ -56,7 +56,7 @@ def shard_stage(
     for index, splits in splits_of.items():
         _check_splits(graph.nodes[index], spaces(index), splits, group)
     forms = [node_layouts(graph, index, spaces(index), splits, group) for index, splits in splits_of.items()]
-    taken = taken_layouts(graph, forms, whole)
+    taken = taken_layouts(graph, forms, stage, whole)
     for name in nodes.outputs:
         if name not in taken and graph.producer(name) is None:
             taken[name] = replicated(graph.type_of(name).shape)

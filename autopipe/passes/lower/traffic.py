@@ -112,11 +112,12 @@ def stage_exchanges(
 def _exchanges(
     graph: Graph, code: StageCode, operations: Iterable[Operation], flowing: Set[str], widths: Mapping[str, int]
 ) -> Iterator[StageExchange]:
-    group = len(code.devices)
+    group, arguments = len(code.devices), {value.name for value in code.inputs}
     for operation in operations:
         if isinstance(operation, Collective) and operation.relayout.kind != "slice":
             source = operation.source
-            width = widths.get(source.name.partition("\0")[0], source.dtype.itemsize)  # Whichever form of the value.
+            value = source.name.partition("\0")[0]  # Whichever form of it.
+            width = widths.get(value, source.dtype.itemsize) if value not in arguments else source.dtype.itemsize
             step = operation.relayout
             if step.kind == "redistribute":
                 size = int(lacking(step.source, step.result, group).sum()) * width

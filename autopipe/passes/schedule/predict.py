@@ -72,7 +72,8 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
 def _parts(sender: StageWork, receiver: StageWork, name: str, shared: Shared) -> Iterator[tuple[int, int, int]]:
     """(sender, receiver, bytes) for each part of what two turns share."""
     size = sent_bytes(sender.problem.graph, sender.problem.precision)[name]
-    if sender.stage.micro_batch_size == receiver.stage.micro_batch_size:
+    is_equal = sender.stage.micro_batch_size == receiver.stage.micro_batch_size
+    if is_equal and name not in receiver.stage.gathers:
         groups = sender.stage.devices, sender.parts[name], receiver.stage.devices, receiver.parts[name]
         for source, target, share in _slices(*groups):
             yield source, target, round(size * share)

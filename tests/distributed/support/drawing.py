@@ -318,7 +318,9 @@ def placements(draw: st.DrawFn, graph: Graph) -> Placement:
             degree = draw(st.sampled_from([each for each in (1, 1, 2, 4) if each <= devices]))
             group = tuple(draw(st.permutations(range(devices)))[:degree])
             splits = _splits(draw, graph, nodes, degree)
-            stages.append(Stage(tuple(nodes), group, BATCH, splits, draw(st.integers(0, 3)) == 0, pipeline))
+            read = tuple(sorted({name for node in nodes for name in graph.nodes[node].inputs if name}))
+            gathers = read if draw(st.booleans()) else ()
+            stages.append(Stage(tuple(nodes), group, BATCH, splits, draw(st.integers(0, 3)) == 0, pipeline, gathers))
     return Placement(tuple(stages))
 
 

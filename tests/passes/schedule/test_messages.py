@@ -72,6 +72,23 @@ def test_bytes_by_link_are_those_of_the_program(planned, pipelines, precision):
     compare(problem, placement, OneForwardOneBackward().run(problem, placement))
 
 
+@pytest.mark.parametrize("groups", [((0, 1), (2, 3)), ((0,), (1, 2, 3, 4)), ((0, 1, 2, 3), (4, 5)), ((0, 1), (1, 2))])
+def test_slices_that_are_gathered_are_those_of_the_program(planned, groups):
+    """A rank of the second stage receives a slice of each value, of which all its devices hold copies."""
+    problem, graph = planned.problem, planned.problem.graph
+    whole = cut(graph, groups, problem.micro_batch_size)
+    read = tuple({name for node in graph.nodes for name in node.inputs if name})
+    stages = (dataclasses.replace(stage, splits=(), gathers=read) for stage in whole.stages)
+    placement = Placement(tuple(stages))
+    compare(problem, placement, OneForwardOneBackward().run(problem, placement))
+    plain = Placement(tuple(dataclasses.replace(stage, gathers=()) for stage in placement.stages))
+    sliced, direct = (
+        Counter({each.target: each.forward_bytes for each in stage_messages(problem, each)})
+        for each in (placement, plain)
+    )
+    assert all(sliced[rank] * len(groups[1]) == direct[rank] for rank in groups[1] if rank not in groups[0])
+
+
 @pytest.mark.parametrize(("groups", "sizes"), UNEQUAL)
 def test_bytes_of_micro_batches_of_different_sizes_are_those_of_the_program(planned, groups, sizes):
     problem = dataclasses.replace(planned.problem, precision="fp16")
