@@ -99,11 +99,10 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
 
 
 def _rounding(planned: PlanResult, program: Program) -> Rounding:
-    """The roundings in sequence of the whole model, of messages on the longest pipeline, and of sums over all ranks."""
+    """The roundings in sequence of the whole model, of messages on a way through it, and of sums over all ranks."""
     problem = planned.problem
-    pipelines = 1 + max(stage.pipeline for stage in program.stages)
     added = problem.micro_batches * max(stage.ratio for stage in program.stages) + program.world_size
-    return rounding_of(problem.graph, problem.precision, problem.train, added, -(-len(program.stages) // pipelines) - 1)
+    return rounding_of(problem.graph, problem.precision, problem.train, added, program.roundings)
 
 
 def _one_device(planned: PlanResult, name: str, loss: str | None) -> ProgramFiles:

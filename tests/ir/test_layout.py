@@ -23,6 +23,7 @@ from autopipe.ir.layout import (
     operand_layout,
     replicated,
     result_layout,
+    sliced,
     whole,
 )
 from autopipe.ir.placement import Split
@@ -104,6 +105,22 @@ def test_the_boxes_of_a_group_cover_the_tensor_in_equal_numbers(case: tuple[tupl
         times[tuple(map(slice, box.starts, box.stops))] += 1
     assert (times == group // layout.parts).all()
     assert layout.parts == math.prod(split.degree for split in splits)
+
+
+@given(configurations())
+def test_slices_of_copies_cover_the_tensor_once_each_inside_of_its_copy(case: tuple[tuple[Split, ...], int]) -> None:
+    splits, group = case
+    layout = layout_of(splits, group)
+    slices, copies = sliced(layout, group), group // layout.parts
+    if all(extent % copies for extent in layout.local_shape()):
+        assert slices == layout
+        return
+    assert slices.parts == group
+    times = np.zeros(layout.shape, int)
+    for position in range(group):
+        times[tuple(map(slice, slices.box(position).starts, slices.box(position).stops))] += 1
+        assert slices.box(position).intersect(layout.box(position)) == slices.box(position)
+    assert (times == 1).all()
 
 
 @given(configurations())

@@ -19,7 +19,7 @@ _AUTOCAST: dict[str, Type] = {"bf16": "bfloat16", "fp16": "float16"}
 
 def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundaries: int) -> Rounding:
     """The roundings of a step of `graph` at `precision`. `added` are the parts that a gradient is added up of, over
-    micro-batches and ranks; `boundaries` the messages between stages that follow one another, each way.
+    micro-batches and ranks; `boundaries` the messages between stages that follow one another and are rounded, each way.
 
     A product adds its terms one after another in single precision, whatever it multiplies; another sum is a tree, or
     short runs and a tree above them, in torch as in CUDA (pairwise summation: Higham, "The accuracy of floating point

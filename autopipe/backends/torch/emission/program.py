@@ -67,7 +67,6 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
             {"rank": rank.rank, "stages": [each.stage for each in rank.stages], "shards": [*map(encode, rank.shards)]}
             for rank in program.ranks
         ],
-        **({"roundings": program.roundings} if program.roundings else {}),
     }
 
 

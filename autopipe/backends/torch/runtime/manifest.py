@@ -63,8 +63,6 @@ class Manifest:
     shards: Annotated[tuple[tuple[Shard, ...], ...], At("ranks"), _SHARDS]  # A tuple for each rank.
     stages: tuple[StageEntry, ...]
     channels: tuple[Channel, ...]  # In global order.
-    roundings: Annotated[Index, Sparse()] = 0
-    """`Program.roundings`."""
 
     @property
     def batch_size(self) -> int:
