@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from autopipe.backends.torch.launcher import (
 )
 from autopipe.backends.torch.runtime.data import check_data
 from autopipe.backends.torch.runtime.heartbeat import Timeouts
+from autopipe.backends.torch.runtime.job import Job, job_of
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output, write_texts
@@ -50,9 +51,13 @@ SEED = click.option("--seed", type=click.IntRange(min=0), help=_RANDOM)
 @click.option("--steps", type=click.IntRange(min=1), help="Steps in all [1; in inference over a file all of it].")
 @DATA
 @SEED
-@click.option("--nnodes", default="1", show_default=True, metavar="N|MIN:MAX", help="Number of machines.")
+@click.option("--nnodes", metavar="N|MIN:MAX", help="Number of machines [1; under srun and in a PyTorchJob theirs].")
+@click.option(
+    "--node-rank", type=click.IntRange(min=0), help="Number of this machine, which orders ranks [by address]."
+)
 @click.option("--nproc-per-node", type=click.IntRange(min=1), help="Ranks on each machine [an equal share].")
 @click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where several machines meet, alike on all.")
+@click.option("--local-addr", default="", metavar="ADDRESS", help="Where ranks listen [the way to --rdzv-endpoint].")
 @click.option("--rdzv-id", default="", help="Name of the run, alike on all machines [from the plan].")
 @click.option("--rdzv-key", metavar="FILE", help="Key of the run, 32 bytes or more, on all machines and for none else.")
 @click.option("--max-restarts", type=click.IntRange(min=0), help="Times to start again [3 with --checkpoint, else 0].")
@@ -72,9 +77,11 @@ def launch(
     output: Output,
     /,
     program: Path,
-    nnodes: str,
+    nnodes: str | None,
+    node_rank: int | None,
     nproc_per_node: int | None,
     rdzv_endpoint: str,
+    local_addr: str,
     rdzv_id: str,
     rdzv_key: str | None,
     max_restarts: int | None,
@@ -98,11 +105,19 @@ def launch(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     run = Launch(read_manifest(program.absolute()), **flags)
+    job = job_of(os.environ) if nnodes is None else None
+    if job is None:
+        job = Job("", nnodes or "1", None, "")
+    elif job.nodes != "1":
+        output.note(f"{job.manager} runs {job.nodes} nodes, which meet at {rdzv_endpoint or job.endpoint}")
     config = LaunchConfig(
-        nodes=_nodes(nnodes),
-        ranks_per_node=nproc_per_node,
-        rendezvous_endpoint=rdzv_endpoint,
-        rendezvous_id=rdzv_id,
+        nodes=_nodes(job.nodes),
+        ranks_per_node=nproc_per_node or job.ranks_per_node,
+        rendezvous_endpoint=rdzv_endpoint or job.endpoint,
+        node=job.node if node_rank is None else node_rank,
+        local_address=local_addr,
+        hosts=job.hosts,
+        rendezvous_id=rdzv_id or job.name,
         rendezvous_key=b"" if rdzv_key is None else _key(Path(rdzv_key)),
         max_restarts=max_restarts if max_restarts is not None else 3 if run.checkpoint is not None else 0,
         timeouts=Timeouts(start_timeout, step_timeout, checkpoint_timeout),
@@ -186,6 +201,7 @@ class Launch:
         if source is not None and (said := source.says(steps)):
             note(said)
         note(placement_note(self.device, local_ranks(self.manifest, config)[1]))
+        config = replace(config, gpus=visible_gpus(self.device))
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             scratch = Path(name)
             try:
@@ -262,12 +278,17 @@ class Launch:
         )
 
 
+def visible_gpus(device: str) -> int:
+    """GPUs of this node that ranks on `device` may use."""
+    import torch
+
+    return torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+
+
 def placement_note(device: str, ranks: int) -> str:
     """Where the ranks of this node run and what they talk over, in one line. Raises ConfigurationError where CUDA is
     asked for and there is none."""
-    import torch
-
-    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    gpus = visible_gpus(device)
     if not gpus and device == "cuda":
         raise ConfigurationError("no CUDA device is at hand", hint="use --device cpu", where="--device cuda")
     if not gpus:

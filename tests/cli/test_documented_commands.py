@@ -54,7 +54,7 @@ PREPARED: dict[str, tuple[str, ...]] = {
         "autopipe schedule --shape v --devices 2 --units 4 -o schedule.json",
     ),
     "schedules.md": (GPT,),
-    "security.md": PROGRAM,
+    "running.md": PROGRAM,
     "zero.md": (GPT,),
 }
 """What is typed before a page's own commands."""

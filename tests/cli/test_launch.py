@@ -37,6 +37,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--nnodes", "two"], "neither a number nor MIN:MAX"),
         (["--nnodes", "3:2"], "MIN at most MAX"),
         (["--nnodes", "0"], "at least 1"),
+        (["--nnodes", "2", "--node-rank", "2"], "there is no node 2 of 2"),
         (["--nnodes", "3"], "4 ranks do not fit 3 nodes"),
         (["--nproc-per-node", "3"], "4 ranks do not fit 1 nodes with 3 ranks each"),
         (["--nnodes", "2"], "several nodes need a meeting point"),

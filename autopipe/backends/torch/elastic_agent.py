@@ -9,8 +9,10 @@ stuck while it holds Python's lock), or never began. Where all wait for one anot
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import tempfile
 import time
 import uuid
@@ -36,7 +38,7 @@ from autopipe.backends.torch.runtime.heartbeat import (
     phase_of,
     read_heartbeat,
 )
-from autopipe.backends.torch.runtime.job import interface_variables
+from autopipe.backends.torch.runtime.job import NETWORK_VARIABLES, interface_variables
 from autopipe.backends.torch.runtime.signed_store import KEY
 from autopipe.backends.torch.runtime.transport import ATTEMPT
 from autopipe.ir.errors import LaunchError
@@ -44,6 +46,26 @@ from autopipe.ir.errors import LaunchError
 _LOOKS_S = 0.25
 _ABSENCE_S = 5.0
 """A watcher that has not looked for so long was stopped itself, and the ranks perhaps with it."""
+
+
+def _spelled(task: str) -> str:
+    return f"task {task}" if task[:1].isdigit() else f"its {task or 'start'}"
+
+
+def waits_of(records: Mapping[int, HeartbeatRecord], rank: int) -> str:
+    """For whom a rank waits, for whom that one does, and so on to one that comes again, waits for several, or is on
+    another node. Empty where the first waits for no rank alone."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    while rank in records and rank not in seen and (record := records[rank]).peer >= 0:
+        seen.add(rank)
+        peer = records.get(record.peer)
+        state = ", of another node" if peer is None else f", which waits in {_spelled(peer.task)}"
+        parts.append(f"for rank {record.peer} (channel {record.channel}){state}")
+        rank = record.peer
+    if parts and rank in records and rank not in seen:
+        parts.append("for its group")
+    return " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +76,17 @@ class HungRank:
     seconds: float
     waits: bool = False
     """For others, as they all do."""
+    chain: str = ""
+    """For whom it waits, and for whom that one does."""
+    host: str = ""
+    """This machine, where there are several."""
 
     def message(self) -> str:
-        where = f"task {self.task}" if self.task[:1].isdigit() else f"its {self.task or 'start'}"
+        name = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
         if self.waits:
-            return f"rank {self.rank} waits in {where} for {self.seconds:.0f} s, and so do all others"
-        return f"rank {self.rank} hangs in {where} for {self.seconds:.0f} s"
+            chain = f": {self.chain}" if self.chain else ""
+            return f"{name} waits in {_spelled(self.task)} for {self.seconds:.0f} s, and so do all others{chain}"
+        return f"{name} hangs in {_spelled(self.task)} for {self.seconds:.0f} s"
 
     def failure(self, logs: Path) -> Failure:
         hint = f"--{phase_of(self.task)}-timeout allows more time; what each rank wrote, and was doing, is in {logs}"
@@ -91,7 +118,8 @@ def find_hung_rank(
         if record is not None and record.waits and now - record.since > patience * timeouts.of(record.task)
     ]
     if not found and len(waiting) == len(running):
-        found = waiting
+        known = {rank: record for rank, record in running.items() if record is not None}
+        found = [replace(hang, chain=waits_of(known, hang.rank)) for hang in waiting]
     return max(found, key=lambda hang: hang.seconds, default=None)
 
 
@@ -117,12 +145,21 @@ class Watchdog:
             if record is not None:  # Nothing in it counts as older than the time since watching began.
                 record = replace(record, at=max(record.at, self._began), since=max(record.since, self._began))
             records[rank] = record
-        return find_hung_rank(records, self._began, now, self.timeouts, self.nodes)
+        hang = find_hung_rank(records, self._began, now, self.timeouts, self.nodes)
+        return hang and replace(hang, host=socket.gethostname() if self.nodes > 1 else "")
 
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 """For a rank that hangs to write what its threads are doing."""
+
+
+_NETWORK = "AUTOPIPE_NETWORK"
+
+
+def network_of_ranks(first: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the network for the ranks of a node: those set on the first node, but for those set on it."""
+    return {name: str(first[name]) for name in NETWORK_VARIABLES if name in first and name not in own}
 
 
 class Agent(LocalElasticAgent):
@@ -135,9 +172,11 @@ class Agent(LocalElasticAgent):
         redirects: dict[int, Std],
         timeouts: Timeouts | None,
         note: Callable[[str], None],
+        network: Mapping[str, str],
     ) -> None:
+        """`network`: variables of the network that this node's user has set."""
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
-        self._logs, self._timeouts, self._note = logs, timeouts, note
+        self._logs, self._timeouts, self._note, self._network = logs, timeouts, note, network
         self._watch: Watchdog | None = None
         self._hang: HungRank | None = None
         self.failure: Failure | None = None
@@ -149,7 +188,9 @@ class Agent(LocalElasticAgent):
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
             store.set(ATTEMPT, uuid.uuid4().hex)
+            store.set(_NETWORK, json.dumps(dict(self._network)))
         os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
+        os.environ |= network_of_ranks(json.loads(store.get(_NETWORK)), self._network)
         self._hang = None
         if self._timeouts is None:
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
@@ -200,14 +241,15 @@ def run_agent(
     What they write goes to files in `logs`, but for rank 0's stdout with `live`. Raises torch's SignalException and
     RendezvousError.
     """
-    handler = Handler(place)
+    handler = Handler(place, ranks)
     entry, *words = python_command(*command)
     spec = WorkerSpec(
         role="rank", local_world_size=ranks, entrypoint=entry, args=tuple(words), rdzv_handler=handler,
         max_restarts=max_restarts, monitor_interval=_POLL_S,
     )  # fmt: skip
     redirects = dict.fromkeys(range(ranks), Std.ALL) | ({0: Std.ERR} if live else {})
-    agent = Agent(spec, logs, redirects, timeouts, note)
+    network = {name: os.environ[name] for name in NETWORK_VARIABLES if os.environ.get(name)}
+    agent = Agent(spec, logs, redirects, timeouts, note, network)
     try:
         with environment(_ranks_environment(handler, place)):
             result = agent.run()

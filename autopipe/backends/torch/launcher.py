@@ -34,6 +34,14 @@ class LaunchConfig:
     rendezvous_id: str = ""
     rendezvous_key: bytes = field(default=b"", repr=False)
     """Secret shared by the nodes."""
+    node: int | None = None
+    """This node's number, from 0."""
+    local_address: str = ""
+    """This node's address, where it shall not be the one from which it reaches the endpoint."""
+    hosts: tuple[str, ...] = ()
+    """Names of the nodes by number, where a job manager says them."""
+    gpus: int = 0
+    """GPUs of this node that its ranks may use."""
     max_restarts: int = 0
     timeouts: Timeouts = DEFAULTS
     """How long a rank may take in each phase before it counts as hanging."""
@@ -54,6 +62,8 @@ def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
         hint = "nodes times --nproc-per-node must be the number of devices of the plan"
         raise ConfigurationError(f"the program's {world} ranks do not fit {spread} nodes{each}", hint=hint)
     nodes = world // ranks
+    if config.node is not None and config.node >= nodes:
+        raise ConfigurationError(f"there is no node {config.node} of {nodes}", hint="--node-rank counts from 0")
     if nodes > 1 and not config.rendezvous_endpoint:
         raise ConfigurationError("several nodes need a meeting point", hint="--rdzv-endpoint HOST:PORT, alike on all")
     if nodes > 1 and not config.rendezvous_key:
@@ -77,7 +87,12 @@ def launch_program(
     logs = Path(tempfile.mkdtemp(prefix="autopipe-logs-"))
     command = (str(manifest.folder / "run.py"), *arguments)
     name = config.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
-    place = Place(nodes, config.rendezvous_endpoint, name, config.rendezvous_key) if nodes > 1 else Place()
+    place = Place()
+    if nodes > 1:
+        place = Place(
+            nodes, config.rendezvous_endpoint, name, config.rendezvous_key, config.node, config.local_address,
+            config.gpus, config.hosts, config.timeouts.start_s,
+        )  # fmt: skip
     settings = config.max_restarts, config.timeouts, logs, config.live, note
     failure: Failure | None = None
     try:

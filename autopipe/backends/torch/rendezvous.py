@@ -10,13 +10,18 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
@@ -27,11 +32,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from autopipe.backends.torch.runtime.network import LOOPBACK, Endpoint, endpoint_of, family
+from autopipe.backends.torch.runtime.heartbeat import DEFAULTS
+from autopipe.backends.torch.runtime.network import LOOPBACK, Endpoint, endpoint_of, family, interface_of
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
-from autopipe.ir.errors import LaunchError
+from autopipe.ir.errors import ConfigurationError, LaunchError
 
-_JOIN_S = 900
 _ANSWER_S = 60
 _KEEP_ALIVE_S = 5
 _MISSED = 3
@@ -42,30 +47,109 @@ _RUN, _STATE = "autopipe/run", "autopipe/state"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the nodes of a launch meet, and what they alone know."""
+    """Where the nodes of a launch meet, what they alone know, and which of them this one is."""
 
     nodes: int = 1
     endpoint: str = ""
     """HOST:PORT. One node needs none: it listens on its loopback interface."""
     name: str = "autopipe"
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    node: int | None = None
+    """This node's number, where it is given: ranks are numbered in the order of nodes."""
+    local_address: str = ""
+    """This node's address, where it is not the one from which it reaches the endpoint."""
+    gpus: int = 0
+    """GPUs of this node that ranks may use."""
+    hosts: tuple[str, ...] = ()
+    """Names of the nodes by number, where a job manager says them."""
+    join_s: float = DEFAULTS.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node as the others know it. Elastic orders nodes by this text, and gives ranks in that order."""
+
+    number: int | None
+    address: str
+    host: str
+    ranks: int
+    gpus: int
+
+    def __str__(self) -> str:
+        number = "-" if self.number is None else f"{self.number:06d}"
+        return f"{number} {self.address} {self.host} {self.ranks} {self.gpus}"
+
+    @staticmethod
+    def parse(text: str) -> Node:
+        number, address, host, ranks, gpus = text.split(" ")
+        return Node(None if number == "-" else int(number), address, host, int(ranks), int(gpus))
+
+
+def check_nodes(nodes: Sequence[Node]) -> None:
+    """Raise ConfigurationError where the nodes that have come do not fit one another."""
+    seen: dict[int | None, Node] = {}
+    first = nodes[0]
+    for node in nodes:
+        if node.number is not None and node.number in seen:
+            of_both = f"{seen[node.number].host} and {node.host} are both node {node.number}"
+            raise ConfigurationError(of_both, hint="--node-rank differs from node to node")
+        if (node.number is None) != (first.number is None):
+            raise ConfigurationError(f"one of {first.host} and {node.host} has no number", hint="--node-rank, on all")
+        if node.ranks != first.ranks:
+            unequal = f"{first.host} starts {first.ranks} ranks, {node.host} {node.ranks}"
+            raise ConfigurationError(unequal, hint="--nproc-per-node is the same on all nodes")
+        if (node.gpus < node.ranks) != (first.gpus < first.ranks):
+            unequal = f"{first.host} has {first.gpus} GPUs for {first.ranks} ranks, {node.host} has {node.gpus}"
+            hint = "look at CUDA_VISIBLE_DEVICES and nvidia-smi there, or give --device cpu on all nodes"
+            raise ConfigurationError(unequal, hint=hint)
+        seen[node.number] = node
+
+
+def missing_nodes(place: Place, came: Sequence[Node]) -> str:
+    """Which nodes of a place did not come, in a line."""
+    numbers = {node.number for node in came}
+    here = ", ".join(sorted(node.host for node in came)) or "none"
+    if None in numbers or not came:
+        return f"{len(came)} of {place.nodes} nodes came: {here}"
+    missing = [number for number in range(place.nodes) if number not in numbers]
+    names = [f"{each} ({place.hosts[each]})" if each < len(place.hosts) else str(each) for each in missing]
+    return f"node {', '.join(names)} of {place.nodes} never came; there are: {here}"
 
 
 class Handler(DynamicRendezvousHandler):
     """Elastic's protocol of nodes that come and go, listening at one address alone."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, ranks: int = 1) -> None:
         endpoint = endpoint_of(place.endpoint) if place.endpoint else Endpoint(LOOPBACK, 0, LOOPBACK)
-        self.address = endpoint.own
-        """This node's address, the only one that it listens at."""
-        self.raw = _store_at(endpoint)
+        if place.local_address:
+            interface_of(place.local_address)  # It is one of this machine's.
+        self.address = place.local_address or endpoint.own
+        """This node's address, the only one that its ranks listen at."""
+        self._place = place
+        join = timedelta(seconds=place.join_s)
+        self.raw = _store_at(endpoint, join)
         """Where the nodes' state stands."""
         self.signer = Signer(place.key, _run_of(self.raw, place))
-        patience, alive = RendezvousTimeout(join=timedelta(seconds=_JOIN_S)), timedelta(seconds=_KEEP_ALIVE_S)
+        patience, alive = RendezvousTimeout(join=join), timedelta(seconds=_KEEP_ALIVE_S)
         settings = RendezvousSettings(self.signer.run, place.nodes, place.nodes, patience, alive, _MISSED)
-        node = _NODES.generate(self.address)
+        node = _NODES.generate(str(Node(place.node, self.address, socket.gethostname(), ranks, place.gpus)))
         store = SignedStore(self.raw, self.signer, timedelta(seconds=_ANSWER_S))
-        super().__init__(node, settings, "autopipe", store, StateHolder(self.raw, self.signer, settings))
+        self._holder = StateHolder(self.raw, self.signer, settings)
+        super().__init__(node, settings, "autopipe", store, self._holder)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes. Raises ConfigurationError where they do not fit one another, LaunchError where some do
+        not come."""
+        try:
+            found: RendezvousInfo = super().next_rendezvous()
+        except RendezvousTimeoutError as error:
+            came = [Node.parse(text) for text in sorted(self._holder.came)]
+            hint = "look at its launch; --start-timeout allows more time"
+            raise LaunchError(missing_nodes(self._place, came), hint=hint) from error
+        check_nodes([Node.parse(each.addr) for each in sorted(self._holder.state.participants)])
+        if (master := found.bootstrap_store_info) is not None:
+            master.master_addr = Node.parse(master.master_addr).address
+        return found
 
     @property
     def use_agent_store(self) -> bool:
@@ -73,24 +157,25 @@ class Handler(DynamicRendezvousHandler):
         return True
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        made = _listening(master_addr, master_port)
+        made = _listening(self.address, master_port)
         if made is None:
-            raise LaunchError("there is no port to listen at", where=master_addr)
+            raise LaunchError("there is no port to listen at", where=self.address)
         return made
 
 
 _NODES = _NodeDescGenerator()
 
 
-def _store_at(endpoint: Endpoint) -> TCPStore:
+def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
     """The store where nodes meet, this process's own where the address is this machine's and no other has taken it."""
     made = _listening(endpoint.address, endpoint.port) if endpoint.own == endpoint.address else None
     if made is None:
-        patience = timedelta(seconds=_JOIN_S)
         try:
             made = TCPStore(endpoint.address, endpoint.port, is_master=False, timeout=patience)
         except RuntimeError as error:
-            raise RendezvousConnectionError(f"no node is at {endpoint.address}:{endpoint.port}") from error
+            where = f"{endpoint.address}:{endpoint.port}"
+            hint = "the node with that address never came, or a firewall keeps others out; --start-timeout waits longer"
+            raise LaunchError(f"no node is at {where}", hint=hint) from error
     made.set_timeout(timedelta(seconds=_ANSWER_S))
     return made
 
@@ -137,6 +222,9 @@ class StateHolder(_BackendRendezvousStateHolder):
         self._held = b""
         """Last state read from the store."""
         self._number = 0
+        self.came: set[str] = set()
+        """Nodes that have been seen in this round."""
+        self._round = 0
 
     def sync(self) -> bool | None:
         """Write the state where it has been changed, and take what the store then holds. Returns whether it was
@@ -159,6 +247,10 @@ class StateHolder(_BackendRendezvousStateHolder):
         self._dirty = False
         self._last_sync_time = time.monotonic()
         self._sanitize()
+        if self._state.round != self._round:
+            self._round = self._state.round
+            self.came.clear()
+        self.came |= {node.addr for node in self._state.participants}
         return written
 
     def _taken(self, held: bytes) -> _RendezvousState:

@@ -15,10 +15,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
 )
 
-from autopipe.backends.torch.rendezvous import Handler, Place, StateHolder
+from autopipe.backends.torch.rendezvous import Handler, Node, Place, StateHolder, check_nodes, missing_nodes
 from autopipe.backends.torch.runtime.network import LOOPBACK
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
-from autopipe.ir.errors import LaunchError
+from autopipe.ir.errors import ConfigurationError, LaunchError
 
 SETTINGS = RendezvousSettings("run", 2, 2, RendezvousTimeout(), timedelta(seconds=5), 3)
 SIGNER = Signer(b"k" * 32, "run")
@@ -117,3 +117,41 @@ def test_a_node_with_another_key_is_told() -> None:
     with pytest.raises(LaunchError, match="no process of this run has written") as found:
         Handler(place)
     assert "a node has another key" in found.value.hint
+
+
+def of(number: int | None, host: str, ranks: int = 4, gpus: int = 4) -> Node:
+    return Node(number, "10.0.0.1", host, ranks, gpus)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ([of(0, "a"), of(0, "b")], "a and b are both node 0"),
+        ([of(0, "a"), of(None, "b")], "one of a and b has no number"),
+        ([of(0, "a"), of(1, "b", ranks=2)], "a starts 4 ranks, b 2"),
+        ([of(0, "a"), of(1, "b", gpus=1)], "a has 4 GPUs for 4 ranks, b has 1"),
+        ([of(0, "a", gpus=0), of(1, "b", gpus=8)], "a has 0 GPUs for 4 ranks, b has 8"),
+    ],
+)
+def test_nodes_that_do_not_fit_one_another(nodes: list[Node], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        check_nodes(nodes)
+
+
+def test_nodes_that_fit_come_in_the_order_of_their_numbers() -> None:
+    check_nodes([of(None, "a"), of(None, "b", gpus=8)])
+    check_nodes([of(0, "a", gpus=2), of(1, "b", gpus=0)])
+    nodes = [of(10, "a"), of(2, "b")]
+    assert [Node.parse(text) for text in sorted(map(str, nodes))] == [nodes[1], nodes[0]]
+
+
+def test_missing_nodes_are_named_as_far_as_they_are_known() -> None:
+    place = Place(3, hosts=("a", "b", "c"))
+    assert missing_nodes(place, [of(1, "b")]) == "node 0 (a), 2 (c) of 3 never came; there are: b"
+    assert missing_nodes(Place(3), [of(1, "b"), of(0, "a")]) == "node 2 of 3 never came; there are: a, b"
+    assert missing_nodes(Place(3), [of(None, "b")]) == "1 of 3 nodes came: b"
+
+
+def test_an_address_of_another_machine_is_no_local_one() -> None:
+    with pytest.raises(ConfigurationError, match=r"no interface has 192\.0\.2\.1"):
+        Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:0", local_address="192.0.2.1"))

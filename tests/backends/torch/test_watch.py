@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from autopipe.backends.torch.elastic_agent import HungRank, Watchdog, find_hung_rank, run_agent
+from autopipe.backends.torch.elastic_agent import HungRank, Watchdog, find_hung_rank, run_agent, waits_of
 from autopipe.backends.torch.rendezvous import Place
 from autopipe.backends.torch.runtime.heartbeat import (
     DEFAULTS,
@@ -61,6 +61,43 @@ def test_messages() -> None:
     assert HungRank(2, "checkpoint", 31.2).message() == "rank 2 hangs in its checkpoint for 31 s"
     assert HungRank(2, "", 31.2).message() == "rank 2 hangs in its start for 31 s"
     assert HungRank(2, "3F1", 31.2, True).message() == "rank 2 waits in task 3F1 for 31 s, and so do all others"
+
+
+def test_for_whom_each_waits() -> None:
+    def on(peer: int, task: str, channel: int = 7) -> HeartbeatRecord:
+        return HeartbeatRecord(100.0, 60.0, True, task, peer, channel)
+
+    circle = {0: on(1, "0B1", 3), 1: on(0, "1F2", 2)}
+    hang = find_hung_rank(circle, 30.0, 100.0, SHORT, 1)
+    assert hang is not None and hang.message() == (
+        "rank 0 waits in task 0B1 for 40 s, and so do all others: for rank 1 (channel 3), which waits in task 1F2 "
+        "for rank 0 (channel 2), which waits in task 0B1"
+    )
+    assert waits_of({0: on(1, "0B1"), 1: on(4, "1B1")}, 0) == (
+        "for rank 1 (channel 7), which waits in task 1B1 for rank 4 (channel 7), of another node"
+    )
+    group = {0: on(1, "0B1"), 1: on(-1, "update", -1)}
+    assert waits_of(group, 0) == "for rank 1 (channel 7), which waits in its update for its group"
+    assert waits_of(group, 1) == ""
+
+
+def test_a_heartbeat_says_for_whom_its_rank_waits(tmp_path: Path) -> None:
+    file = heartbeat_file(tmp_path, 3)
+    heartbeat = Heartbeat(file)
+
+    def awaited() -> tuple[int, int]:
+        record = read_heartbeat(file)
+        assert record is not None
+        return record.peer, record.channel
+
+    with heartbeat.waiting(4, 17):
+        assert awaited() == heartbeat.awaited == (4, 17)
+    assert awaited() == heartbeat.awaited == (-1, -1)
+    with pytest.raises(RuntimeError), heartbeat.waiting(4, 17):
+        raise RuntimeError
+    assert awaited() == (-1, -1) and heartbeat.awaited == (4, 17), "an error is told with what it ended"
+    with heartbeat.waiting():
+        assert awaited() == heartbeat.awaited == (-1, -1)
 
 
 def test_a_pulse_says_what_its_rank_does(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -61,11 +63,34 @@ def start_on(
     return subprocess.Popen(command, cwd=cwd, env=environment, text=True, **pipes)
 
 
-def srun(
-    nodes: Sequence[Sequence[str]], tasks: Sequence[int], hosts: str, words: Sequence[object], **more: object
-) -> list[Ended]:
-    """Run Python with `words` as srun does: `tasks[n]` tasks on node n, all with Slurm's variables; how each ended."""
-    first = [sum(tasks[:node]) for node in range(len(nodes))]
+STARTED = {"autopipe": ("-m", "autopipe"), "torchrun": ("-m", "torch.distributed.run"), "python": ()}
+"""Words for Python by the command that stands for them."""
+
+
+def documented(start: str, program: Path) -> list[str]:
+    """Words of the command in docs/running.md that starts so, for a program beside its key, on the CPU."""
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith(start)]
+    meant = {
+        "gpt.plan/program": str(program),
+        "run.key": str(program.parent / "key"),
+        "10.0.0.1": "10.77.0.1",
+        "--steps 100": "--steps 2 --device cpu",
+    }
+    for part, here in meant.items():
+        line = line.replace(part, here)
+    return shlex.split(line)
+
+
+def srun(words: Sequence[str], nodes: Sequence[Sequence[str]], hosts: str, more: Sequence[object] = ()) -> list[Ended]:
+    """Run a command of srun, `words`, and `more` behind it, on machines: as many tasks on each as it says, or that many
+    by node as in `--ntasks-per-node=3,1`, all with Slurm's variables. How each ended."""
+    assert words[0] == "srun"
+    options = dict(word.removeprefix("--").split("=") for word in words if re.match("--n[a-z-]*=", word))
+    assert len(nodes) == int(options["nodes"])
+    command = [word for word in words[1:] if not re.match("--[a-z-]*=", word)]
+    per_node = [int(count) for count in options["ntasks-per-node"].split(",")]
+    tasks = per_node * (len(nodes) if len(per_node) == 1 else 1)
     step = {
         "SLURM_JOB_ID": os.getpid(),
         "SLURM_STEP_ID": 0,
@@ -76,13 +101,9 @@ def srun(
         "SLURM_STEP_NUM_TASKS": sum(tasks),
         "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, tasks)),
     }
-    started = [
-        start_on(
-            within,
-            words,
-            step | {"SLURM_PROCID": first[node] + local, "SLURM_LOCALID": local, "SLURM_NODEID": node} | more,
-        )
-        for node, within in enumerate(nodes)
-        for local in range(tasks[node])
-    ]
+    started = []
+    for node, within in enumerate(nodes):
+        for local in range(tasks[node]):
+            place = {"SLURM_PROCID": len(started), "SLURM_LOCALID": local, "SLURM_NODEID": node}
+            started.append(start_on(within, (*STARTED[command[0]], *command[1:], *more), step | place))
     return [finish(each) for each in started]

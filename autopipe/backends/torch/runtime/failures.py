@@ -8,6 +8,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -67,8 +68,11 @@ def parse_options(arguments: list[str]) -> Options:
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_LOST_PEER = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "Timeout")
-"""Words of the errors that a rank gets from torch when another one has gone away."""
+_LOST_PEER = (
+    *("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "Timeout"),
+    *("ncclRemoteError", "remote process exited", "communicator was aborted", "collective operation timeout"),
+)
+"""Words of the errors that a rank gets from torch when another one has gone away. Of NCCL these alone mean that."""
 _GRACE_S = 2.0
 """How long a rank that has lost a peer waits before it ends, so that the launcher sees the peer's end first."""
 _BEAT_S = 0.5
@@ -89,6 +93,7 @@ class Failure:
     exit_code: int
     final: bool
     consequence: bool
+    host: str = ""  # The rank's machine, where there are several.
 
     def error(self) -> AutopipeError:
         """The error to show to the user. A mistake in the request belongs to no rank or task."""
@@ -98,20 +103,34 @@ class Failure:
             return LaunchError(self.message, self.hint, self.where)
         place = self.where
         if not place.startswith("rank "):
-            task = f", task {self.task}" if self.task else ""
-            place = f"rank {self.rank}{task}" + (f": {place}" if place else "")
+            host, task = f" on {self.host}" if self.host else "", f", task {self.task}" if self.task else ""
+            place = f"rank {self.rank}{host}{task}" + (f": {place}" if place else "")
         return LaunchError(self.message, self.hint, place)
 
 
-def failure_of(error: BaseException, rank: int, task: str) -> Failure:
+def host_of_several() -> str:
+    """This machine's name; empty where all ranks are on it."""
+    world, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return "" if world == here else socket.gethostname()
+
+
+def failure_of(error: BaseException, rank: int, task: str, awaited: tuple[int, int] = (-1, -1)) -> Failure:
+    """`awaited` are the peer and channel that the rank waited for, -1 for none."""
+    host = host_of_several()
     if isinstance(error, AutopipeError):
         words = (error.message, error.hint, error.where)
-        return Failure(rank, task, *words, time.time(), error.exit_code, final=True, consequence=False)
+        return Failure(rank, task, *words, time.time(), error.exit_code, final=True, consequence=False, host=host)
     first = next(iter(str(error).strip().splitlines()), "")
     message, hint = f"{type(error).__name__}: {first}" if first else type(error).__name__, ""
-    if lost := isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER):
-        message, hint = f"lost another rank: {message}", "the error of the rank, or node, that ended first says why"
-    return Failure(rank, task, message, hint, "", time.time(), LaunchError.exit_code, final=False, consequence=lost)
+    lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER)
+    if lost:
+        peer, channel = awaited
+        whom = "another rank" if peer < 0 else f"rank {peer} (channel {channel})"
+        message, hint = f"lost {whom}: {message}", "the error of the rank, or node, that ended first says why"
+    elif "NCCL" in str(error):
+        hint = "NCCL_DEBUG=INFO tells more in the rank's log: see docs/running.md"
+    code = LaunchError.exit_code
+    return Failure(rank, task, message, hint, "", time.time(), code, final=False, consequence=lost, host=host)
 
 
 def end_on_error(number: int, heartbeat: Heartbeat) -> None:
@@ -121,7 +140,7 @@ def end_on_error(number: int, heartbeat: Heartbeat) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):
             os._exit(INTERRUPTED)
-        failure = failure_of(error, number, heartbeat.task)
+        failure = failure_of(error, number, heartbeat.task, heartbeat.awaited)
         if not isinstance(error, AutopipeError):
             traceback.print_exception(kind, error, trace)
         if name := os.environ.get(ERROR_FILE):

@@ -17,8 +17,9 @@ PULSES = "AUTOPIPE_PULSES"
 """Environment variable with the folder in which the launcher looks for the ranks' heartbeats."""
 ENDED = "ended"  # The task of a rank that has nothing left to do.
 _BEAT = struct.Struct("<d")
-_STATE = struct.Struct("<d?")
-_TASK = struct.Struct("<d?64p")
+_STATE = struct.Struct("<d?ii")
+_TASK = struct.Struct("<d?ii64p")
+_NOBODY = (-1, -1)
 _SIZE = _BEAT.size + _TASK.size
 
 
@@ -50,6 +51,8 @@ class HeartbeatRecord:
     since: float  # Since when the rank does what it does.
     waits: bool
     task: str
+    peer: int = -1  # The rank whose message on `channel` it waits for; -1 where it is not one alone.
+    channel: int = -1
 
 
 class Heartbeat:
@@ -58,6 +61,8 @@ class Heartbeat:
     def __init__(self, file: Path | None = None) -> None:
         self._record: bytearray | mmap.mmap = bytearray(_SIZE)
         self.task = "start"
+        self.awaited = _NOBODY
+        """The peer and channel that the rank waits for, or waited for when that ended in an error; -1 for none."""
         if file is not None:  # What is written to its bytes is in the file at once, even if the process never goes on.
             made = file.with_suffix(".new")
             made.write_bytes(self._record)
@@ -80,19 +85,21 @@ class Heartbeat:
     def task(self, task: str) -> None:
         self._task = task
         self.sign_of_life()
-        _TASK.pack_into(self._record, _BEAT.size, time.monotonic(), False, task.encode())
+        _TASK.pack_into(self._record, _BEAT.size, time.monotonic(), False, *_NOBODY, task.encode())
 
     def sign_of_life(self) -> None:
         _BEAT.pack_into(self._record, 0, time.monotonic())
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """While the block runs, the rank waits for others."""
-        _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), True)
+    def waiting(self, peer: int = -1, channel: int = -1) -> Iterator[None]:
+        """While the block runs, the rank waits for others: for the rank `peer`, where it is a message on `channel`."""
+        self.awaited = peer, channel
+        _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), True, peer, channel)
         try:
             yield
         finally:
-            _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), False)
+            _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), False, *_NOBODY)
+        self.awaited = _NOBODY
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
@@ -107,5 +114,5 @@ def read_heartbeat(file: Path) -> HeartbeatRecord | None:
         return None
     if len(record) < _SIZE:
         return None
-    since, waits, task = _TASK.unpack_from(record, _BEAT.size)
-    return HeartbeatRecord(_BEAT.unpack_from(record)[0], since, waits, task.decode(errors="replace"))
+    since, waits, peer, channel, task = _TASK.unpack_from(record, _BEAT.size)
+    return HeartbeatRecord(_BEAT.unpack_from(record)[0], since, waits, task.decode(errors="replace"), peer, channel)

@@ -5,6 +5,8 @@ sent it, behind what that one computes: a tick of up to four milliseconds. So ea
 gloo's threads with it. There such a thread preempts the rank's own, mostly while that one holds the connection's lock,
 and spins until the next tick. So gloo's threads preempt none, and a rank's thread gives way where it has started an
 exchange; not where ranks take a processor in turn, since another rank would compute first.
+
+A rank with a GPU keeps to the processors next to it, as copies and launches from elsewhere cross between sockets.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+
+from autopipe.backends.torch.runtime.job import numbers_of
 
 
 @contextmanager
@@ -56,6 +61,24 @@ def pin_to_cores(rank: int, ranks: int) -> None:
     changes for a rank alone, nor where who started it has given it processors of its own."""
     if ranks > 1 and (processors := _allowed()) and not _has_own():
         os.sched_setaffinity(0, processors_of(rank, ranks, sorted(processors)))
+
+
+def processors_near(bus_id: str, system: Path = Path("/sys")) -> frozenset[int]:
+    """Processors of the NUMA node where the device with this PCI address is; none where the system does not tell."""
+    try:
+        node = int((system / "bus/pci/devices" / bus_id / "numa_node").read_text(encoding="ascii"))
+        cores = (system / f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset(map(int, numbers_of(cores))) if cores else frozenset()
+
+
+def pin_near(bus_id: str, system: Path = Path("/sys")) -> None:
+    """Keep this thread, and those that it starts from now on, to the processors of a GPU's NUMA node. Memory is then of
+    that node, too: Linux takes it where the thread runs that first writes there. Nothing changes where who started this
+    rank has given it processors of its own, nor where none of its processors are near."""
+    if not _has_own() and (near := processors_near(bus_id, system) & _allowed()):
+        os.sched_setaffinity(0, near)
 
 
 def has_more_ranks_than_cores(ranks: int) -> bool:

@@ -123,12 +123,12 @@ def hosts_of(text: str) -> tuple[str, ...]:
     found: list[str] = []
     for each in re.findall(entry, text):
         parts = re.split(r"\[([^\]]*)\]", each)  # Every second part is of numbers.
-        choices = [_numbers_of(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        choices = [numbers_of(part) if place % 2 else [part] for place, part in enumerate(parts)]
         found += map("".join, product(*choices))
     return tuple(found)
 
 
-def _numbers_of(text: str) -> list[str]:
+def numbers_of(text: str) -> list[str]:
     """`01-03,7` as its numbers, each as wide as it is written."""
     found = []
     for each in text.split(","):

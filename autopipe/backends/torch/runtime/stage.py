@@ -296,7 +296,7 @@ class Stage:
         due = {port.channel: port for port in self._due(ports, micro_batch, gradient)}
         yield from ((due.pop(channel), tensor) for channel, tensor in local.items())
         for channel, port in due.items():
-            with self._rank.heartbeat.waiting():
+            with self._rank.heartbeat.waiting(port.rank, channel):
                 tensor = pending[channel].wait()
             yield port, tensor
 

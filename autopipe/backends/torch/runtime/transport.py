@@ -28,6 +28,7 @@ from autopipe.backends.torch.runtime.host import (
     has_more_ranks_than_cores,
     keep_freed_memory,
     patient_threads,
+    pin_near,
     pin_to_cores,
 )
 from autopipe.backends.torch.runtime.signed_store import KEY, SignedStore, Signer
@@ -308,6 +309,8 @@ class Transport:
     def start(self) -> None:
         """Join the world, with threads that keep to the rank's processors unless NCCL does the exchanges. A world of
         one needs no process group; a process that is in a world already stays in it."""
+        if self.device.type == "cuda":
+            pin_near(pci_address(self.device))
         if self.world_size == 1 or dist.is_initialized():
             return
         if not self.nccl and "LOCAL_RANK" in os.environ:
@@ -452,3 +455,12 @@ def _choose_device(wanted: str) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def pci_address(device: torch.device) -> str:
+    """Such as `0000:cd:00.0`; empty where torch does not tell."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return ""

@@ -60,6 +60,39 @@ def test_only_what_was_asked_wrongly_is_a_configuration_error() -> None:
     assert str(ours.error()) == "rank 2, task start: model.onnx: too short"
 
 
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1, {}, NCCL version 2.27.3"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "remote process exited or there was a network error",
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=RECV)",
+        "NCCL communicator was aborted on rank 0.",
+    ],
+)
+def test_a_peer_that_nccl_lost_is_named_with_the_channel(words: str) -> None:
+    failure = failure_of(RuntimeError(NCCL.format(words)), 0, "0B1", (3, 17))
+    assert failure.message.startswith("lost rank 3 (channel 17): ") and failure.consequence
+
+
+@pytest.mark.parametrize("words", ["unhandled cuda error", "invalid usage", "unhandled system error"])
+def test_other_errors_of_nccl_are_the_ranks_own(words: str) -> None:
+    failure = failure_of(RuntimeError(NCCL.format(words)), 0, "0B1", (3, 17))
+    assert "lost" not in failure.message and not failure.consequence
+    assert "NCCL_DEBUG=INFO" in failure.hint
+
+
+def test_the_machine_is_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu-7")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert str(failure_of(ValueError("bad"), 2, "1F2").error()) == "rank 2, task 1F2: ValueError: bad"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert str(failure_of(ValueError("bad"), 2, "1F2").error()) == "rank 2 on gpu-7, task 1F2: ValueError: bad"
+
+
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("x"), ValueError("first\nsecond")])
 def test_an_error_is_one_line_with_its_kind(error: Exception) -> None:
     before = time.time()

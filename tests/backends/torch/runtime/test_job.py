@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from autopipe.backends.torch.runtime import transport
 from autopipe.backends.torch.runtime.job import Job, hosts_of, job_of, variables_of_rank
 from autopipe.ir.errors import ConfigurationError
 
@@ -101,3 +103,15 @@ def test_a_launch_for_each_task_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="srun starts 3 launches on 2 nodes") as found:
         job_of(STEP)
     assert "--ntasks-per-node=1" in found.value.hint
+
+
+@pytest.mark.parametrize(("visible", "device"), [(4, 3), (1, 0), (8, 3)])
+def test_a_task_takes_its_gpu_of_those_that_it_sees(monkeypatch: pytest.MonkeyPatch, visible: int, device: int) -> None:
+    """Where CUDA_VISIBLE_DEVICES shows one GPU to each, that one is number 0."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert transport._choose_device("cuda") == torch.device("cuda", device)
+    assert chosen == [device]

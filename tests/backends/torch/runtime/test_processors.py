@@ -9,12 +9,21 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.host import has_more_ranks_than_cores, pin_to_cores, processors_of
+from autopipe.backends.torch.runtime.host import (
+    has_more_ranks_than_cores,
+    pin_near,
+    pin_to_cores,
+    processors_near,
+    processors_of,
+)
+from autopipe.backends.torch.runtime.transport import pci_address
 
 BOUND = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone binds threads")
 _RANK = """
@@ -70,6 +79,54 @@ def test_a_rank_that_was_given_processors_of_its_own_keeps_those(tmp_path: Path)
     for found in _ranks(tmp_path, 2, lambda: os.sched_setaffinity(0, {last})):
         assert found["threads"].count([last]) >= 4
         assert found["own"] == 1
+
+
+def machine(folder: Path, nodes: dict[str, int], cores: dict[int, str]) -> Path:
+    """A /sys with the NUMA nodes of PCI devices, and the processors of each node."""
+    for device, node in nodes.items():
+        (folder / "bus/pci/devices" / device).mkdir(parents=True)
+        (folder / "bus/pci/devices" / device / "numa_node").write_text(f"{node}\n")
+    for node, text in cores.items():
+        (folder / f"devices/system/node/node{node}").mkdir(parents=True)
+        (folder / f"devices/system/node/node{node}/cpulist").write_text(f"{text}\n")
+    return folder
+
+
+def test_a_gpus_processors_are_those_of_its_numa_node(tmp_path: Path) -> None:
+    devices = {"0000:19:00.0": 0, "0000:cd:00.0": 1, "0000:01:00.0": -1, "0000:02:00.0": 2}
+    system = machine(tmp_path, devices, {0: "0-1,8-9", 1: "2-3,10", 2: ""})
+    near = {device: sorted(processors_near(device, system)) for device in (*devices, "0000:ff:00.0")}
+    assert list(near.values()) == [[0, 1, 8, 9], [2, 3, 10], [], [], []]
+
+
+@BOUND
+@pytest.mark.parametrize(
+    ("own", "parents", "bound"),
+    [
+        ({0, 1, 2, 3}, {0, 1, 2, 3}, {2, 3}),
+        ({1, 2}, {1, 2}, {2}),
+        ({0, 1}, {0, 1}, None),
+        ({2}, {0, 1, 2, 3}, None),
+    ],
+    ids=["all", "some", "none is near", "the job manager's"],
+)
+def test_a_rank_keeps_to_the_processors_near_its_gpu_of_those_that_it_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: set[int], parents: set[int], bound: set[int] | None
+) -> None:
+    system = machine(tmp_path, {"0000:cd:00.0": 1}, {1: "2-3,10"})
+    found: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: parents if process else own)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: found.append(set(cores)))
+    pin_near("0000:cd:00.0", system)
+    assert found == ([] if bound is None else [bound])
+
+
+def test_the_pci_address_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xCD, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert pci_address(torch.device("cuda", 0)) == "0000:cd:01.0"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert pci_address(torch.device("cuda", 0)) == "", "an older torch does not tell"
 
 
 @BOUND
