@@ -25,6 +25,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from autopipe.backends.torch.child import PARENT, environment, python_command
 from autopipe.backends.torch.rendezvous import Handler, Place
@@ -255,6 +256,11 @@ def run_agent(
             result = agent.run()
     except SignalException:
         raise  # Without closing the rendezvous: other nodes may go on with one that takes this one's place.
+    except RendezvousError:  # No other attempt: the ranks' failure says more.
+        handler.shutdown()
+        if agent.failure is None:
+            raise
+        return agent.failure
     except BaseException:
         handler.shutdown()
         raise

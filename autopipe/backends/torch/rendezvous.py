@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -147,9 +147,18 @@ class Handler(DynamicRendezvousHandler):
             hint = "look at its launch; --start-timeout allows more time"
             raise LaunchError(missing_nodes(self._place, came), hint=hint) from error
         check_nodes([Node.parse(each.addr) for each in sorted(self._holder.state.participants)])
-        if (master := found.bootstrap_store_info) is not None:
-            master.master_addr = Node.parse(master.master_addr).address
-        return found
+        # Another object: elastic keeps this one for its next round.
+        master = found.bootstrap_store_info
+        if master is not None:
+            master = replace(master, master_addr=Node.parse(master.master_addr).address)
+        return RendezvousInfo(found.store, found.rank, found.world_size, master)
+
+    def num_nodes_waiting(self) -> int:
+        """None where the store has gone with its node: ranks find out themselves whom they have lost."""
+        try:
+            return int(super().num_nodes_waiting())
+        except RendezvousConnectionError:
+            return 0
 
     @property
     def use_agent_store(self) -> bool:
