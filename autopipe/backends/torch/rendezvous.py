@@ -147,10 +147,10 @@ class Handler(DynamicRendezvousHandler):
             hint = "look at its launch; --start-timeout allows more time"
             raise LaunchError(missing_nodes(self._place, came), hint=hint) from error
         check_nodes([Node.parse(each.addr) for each in sorted(self._holder.state.participants)])
-        # Another object: elastic keeps this one for its next round.
         master = found.bootstrap_store_info
-        if master is not None:
-            master = replace(master, master_addr=Node.parse(master.master_addr).address)
+        assert master is not None, "ranks use a store that is made here"
+        # Another object: elastic keeps this one for its next round.
+        master = replace(master, master_addr=Node.parse(master.master_addr).address)
         return RendezvousInfo(found.store, found.rank, found.world_size, master)
 
     def num_nodes_waiting(self) -> int:
