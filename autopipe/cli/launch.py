@@ -286,8 +286,8 @@ def visible_gpus(device: str) -> int:
 
 
 def placement_note(device: str, ranks: int) -> str:
-    """Where the ranks of this node run and what they talk over, in one line. Raises ConfigurationError where CUDA is
-    asked for and there is none."""
+    """Where the ranks of this node run, in one line; on GPUs they say themselves what they talk over. Raises
+    ConfigurationError where CUDA is asked for and there is none."""
     gpus = visible_gpus(device)
     if not gpus and device == "cuda":
         raise ConfigurationError("no CUDA device is at hand", hint="use --device cpu", where="--device cuda")
@@ -295,8 +295,8 @@ def placement_note(device: str, ranks: int) -> str:
         why = "" if device == "cpu" else "no CUDA device: "
         return f"{why}{ranks} ranks on the CPU, over gloo"
     if ranks <= gpus:
-        return f"{ranks} ranks on {ranks} GPUs, over NCCL"
-    return f"{ranks} ranks share {gpus} GPU{'s' if gpus > 1 else ''}: over gloo, through host memory"
+        return f"{ranks} ranks on {ranks} GPUs"
+    return f"{ranks} ranks share {gpus} GPU{'s' if gpus > 1 else ''}"
 
 
 def rehearsal_table(report: Mapping[str, Any]) -> Table:

@@ -25,6 +25,9 @@ from autopipe.ir.schedule import EVERY, MicroBatchSlice
 FORMAT = "autopipe.program/1"
 """Of a program folder's manifest."""
 
+HARDWARE_QUEUES = 32
+"""CUDA_DEVICE_MAX_CONNECTIONS of ranks, for which programs are proven to end: as many as there may be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Compute:

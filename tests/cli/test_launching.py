@@ -23,8 +23,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
         (0, "cpu", "4 ranks on the CPU, over gloo"),
         (0, "auto", "no CUDA device: 4 ranks on the CPU, over gloo"),
         (2, "cpu", "4 ranks on the CPU, over gloo"),
-        (4, "auto", "4 ranks on 4 GPUs, over NCCL"),
-        (1, "cuda", "4 ranks share 1 GPU: over gloo, through host memory"),
+        (4, "auto", "4 ranks on 4 GPUs"),
+        (1, "cuda", "4 ranks share 1 GPU"),
     ],
     indirect=["gpus"],
 )

@@ -21,7 +21,7 @@ from autopipe.backends.torch.runtime.transport import start_all_reduce, start_re
 transport = Transport("cpu")
 transport.start()
 ranks, rank = transport.world_size, transport.rank
-transport.make_groups([(0, 2), (1, 2)])
+transport.connect([(0, 2), (1, 2)])
 found = {}
 for name, members in (("all", tuple(range(ranks))), ("two", (0, 2))):
     if rank not in members:

@@ -13,11 +13,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.program import Program, RankCode
+from autopipe.ir.program import HARDWARE_QUEUES, Program, RankCode
 from autopipe.passes.lower.deadlock_check import ProofChannel, RankTrace
-
-HARDWARE_QUEUES = 32
-"""CUDA_DEVICE_MAX_CONNECTIONS of launched ranks: as many as there may be."""
 
 _MOST_RECEIVING = 64
 """Communicators that one rank receives over. A posted receive is a kernel of one block of threads at least, which waits

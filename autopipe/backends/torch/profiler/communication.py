@@ -277,8 +277,8 @@ def main(target: Path, device: str, seconds: float) -> None:
     transport.start()
     world = transport.world_size
     sizes = [*(2**power for power in range(1, world.bit_length()) if 2**power < world), world]
-    transport.make_groups(tuple(range(size)) for size in sizes)
-    transport.make_channels(Channel(number, 0, 1, 2, 2) for number in range(len(SIZES)))
+    channels = [Channel(number, 0, 1, 2, 2) for number in range(len(SIZES))]
+    transport.connect([tuple(range(size)) for size in sizes], channels)
     each = seconds / (len(SIZES) * (2 + 4 * len(sizes)))
     with torch.no_grad():
         found = [

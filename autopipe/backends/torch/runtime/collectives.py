@@ -5,13 +5,19 @@ shares of all copies add up to the gradient. See `autopipe.passes.lower.shard`."
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.transport import Transport, all_gather, start_all_reduce, start_reduce_scatter
+from autopipe.backends.torch.runtime.transport import (
+    Transport,
+    all_gather,
+    all_to_all,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from autopipe.ir.layout import Layout, MeshAxes, MeshAxis, WindowedBlocks, degree_of, members, moves_between
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
@@ -38,11 +44,15 @@ class Group:
         """Where each position's part is in what the process group gathers, which is by rank."""
         self._places = sorted(range(self.size), key=self.order.__getitem__)
         """The position of each rank, the other way round."""
-        self._process_group = transport.group(tuple(sorted(ranks)))
         self._traffic = transport.traffic
         self._waiting = transport.heartbeat.waiting
         self._transport = transport
         self._along: dict[MeshAxes, Group] = {}
+
+    @cached_property
+    def _process_group(self) -> dist.ProcessGroup | None:
+        """Made only where its ranks exchange anything: a stage's ranks may do so along axes of their mesh alone."""
+        return self._transport.group(self.ranks)
 
     def along(self, *axes: tuple[int, int]) -> Group:
         """The ranks that differ from this one along `axes` alone, each given as degree and stride, outer to inner."""
@@ -172,7 +182,7 @@ class Group:
             device = "cpu" if backend == "gloo" else sent.device  # Gloo exchanges tensors of the host alone.
             arrives = received.to(device)
             with self._waiting():
-                dist.all_to_all_single(arrives, sent.to(device), incoming, outgoing, group=self._process_group)
+                all_to_all(arrives, sent.to(device), incoming, outgoing, self._process_group)
             received = arrives.to(received.device)
         by_rank = received.split(incoming)
         return [by_rank[place] for place in self.order]

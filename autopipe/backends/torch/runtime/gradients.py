@@ -169,6 +169,17 @@ def is_reduced(manifest: Manifest, parameter: int, ranks: Sequence[int]) -> bool
     return len(ranks) > 1 and found.trainable and found.value.dtype.is_floating
 
 
+def groups_of(manifest: Manifest) -> set[tuple[int, ...]]:
+    """The ranks of all groups of a program that exchange anything, for its stages or to add up gradients."""
+    found = {ranks for stage in manifest.stages for ranks in stage.groups()}
+    if manifest.train:
+        for shards in manifest.shards:
+            found |= {
+                each.gradient_ranks for each in shards if is_reduced(manifest, each.parameter, each.gradient_ranks)
+            }
+    return found
+
+
 def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
     """Buckets of the trained blocks that the rank holds together with others, in the order of their exchanges."""
     found = []

@@ -20,7 +20,13 @@ from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import Position, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options
-from autopipe.backends.torch.runtime.gradients import GradientReduction, buckets_of_rank, make_optimizer, make_state
+from autopipe.backends.torch.runtime.gradients import (
+    GradientReduction,
+    buckets_of_rank,
+    groups_of,
+    make_optimizer,
+    make_state,
+)
 from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.job import variables_of_rank
 from autopipe.backends.torch.runtime.loss_scaler import LossScaler
@@ -106,14 +112,12 @@ class Rank(RankContext):
         manifest, transport, options = self.manifest, self.transport, self.options
         transport.start()
         set_products(manifest.precision, exact=options.record is not None)
-        gradient_groups = {shard.gradient_ranks for shards in manifest.shards for shard in shards}
-        groups = {*gradient_groups, *(ranks for entry in manifest.stages for ranks in entry.groups())}
+        groups = groups_of(manifest)
         if self.train and manifest.precision == "fp16":
             scale = float(manifest.optimizer.get("loss_scale", FIRST_LOSS_SCALE))
             self.loss_scaler = LossScaler(scale, transport)
             groups.add(tuple(range(manifest.world_size)))
-        transport.make_groups(groups)
-        transport.make_channels(manifest.channels)
+        transport.connect(groups, manifest.channels)
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.memory_tracker is None)
         if options.perturb:
             for index, tensor in self.parameters.items():
@@ -146,6 +150,8 @@ class Rank(RankContext):
             torch.cuda.synchronize(self.device)  # The first step begins with nothing left to do.
             torch.cuda.reset_peak_memory_stats(self.device)
         self.reporter = Reporter(self)
+        for notice in transport.notices:
+            self.reporter.say(notice)
         if isinstance(transport, DryTransport):
             self.reporter = DryReporter(self, transport, self.memory_tracker)
 

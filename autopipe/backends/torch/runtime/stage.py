@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeVar
@@ -207,6 +207,17 @@ class Stage:
         due = self._due(ports, micro_batch, gradient)
         return [port for port in due if port.rank != self._rank.number and stage in (None, port.stage)]
 
+    def _batches(self, ports: list[_Between]) -> Iterable[list[_Between]]:
+        """Ports whose messages go together: all to or from one stage on one rank, where micro-batches of both stages
+        have one size. Else messages may be parts of one, which one end sends with other messages than the other asks
+        for."""
+        stages = self._rank.manifest.stages
+        found = defaultdict[tuple[int, ...], list[_Between]](list)
+        for port in ports:
+            alike = stages[port.stage].micro_batch_ratio == stages[self.number].micro_batch_ratio
+            found[(port.rank, port.stage) if alike else (port.channel,)].append(port)
+        return found.values()
+
     def _form(self, port: Receive | Send) -> Form:
         """Of what goes through a port, and of its gradient."""
         dtype, shape = self._outputs[port.result] if isinstance(port, Send) else self._inputs[port.argument]
@@ -216,23 +227,31 @@ class Stage:
 
     def receive(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the arguments that come from other ranks, all or those of one stage."""
-        for port in self._remote(self.receives, micro_batch, stage=source):
-            self.post_recv(port, micro_batch)
+        for together in self._batches(self._remote(self.receives, micro_batch, stage=source)):
+            with self._rank.transport.batch():
+                for port in together:
+                    self.post_recv(port, micro_batch)
 
     def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the results' gradients, all or those of one stage."""
-        for port in self._remote(self.sends, micro_batch, gradient=True, stage=source):
-            self.post_recv(port, micro_batch)
+        for together in self._batches(self._remote(self.sends, micro_batch, gradient=True, stage=source)):
+            with self._rank.transport.batch():
+                for port in together:
+                    self.post_recv(port, micro_batch)
 
     def send(self, micro_batch: int) -> None:
         """Start sending the results that other ranks need."""
-        for port in self._remote(self.sends, micro_batch):
-            self.start_send(port, micro_batch)
+        for together in self._batches(self._remote(self.sends, micro_batch)):
+            with self._rank.transport.batch():
+                for port in together:
+                    self.start_send(port, micro_batch)
 
     def send_gradient(self, micro_batch: int) -> None:
         """Start sending the arguments' gradients to where the arguments came from."""
-        for port in self._remote(self.receives, micro_batch, gradient=True):
-            self.start_send(port, micro_batch)
+        for together in self._batches(self._remote(self.receives, micro_batch, gradient=True)):
+            with self._rank.transport.batch():
+                for port in together:
+                    self.start_send(port, micro_batch)
 
     def post_recv(self, port: Receive | Send, micro_batch: int) -> PendingRecv:
         """Post the receive of what comes through a port: an argument, or the gradient of a result."""

@@ -1,4 +1,5 @@
-"""Process groups and messages of a rank: NCCL where each rank has a GPU of its own, gloo elsewhere.
+"""Process groups and messages of a rank: tensors go over NCCL where each rank has a GPU of its own, else over gloo, and
+so does all that is no tensor of a step.
 
 Collectives of tensors in host memory are direct: every rank sends to all others at once. Gloo's own go round a ring,
 and its reduce-scatter sets one up each time. Where ranks share processors, each step of a ring waits until the next
@@ -11,9 +12,9 @@ import json
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
+from autopipe.backends.torch.runtime.communicators import (
+    MessagePath,
+    NcclCommunicators,
+    agree_on_nccl,
+    as_nccl_type,
+    check_sum,
+    exchange,
+    gpu_of_rank,
+    message_path,
+)
 from autopipe.backends.torch.runtime.failures import Failure, failure_of
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.host import (
@@ -33,7 +45,7 @@ from autopipe.backends.torch.runtime.host import (
 )
 from autopipe.backends.torch.runtime.signed_store import KEY, SignedStore, Signer
 from autopipe.ir.errors import AutopipeError, LaunchError
-from autopipe.ir.program import Channel
+from autopipe.ir.program import HARDWARE_QUEUES, Channel
 
 Form = tuple[torch.dtype, tuple[int, ...]]  # A tensor's type and shape.
 
@@ -188,6 +200,11 @@ def to_all(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return tensor.expand(dist.get_world_size(group), *tensor.shape)
 
 
+# The forms without lists, which copy nothing; torch 2.13 calls them by new names.
+_all_gather_flat = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, rows: torch.Tensor | None = None) -> torch.Tensor:
     """The tensors of all ranks of the group, by rank, [ranks, ...]; written into `rows` where those are given."""
     if is_direct(tensor, group):
@@ -195,7 +212,10 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, rows: torc
         return gathered if rows is None else rows.copy_(gathered)
     if rows is None:
         rows = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    dist.all_gather(list(rows.unbind()), tensor.contiguous(), group=group)
+    if dist.get_backend(group) == "gloo":
+        dist.all_gather(list(rows.unbind()), tensor.contiguous(), group=group)
+    else:
+        _all_gather_flat(as_nccl_type(rows).view(-1), as_nccl_type(tensor.contiguous()).view(-1), group=group)
     return rows
 
 
@@ -208,6 +228,8 @@ def start_all_reduce(
     """Start adding up all ranks' tensors, or take what else `how` says of them; large ones in place, if allowed."""
     if tensor.nbytes <= _SMALL_BYTES and is_direct(tensor, group):
         return start_direct_exchange(to_all(tensor, group), group, how)
+    if dist.get_backend(group) == "nccl":
+        check_sum(tensor)
     total = tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(total, how, group=group, async_op=True)
     return PendingRecv(_started(work), total, total.device)
@@ -217,13 +239,31 @@ def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) ->
     """Start adding up, of all ranks' [ranks, ...], the rows that are this rank's."""
     if is_direct(rows, group):
         return start_direct_exchange(rows, group, dist.ReduceOp.SUM)
-    if rows.is_cuda and dist.get_backend(group) == "gloo":  # It scatters tensors of the host alone.
+    backend = dist.get_backend(group)
+    if rows.is_cuda and backend == "gloo":  # It scatters tensors of the host alone.
         sums = start_all_reduce(rows, group, in_place=False)
         return replace(sums, buffer=sums.buffer[dist.get_rank(group)])
+    if backend == "nccl":
+        check_sum(rows)
     rows = rows.contiguous()
     share = torch.empty_like(rows[0])
-    work = dist.reduce_scatter(share, list(rows.unbind()), group=group, async_op=True)
+    work = _reduce_scatter_flat(share.view(-1), rows.view(-1), group=group, async_op=True)
     return PendingRecv(_started(work), share, share.device, rows)
+
+
+def all_to_all(
+    arrives: torch.Tensor,
+    sent: torch.Tensor,
+    incoming: list[int],
+    outgoing: list[int],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Send `outgoing[i]` elements of a flat tensor to rank i of the group, and put `incoming[i]` from it in place."""
+    if dist.get_backend(group) == "nccl":
+        size, arrives, sent = sent.element_size(), as_nccl_type(arrives), as_nccl_type(sent)
+        factor = size // sent.element_size()
+        incoming, outgoing = ([factor * each for each in sizes] for sizes in (incoming, outgoing))
+    dist.all_to_all_single(arrives, sent, incoming, outgoing, group=group)
 
 
 class ControlGroup:
@@ -277,6 +317,9 @@ ATTEMPT = "AUTOPIPE_ATTEMPT"
 """Environment variable that tells apart the attempts of one launch, where the launcher keeps the store."""
 
 
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
 class Transport:
     """This rank's ends of all channels and groups. Messages of one channel arrive in the order sent. Work handles are
     kept until waited for: gloo drops messages whose handle is gone. Where ranks share a GPU, which NCCL refuses,
@@ -290,21 +333,32 @@ class Transport:
         self.device = _choose_device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
+        self._on_cpu = device in ("cpu", "meta")  # Asked for, so on all ranks alike.
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
-        self.nccl = self.device.type == "cuda" and self._local_world <= torch.cuda.device_count()
-        self.staged = self.device.type == "cuda" and not self.nccl
-        own_cores = not self.nccl and not has_more_ranks_than_cores(self._local_world)
-        self._gives_way = own_cores and hasattr(os, "sched_yield")
-        """True where gloo's threads get on better if this one gives way to them (`host`)."""
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self._channels: dict[tuple[int, bool], dist.ProcessGroup] = {}
+        self.notices: list[str] = []
+        """Lines about how ranks exchange tensors, for one rank to say."""
+        # Others may come late from their start, and then be late with a task: the launcher finds out sooner who hangs.
+        self._patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
+        self._nccl = NcclCommunicators(self.rank, self.device, self._patience)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._paths: dict[tuple[int, bool], MessagePath] = {}
+        self._batch: list[tuple[dist.P2POp, PendingRecv | PendingSend]] | None = None
         self._buffers: dict[tuple[int, bool], RecvBufferPool] = {}
-        self._sends = SendQueue(watched=not self.nccl)
         self.traffic: Counter[str] = Counter()
         """Bytes moved by this step's exchanges so far, by kind (`ir/program.py`)."""
         self._control_groups: list[ControlGroup] = []
         self._joined = False
         self._store: Store | None = None  # Kept here, as `SignedStore` wants it.
+        self._use(nccl=False)
+
+    def _use(self, nccl: bool) -> None:
+        """Exchange tensors of steps over NCCL, or over gloo."""
+        self.nccl = nccl
+        self.staged = self.device.type == "cuda" and not nccl
+        own_cores = not nccl and not has_more_ranks_than_cores(self._local_world)
+        self._gives_way = own_cores and hasattr(os, "sched_yield")
+        """True where gloo's threads get on better if this one gives way to them (`host`)."""
+        self._sends = SendQueue(watched=not nccl)
 
     def start(self) -> None:
         """Join the world, with threads that keep to the rank's processors unless NCCL does the exchanges. A world of
@@ -313,18 +367,39 @@ class Transport:
             pin_near(pci_address(self.device))
         if self.world_size == 1 or dist.is_initialized():
             return
-        if not self.nccl and "LOCAL_RANK" in os.environ:
-            pin_to_cores(int(os.environ["LOCAL_RANK"]), self._local_world)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
-        backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
-        # Others may come late from their start, and then be late with a task: the launcher finds out sooner who hangs.
-        patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
-        self._store = _launchers_store(patience, signed=not self.nccl)
-        store = None if self._store is None else PrefixStore(os.environ[ATTEMPT], self._store)
+        with self.heartbeat.waiting():
+            store = self._join_store()
+        if not self.nccl and "LOCAL_RANK" in os.environ:
+            pin_to_cores(int(os.environ["LOCAL_RANK"]), self._local_world)
         with self.heartbeat.waiting(), patient_threads():
-            dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=patience, store=store)
+            dist.init_process_group(
+                "gloo", rank=self.rank, world_size=self.world_size, timeout=self._patience, store=store
+            )
         self._joined = True
+
+    def _join_store(self) -> Store:
+        """The store of all ranks, over which they have agreed how to exchange tensors."""
+        store: Store
+        self._store = _launchers_store(self._patience, signed=True)
+        if self._store is None:
+            store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=self._patience))
+        else:
+            store = PrefixStore(os.environ[ATTEMPT], self._store)
+        if self._on_cpu:
+            return store
+        nccl, why = agree_on_nccl(store, self.rank, self.world_size, gpu_of_rank(self.device))
+        self._use(nccl)
+        self.notices += [why] if why else []
+        if nccl:
+            if int(os.environ[_QUEUES]) < HARDWARE_QUEUES:
+                self.notices.append(
+                    f"{_QUEUES} is {os.environ[_QUEUES]}: that the program ends is known for {HARDWARE_QUEUES}"
+                )
+            if (plain := _launchers_store(self._patience, signed=False)) is not None:
+                self._store, store = plain, PrefixStore(os.environ[ATTEMPT], plain)
+        return store
 
     def make_control_group(self) -> ControlGroup:
         """It waits for the slowest rank's files to be on the disk."""
@@ -333,37 +408,71 @@ class Transport:
         self._control_groups.append(control_group)
         return control_group
 
-    def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
-        """Make all groups that any rank needs, in the same order everywhere, before the first step."""
-        for ranks in sorted(set(members)):
-            if 1 < len(ranks) < self.world_size and ranks not in self._groups:
-                with self.heartbeat.waiting(), patient_threads():
-                    self._groups[ranks] = dist.new_group(list(ranks))
-
-    def make_channels(self, channels: Iterable[Channel]) -> None:
-        """Channels in global order. NCCL orders messages by communicator alone, so every channel and direction has its
-        own there; gloo tells them apart by tag."""
+    def connect(self, groups: Iterable[tuple[int, ...]], channels: Iterable[Channel] = ()) -> None:
+        """Make all groups and channels that any rank needs, in the same order everywhere, before the first step."""
+        members = {tuple(sorted(ranks)) for ranks in groups if len(ranks) > 1}
+        channels = tuple(channels)
         for each in channels:
             for gradient, buffers in ((False, each.buffers), (True, each.gradient_buffers)):
                 self._buffers[each.number, gradient] = RecvBufferPool(buffers)
-                if self.nccl:
-                    with self.heartbeat.waiting():
-                        self._channels[each.number, gradient] = dist.new_group([each.source_rank, each.target_rank])
+                self._paths[each.number, gradient] = message_path(each, gradient)
+        with self.heartbeat.waiting(), patient_threads():
+            if self.nccl:
+                self._nccl.make_groups(members)
+                self._nccl.make_message_paths(channels)
+                self._nccl.wait_until_all_work()
+                return
+            for ranks in sorted(members - self._groups.keys()):
+                if len(ranks) < self.world_size:
+                    self._groups[ranks] = dist.new_group(list(ranks), timeout=self._patience)
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of these ranks; None stands for the whole world."""
-        return self._groups.get(ranks)
+        """The group of these ranks, whatever their order; None stands for the whole world over gloo."""
+        if len(ranks) == self.world_size and not self.nccl:
+            return None
+        return (self._nccl.groups if self.nccl else self._groups)[tuple(sorted(ranks))]
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """NCCL carries the messages of the block as one: all go to one rank, or come from one, over one communicator.
+        Both ends put the same messages into a batch. Gloo carries each alone."""
+        if not self.nccl:
+            yield
+            return
+        batch: list[tuple[dist.P2POp, PendingRecv | PendingSend]] = []
+        self._batch = batch
+        yield
+        self._batch = None
+        if batch:
+            self._post(batch)
+
+    def _post(self, batch: list[tuple[dist.P2POp, PendingRecv | PendingSend]]) -> None:
+        work = exchange([operation for operation, _ in batch])
+        for _, pending in batch:
+            pending.work = work
+            if isinstance(pending, PendingSend):
+                self._sends.add(pending)
+
+    def _add(self, operation: dist.P2POp, pending: PendingRecv | PendingSend) -> None:
+        """Start a message over NCCL, with the others of the batch where there is one."""
+        if self._batch is None:
+            self._post([(operation, pending)])
+        else:
+            self._batch.append((operation, pending))
 
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
         self.traffic["send"] += tensor.nbytes
         tensor = tensor.detach().contiguous()
+        if self.nccl:
+            group = self._nccl.messages[self._paths[channel, gradient]]
+            pending = PendingSend(None, tensor)
+            self._add(dist.P2POp(dist.isend, as_nccl_type(tensor), rank, group), pending)
+            return pending
         if self.staged:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor)
             tensor = host
-        tag = 2 * channel + int(gradient)
-        work = dist.isend(tensor, rank, group=self._channels.get((channel, gradient)), tag=tag)
-        pending = PendingSend(work, tensor)
+        pending = PendingSend(dist.isend(tensor, rank, tag=2 * channel + int(gradient)), tensor)
         self._sends.add(pending)
         if self._gives_way:
             os.sched_yield()
@@ -376,8 +485,12 @@ class Transport:
             buffer = torch.empty(shape, dtype=dtype, pin_memory=True)
         else:
             buffer = self._buffers[channel, gradient].take(shape, dtype, self.device)
-        tag = 2 * channel + int(gradient)
-        work = dist.irecv(buffer, rank, group=self._channels.get((channel, gradient)), tag=tag)
+        if self.nccl:
+            group = self._nccl.messages[self._paths[channel, gradient]]
+            pending = PendingRecv(None, buffer, self.device)
+            self._add(dist.P2POp(dist.irecv, as_nccl_type(buffer), rank, group), pending)
+            return pending
+        work = dist.irecv(buffer, rank, tag=2 * channel + int(gradient))
         if work is None:
             raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")
         if self._gives_way:
@@ -422,16 +535,17 @@ class Transport:
         if not dist.is_initialized():
             return
         with self.heartbeat.waiting():
+            if self.nccl:
+                torch.cuda.synchronize(self.device)
             dist.barrier()
         if self._joined:
             dist.destroy_process_group()
         else:
-            for group in (*self._groups.values(), *self._channels.values()):
+            for group in self._groups.values():
                 dist.destroy_process_group(group)
             for control_group in self._control_groups:
                 control_group.close()
         self._groups.clear()
-        self._channels.clear()
         self._control_groups.clear()
 
 
@@ -448,7 +562,10 @@ def _launchers_store(patience: timedelta, signed: bool) -> Store | None:
 
 
 def _choose_device(wanted: str) -> torch.device:
-    if wanted in ("cpu", "meta") or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted in ("cpu", "meta"):
+        return torch.device("cpu")
+    os.environ.setdefault(_QUEUES, str(HARDWARE_QUEUES))  # CUDA reads it when it starts.
+    if wanted == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LaunchError("no CUDA device is at hand", hint="use --device cpu")
