@@ -119,6 +119,34 @@ def fidelity(
     output.result(data, *(part for each in found for part in table(each)))
 
 
+@benchmarks.command()
+@click.option("--only", type=click.Choice(["one-rank", "four-ranks", "nccl"]), multiple=True, help="Make this call.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where to run.")
+@click.option("--tiny", is_flag=True, help="Smallest sizes: checks that it runs, measures nothing.")
+@click.option(
+    "--write", type=click.Path(path_type=Path), metavar="FOLDER", default=".", help="Where cuda-CALL.json are written."
+)
+@standard_options
+def cuda(output: Output, only: tuple[str, ...], device: str, tiny: bool, write: Path) -> None:
+    """Measure on one GPU what no other machine tells, in three calls of under ten minutes with a file of figures each.
+
+    \b
+    Example:
+      python -m benchmarks cuda --only one-rank
+    """
+    import torch
+
+    from autopipe.ir.errors import ConfigurationError
+    from benchmarks.one_gpu import CALLS, run_call
+
+    if device == "cuda" and not torch.cuda.is_available():
+        hint = "use --tiny --device cpu to check that it runs"
+        raise ConfigurationError("no CUDA device is at hand", hint, where="--device cuda")
+    write.mkdir(parents=True, exist_ok=True)
+    rows = {name: run_call(name, device, tiny, write / f"cuda-{name}.json") for name in only or CALLS}
+    output.result({"calls": rows})
+
+
 for _name in PAPERS:
     benchmarks.add_command(paper_command(_name))
 
