@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from autopipe.backends.torch.emission.call import meshes_of
+from autopipe.backends.torch.runtime.communicators import message_paths
+from autopipe.backends.torch.runtime.gradients import groups_of
+from autopipe.backends.torch.runtime.manifest import Manifest, StageEntry
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_plan
 from autopipe.ir.program import Program
@@ -66,3 +73,10 @@ def test_a_rank_of_many_has_few_communicators(command_line: CommandLine) -> None
         streams = [stream for stream in Device(program, program.ranks[rank]).streams if isinstance(stream, tuple)]
         assert len([stream for stream in streams if stream[0] == "pair"]) <= 4
         assert len(streams) <= 8
+    paths = Counter(rank for path in message_paths(program.channels) for rank in path[:2])
+    assert max(paths.values()) <= 8
+    entries = [StageEntry(each.devices, each.pipeline, meshes_of(each)) for each in program.stages]
+    shards = [each.shards for each in program.ranks]
+    made = SimpleNamespace(train=True, stages=entries, shards=shards, parameters=program.parameters)
+    groups = Counter(rank for group in groups_of(cast(Manifest, made)) if len(group) > 1 for rank in group)
+    assert max((paths + groups).values()) <= 20
