@@ -117,6 +117,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         optimizer=configuration.optimizer.for_problem(),
         shard_open=configuration.optimizer.shard is None,
         precision=configuration.precision,
+        compiled=configuration.compile,
         recompute=configuration.recompute,
         memory_limit=configuration.memory_limit,
         constraints=tuple(constraint.for_problem() for constraint in configuration.constraints),

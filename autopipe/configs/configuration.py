@@ -156,6 +156,9 @@ class Configuration:
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Precision of products; parameters and their updates stay in fp32. `tf32` rounds operands to 19 bits on GPUs that
     have units for it, and is fp32 elsewhere; `bf16` and `fp16` run the whole forward through torch's autocast."""
+    compile: bool = False
+    """Price stages as `autopipe launch --compile` runs them, by the roofline: neighbouring elementwise operators and
+    reductions are one pass over memory and one launch."""
     recompute: Literal["none", "full", "auto"] | None = None
     """Run each stage's forward again for its backward: never, always, or where memory asks for it; `null` leaves it to
     strategy `auto`, and is `none` under any other."""
@@ -199,6 +202,9 @@ def check(configuration: Configuration, document: Entry) -> None:
             near = min(divisors, key=lambda divisor: abs(divisor - part))
             message = f"{name} {part} does not divide batch_size {batch}"
             raise ConfigurationError(message, f"{near} does", _place(document, name))
+    if configuration.compile and configuration.costs != "roofline":
+        message = "compile: true prices stages by the roofline, and measured costs are of eager operators"
+        raise ConfigurationError(message, "leave out costs, or compile", _place(document, "compile"))
     for name in {"adamw": ("momentum",), "sgd": ("betas", "eps")}[optimizer.name]:
         if getattr(optimizer, name) != getattr(Optimizer(), name):
             message = f"optimizer {optimizer.name} has no {name}"

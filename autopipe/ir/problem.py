@@ -52,6 +52,8 @@ class Work:
     kept_bytes: int
     """Bytes of values that this node makes backward keep, counted at the first node that does."""
     measured: tuple[Measured, ...] = ()
+    launches: float = 1.0
+    """Kernels that a forward starts: a part of one for each node of several that run as one kernel."""
 
 
 FIRST_LOSS_SCALE = 2.0**16
@@ -128,6 +130,8 @@ class Problem:
     loss: str | None = None
     optimizer: Optimizer = Optimizer()
     precision: str = "fp32"
+    compiled: bool = False
+    """True if stages are compiled, so that neighbouring elementwise operators are one kernel."""
     recompute: str = "none"
     """`none`, `full` (every stage runs its forward again for backward) or `auto` (where memory asks for it)."""
     memory_limit: int | None = None

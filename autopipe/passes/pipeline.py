@@ -65,6 +65,7 @@ class Request:
     shard_open: bool = True
     """True if the search for the best plan may share out the optimizer's state where `optimizer` does not."""
     precision: str = "fp32"
+    compiled: bool = False
     recompute: str | None = None
     memory_limit: int | None = None
     constraints: tuple[Constraint, ...] = ()
@@ -228,7 +229,7 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
         size = batching.micro_batch_size
         model = read(request, runner, size, model.source)
     settled = request.optimizer, request.precision, request.recompute, request.memory_limit, request.constraints
-    key = batching, *settled, request.time_limit, request.seed
+    key = batching, *settled, request.compiled, request.time_limit, request.seed
     if key not in runner.problems:
         if size not in runner.work:
             runner.work[size] = runner.run("cost", lambda: _work(request, model))
@@ -246,7 +247,7 @@ def _work(request: Request, model: Model) -> tuple[Work, ...]:
     if train and not any(each.trainable for each in model.graph.parameters):
         hint = "autopipe inspect -v says why; name what is to be trained in model.trainable, or use --mode infer"
         raise ModelError("nothing in it would be trained", hint, str(model.path))
-    return costed_work(model.graph, request.precision, request.cluster, request.costs)
+    return costed_work(model.graph, request.precision, request.cluster, request.costs, request.compiled)
 
 
 def _problem(request: Request, model: Model, batching: Batching, work: tuple[Work, ...]) -> Problem:
@@ -260,6 +261,7 @@ def _problem(request: Request, model: Model, batching: Batching, work: tuple[Wor
         loss=model.loss or None,
         optimizer=request.optimizer,
         precision=request.precision,
+        compiled=request.compiled,
         recompute=request.recompute or "none",
         memory_limit=request.memory_limit,
         constraints=(*request.constraints, *annotated_constraints(model, request.cluster.size)),

@@ -218,3 +218,16 @@ def test_a_plan_to_train_that_trains_nothing_is_refused(gpt, capsys):
     code, _, err = run(capsys, gpt, "--gpus", 1, "--set", "model.frozen=['*']")
     assert code == 3 and "nothing in it would be trained" in err
     assert not os.path.exists(f"{gpt}.plan")
+
+
+def test_compiled_stages_take_less_and_their_costs_are_not_measured(gpt, capsys, tmp_path):
+    steps = {}
+    for compiled in ("true", "false"):
+        words = ("--gpus", 2, "--set", f"compile={compiled}", "--json", "-q")
+        code, out, _ = run(capsys, gpt, *words, "-o", tmp_path / compiled)
+        assert code == 0
+        steps[compiled] = json.loads(out)["summary"]["step_time_s"]
+    assert steps["true"] < steps["false"]
+    code, _, err = run(capsys, gpt, "--set", "compile=true", "--costs", "gpt.costs")
+    assert code == 2
+    assert "compile: true prices stages by the roofline" in err

@@ -37,6 +37,7 @@ from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.analysis.operators import bias_additions, uses_of
 from autopipe.passes.analysis.resharding import node_layouts
+from autopipe.passes.cost.fusion import fused
 from autopipe.passes.cost.roofline import annotate, node_seconds
 
 Splits = tuple[Split, ...]
@@ -152,14 +153,16 @@ _MOST_WAYS = 64
 
 
 @remembered(GRAPHS)
-def costed_work(graph: Graph, precision: str, cluster: Cluster, costs: Costs | None) -> tuple[Work, ...]:
-    """The work of every node, in order, with what was measured of it on the devices of `cluster`.
+def costed_work(
+    graph: Graph, precision: str, cluster: Cluster, costs: Costs | None, compiled: bool = False
+) -> tuple[Work, ...]:
+    """The work of every node, in order, with what was measured of it, uncompiled, on the devices of `cluster`.
 
     Raises ConfigurationError where a device of the cluster is not among those of `costs`.
     """
     work = annotate(graph, precision)
     if costs is None:
-        return work
+        return fused(graph, precision, work) if compiled else work
     lookups = [_Lookup(device, _found(costs, cluster, device), precision) for device in cluster.kinds]
     degrees = range(2, min(cluster.size, _MOST_WAYS) + 1)
     operations = Operations(graph, precision)
@@ -322,7 +325,7 @@ def resized(problem: Problem, size: int) -> Problem:
     return replace(
         problem,
         graph=graph,
-        work=costed_work(graph, problem.precision, problem.cluster, problem.costs),
+        work=costed_work(graph, problem.precision, problem.cluster, problem.costs, problem.compiled),
         micro_batches=problem.batch_size // size,
         micro_batch_sizes=tuple(each for each in problem.micro_batch_sizes if size % each == 0),
     )

@@ -33,15 +33,23 @@ def node_seconds(
     rates = {kind: _rates(device, precision, kind) for kind in {each.kind for each in work}}
     figures = np.array(
         [
-            (each.forward_flops, each.forward_bytes, each.backward_flops, each.backward_bytes, *rates[each.kind])
+            (
+                each.forward_flops,
+                each.forward_bytes,
+                each.backward_flops,
+                each.backward_bytes,
+                each.launches,
+                *rates[each.kind],
+            )
             for each in work
         ],
         dtype=float,
-    ).reshape(-1, 7)
-    flops, moved, back_flops, back_moved, peak, bandwidth, latency = figures.T
-    forward = np.maximum(flops * shares / peak, moved * shares / bandwidth) + latency
-    # A product launches a kernel for each factor's gradient: two where backward computes twice what forward does.
-    launches = np.where(back_flops > 1.5 * flops, 2.0, 1.0) * (back_moved > 0)
+    ).reshape(-1, 8)
+    flops, moved, back_flops, back_moved, starts, peak, bandwidth, latency = figures.T
+    forward = np.maximum(flops * shares / peak, moved * shares / bandwidth) + starts * latency
+    # A product launches a kernel for each factor's gradient: two where backward computes twice what forward does. What
+    # is one kernel forwards together with others is one backwards, too.
+    launches = np.where((starts == 1.0) & (back_flops > 1.5 * flops), 2.0, starts) * (back_moved > 0)
     backward = np.maximum(back_flops * shares / peak, back_moved * shares / bandwidth) + launches * latency
     if any(each.measured for each in work):
         own = np.broadcast_to(shares, len(work))

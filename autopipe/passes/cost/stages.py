@@ -67,7 +67,14 @@ def signatures_in(
 
     nodes, named, values = list[int](), list[tuple[str, ...]](), dict[str, tuple[int, str]]()
     for node, own, keeps, waits in zip(graph.nodes, work, kept, waiting, strict=True):
-        figures = own.forward_flops, own.backward_flops, own.forward_bytes, own.backward_bytes, own.measured
+        figures = (
+            own.forward_flops,
+            own.backward_flops,
+            own.forward_bytes,
+            own.backward_bytes,
+            own.launches,
+            own.measured,
+        )
         held = tuple((each.key[1], each.bytes, each.dimensions, each.windows) for each in keeps)
         nodes.append(number((figures, held, waits, len(node.inputs), len(node.outputs))))
         named.append((*node.inputs, *node.outputs, *(each.key[0] for each in keeps)))

@@ -18,6 +18,7 @@ from autopipe.ir.problem import Problem, Work
 from autopipe.passes.analysis.chain import Matrix, range_sums
 from autopipe.passes.analysis.gradients import most_widened
 from autopipe.passes.analysis.operators import SampleAxes
+from autopipe.passes.cost.fusion import fused
 from autopipe.passes.cost.memory_check import equal_device_runs
 from autopipe.passes.cost.range_tables import Tables
 from autopipe.passes.cost.roofline import accumulate_per_byte, annotate_share, node_seconds, task_seconds, update_line
@@ -35,6 +36,8 @@ class NodeSeconds:
     def __init__(self, problem: Problem, samples: SampleAxes) -> None:
         self.problem, self.samples = problem, samples
         half = annotate_share(problem.graph, samples, problem.precision, 0.5)
+        if problem.compiled:
+            half = fused(problem.graph, problem.precision, half)
         kinds: dict[tuple[int, Work], int] = {}
         keys = [(id(use), work) for use, work in zip(samples.uses, problem.work, strict=True)]
         self.kind_of = np.array([kinds.setdefault(key, len(kinds)) for key in keys], dtype=np.int64)
