@@ -4,6 +4,7 @@ Both train on the same batches in one process, steps interleaved; the figure is 
 hand-written model is what a PyTorch user would write: `nn.Linear`, `scaled_dot_product_attention`, tied head.
 
     python benchmarks/one_device.py --layers 12 --hidden 768 --sequence 256 --rounds 15
+    python benchmarks/one_device.py --compile
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def generated_step(arguments: argparse.Namespace, folder: Path) -> Callable[[], 
     program = plan / "program"
     sys.path.insert(0, str(program))
     sys.argv = [str(program / "rank_000.py"), "--device", arguments.device]
+    sys.argv += ["--compile"] if arguments.compile else []
     names = runpy.run_path(str(program / "rank_000.py"))
     rank, step = names["rank"], names["step"]
     rank.set_up()
@@ -92,12 +94,13 @@ def hand_written_step(arguments: argparse.Namespace) -> Callable[[], None]:
     model = HandWrittenGPT(
         arguments.layers, arguments.hidden, arguments.heads, arguments.vocabulary, arguments.sequence
     ).to(device)
+    forward = torch.compile(model, fullgraph=True, dynamic=False) if arguments.compile else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     shape = (arguments.batch, arguments.sequence)
 
     def step() -> None:
         tokens, labels = (torch.randint(arguments.vocabulary, shape, device=device) for _ in range(2))
-        loss = model(tokens, labels)
+        loss = forward(tokens, labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -106,8 +109,8 @@ def hand_written_step(arguments: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def interleaved(ours: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """Median seconds of each, run in turns; the first two rounds are warm-up."""
+def interleaved(ours: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of each round, run in turns, after two rounds of warm-up."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 2):
         for place in (0, 1) if turn % 2 else (1, 0):
@@ -115,7 +118,7 @@ def interleaved(ours: Callable[[], None], theirs: Callable[[], None], rounds: in
             (ours, theirs)[place]()
             if turn >= 2:
                 times[place].append(time.perf_counter() - start)
-    return statistics.median(times[0]), statistics.median(times[1])
+    return times
 
 
 def main() -> None:
@@ -126,14 +129,19 @@ def main() -> None:
         ("rounds", 15),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--compile", action="store_true", help="both through torch.compile")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parse_arguments(parser, layers=1, hidden=32, heads=2, vocabulary=64, sequence=16, batch=1, rounds=1)
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
         ours = generated_step(arguments, Path(scratch))
-        mine, hand = interleaved(ours, hand_written_step(arguments), arguments.rounds)
-    print(json.dumps({"generated_s": mine, "hand_written_s": hand, "ratio": mine / hand, **vars(arguments)}))
+        times = interleaved(ours, hand_written_step(arguments), arguments.rounds)
+    mine, hand = map(statistics.median, times)
+    ratios = sorted(own / other for own, other in zip(*times, strict=True))
+    middle = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]  # The middle half of the rounds.
+    figures = {"generated_s": mine, "hand_written_s": hand, "ratio": mine / hand, "ratios": middle}
+    print(json.dumps(figures | vars(arguments)))
 
 
 if __name__ == "__main__":

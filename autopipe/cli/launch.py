@@ -39,6 +39,8 @@ DATA = click.option("--data", help="FILE.npz or module:function; random data wit
 _RANDOM = "Seed of random data, of Dropout, and of weights that the model does not store."
 SEED = click.option("--seed", type=click.IntRange(min=0), help=_RANDOM)
 
+COMPILE = click.option("--compile", is_flag=True, help="Compile stages with torch.compile, before the first step.")
+
 
 @click.command()
 @click.argument("program", type=PATH)
@@ -69,6 +71,8 @@ SEED = click.option("--seed", type=click.IntRange(min=0), help=_RANDOM)
 @click.option("--checkpoint-timeout", type=_SECONDS, default=7200, show_default=True, help="Seconds to write or read.")
 @click.option("--trace", type=PATH, metavar="FILE", help="Chrome trace of this node's ranks.")
 @click.option("--outputs", type=PATH, metavar="FILE.npz", help="Outputs of inference.")
+@COMPILE
+@click.option("--cuda-graphs", is_flag=True, help="Replay compiled stages as CUDA graphs from the second step on.")
 @click.option("--blocking", is_flag=True, help="Overlap no message with a task, to see what that is worth.")
 @click.option("--dry-run", is_flag=True, help="Run one step of one rank without the others, and say what it does.")
 @click.option("--rank", type=click.IntRange(min=0), help="Which rank --dry-run runs [0].")
@@ -124,8 +128,10 @@ def launch(
         live=not output.as_json,
         debug=bool(click.get_current_context().params["debug"]),
     )
-    if dry_run and run.blocking:
-        raise click.UsageError("--dry-run exchanges nothing: leave out --blocking")
+    if dry_run and (run.blocking or run.compile):
+        raise click.UsageError(f"--dry-run times nothing: leave out --{'blocking' if run.blocking else 'compile'}")
+    if run.cuda_graphs and not run.compile:
+        raise click.UsageError("--cuda-graphs is for what is compiled: add --compile")
     if run.device == "meta" and not dry_run:
         raise click.UsageError("--device meta computes nothing: it goes with --dry-run")
     if dry_run:
@@ -189,6 +195,8 @@ class Launch:
     trace: Path | None
     outputs: Path | None
     blocking: bool
+    compile: bool
+    cuda_graphs: bool
 
     def start(self, config: LaunchConfig, note: Callable[[str], None]) -> list[dict[str, object]]:
         """Run the ranks and return their step reports. Raises as `launch_program`, and ConfigurationError for data that
@@ -263,7 +271,10 @@ class Launch:
                 raise ConfigurationError(f"{path} cannot be written", hint=hint)
 
     def _arguments(self, scratch: Path, steps: int, timeouts: Timeouts) -> list[str]:
-        own = {name: getattr(self, name) for name in ("device", "blocking", "data", "seed", "checkpoint_every")}
+        own = {
+            name: getattr(self, name)
+            for name in ("device", "blocking", "compile", "cuda_graphs", "data", "seed", "checkpoint_every")
+        }
         return rank_arguments(
             **own,
             steps=steps,

@@ -23,7 +23,7 @@ from autopipe.backends.torch.verification import (
     read_losses,
     read_outputs,
 )
-from autopipe.cli.launch import DATA, SEED, rank_arguments
+from autopipe.cli.launch import COMPILE, DATA, SEED, rank_arguments
 from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import VerificationError
@@ -41,9 +41,17 @@ from autopipe.ir.layout import whole
     type=click.FloatRange(min=0),
     help="Largest relative difference taken for equal [what roundings and conditioning of the model come to].",
 )
+@COMPILE
 @standard_options
 def verify(
-    output: Output, program: Path, device: str, data: str | None, seed: int | None, tolerance: float | None
+    output: Output,
+    /,
+    program: Path,
+    device: str,
+    data: str | None,
+    seed: int | None,
+    tolerance: float | None,
+    **flags: bool,
 ) -> None:
     """Check that the ranks of PROGRAM compute what one device computes.
 
@@ -57,7 +65,7 @@ def verify(
     manifest = read_manifest(program.absolute())
     check_data(manifest, data, 1)
     with tempfile.TemporaryDirectory() as scratch, output.progress("verifying", total=4) as bar:
-        run = Verification(manifest, device, data, seed, Path(scratch), tolerance)
+        run = Verification(manifest, device, data, seed, Path(scratch), tolerance, **flags)
         checks = list(run.run(bar.advance))
     failed = [check for check in checks if not check.relative_difference <= check.limit]
     rounding = manifest.rounding
@@ -155,10 +163,13 @@ class Verification:
     scratch: Path
     tolerance: float | None = None
     """The limit, in place of what follows from the program's roundings."""
+    compile: bool = False
+    """True if the ranks compile their stages, and what they are compared with does not."""
 
     def run(self, advance: Callable[[], None]) -> Iterator[Check]:
         folder = self.manifest.folder
-        launch_program(self.manifest, self._run_arguments("ranks"), LaunchConfig())
+        arguments = self._run_arguments("ranks") + rank_arguments(compile=self.compile)
+        launch_program(self.manifest, arguments, LaunchConfig())
         advance()
         if self.manifest.train:
             run_alone(folder / REFERENCE, self._run_arguments("one"))

@@ -132,6 +132,11 @@ def test_processes(name: str, tmp_path: Path) -> None:
     checked(name, run_apart(FOLDER / f"{name}.py", *options(name, tmp_path)), RANKS[name])
 
 
+@pytest.mark.distributed
+def test_one_device_compiled() -> None:
+    checked("one_device", run_apart(FOLDER / "one_device.py", "--tiny", "--compile"), RANKS["one_device"])
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(SLOW))

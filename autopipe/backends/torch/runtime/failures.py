@@ -41,6 +41,8 @@ class Options:
     report: Path | None = None  # File for one JSON line a step, written by rank 0.
     outputs: Path | None = None
     blocking: bool = False  # Wait for every message where it is sent or received, instead of where it is used.
+    compile: bool = False  # Forwards of stages go through torch.compile.
+    cuda_graphs: bool = False  # What allows it is replayed as CUDA graphs, from the second step on.
     dry_run: bool = False
     """Run without the other ranks, one step, and report what it does; on device `meta`, without values."""
     start_timeout: float = DEFAULTS.start_s

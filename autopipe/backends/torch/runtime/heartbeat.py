@@ -25,7 +25,9 @@ _SIZE = _BEAT.size + _TASK.size
 
 def phase_of(task: str) -> str:
     """The phase to which a task belongs: `start`, `step` or `checkpoint`."""
-    return {"": "start", "start": "start", "restore": "checkpoint", "checkpoint": "checkpoint"}.get(task, "step")
+    return {"": "start", "start": "start", "compile": "start", "restore": "checkpoint", "checkpoint": "checkpoint"}.get(
+        task, "step"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.backends.torch.runtime.compiled import capture_stages, compile_stages
 from autopipe.backends.torch.runtime.data import Position, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options
@@ -66,6 +67,7 @@ class Rank(RankContext):
         self.memory_tracker: MemoryTracker | None = None
         self._samples = 0  # Taken by this run; those that only fill a batch up are not counted.
         self._repeated = False
+        self._captured = False
 
     def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
         wiring = self, number, module, Arguments(device=self.device), ports
@@ -146,10 +148,14 @@ class Rank(RankContext):
         self.source = open_source(manifest, options.data, self.seed)
         self.collector = OutputCollector(manifest, transport, options.outputs)
         self.collect = self.collector.keep
+        self.reporter = Reporter(self)
+        if options.compile:
+            self.heartbeat.task = "compile"
+            for line in compile_stages(self.stages, transport):
+                self.reporter.say(line)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # The first step begins with nothing left to do.
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.reporter = Reporter(self)
         for notice in transport.notices:
             self.reporter.say(notice)
         if isinstance(transport, DryTransport):
@@ -221,6 +227,10 @@ class Rank(RankContext):
         self._clear_step()
         self._samples += self.source.count(self.steps_done)
         self.steps_done += 1
+        if self.options.cuda_graphs and not self._captured:
+            self._captured, self.heartbeat.task = True, "compile"
+            for line in capture_stages(self.stages, self.transport):
+                self.reporter.say(line)
 
     def _clear_step(self) -> None:
         self.transport.traffic.clear()

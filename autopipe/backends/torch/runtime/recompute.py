@@ -4,7 +4,6 @@ the other, as backwards do that keep all."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,20 +17,20 @@ Segment = Callable[..., tuple[Tensors, Tensors]]
 """Generated: takes `p` and tensors, gives what gradients flow through and what they do not."""
 
 
-def recompute(segment: Segment) -> Callable[..., Tensors]:
+class recompute:
     """Makes of a generated segment one that keeps its arguments alone where it trains."""
 
-    @functools.wraps(segment)
-    def run(p: Arguments, *arguments: torch.Tensor) -> Tensors:
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+    def __call__(self, p: Arguments, *arguments: torch.Tensor) -> Tensors:
         if not torch.is_grad_enabled():
-            flowing, others = segment(p, *arguments)
+            flowing, others = self.segment(p, *arguments)
             return flowing + others
         # An operator none of whose operands asks for a gradient has no backward, and parameters are no operands.
         asking = torch.empty(0, device=p.device, requires_grad=True)
-        results: Tensors = _Recompute.apply(segment, p, asking, *arguments)  # type: ignore[no-untyped-call]
+        results: Tensors = _Recompute.apply(self.segment, p, asking, *arguments)  # type: ignore[no-untyped-call]
         return results
-
-    return run
 
 
 class _Recompute(torch.autograd.Function):

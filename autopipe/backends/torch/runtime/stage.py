@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopipe.backends.torch.runtime.clock import Clock
+from autopipe.backends.torch.runtime.cuda_graphs import StageGraphs
 from autopipe.backends.torch.runtime.data import Slices, Source, read_block
 from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.gradients import GradientReduction
@@ -178,7 +179,11 @@ class Stage:
         self._loss = next((port for port in ports if isinstance(port, Loss)), None)
         self.loss_share = 0.0 if self._loss is None else self._loss.share
         """Weight of one micro-batch's loss on this rank in the step's loss; 0 where the stage gives no loss."""
-        self._forward = module.forward
+        self.function = module.forward
+        self.compiled: str | None = None
+        """Parts of the stage that run eagerly although it was compiled, "" for none; None where it was not."""
+        self.graphs: StageGraphs | None = None
+        self._most_in_flight = 1
         self._readers = Counter(int(name[1:]) for segment in getattr(module, "SEGMENTS", ()) for name in segment)
         """By parameter the segments that run again and read it."""
         # By micro-batch, and whether they are gradients, by channel: messages that come, those to be sent, and what
@@ -274,12 +279,13 @@ class Stage:
         ratio, whole = manifest.stages[self.number].micro_batch_ratio, manifest.micro_batch_size
         self.p.random.begin(rank.seed, rank.steps_done, micro_batch * (whole // ratio), micro_batch // ratio * whole)
         start = rank.clock.mark()
-        results = self._results(arguments)
+        results = self._results(arguments) if self.graphs is None else self.graphs.run(micro_batch, arguments)
         rank.clock.add(task, start)
         if rank.train:
             asking = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
             waiting = self.p.weight_grads.take()
             self._kept[micro_batch] = asking, tuple(map(OutputEdge.of, results)), waiting
+            self._most_in_flight = max(self._most_in_flight, len(self._kept))
         for port in self._due(self.sends, micro_batch):
             self._pass_on(port, micro_batch, results[port.result].detach())
         if self._loss is not None:
@@ -292,7 +298,7 @@ class Stage:
         """The results in the types that those who receive them expect: autocast computes in narrower ones."""
         rank = self._rank
         with torch.set_grad_enabled(rank.train), autocast(rank.manifest.precision, rank.device):
-            results = self._forward(self.p, *arguments.values())
+            results = self.function(self.p, *arguments.values())
             return tuple(result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True))
 
     def _arguments(self, micro_batch: int) -> Tensors:
@@ -300,11 +306,38 @@ class Stage:
         parts = defaultdict[str, list[Block]](list)
         for port, tensor in self._arrived(self.receives, micro_batch):
             parts[port.argument].append((tensor, port.box))
-        gradients = {port.argument for port in self.receives if port.gradient} if self._rank.train else ()
+        gradients = self._asking()
         for name, pieces in parts.items():
             tensor = _assembled(pieces, self._inputs[name], pieces[0][0].device)
             found[name] = tensor.requires_grad_(True) if name in gradients else tensor
         return {name: found[name] for name in self._inputs}
+
+    def _asking(self) -> set[str]:
+        """Arguments whose gradients are needed."""
+        return {port.argument for port in self.receives if port.gradient and self._rank.train}
+
+    def _zeros(self) -> Tensors:
+        """Arguments as every micro-batch has them."""
+        return {
+            name: torch.zeros(shape, dtype=dtype, device=self._rank.device, requires_grad=name in self._asking())
+            for name, (dtype, shape) in self._inputs.items()
+        }
+
+    def capture(self) -> None:
+        """Replay CUDA graphs from now on, in a slot for each micro-batch that was in flight at once before. Nothing is
+        under way."""
+        parameters = [getattr(self.p, name) for name in self.module.PARAMETERS]
+        self.graphs = StageGraphs(self.p, parameters, self._zeros(), self._most_in_flight, self._results)
+
+    def rehearse(self) -> None:
+        """Run a micro-batch of zeros forwards and, in training, backwards; nothing is left of it."""
+        results = self._results(self._zeros())
+        waiting = self.p.weight_grads.take()
+        if roots := [result for result in results if result.requires_grad]:
+            torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+            compute_all(waiting + self.p.weight_grads.take())
+        for name in self.module.PARAMETERS:
+            getattr(self.p, name).grad = None
 
     def _arrived(
         self, ports: tuple[_Between, ...], micro_batch: int, gradient: bool = False
@@ -327,9 +360,10 @@ class Stage:
             self._leaving[micro_batch, gradient][port.channel] = block
             return
         target, number = self._rank.stages[port.stage], self._slices[port.channel].message(micro_batch)
-        # A copy of what becomes an argument: requires_grad is set on it, and two stages may share the tensor.
+        # A copy of what becomes an argument: requires_grad is set on it, and two stages may share the tensor. It lies
+        # in memory as a received one does: a compiled stage is for one layout.
         arrives = target._local[target._slices[port.channel].micro_batch(number), gradient]
-        arrives[port.channel] = block if gradient else block.clone()
+        arrives[port.channel] = block if gradient else block.clone(memory_format=torch.contiguous_format)
 
     def backward(self, micro_batch: int) -> None:
         """Wait for the results' gradients and compute those of parameters and arguments."""
@@ -374,6 +408,8 @@ class Stage:
             self._waiting[micro_batch] = waiting
         else:
             compute_all(waiting)
+        if self.graphs is not None:
+            self.graphs.release(micro_batch)
         self._rank.clock.add(task, start)
         gradients = {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in arguments.items()

@@ -1,0 +1,98 @@
+"""Stages that torch.compile has compiled: they compute what one device computes eagerly, and no step compiles."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from torch._dynamo.utils import counters
+
+from autopipe.backends.torch.verification import read_losses
+from autopipe.cli.main import main
+from tests.distributed.support import dropping
+from tests.distributed.support.pool import Pools
+from tests.distributed.test_verify import generated, here, verified
+
+pytestmark = pytest.mark.distributed
+__all__ = ["here"]
+
+PLANS = {
+    "recomputed": (
+        "--gpus",
+        "2",
+        "--schedule",
+        "interleaved_1f1b",
+        "--strategy",
+        "grid",
+        "--set",
+        "strategy.pipeline=2",
+        "--set",
+        "strategy.chunks=2",
+        "--set",
+        "recompute=full",
+    ),
+    "halves": ("--gpus", "2", "--schedule", "zb_h1", "--set", "strategy.replicate=false"),
+    "shared": ("--gpus", "2", "--schedule", "1f1b", "--strategy", "grid", "--set", "strategy.tensor=2"),
+    "bf16": ("--gpus", "1", "--schedule", "1f1b", "--set", "precision=bf16"),
+}
+"""By what is special about their stages."""
+BATCH = ("--cluster", "cpu-local", "--batch-size", "4", "--micro-batches", "4")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_are_those_of_one_device(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = generated(tmp_path, *PLANS[plan], *BATCH)
+    code, checks = verified(program, capsys, "--compile")
+    assert code == 0
+    assert set(checks) == {"loss of the ranks", "gradients of the ranks", "outputs of one device"}
+
+
+@pytest.fixture
+def drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program for one rank that draws random numbers, in segments. Few: Philox is long to compile."""
+    model, plan = tmp_path / "model.onnx", tmp_path / "plan"
+    monkeypatch.setattr(dropping, "DROPPED", {"Softmax"})
+    monkeypatch.setitem(dropping.GPT, "layers", "1")
+    dropping.save_with_dropout(model)
+    flags = ("--gpus", "1", "--schedule", "1f1b", "--strategy", "pipedream", "--set", "recompute=full")
+    assert main(["plan", str(model), *flags, *BATCH, "-o", str(plan), "-q"]) == 0
+    assert main(["codegen", str(plan), "-q"]) == 0
+    return plan / "program"
+
+
+def test_every_run_computes_the_same(pools: Pools, drawing: Path, tmp_path: Path) -> None:
+    runs = {"eager": (), "first": ("--compile",), "second": ("--compile",)}
+    for name, flags in runs.items():
+        pools.of(1).run(drawing, "--device", "cpu", "--steps", 3, "--report", tmp_path / name, *flags)
+    losses = {name: read_losses(tmp_path / name) for name in runs}
+    assert losses["first"] == losses["second"]
+    assert losses["first"] == pytest.approx(losses["eager"], rel=1e-5)
+    assert len(set(losses["first"])) == 3
+
+
+def test_no_step_compiles(drawing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rank_000.py", "--device", "cpu", "--compile"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.syspath_prepend(drawing)
+    names = runpy.run_path(str(drawing / "rank_000.py"))
+    monkeypatch.delitem(sys.modules, "stage_00")
+    names["rank"].set_up()
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled > 0
+    for _ in range(2):
+        names["rank"].run(names["step"])
+    assert counters["stats"]["unique_graphs"] == compiled
+
+
+def test_there_may_be_no_compiler(
+    drawing: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
+    assert main(["launch", str(drawing), "--device", "cpu", "--compile"]) == 2
+    error, hint = capfd.readouterr().err.splitlines()[-2:]
+    assert error == "error: --compile: no working c++ compiler is there"
+    assert hint == "hint: install g++, or name a compiler in CXX"
