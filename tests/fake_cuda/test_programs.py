@@ -123,6 +123,28 @@ def test_other_models(watch: Watch, tmp_path: Path) -> None:
     watch(*((planned(name, tmp_path, STRATEGIES[plan]), 0) for name, plan in chosen.items()))
 
 
+def test_a_rank_of_64_of_llama_7b(watch: Watch, tmp_path: Path) -> None:
+    model, plan = tmp_path / "llama.onnx", tmp_path / "llama.plan"
+    build(configure("llama", {"size": "7b", "loss": "true", "weights": "none"})).save(model)
+    words = [
+        "plan",
+        str(model),
+        "--gpus",
+        "64",
+        "--cluster",
+        "h100-80gb",
+        "--batch-size",
+        "64",
+        "--micro-batches",
+        "16",
+    ]
+    words += ["--strategy", "grid", "--set", "strategy.pipeline=4", "--set", "strategy.tensor=8", "--schedule", "1f1b"]
+    words += ["--set", "precision=bf16", "--set", "recompute=full", "--set", "optimizer.name=adamw"]
+    assert main([*words, "-q", "-o", str(plan)]) == 0
+    assert main(["codegen", str(plan), "--ranks", "0", "-q"]) == 0
+    watch((plan / "program", 0))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(zoo.SIZES))
 def test_models_of_the_zoo(watch: Watch, tmp_path: Path, name: str) -> None:
