@@ -78,7 +78,8 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
     rank_titles = tuple(
         _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None for rank in program.ranks
     )
-    files = [ProgramFiles("", program, stage_titles, rank_titles)]
+    limits = () if problem.memory_limit is None else plan.memory_limits  # Else a device has all of its memory.
+    files = [ProgramFiles("", program, stage_titles, rank_titles, limits)]
     if not ranks:
         if problem.loss is not None:
             files.append(_one_device(planned, REFERENCE, problem.loss))

@@ -245,9 +245,9 @@ def _write(
 
 
 def _write_program(program: Program, model: str, digest: str, optimizer: Optimizer, precision: str, to: Path) -> None:
-    titles = [("Timed by the profiler.",) * len(each) for each in (program.stages, program.ranks)]
+    stages, ranks = (("Timed by the profiler.",) * len(each) for each in (program.stages, program.ranks))
     provenance = Provenance(model, digest, "", optimizer, precision, 0, 0.0, 0.0)
-    write_program([ProgramFiles("", program, *titles)], provenance, to)
+    write_program([ProgramFiles("", program, stages, ranks)], provenance, to)
 
 
 _MOST_BYTES = 2**32

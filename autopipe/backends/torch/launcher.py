@@ -133,9 +133,15 @@ def _elastic_contained(debug: bool) -> Iterator[None]:
             signal.signal(each, handler)
 
 
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+"""Environment variables with the settings of torch's allocator. All versions read the first, before the second, which
+newer ones have."""
+
+
 @contextmanager
 def rank_environment() -> Iterator[None]:
-    """The environment that ranks inherit: one thread each, and this same autopipe."""
+    """The environment that ranks inherit: one thread each, this same autopipe, and memory of GPUs in segments that
+    grow, which tensors of changing sizes do not break up. What is set already stays."""
     root = Path(__file__).resolve().parents[3]
     # An empty entry would be the current folder, where anybody may have put a module.
     paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -143,7 +149,10 @@ def rank_environment() -> Iterator[None]:
     if root.name not in ("site-packages", "dist-packages"):
         paths.append(str(root))
     changes = {PARENT: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
-    with environment(changes | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
+    changes["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    if not any(name in os.environ for name in _ALLOCATOR):
+        changes[_ALLOCATOR[0]] = "expandable_segments:True"
+    with environment(changes):
         yield
 
 

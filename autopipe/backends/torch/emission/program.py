@@ -41,7 +41,7 @@ class Provenance:
     rounding: Rounding = field(default_factory=Rounding)
 
 
-def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
+def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[int, ...] = ()) -> dict[str, Any]:
     """The manifest as a JSON object; `autopipe.backends.torch.runtime.manifest` reads it."""
     optimizer = provenance.optimizer
     return {
@@ -67,6 +67,7 @@ def manifest_of(program: Program, provenance: Provenance) -> dict[str, Any]:
             {"rank": rank.rank, "stages": [each.stage for each in rank.stages], "shards": [*map(encode, rank.shards)]}
             for rank in program.ranks
         ],
+        **({"memory_limits": memory_limits} if memory_limits else {}),
     }
 
 
@@ -105,6 +106,8 @@ class ProgramFiles:
     program: Program
     stage_titles: tuple[str, ...]
     rank_titles: tuple[str | None, ...]
+    memory_limits: tuple[int, ...] = ()
+    """Bytes that each rank may take of its GPU's memory; () for all of it."""
 
 
 def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, folder: Path) -> None:
@@ -141,7 +144,7 @@ def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
             ast.parse(text)
         except SyntaxError as error:
             raise CodegenError(f"generated code is not valid Python: {error}", where=name) from error
-    found["manifest.json"] = json.dumps(manifest_of(program, provenance), indent=1) + "\n"
+    found["manifest.json"] = json.dumps(manifest_of(program, provenance, files.memory_limits), indent=1) + "\n"
     return found
 
 

@@ -294,6 +294,7 @@ def emit_stage(stage: StageCode, title: str) -> str:
     lines = [f"{way:<4} {name:<5} {value.dtype.value:<8} {list(value.shape)}\n" for way, name, value in rows]
     elements, size = (sum(getattr(value, name) for _, value in stage.parameters) for name in ("elements", "bytes"))
     segments = f"SEGMENTS = {forward.read!r}\n" if forward.read else ""
+    draws = "DRAWS = True\n" if "p.random(" in forward.text else ""
     return (
         f'"""{title}\n\n{"".join(lines)}parameters {elements:,} ({size / 2**20:.1f} MiB)\n"""\n\n'
         f"{_imports(forward.text)}\n"
@@ -301,7 +302,7 @@ def emit_stage(stage: StageCode, title: str) -> str:
         f"OUTPUTS = {_types(forward.results, stage.outputs)}\n"
         f"PARAMETERS = {tuple(f'w{index}' for index, _ in stage.parameters)!r}\n"
         f"CONSTANTS = {tuple(dict.fromkeys(_CONSTANT.findall(forward.text)))!r}\n"
-        f"{segments}\n\n"
+        f"{draws}{segments}\n\n"
         f"{forward.text}"
     )
 

@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -34,24 +35,33 @@ class HostCopies:
     """Copies by key, in buffers that the next ones overwrite; page-locked where the tensors are on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Start to copy; what a GPU does after this call leaves the copies as they are."""
+        """Start to copy. On a GPU the copies are made beside its work, of what it has been given up to now; who then
+        writes to the tensors calls `before_write`."""
         for key in self._buffers.keys() - tensors.keys():
             del self._buffers[key]
-        for key, tensor in tensors.items():
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype is not tensor.dtype:
-                # Pinned pages where a copy runs beside the GPU's work; a generator's state is on the host already.
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._cuda)
-                self._buffers[key] = buffer
-            buffer.copy_(tensor.detach(), non_blocking=True)
-        if self._cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for key, tensor in tensors.items():
+                buffer = self._buffers.get(key)
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype is not tensor.dtype:
+                    # Pinned pages where a copy runs beside the GPU's work; a generator's state is on the host already.
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None)
+                    self._buffers[key] = buffer
+                buffer.copy_(tensor.detach(), non_blocking=True)
+            if self._stream is not None:
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+
+    def before_write(self) -> None:
+        """Let the GPU do what it is given from now on behind the copies."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
 
     def contents(self) -> list[files.Content]:
         """Wait for the copies, and give them as the contents of a file."""
@@ -183,7 +193,7 @@ class Checkpointer:
         ended that one."""
         self.wait()
         state = self._state
-        counters = {piece.parameter: state.counters(piece.parameter) for piece in self._pieces}
+        counters = state.counters({piece.parameter for piece in self._pieces})
         scale = None if state.loss_scaler is None else state.loss_scaler.state()
         snapshot = Snapshot(position, seed, list(state.blocks(self._pieces)), counters, state.generators(), scale)
         self._copies.take(snapshot.tensors)
@@ -199,6 +209,10 @@ class Checkpointer:
 
         # Never waited for by the interpreter: a rank that fails must not hang on a job whose peers are gone.
         Thread(target=run, name="checkpoint", daemon=True).start()
+
+    def before_update(self) -> None:
+        """To be called before what is being saved changes."""
+        self._copies.before_write()
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Wait for the save that runs, if there is one, up to `timeout_s`. Raises what has ended it."""

@@ -149,8 +149,15 @@ class TrainingState:
                 else:
                     yield SavedBlock(f"{key}.{name}", piece, name, tensor[box.slices])
 
-    def counters(self, parameter: int) -> tuple[tuple[str, float], ...]:
-        return tuple((name, float(value)) for name, value in self._kept(parameter).items() if name in COUNTERS)
+    def counters(self, parameters: Iterable[int]) -> dict[int, tuple[tuple[str, float], ...]]:
+        """Numbers that the optimizer keeps once a tensor, by parameter; read from a GPU in one copy."""
+        kept = {parameter: self._kept(parameter) for parameter in parameters}
+        found = [value.reshape(1) for each in kept.values() for name, value in each.items() if name in COUNTERS]
+        values = iter(torch.cat(found).tolist() if found else ())
+        return {
+            parameter: tuple((name, next(values)) for name in each if name in COUNTERS)
+            for parameter, each in kept.items()
+        }
 
     def _kept(self, parameter: int) -> dict[str, torch.Tensor]:
         """State tensors of a parameter by torch's names, or of the shard that it is updated in."""

@@ -70,11 +70,12 @@ def parse_options(arguments: list[str]) -> Options:
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_LOST_PEER = (
-    *("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "Timeout"),
-    *("ncclRemoteError", "remote process exited", "communicator was aborted", "collective operation timeout"),
-)
-"""Words of the errors that a rank gets from torch when another one has gone away. Of NCCL these alone mean that."""
+_LOST_OVER_GLOO = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "Timeout")
+"""Words of the plain RuntimeErrors that a rank gets over gloo when another one has gone away."""
+_LOST_OVER_NCCL = (
+    "ncclRemoteError", "remote process exited", "communicator was aborted", "collective operation timeout",
+)  # fmt: skip
+"""Words of NCCL's errors of that kind; its other errors, out of memory or used wrongly, are the rank's own."""
 _GRACE_S = 2.0
 """How long a rank that has lost a peer waits before it ends, so that the launcher sees the peer's end first."""
 _BEAT_S = 0.5
@@ -124,8 +125,7 @@ def failure_of(error: BaseException, rank: int, task: str, awaited: tuple[int, i
         return Failure(rank, task, *words, time.time(), error.exit_code, final=True, consequence=False, host=host)
     first = next(iter(str(error).strip().splitlines()), "")
     message, hint = f"{type(error).__name__}: {first}" if first else type(error).__name__, ""
-    lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER)
-    if lost:
+    if lost := has_lost_rank(error):
         peer, channel = awaited
         whom = "another rank" if peer < 0 else f"rank {peer} (channel {channel})"
         message, hint = f"lost {whom}: {message}", "the error of the rank, or node, that ended first says why"
@@ -133,6 +133,19 @@ def failure_of(error: BaseException, rank: int, task: str, awaited: tuple[int, i
         hint = "NCCL_DEBUG=INFO tells more in the rank's log: see docs/running.md"
     code = LaunchError.exit_code
     return Failure(rank, task, message, hint, "", time.time(), code, final=False, consequence=lost, host=host)
+
+
+def has_lost_rank(error: BaseException) -> bool:
+    """True for the errors of torch that follow from the end of another rank, or of the connection to it."""
+    if not isinstance(error, RuntimeError):
+        return False
+    import torch.distributed as dist
+
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    if isinstance(error, dist.DistBackendError):
+        return any(word in str(error) for word in _LOST_OVER_NCCL)
+    return type(error) is RuntimeError and any(word in str(error) for word in _LOST_OVER_GLOO)
 
 
 def end_on_error(number: int, heartbeat: Heartbeat) -> None:

@@ -196,7 +196,9 @@ def make_optimizer(settings: dict[str, Any], parameters: list[torch.Tensor]) -> 
     """The optimizer of a manifest over the rank's trainable blocks; None where the rank has none."""
     if not parameters:
         return None
-    common = {"lr": settings["lr"], "weight_decay": settings["weight_decay"]}
+    # One kernel updates many tensors; on CPUs torch chooses.
+    fused = True if all(each.is_cuda for each in parameters) else None
+    common = {"lr": settings["lr"], "weight_decay": settings["weight_decay"], "fused": fused}
     if settings["name"] == "sgd":
         return torch.optim.SGD(parameters, momentum=settings["momentum"], **common)
     if settings["name"] == "adamw":

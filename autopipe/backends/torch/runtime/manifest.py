@@ -63,6 +63,8 @@ class Manifest:
     shards: Annotated[tuple[tuple[Shard, ...], ...], At("ranks"), _SHARDS]  # A tuple for each rank.
     stages: tuple[StageEntry, ...]
     channels: tuple[Channel, ...]  # In global order.
+    memory_limits: Annotated[tuple[Index, ...], Sparse()] = ()
+    """Bytes that each rank's tensors may take on a GPU; () where that is not limited."""
 
     @property
     def batch_size(self) -> int:
@@ -103,6 +105,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise record.error(f"the manifest is damaged: {error!r}") from error
     if len(manifest.shards) != manifest.world_size:
         record.at("world_size").refuse(f"the number of ranks, {len(manifest.shards)}")
+    if len(manifest.memory_limits) not in (0, manifest.world_size):
+        record.at("memory_limits").refuse(f"a limit for each of {manifest.world_size} ranks")
     for stage in manifest.stages:
         if manifest.micro_batch_size % stage.micro_batch_ratio:
             record.at("micro_batch_size").refuse(

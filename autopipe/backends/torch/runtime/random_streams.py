@@ -46,20 +46,39 @@ def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     return c0, c1 & _LOW, c2, c3 & _LOW
 
 
-class Random:
-    """Random numbers of a stage's operators, on the rank at `position` of its group."""
+class ForwardState:
+    """The origin of one forward's numbers: seed, step, and the first sample's number in the step, its own and that of
+    the program's micro-batch."""
 
-    def __init__(self, device: torch.device, position: int = 0) -> None:
+    def __init__(self, seed: int, step: int, sample: int, shared: int) -> None:
+        self._origin = seed, step, sample, shared
+        self._numbers: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """Two words of the key, and the two samples; int64, [4]. Copied to the device once."""
+        if self._numbers is None:
+            seed, step, *samples = self._origin
+            words = [int(word) & _LOW for word in key_of(seed, (_STEP_STREAM, step))]
+            self._numbers = torch.tensor([*words, *samples]).to(device, non_blocking=True)
+        return self._numbers
+
+
+class Random:
+    """Random numbers of a stage's operators, on the rank at `position` of its group. The state is made where something
+    is drawn, and before a forward that `draws`: it may be compiled, and then finds it there."""
+
+    def __init__(self, device: torch.device, position: int = 0, draws: bool = False) -> None:
         self.device = device
         self.position = position
+        self._draws = draws
         self.begin(0, 0, 0, 0)
 
     def begin(self, seed: int, step: int, sample: int, shared: int) -> None:
         """From now on a forward runs whose samples count from `sample` in the step. `shared` is the same for all parts
         of the program's micro-batch: of what carries no samples they draw the same."""
-        key = key_of(seed, (_STEP_STREAM, step))
-        first, second = (int(word) & _LOW for word in key)
-        self.state = torch.tensor([first, second, sample, shared]).to(self.device, non_blocking=True)
+        self.state = ForwardState(seed, step, sample, shared)
+        if self._draws:
+            self.state.on(self.device)
 
     def __call__(
         self, node: int, cuts: tuple[Axes, ...] = (), samples: int | tuple[int, int, int] | None = None
@@ -67,12 +86,13 @@ class Random:
         """The numbers of a node, of which mesh axes give this rank a part: for each dimension those that `cuts` it.
         `samples` is the dimension that counts samples, or it with its extents outside of and inside a sample's index
         (see `autopipe.ir.batch.Samples`); None where the tensor carries none."""
-        key = self.state[0] ^ (node >> 32), self.state[1] ^ (node & _LOW)
+        state = self.state.on(self.device)
+        key = state[0] ^ (node >> 32), state[1] ^ (node & _LOW)
         along = tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts)
         degrees = tuple(math.prod(degree for degree, _ in axes) for axes in cuts)
         places = tuple(place_along(axes, self.position) for axes in along)
         counted = (samples, 1, 1) if isinstance(samples, int) else samples
-        return Stream(key, self.state[3 if counted is None else 2], places, degrees, counted)
+        return Stream(key, state[3 if counted is None else 2], places, degrees, counted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 
 from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import check_unused
+from autopipe.backends.torch.runtime.batch_reader import BatchReader, PrefetchingReader, StepData
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
@@ -87,19 +88,23 @@ class Rank(RankContext):
     def _run_all(self, step: Callable[[], None]) -> None:
         self.set_up()
         self._restore()
+        # What is recorded or run dry is one step, which may be run again.
+        if self.device.type == "cuda" and not self.options.dry_run and self.options.record is None:
+            self.reader = PrefetchingReader(self.manifest, self.reader.source, self.device, self.options.steps)
         while self.steps_done < self.options.steps:
-            if not self.source.has(self.steps_done):
+            if not self.reader.has(self.steps_done):
                 self.reporter.report()
                 self.reporter.say(f"{self.options.data} has ended: there is no step {self.steps_done}")
                 break
-            self.run(step)
-            epoch = self.source.epoch(self.steps_done - 1)
-            if epoch > 1 and not self._repeated:
-                self._repeated, left = True, self.source.left_over
+            data = self.run(step)
+            self._samples += data.samples
+            if data.epoch > 1 and not self._repeated:
+                self._repeated, left = True, data.left_over
                 without = f", the last {left} samples left out, which fill no batch" if left else ""
-                begins = f"step {self.steps_done - 1} begins epoch {epoch}"
+                begins = f"step {self.steps_done - 1} begins epoch {data.epoch}"
                 self.reporter.say(f"{self.options.data} has ended{without}: {begins}")
             self._save()
+        self.reader.close()
         self.reporter.report()
         if self.checkpointer is not None:
             self.heartbeat.task = "checkpoint"
@@ -120,6 +125,8 @@ class Rank(RankContext):
             self.loss_scaler = LossScaler(scale, transport)
             groups.add(tuple(range(manifest.world_size)))
         transport.connect(groups, manifest.channels)
+        if self.device.type == "cuda" and manifest.memory_limits:
+            limit_memory(manifest.memory_limits[self.number], self.device)
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.memory_tracker is None)
         if options.perturb:
             for index, tensor in self.parameters.items():
@@ -131,7 +138,7 @@ class Rank(RankContext):
             for name in (*stage.module.PARAMETERS, *stage.module.CONSTANTS):
                 setattr(stage.p, name, named[name])
             stage.p.group = Group(manifest.stages[number].ranks, transport)
-            stage.p.random = Random(self.device, stage.p.group.position)
+            stage.p.random = Random(self.device, stage.p.group.position, getattr(stage.module, "DRAWS", False))
             stage.p.weight_grads = WeightGradQueue(named[name] for name in stage.module.PARAMETERS)
         buckets = buckets_of_rank(manifest, self.number) if self.train else ()
         self.reduction = GradientReduction(transport, self.parameters, buckets, manifest.optimizer["shard"])
@@ -145,7 +152,7 @@ class Rank(RankContext):
                 manifest, self.number, self.parameters, self.optimizer, self.device, shards, self.loss_scaler
             )
             self.checkpointer = Checkpointer(options.checkpoint, manifest, state, transport.make_control_group())
-        self.source = open_source(manifest, options.data, self.seed)
+        self.reader = BatchReader(manifest, open_source(manifest, options.data, self.seed), self.device)
         self.collector = OutputCollector(manifest, transport, options.outputs)
         self.collect = self.collector.keep
         self.reporter = Reporter(self)
@@ -176,7 +183,8 @@ class Rank(RankContext):
             return
         self.steps_done = saved.step
         self.seed = saved.seed if self.options.seed is None else self.options.seed
-        self.source = open_source(self.manifest, self.options.data, self.seed, Position(saved.step, saved.samples))
+        source = open_source(self.manifest, self.options.data, self.seed, Position(saved.step, saved.samples))
+        self.reader = BatchReader(self.manifest, source, self.device)
         self.reporter.say(f"going on after {saved.step} steps, from {folder}")
 
     def _save(self) -> None:
@@ -191,7 +199,8 @@ class Rank(RankContext):
         else:
             self.checkpointer.has_ended()
 
-    def run(self, step: Callable[[], None]) -> None:
+    def run(self, step: Callable[[], None]) -> StepData:
+        """Run a step, and say what data it took."""
         if self.global_order is not None:
             self.global_order.begin(step)
         self.clock.begin_step()
@@ -207,6 +216,8 @@ class Rank(RankContext):
             if self.options.record is not None and self.steps_done == 0:
                 dump_gradients(self.options.record, self.number, self.reduction.gradients())
             if self.optimizer is not None:
+                if self.checkpointer is not None:
+                    self.checkpointer.before_update()
                 if self.loss_scaler is None or self.options.dry_run:
                     self.optimizer.step()
                 else:
@@ -221,18 +232,23 @@ class Rank(RankContext):
             self.loss_scaler.end_step()
             if self.options.record is not None and self.loss_scaler.was_skipped():
                 self._clear_step()  # To be verified are gradients, and parameters are where they were.
-                self.run(step)
-                return
+                return self.run(step)
         self.reporter.end_step()
         self._clear_step()
-        self._samples += self.source.count(self.steps_done)
         self.steps_done += 1
         if self.options.cuda_graphs and not self._captured:
             self._captured, self.heartbeat.task = True, "compile"
             for line in capture_stages(self.stages, self.transport):
                 self.reporter.say(line)
+        return self.reader.end_step(self.steps_done - 1)  # A thread may copy from then on, which no capture allows.
 
     def _clear_step(self) -> None:
         self.transport.traffic.clear()
         for stage in self.stages.values():
             stage.end_step()
+
+
+def limit_memory(limit: int, device: torch.device) -> None:
+    """Let tensors on a GPU take up to `limit` bytes. The rest is for the CUDA context and NCCL's buffers."""
+    share = limit / torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)

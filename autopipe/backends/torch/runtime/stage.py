@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autopipe.backends.torch.runtime.batch_reader import BatchReader, BlockRequest
 from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.cuda_graphs import StageGraphs
-from autopipe.backends.torch.runtime.data import Slices, Source, read_block
+from autopipe.backends.torch.runtime.data import Slices
 from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
@@ -112,7 +113,7 @@ def _assembled(pieces: list[Block], form: Form, device: torch.device, add: bool 
 class RankContext:
     """The part of a rank that its stages, its reports and the order of blocking messages use."""
 
-    source: Source
+    reader: BatchReader
     reduction: GradientReduction
     loss_scaler: LossScaler | None = None
     """Where a program in fp16 trains."""
@@ -134,21 +135,19 @@ class RankContext:
         self.steps_done = 0
         self.stages: dict[int, Stage] = {}
         self.parameters: dict[int, torch.Tensor] = {}
-        self._inputs = {entry.value.name: entry for entry in manifest.inputs}
 
     @property
     def samples_done(self) -> int:
         """Number of the next step's first sample: how far the data was gone through, by plans of other batches too."""
-        return self.source.sample(self.steps_done)
+        return self.reader.source.sample(self.steps_done)
 
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
         """Read a stage's block of a graph input for one of its micro-batches of this step, on the device."""
-        entry = self._inputs[data.name]
+        found = self.reader.read(self.steps_done, BlockRequest(stage, micro_batch, data.name, data.box))
+        if not self.options.perturb:
+            return found
         size = self.manifest.batch_size // self.manifest.micro_batches_at(stage)
-        sample = self.samples_done + micro_batch * size
-        block = torch.from_numpy(read_block(self.source, self.manifest, entry, sample, data.box))
-        found = block.to(self.device, torch_dtype(entry.value.dtype), non_blocking=True)
-        return perturbed(found, self.options.perturb, sample) if self.options.perturb else found
+        return perturbed(found, self.options.perturb, self.samples_done + micro_batch * size)
 
 
 def perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:

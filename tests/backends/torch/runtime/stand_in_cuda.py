@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,10 @@ class Device:
         self.drained = 0
         """How often the host waited until the device had nothing left to do."""
         self.entered: list[Stream] = []
+        self.pinned: list[tuple[int, ...]] = []
+        """Shapes of the tensors made in pinned memory."""
+        self.kept_for: list[Stream] = []
+        """Streams that use tensors of another stream's memory."""
 
     def work(self, seconds: float) -> None:
         self.busy_until = max(self.busy_until, self.host) + seconds
@@ -45,7 +50,18 @@ class Device:
             device.entered.append(entered)
             yield
 
+        make = torch.empty
+
+        def empty(*shape: Any, pin_memory: bool = False, **form: Any) -> torch.Tensor:
+            made = make(*shape, **form)
+            if pin_memory:
+                device.pinned.append(tuple(made.shape))
+            return made
+
         current = BoundStream()
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: device.kept_for.append(stream))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "Event", BoundEvent)
         monkeypatch.setattr(torch.cuda, "Stream", BoundStream)
         monkeypatch.setattr(torch.cuda, "stream", stream)
@@ -78,8 +94,8 @@ class Event:
 
 
 class Stream:
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, _: Device) -> None:
+        self.device = torch.device("cpu")
         self.waited_for: list[object] = []
 
     def wait_stream(self, other: Stream) -> None:

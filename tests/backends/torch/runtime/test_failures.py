@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from autopipe.backends.torch.elastic_agent import first_failure
@@ -103,3 +104,26 @@ def test_an_error_is_one_line_with_its_kind(error: Exception) -> None:
 
 def test_error_files_of_other_programs_are_left_alone() -> None:
     assert read_failure({"message": {"message": "x", "extraInfo": {"timestamp": 1}}}) is None
+
+
+CLOSED = "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version 2.28"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (LOST, True),
+        (dist.DistBackendError(CLOSED), True),
+        (dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
+        (dist.DistStoreError("wait timeout after 100ms, keys: /0"), True),
+        (dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.28"), False),
+        (dist.DistBackendError("NCCL error in: x.cpp:7, invalid usage (run with NCCL_DEBUG=WARN)"), False),
+        (RuntimeError("NCCL was not built with this torch"), False),
+        (NotImplementedError("gloo has no such operator"), False),
+        (ValueError("Timeout is not a number"), False),
+    ],
+)
+def test_only_errors_of_a_lost_connection_follow_from_another_rank(error: Exception, lost: bool) -> None:
+    found = failure_of(error, 1, "0B2")
+    assert found.consequence == lost and ("lost another rank" in found.message) == lost

@@ -180,3 +180,19 @@ def test_words_broadcast() -> None:
     for row, block in itertools.product(range(3), range(2)):
         one = philox_4x32((blocks[0, block], rows[row, 0], zero, zero), key)
         assert [int(each[row, block]) for each in found] == [int(each) for each in one]
+
+
+def test_a_forward_that_draws_nothing_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    make = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda numbers: made.append(numbers) or make(numbers))  # type: ignore[func-returns-value]
+    random = Random(CPU)
+    for number in range(3):
+        random.begin(1, 2, number, number)
+    assert not made
+    first, second = (words_of(random(node), (4,)) for node in (5, 6))
+    assert len(made) == 1 and not torch.equal(first, second)
+    in_advance = Random(CPU, draws=True)
+    in_advance.begin(1, 2, 2, 2)
+    made.clear()
+    assert torch.equal(words_of(in_advance(5), (4,)), first) and not made, "a compiled forward finds it there"
