@@ -74,13 +74,13 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1, {}, NCCL version 2.27.3"
     ],
 )
 def test_a_peer_that_nccl_lost_is_named_with_the_channel(words: str) -> None:
-    failure = failure_of(RuntimeError(NCCL.format(words)), 0, "0B1", (3, 17))
+    failure = failure_of(dist.DistBackendError(NCCL.format(words)), 0, "0B1", (3, 17))
     assert failure.message.startswith("lost rank 3 (channel 17): ") and failure.consequence
 
 
 @pytest.mark.parametrize("words", ["unhandled cuda error", "invalid usage", "unhandled system error"])
 def test_other_errors_of_nccl_are_the_ranks_own(words: str) -> None:
-    failure = failure_of(RuntimeError(NCCL.format(words)), 0, "0B1", (3, 17))
+    failure = failure_of(dist.DistBackendError(NCCL.format(words)), 0, "0B1", (3, 17))
     assert "lost" not in failure.message and not failure.consequence
     assert "NCCL_DEBUG=INFO" in failure.hint
 
