@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from autopipe.ir.attention_kernels import AttentionForm, Capability, Kernel, kernels_of, repeats_heads
 from autopipe.ir.graph import DType, Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
@@ -118,13 +119,50 @@ class SavedTensor:
         return size
 
 
+_SCORES = "\0scores"
+
+
+@remembered(GRAPHS)
+def attention_tensors(
+    graph: Graph, precision: str = "fp32", capability: Capability | None = None
+) -> dict[int, SavedTensor]:
+    """A tensor that GPUs of `capability` write for an attention besides its result, by node, and backward reads: with
+    the math kernel its probabilities, in single precision at least, with the fused one for fp32 and masks the keys
+    and values of every query head. Without `capability`, on a CPU, they write nothing."""
+    found: dict[int, SavedTensor] = {}
+    for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
+        if capability is None or use.row.name != "Attention":
+            continue
+        axes, value = use.space.extents(), graph.type_of(node.inputs[0])
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(precision, value.dtype.value)
+        masked = len(node.inputs) > 3 and any(node.inputs[3:])
+        causal, square = bool(node.integer("is_causal")), axes["q"] == axes["k"]
+        form = AttentionForm(dtype, axes["d"], axes["v"], masked, causal, square, axes["r"] > 1)
+        rows, keys = axes["b"] * axes["h"] * axes["r"], axes["k"] + axes.get("p", 0)
+        result, width = node.outputs[0], 2 if dtype in ("bfloat16", "float16") else value.dtype.itemsize
+        if kernels_of(form, capability)[0] is Kernel.MATH:
+            size = rows * axes["q"] * keys * max(width, 4)
+            found[index] = SavedTensor((result + _SCORES, max(width, 4)), size, (("b",), ("h", "r"), ("q",)))
+        elif repeats_heads(form, capability):
+            size = rows * keys * (axes["d"] + axes["v"]) * width
+            found[index] = SavedTensor((f"{result}\0heads", width), size, (("b",), ("h", "r")))
+    return found
+
+
+def scores_in(tensor: SavedTensor | None) -> int:
+    """Bytes of the scores that the math kernel writes; none where a tensor is something else."""
+    return tensor.bytes if tensor is not None and tensor.key[0].endswith(_SCORES) else 0
+
+
 Dimensions = tuple[Dimension, ...] | None
 Kept = SavedTensor | None
 
 
 @remembered(GRAPHS)
-def kept_values(graph: Graph, precision: str = "fp32") -> tuple[tuple[SavedTensor, ...], ...]:
-    """For each node what backward needs of it, at `precision`.
+def kept_values(
+    graph: Graph, precision: str = "fp32", capability: Capability | None = None
+) -> tuple[tuple[SavedTensor, ...], ...]:
+    """For each node what backward needs of it, at `precision` on GPUs of `capability`, or on CPUs.
 
     Parameters, constants and graph inputs are there anyway and do not count, but the 16-bit copies that autocast makes
     of a product's operands do: one of a trained parameter for all products of a forward, one of anything else for each
@@ -135,6 +173,7 @@ def kept_values(graph: Graph, precision: str = "fp32") -> tuple[tuple[SavedTenso
     trained = {each.value.name for each in graph.parameters if each.trainable}
     free = {value.name for value in graph.inputs} | {each.value.name for each in graph.constants}
     free |= {each.value.name for each in graph.parameters}
+    beside = attention_tensors(graph, precision, capability)
 
     def tensor(name: str, dimensions: Dimensions, windows: Iterable[Windowed] = (), cast: str = "") -> Kept:
         """A value, if it is kept; `cast` names the copy that its reader makes of it, if it makes one."""
@@ -167,13 +206,13 @@ def kept_values(graph: Graph, precision: str = "fp32") -> tuple[tuple[SavedTenso
                         cast = f"{result}\0{place}" if casts else ""
                         yield tensor(read[place], use.space.operands[place], use.space.windows_of(place), cast)
 
-    def kept(node: Node, use: OpInstance) -> tuple[SavedTensor, ...]:
+    def kept(index: int, node: Node, use: OpInstance) -> tuple[SavedTensor, ...]:
         if use.row.kind == "view" or not use.row.differentiable or gradient.isdisjoint(node.inputs):
             return ()
         found: dict[tuple[str, int], SavedTensor] = {}
-        for each in tensors(node, use):
+        for each in (*tensors(node, use), beside.get(index)):
             if each is not None:
                 found.setdefault(each.key, each)
         return tuple(found.values())
 
-    return tuple(itertools.starmap(kept, zip(graph.nodes, uses_of(graph), strict=True)))
+    return tuple(map(kept, itertools.count(), graph.nodes, uses_of(graph)))

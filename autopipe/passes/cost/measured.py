@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopipe.ir.attention_kernels import capability_of
 from autopipe.ir.batch import rebatched
 from autopipe.ir.cluster import Cluster, Device, Level, Link
 from autopipe.ir.errors import ConfigurationError
@@ -160,7 +161,7 @@ def costed_work(
 
     Raises ConfigurationError where a device of the cluster is not among those of `costs`.
     """
-    work = annotate(graph, precision)
+    work = annotate(graph, precision, capability_of(cluster))
     if costs is None:
         return fused(graph, precision, work) if compiled else work
     lookups = [_Lookup(device, _found(costs, cluster, device), precision) for device in cluster.kinds]

@@ -9,12 +9,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopipe.ir.attention_kernels import capability_of
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.program import BUCKET_BYTES
-from autopipe.passes.analysis.gradients import kept_values, sent_bytes, waiting_operands
+from autopipe.passes.analysis.gradients import (
+    attention_tensors,
+    kept_values,
+    scores_in,
+    sent_bytes,
+    waiting_operands,
+)
 from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.analysis.recompute import cutter
 from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
@@ -95,7 +102,7 @@ def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
 
 def saved_bytes(problem: Problem, nodes: Iterable[StageNode]) -> dict[tuple[str, int], int]:
     """Bytes on one device of each value that backward keeps of some nodes for one micro-batch, by its key."""
-    kept = kept_values(problem.graph, problem.precision)
+    kept = kept_values(problem.graph, problem.precision, capability_of(problem.cluster))
     found: dict[tuple[str, int], int] = {}
     for each in nodes:
         for value in kept[each.index]:
@@ -124,7 +131,7 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
     results, which stay until it is done.
     """
     graph, precision = work.problem.graph, work.problem.precision
-    kept, widths = kept_values(graph, precision), element_bytes(graph, precision)
+    kept, widths = kept_values(graph, precision, capability_of(work.problem.cluster)), element_bytes(graph, precision)
     segments = cutter(graph)(tuple(each.index for each in work.nodes), held)
     nodes = {each.index: each for each in work.nodes}
     most = passing = 0
@@ -139,7 +146,7 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
                 if local > before:
                     found[value.key] = local
                     brought_back += local - before
-            largest = max(largest, brought_back + _gradient_bytes(graph, each, widths))
+            largest = max(largest, brought_back + _gradient_bytes(work.problem, each, widths))
         given = sum(size for name, size in written.items() if name in segments.passing or name in work.given)
         most = max(most, given + largest)
         passing += sum(size for name, size in written.items() if name in segments.passing)
@@ -164,16 +171,20 @@ def gradient_workspace(work: StageWork) -> int:
     """Bytes of gradients alive at once in backward: at most about those of the largest node's operands and results."""
     graph = work.problem.graph
     widths = element_bytes(graph, work.problem.precision)
-    return max((_gradient_bytes(graph, each, widths) for each in work.nodes), default=0)
+    return max((_gradient_bytes(work.problem, each, widths) for each in work.nodes), default=0)
 
 
-def _gradient_bytes(graph: Graph, each: StageNode, widths: Mapping[str, int]) -> int:
-    """Bytes of the gradients of a node's results and operands, parameters not among them."""
+def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]) -> int:
+    """Bytes of the gradients of a node's results and operands, parameters not among them, and of the probabilities and
+    the scores of an attention that writes them."""
+    graph = problem.graph
     if each.use.row.kind == "view":
         return 0
     read = each.read_bytes(widths)
     operands = sum(size for name, size in read.items() if graph.producer(name) is not None)
-    return sum(each.written_bytes(widths).values()) + operands
+    beside = attention_tensors(graph, problem.precision, capability_of(problem.cluster)).get(each.index)
+    scores = beside.local_bytes(each.sharing.degrees) if beside is not None and scores_in(beside) else 0
+    return sum(each.written_bytes(widths).values()) + operands + 2 * scores
 
 
 def live_bytes(work: StageWork) -> int:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from autopipe.ir.attention_kernels import capability_of
 from autopipe.ir.cluster import Device, Link
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import (
@@ -164,7 +165,7 @@ def _kept(problem: Problem, block_of: Mapping[int, int], samples: SampleAxes) ->
     """(whether replicas share it out, (blocks that keep it, bytes)) of everything kept."""
     blocks: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     facts: dict[tuple[str, int], tuple[bool, float]] = {}
-    for index, found in enumerate(kept_values(problem.graph, problem.precision)):
+    for index, found in enumerate(kept_values(problem.graph, problem.precision, capability_of(problem.cluster))):
         for kept in found:
             blocks[kept.key].add(block_of[index])
             cut = any(samples.axes[index] in dimension for dimension in kept.dimensions)

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from autopipe.ir.attention_kernels import Capability
 from autopipe.ir.cluster import Device
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.measured_costs import Affine
 from autopipe.ir.problem import Problem, Work
-from autopipe.passes.analysis.gradients import differentiable_values, kept_values
+from autopipe.passes.analysis.gradients import attention_tensors, differentiable_values, kept_values, scores_in
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, SampleAxes, element_bytes, uses_of
 from autopipe.passes.analysis.stage_nodes import live_nodes
 
@@ -150,8 +151,14 @@ def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
     return device.post.seconds(size_bytes) + following.fixed_s * (messages - 1)
 
 
-def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
-    """The work of every node, in order, with the widths its tensors have at `precision`.
+_FUSED: Mapping[int, int] = {}
+_PASSES = 4
+"""How often the math kernel of attention writes or reads all scores: a product, a softmax and a product after it."""
+
+
+def annotate(graph: Graph, precision: str = "fp32", capability: Capability | None = None) -> tuple[Work, ...]:
+    """The work of every node, in order, with the widths its tensors have at `precision`, by the kernels of GPUs of
+    `capability`.
 
     Backward of a product costs one product for each factor that needs a gradient, so the first layer's is cheaper.
     Raises ModelError for an operator without a row.
@@ -161,11 +168,13 @@ def annotate(graph: Graph, precision: str = "fp32") -> tuple[Work, ...]:
         name: float(width * graph.type_of(name).elements) for name, width in element_bytes(graph, precision).items()
     }
     kept, seen = [], set[tuple[str, int]]()
-    for values in kept_values(graph, precision):  # Bytes count at the first node that makes backward keep them.
+    # Bytes count at the first node that makes backward keep them.
+    for values in kept_values(graph, precision, capability):
         new = {each.key: each.bytes for each in values if each.key not in seen}
         seen |= new.keys()
         kept.append(sum(new.values()))
-    return _annotated(graph, sizes, [use.flops for use in uses], kept)
+    scores = {index: scores_in(each) for index, each in attention_tensors(graph, precision, capability).items()}
+    return _annotated(graph, sizes, [use.flops for use in uses], kept, scores)
 
 
 def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: float) -> tuple[Work, ...]:
@@ -182,12 +191,18 @@ def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: flo
 
 
 def _annotated(
-    graph: Graph, sizes: Mapping[str, float], flops: Sequence[float], kept: Sequence[int]
+    graph: Graph,
+    sizes: Mapping[str, float],
+    flops: Sequence[float],
+    kept: Sequence[int],
+    scores: Mapping[int, int] = _FUSED,
 ) -> tuple[Work, ...]:
-    """The work of every node, of what its values' bytes, its FLOPs, and the bytes that backward keeps of it are."""
+    """The work of every node, of what its values' bytes, its FLOPs, the bytes that backward keeps of it, and those of
+    the scores that it writes are."""
     gradient = differentiable_values(graph)
     found = []
-    for node, use, count, kept_bytes in zip(graph.nodes, uses_of(graph), flops, kept, strict=True):
+    nodes = zip(graph.nodes, uses_of(graph), flops, kept, strict=True)
+    for index, (node, use, count, kept_bytes) in enumerate(nodes):
         read = {name: sizes[name] for name in node.inputs if name}
         written = sum(sizes[name] for name in node.outputs if name)
         moved, cleared = float(sum(read.values()) + written), 0.0
@@ -196,7 +211,7 @@ def _annotated(
             # large as the table: backward writes zeros where only parts were read.
             moved = float(sum(min(size, written) for size in read.values()) + written)
             cleared = sum(max(0.0, size - written) for name, size in read.items() if name in gradient)
-        moved = 0 if use.row.kind == "view" else moved
+        moved = 0 if use.row.kind == "view" else moved + _PASSES * scores.get(index, 0)
         share = 0.0
         if use.row.differentiable and not gradient.isdisjoint(node.inputs):
             operands = factors(node, use) if use.row.kind in ("matmul", "convolution") else ()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autopipe.ir.attention_kernels import Capability, capability_of
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement
@@ -51,14 +52,15 @@ from autopipe.passes.cost.stage_work import (
 
 @remembered(GRAPHS)
 def signatures_in(
-    graph: Graph, work: tuple[Work, ...], precision: str
+    graph: Graph, work: tuple[Work, ...], precision: str, capability: Capability | None
 ) -> tuple[list[int], list[tuple[str, ...]], dict[str, tuple[int, str]]]:
     """Numbers of a costed graph's nodes and values, equal for those of equal effect on any stage's cost.
 
     For each node one of its work, what it keeps but for names, and how many values it reads and writes; then what it
     reads ("" where it reads nothing), writes, and keeps; for each value a number, and what it is a view of.
     """
-    kept, widths, waiting = kept_values(graph, precision), element_bytes(graph, precision), waiting_operands(graph)
+    kept, waiting = kept_values(graph, precision, capability), waiting_operands(graph)
+    widths = element_bytes(graph, precision)
     gradient, consumers = differentiable_values(graph), graph.consumers()
     numbers: dict[Hashable, int] = {}
 
@@ -94,7 +96,7 @@ def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
     stage receives (`crossing_parts`).
     """
     problem = work.problem
-    nodes, named, values = signatures_in(problem.graph, problem.work, problem.precision)
+    nodes, named, values = signatures_in(problem.graph, problem.work, problem.precision, capability_of(problem.cluster))
     numbers = {"": 0}
     told = {""}
     found: list[Hashable] = []

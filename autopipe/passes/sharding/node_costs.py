@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopipe.ir.attention_kernels import capability_of
 from autopipe.ir.graph import Parameter
 from autopipe.ir.layout import Layout, MeshAxis, holders_by_box
 from autopipe.ir.ops import signature_of
@@ -77,7 +78,7 @@ class StageContext:
         """Tensors that each node makes backward keep, each at the first node that does."""
         self.kept_again: list[tuple[int, SavedTensor, int, SavedTensor]] = []
         """The first node that makes backward keep a value, and another that does so, too."""
-        saved = kept_values(graph, problem.precision) if problem.train else ()
+        saved = kept_values(graph, problem.precision, capability_of(problem.cluster)) if problem.train else ()
         seen: dict[tuple[str, int], tuple[int, SavedTensor]] = {}
         for node in nodes if problem.train else ():
             self.kept[node] = tuple(each for each in saved[node] if each.key not in seen)

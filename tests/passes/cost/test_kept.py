@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from autopipe.passes.analysis.gradients import kept_values
+from autopipe.passes.analysis.gradients import kept_values, scores_in
+from autopipe.passes.cost.roofline import annotate
 from tests.distributed.support.builder import Builder
+from tests.distributed.support.trained import in_double
+from tests.distributed.support.zoo import small_graph
 
 
 def test_of_an_image_read_through_windows_the_rows_that_they_read() -> None:
@@ -42,3 +45,27 @@ def test_a_bias_that_is_added_with_a_product_leaves_16_bits() -> None:
     graph = builder.graph(builder.mean_square(alone))
     kept = {each.key[0]: each.bytes for node in kept_values(graph, "bf16") for each in node}
     assert (kept[together], kept[alone]) == (2 * 8 * 32, 8 * 8 * 32)
+
+
+def test_what_a_gpu_writes_for_attention_is_priced() -> None:
+    """Llama's key-value heads are shared in pairs: in fp32 the fused kernel reads them repeated, in bf16 not.
+    In double precision there is only the kernel that writes all scores. On a CPU nothing is written."""
+    graph, _ = small_graph("llama")
+    base, fused, flash = (
+        kept_values(graph, precision, capability)
+        for precision, capability in (("fp32", None), ("fp32", (8, 0)), ("bf16", (8, 0)))
+    )
+    more = [
+        sum(each.bytes for each in new) - sum(each.bytes for each in old) for new, old in zip(fused, base, strict=True)
+    ]
+    layers = [index for index, node in enumerate(graph.nodes) if node.op == "Attention"]
+    assert len(layers) == 2
+    assert {index for index, size in enumerate(more) if size} == set(layers)
+    assert more[layers[0]] == 12 * 12 * 12 * (4 + 4) * 4  # samples, heads, keys, numbers of key and value, bytes
+    assert flash == kept_values(graph, "bf16")
+    double = in_double(graph)
+    (scores, *_) = [each for each in kept_values(double, "fp32", (8, 0))[layers[0]] if scores_in(each)]
+    assert scores.bytes == 12 * 12 * 12 * 12 * 8
+    assert scores.local_bytes({"b": 3, "h": 2}) == scores.bytes // 6
+    written, priced = annotate(double)[layers[0]], annotate(double, "fp32", (8, 0))[layers[0]]
+    assert priced.forward_bytes - written.forward_bytes == 4 * scores.bytes

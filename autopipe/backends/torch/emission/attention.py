@@ -28,12 +28,11 @@ def _attention(call: Call) -> str:
     if not _is_fused(call):
         return _general(call, words)
     fused = called(
-        "F.scaled_dot_product_attention",
+        "operators.fused_attention",
         *words,
-        attn_mask=call.arg(3) if call.present(3) else None,
-        is_causal=call.flag("is_causal"),
+        mask=call.arg(3) if call.present(3) else None,
+        causal=call.flag("is_causal"),
         scale=call.stated("scale", 0.0) if node.number("scale") else None,
-        enable_gqa=True if query_heads != groups else None,
     )
     return fused if by_head else f"{fused}.transpose(1, 2).flatten(2)"
 

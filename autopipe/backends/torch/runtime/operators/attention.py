@@ -8,8 +8,55 @@ from functools import reduce
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.ir.attention_kernels import AttentionForm, Kernel, kernels_of, repeats_heads
+
+_BACKENDS = {kernel: SDPBackend.__members__[kernel.value] for kernel in Kernel}
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of [b, h, s, d] tensors; query heads may be a multiple of the key-value heads.
+
+    On CUDA by the kernels that `autopipe.ir.attention_kernels` allows and by no other: torch raises RuntimeError, with
+    its reasons as warnings, where none of them takes the operands.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if not query.is_cuda:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    form = AttentionForm(
+        str(dtype).removeprefix("torch."),
+        query.shape[-1],
+        value.shape[-1],
+        mask is not None,
+        causal,
+        query.shape[2] == key.shape[2],
+        grouped,
+    )
+    capability = torch.cuda.get_device_capability(query.device)
+    if repeats_heads(form, capability):
+        repeats = query.shape[1] // key.shape[1]
+        key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
+    # Fused kernels read rows whose numbers are neighbours.
+    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+    if mask is not None and mask.stride(-1) != 1:
+        mask = mask.contiguous()
+    with sdpa_kernel([_BACKENDS[kernel] for kernel in kernels_of(form, capability)]):
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
 
 
 def attention(
@@ -49,9 +96,8 @@ def attention(
     if causal:
         window = window[0], 0  # None behind the query.
     bias = _visible(query, key, mask, offset, window, lengths)
-    gqa = query.shape[1] != key.shape[1]
     if softcap == 0 and precision is None and capture is None:
-        result = F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=gqa)
+        result = fused_attention(query, key, value, bias, scale=scale)
         captured = None
     else:
         result, captured = _spelled_out(query, key, value, bias, scale, softcap, precision, capture)
