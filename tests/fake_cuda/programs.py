@@ -29,11 +29,12 @@ class _Tracker(dry_run.MemoryTracker):
         return result
 
 
-def _watched_run(run: Callable[..., None]) -> Callable[..., None]:
-    def watched(self: rank.Rank, step: Callable[[], None]) -> None:
+def _watched_run(run: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self: rank.Rank, step: Callable[[], None]) -> Any:
         _watcher.watching = True
-        run(self, step)
+        result = run(self, step)
         _watcher.watching = False
+        return result
 
     return watched
 

@@ -158,6 +158,8 @@ def install() -> None:
     for name, stand_in in _CUDA.items():
         setattr(torch.cuda, name, stand_in)
     F.scaled_dot_product_attention = _attention
+    # The only fused update that torch cannot run on fake tensors: it changes its operands and gives nothing.
+    torch.library.register_fake("aten::_fused_sgd_", _nothing)
     # Torch would put a number on the device for a moment, to have it made ready.
     fake_tensor.init_gpu_context = _nothing  # type: ignore[assignment]
     fake_tensor.FakeTensorMode.avoid_device_init = property(_constant(True))  # type: ignore[assignment,method-assign]
