@@ -70,7 +70,7 @@ MISTAKES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "size below a byte": ("memory_limit: 0.3B\n", 1, ("memory_limit is '0.3B'",)),
     "no memory": ("memory_limit: 0\n", 1, ("memory_limit is 0", "at least 1")),
     "unknown mode": ("mode: trian\n", 1, ("'trian' is none of train, infer", "did you mean 'train'?")),
-    "unknown precision": ("precision: f32\n", 1, ("'f32'", "did you mean 'fp32'?")),
+    "unknown precision": ("precision: f32\n", 1, ("'f32'", "none of fp32, tf32, bf16, fp16")),
     # Choices.
     "unknown strategy": ("seed: 1\nstrategy: {name: pipedraem}\n", 2, ("'pipedraem'", "did you mean", "pipedream")),
     "unknown schedule": ("schedule:\n  name: 1f2b\n", 2, ("'1f2b'", "did you mean", "1f1b")),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
-from autopipe.backends.torch.verification import Difference, Precision, difference, gradient_differences, read_outputs
+from autopipe.backends.torch.verification import Difference, difference, gradient_differences, limit_of, read_outputs
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.placement import Placement, Split, Stage
 from tests.distributed.support.builder import mlp
@@ -126,31 +126,18 @@ def test_outputs_by_name(tmp_path: Path) -> None:
     assert found["a"].shape == (3,)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "depth", "low", "high"),
-    [
-        ("float32", 30, 4e-6, 5e-6),
-        ("float32", 1000, 5e-6, 1e-5),
-        ("float16", 100, 3e-3, 1e-2),
-        ("bfloat16", 100, 2e-2, 5e-2),
-        ("float64", 100, 0, 1e-13),
-    ],
-)
-def test_the_limit_follows_type_and_depth(dtype: str, depth: int, low: float, high: float) -> None:
-    assert low < Precision(dtype, depth).limit < high
+BOUND = 4e-6
 
 
 def test_the_limit_of_a_tensor_follows_what_a_rounding_changes_it_by() -> None:
-    precision = Precision("float32", 100)
     gradient = Difference("w", 1e-3)
-    assert precision.limit_of(gradient, 0.0) == precision.limit
-    assert precision.limit_of(gradient, 1e-5) == pytest.approx(4e-5 + precision.limit)
-    assert precision.limit_of(gradient, 1e-4) < 1e-3, "a factor of 1.001 is found"
+    assert limit_of(BOUND, gradient, 0.0) == BOUND
+    assert limit_of(BOUND, gradient, 1e-5) == pytest.approx(4e-5 + BOUND)
+    assert limit_of(BOUND, gradient, 1e-4) < 1e-3, "a factor of 1.001 is found"
 
 
 def test_what_has_no_digits_is_held_against_all_that_is_compared() -> None:
     """A rounding changes it by a half; of all gradients together it is little or a tenth."""
-    precision = Precision("float32", 100)
-    assert precision.limit_of(Difference("bias", 0.9, share=1e-6), 0.5) == 1.0
-    assert precision.limit_of(Difference("bias", 0.9, share=1e-5), 0.5) == pytest.approx(precision.limit * 1e5)
-    assert precision.limit_of(Difference("bias", 0.9, share=0.1), 0.5) < 1e-4
+    assert limit_of(BOUND, Difference("bias", 0.9, share=1e-6), 0.5) == 1.0
+    assert limit_of(BOUND, Difference("bias", 0.9, share=1e-5), 0.5) == pytest.approx(BOUND * 1e5)
+    assert limit_of(BOUND, Difference("bias", 0.9, share=0.1), 0.5) < 1e-4

@@ -116,7 +116,7 @@ class TimedProgram:
 
     def seconds_inside(self) -> dict[str, float]:
         """Seconds inside generated functions and autograd, under the task's stage and phase, such as `0F`."""
-        calls = [*((stage, "_forward") for stage in self.rank.stages.values()), (torch.autograd, "backward")]
+        calls = [*((stage, "function") for stage in self.rank.stages.values()), (torch.autograd, "backward")]
         return self.seconds_of(calls, lambda _: self.rank.heartbeat.task[:2])
 
     def seconds_of(self, calls: Sequence[tuple[Any, str]], key: Callable[[str], str] = str) -> dict[str, float]:

@@ -23,10 +23,7 @@ def set_products(precision: str, exact: bool = False) -> None:
     tf32 = precision == "tf32" and not exact
     cublas: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
-    if hasattr(cublas, "fp32_precision"):  # From torch 2.9 on.
-        for each in (cublas, cudnn.conv, cudnn.rnn):
-            each.fp32_precision = "tf32" if tf32 else "ieee"
-    else:
-        cublas.allow_tf32 = cudnn.allow_tf32 = tf32
+    # Not by `fp32_precision`, which torch has from 2.9 on: torch.export then refuses to read these.
+    cublas.allow_tf32 = cudnn.allow_tf32 = tf32
     if exact:
         cublas.allow_bf16_reduced_precision_reduction = cublas.allow_fp16_reduced_precision_reduction = False
