@@ -44,7 +44,9 @@ def cases(draw: st.DrawFn) -> tuple[Graph, Placement]:
 def test_a_placement_is_read_as_it_was_written(case: tuple[Graph, Placement]) -> None:
     graph, placement = case
     given_problem = problem(graph, cluster(4))
-    assert read(placement_text(graph, placement), given_problem) == placement
+    # Which values are gathered is decided anew for a placement that is read.
+    stages = tuple(replace(stage, gathers=()) for stage in placement.stages)
+    assert read(placement_text(graph, placement), given_problem) == replace(placement, stages=stages)
 
 
 @pytest.fixture
