@@ -29,6 +29,7 @@ def rows_of(name: str, folder: Path, *flags: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
+@pytest.mark.sweep  # Four ranks on two cores take minutes.
 @pytest.mark.parametrize("name", CALLS)
 def test_all_rows_run_on_the_cpu(tmp_path: Path, name: str) -> None:
     rows = rows_of(name, tmp_path, "--tiny", "--device", "cpu")
