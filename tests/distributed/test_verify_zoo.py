@@ -19,6 +19,11 @@ pytestmark = pytest.mark.distributed
 STRATEGIES = ("pase", "tepdist", "grid")
 
 
+@pytest.fixture(autouse=True)
+def _on_pools(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_pools(pools, monkeypatch)
+
+
 def passes(name: str, strategy: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = generated(name, folder, "--strategy", strategy)
     code, checks = verified(program, capsys)
@@ -32,14 +37,11 @@ def passes(name: str, strategy: str, folder: Path, capsys: pytest.CaptureFixture
     [("unet", "pase"), ("bert", "tepdist"), ("llama", "pase"), ("rnnlm", "tepdist"), ("moe", "grid")],
 )
 def test_right_programs_pass(
-    pools: Pools,
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
     strategy: str,
 ) -> None:
-    on_pools(pools, monkeypatch)
     passes(name, strategy, tmp_path, capsys)
 
 
@@ -47,14 +49,11 @@ def test_right_programs_pass(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", SIZES)
 def test_every_model_passes(
-    pools: Pools,
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
     strategy: str,
 ) -> None:
-    on_pools(pools, monkeypatch)
     passes(name, strategy, tmp_path, capsys)
 
 
@@ -126,13 +125,10 @@ def refused(name: str, fault: Callable[[Path], None], folder: Path, capsys: pyte
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.__name__))
 def test_faults_are_refused(
-    pools: Pools,
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     fault: Callable[[Path], None],
 ) -> None:
-    on_pools(pools, monkeypatch)
     refused("gpt", fault, tmp_path, capsys)
 
 
@@ -140,12 +136,9 @@ def test_faults_are_refused(
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.__name__))
 @pytest.mark.parametrize("name", SIZES)
 def test_faults_of_every_model_are_refused(
-    pools: Pools,
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
     fault: Callable[[Path], None],
 ) -> None:
-    on_pools(pools, monkeypatch)
     refused(name, fault, tmp_path, capsys)

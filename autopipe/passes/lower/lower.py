@@ -157,7 +157,7 @@ def lower(
     )
     if proven:
         traces = prove(program)
-        # Channels with communicators of their own are more than a GPU has queues, and run over gloo all the same.
+        # With communicators for `own` channels there can be more streams than queues; over gloo it runs all the same.
         if not any(channel.own for channel in program.channels):
             check_hardware_queues(program, traces)
     return program

@@ -102,12 +102,20 @@ class HeldMessages:
         return max(accumulate(change for _, change in changes), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """A rank's step, and how long it holds messages in it."""
+
+    instructions: tuple[Instruction, ...]
+    sections: tuple[Section, Section, Section]
+    held: HeldMessages
+
+
 def channels_of(
     wired: Sequence[Sequence[StageOnRank]], stages: Sequence[StageCode], steps: Sequence[RankStep]
 ) -> tuple[Channel, ...]:
     """The channels between different ranks, from what is sent and received by each and what each does in a step."""
     found = []
-    held = [step.held for step in steps]
     pieces = {each.channel: each for own in wired for stage in own for each in stage.sends}
     apart = _out_of_order(wired, steps, [each for each in pieces.values() if _is_part(each)])
     for _, piece in sorted(pieces.items()):
@@ -115,12 +123,14 @@ def channels_of(
         if source == target:
             continue
         whole = is_whole(stages, piece, gradient=False)
-        buffers = held[target].most(piece.target_stage, Verb.RECEIVE, piece.source_stage, whole, piece.target_slice)
+        buffers = steps[target].held.most(
+            piece.target_stage, Verb.RECEIVE, piece.source_stage, whole, piece.target_slice
+        )
         gradients = 0
         if piece.needs_gradient:
             verb, turn = Verb.RECEIVE_GRADIENT, piece.source_slice
             whole = is_whole(stages, piece, gradient=True)
-            gradients = held[source].most(piece.source_stage, verb, piece.target_stage, whole, turn)
+            gradients = steps[source].held.most(piece.source_stage, verb, piece.target_stage, whole, turn)
         own = _is_part(piece) and (min(source, target), max(source, target)) in apart
         found.append(Channel(piece.channel, source, target, buffers, gradients, own))
     return tuple(found)
@@ -172,15 +182,6 @@ _EXCHANGES = {
     Verb.SEND_GRADIENT: (False, True),
 }
 """By verb, True if it receives, and True if it is about gradients."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    """A rank's step, and how long it holds messages in it."""
-
-    instructions: tuple[Instruction, ...]
-    sections: tuple[Section, Section, Section]
-    held: HeldMessages
 
 
 def is_whole(stages: Sequence[StageCode], piece: MessageBlock, gradient: bool) -> bool:

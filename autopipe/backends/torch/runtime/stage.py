@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeVar
@@ -211,16 +211,19 @@ class Stage:
         due = self._due(ports, micro_batch, gradient)
         return [port for port in due if port.rank != self._rank.number and stage in (None, port.stage)]
 
-    def _batches(self, ports: list[_Between]) -> Iterable[list[_Between]]:
-        """Ports whose messages go together: all to or from one stage on one rank, where micro-batches of both stages
-        have one size. Else messages may be parts of one, which one end sends with other messages than the other asks
-        for."""
+    def _exchange(self, act: Callable[[_Between, int], object], ports: list[_Between], micro_batch: int) -> None:
+        """Post or send what goes through ports. Messages to or from one stage on one rank go together, where
+        micro-batches of both stages have one size. Else messages may be parts of one, which one end sends with other
+        messages than the other asks for."""
         stages = self._rank.manifest.stages
-        found = defaultdict[tuple[int, ...], list[_Between]](list)
+        batches = defaultdict[tuple[int, ...], list[_Between]](list)
         for port in ports:
             alike = stages[port.stage].micro_batch_ratio == stages[self.number].micro_batch_ratio
-            found[(port.rank, port.stage) if alike else (port.channel,)].append(port)
-        return found.values()
+            batches[(port.rank, port.stage) if alike else (port.channel,)].append(port)
+        for together in batches.values():
+            with self._rank.transport.batch():
+                for port in together:
+                    act(port, micro_batch)
 
     def _form(self, port: Receive | Send) -> Form:
         """Of what goes through a port, and of its gradient."""
@@ -231,31 +234,19 @@ class Stage:
 
     def receive(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the arguments that come from other ranks, all or those of one stage."""
-        for together in self._batches(self._remote(self.receives, micro_batch, stage=source)):
-            with self._rank.transport.batch():
-                for port in together:
-                    self.post_recv(port, micro_batch)
+        self._exchange(self.post_recv, self._remote(self.receives, micro_batch, stage=source), micro_batch)
 
     def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the results' gradients, all or those of one stage."""
-        for together in self._batches(self._remote(self.sends, micro_batch, gradient=True, stage=source)):
-            with self._rank.transport.batch():
-                for port in together:
-                    self.post_recv(port, micro_batch)
+        self._exchange(self.post_recv, self._remote(self.sends, micro_batch, gradient=True, stage=source), micro_batch)
 
     def send(self, micro_batch: int) -> None:
         """Start sending the results that other ranks need."""
-        for together in self._batches(self._remote(self.sends, micro_batch)):
-            with self._rank.transport.batch():
-                for port in together:
-                    self.start_send(port, micro_batch)
+        self._exchange(self.start_send, self._remote(self.sends, micro_batch), micro_batch)
 
     def send_gradient(self, micro_batch: int) -> None:
         """Start sending the arguments' gradients to where the arguments came from."""
-        for together in self._batches(self._remote(self.receives, micro_batch, gradient=True)):
-            with self._rank.transport.batch():
-                for port in together:
-                    self.start_send(port, micro_batch)
+        self._exchange(self.start_send, self._remote(self.receives, micro_batch, gradient=True), micro_batch)
 
     def post_recv(self, port: Receive | Send, micro_batch: int) -> PendingRecv:
         """Post the receive of what comes through a port: an argument, or the gradient of a result."""
