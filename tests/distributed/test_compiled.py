@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from torch._dynamo.utils import counters
 from autopipe.backends.torch.verification import read_losses
 from autopipe.cli.main import main
 from tests.distributed.support import dropping
+from tests.distributed.support.alone import as_rank
 from tests.distributed.support.pool import Pools
 from tests.distributed.test_verify import generated, here, verified
 
@@ -73,18 +73,15 @@ def test_every_run_computes_the_same(pools: Pools, drawing: Path, tmp_path: Path
     assert len(set(losses["first"])) == 3
 
 
-def test_no_step_compiles(drawing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["rank_000.py", "--device", "cpu", "--compile"])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.syspath_prepend(drawing)
-    names = runpy.run_path(str(drawing / "rank_000.py"))
-    monkeypatch.delitem(sys.modules, "stage_00")
-    names["rank"].set_up()
-    compiled = counters["stats"]["unique_graphs"]
-    assert compiled > 0
-    for _ in range(2):
-        names["rank"].run(names["step"])
-    assert counters["stats"]["unique_graphs"] == compiled
+def test_no_step_compiles(drawing: Path) -> None:
+    with as_rank(drawing, 0, "--device", "cpu", "--compile"):
+        names = runpy.run_path(str(drawing / "rank_000.py"))
+        names["rank"].set_up()
+        compiled = counters["stats"]["unique_graphs"]
+        assert compiled > 0
+        for _ in range(2):
+            names["rank"].run(names["step"])
+        assert counters["stats"]["unique_graphs"] == compiled
 
 
 def test_there_may_be_no_compiler(

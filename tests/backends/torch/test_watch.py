@@ -164,7 +164,7 @@ def test_a_rank_that_never_starts_is_named_and_all_are_stopped(tmp_path: Path) -
     logs = tmp_path / "logs"
     logs.mkdir()
     notes: list[str] = []
-    times = Timeouts(start_s=1.0)
+    times = Timeouts(start_s=4.0)
     failure = run_agent((str(script),), 2, Place(), 1, times, logs, False, notes.append)
     assert failure is not None
     error = failure.error()

@@ -1,4 +1,4 @@
-"""A dry run of one rank of a program, in this process."""
+"""One rank of a program, in this process."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from autopipe.backends.torch.runtime.rank import Rank
 
 def dry_run(folder: Path, number: int, *flags: object) -> Rank:
     """The rank as it is when it has ended."""
-    with _as_rank(folder, number, flags):
+    with as_rank(folder, number, "--dry-run", *flags):
         rank = runpy.run_path(str(folder / f"rank_{number:03d}.py"), run_name="__main__")["rank"]
     assert isinstance(rank, Rank)
     return rank
 
 
 @contextmanager
-def _as_rank(folder: Path, number: int, flags: tuple[object, ...]) -> Iterator[None]:
-    """The command line, environment and modules of the rank's process."""
+def as_rank(folder: Path, number: int, *flags: object) -> Iterator[None]:
+    """The command line, environment and modules of the rank's process; nothing of them is left behind."""
     saved = dict(os.environ), list(sys.argv), sys.excepthook
     size = str(read_manifest(folder).world_size)
     world = {"RANK": str(number), "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
     os.environ.update(world)
-    sys.argv = ["rank", "--dry-run", *map(str, flags)]
+    sys.argv = ["rank", *map(str, flags)]
     sys.path.insert(0, str(folder))
     try:
         yield
