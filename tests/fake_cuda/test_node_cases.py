@@ -14,7 +14,6 @@ import pytest
 from tests.distributed.support.launching import ROOT
 from tests.fake_cuda.watching import forbidden
 
-NEED_VALUES = ("test_compress_", "test_nonzero_", "test_roialign_")
 WITHOUT_BIAS = {"test_lstm_batchwise", "test_lstm_bidirectional", "test_lstm_defaults", "test_lstm_reverse"}
 """Torch's fake tensors have no LSTM without a bias; CUDA has."""
 SHARES = 2
@@ -31,7 +30,7 @@ def test_all_stays_on_the_device(fake_cuda_library: Path, tmp_path: Path, precis
     subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, check=True)
     rows = {row["case"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
     assert len(rows) > 700
-    assert {name for name, row in rows.items() if row["needs_values"] and not name.startswith(NEED_VALUES)} == set()
+    assert {name for name, row in rows.items() if row["needs_values"]} == set()
     assert {name for name, row in rows.items() if row["error"]} <= WITHOUT_BIAS, rows
     wrong = {name: lines for name, row in rows.items() if (lines := forbidden(row["found"]))}
     assert not wrong, json.dumps(wrong, indent=1)

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 ALLOWED = {
     "runtime/batch_reader.py BatchReader.read": "a batch comes from the host; on a GPU a thread reads it in advance",
     "runtime/random_streams.py Random.begin": "four numbers for each micro-batch that draws",
-    "/<stage> forward": "shapes and lists of numbers: the frontend folds them, and only cases of one node have them",
-    "operators/images.py mel_weights": "made of numbers alone: the frontend folds it",
+    "operators/images.py roi_align": "without `sampling_ratio` the regions' sizes say how many numbers are read",
     "runtime/rank.py Rank.run": "torch's optimizers keep the number of their steps on the host, unless they are fused",
 }
 """Places in a step that may copy between host and device, or wait: why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -211,7 +212,7 @@ def _constant(call: Call) -> str:
         if call.node.has(name):
             return f"torch.full((), {_number(call, call.node.number(name))}, {_made(call)})"
     values = call.node.numbers("value_floats") or call.node.numbers("value_ints")
-    return f"torch.tensor([{', '.join(_number(call, value) for value in values)}], {_made(call)})"
+    return _listed(call, values)
 
 
 def _range(call: Call) -> str:
@@ -232,7 +233,11 @@ def _eye_like(call: Call) -> str:
 
 def _shape(call: Call) -> str:
     extents = call.operand(0).shape[call.node.integer("start") : call.node.integer("end", call.rank)]
-    return f"torch.tensor({list(extents)}, {_made(call)})"
+    return _listed(call, extents)
+
+
+def _listed(call: Call, values: Sequence[float]) -> str:
+    return f"operators.listed([{', '.join(_number(call, value) for value in values)}], {_made(call)})"
 
 
 def _window(function: str, call: Call) -> str:

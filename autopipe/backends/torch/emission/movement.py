@@ -260,6 +260,11 @@ def _interpolate(call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: s
     return called("F.interpolate", call.arg(0), size, mode=method, align_corners=corners)
 
 
+def _compress(call: Call) -> str:
+    axis = call.axis() if call.node.has("axis") else None
+    return called("operators.compress", call.args(2), str(axis), call.result().shape[axis or 0])
+
+
 MOVEMENT: dict[str, Emitter] = {
     **dict.fromkeys(("Reshape", "Flatten"), _reshape),
     "Squeeze": partial(_squeezed, "squeeze"),
@@ -279,9 +284,7 @@ MOVEMENT: dict[str, Emitter] = {
         "operators.reverse_sequence", call.args(2), call.node.integer("time_axis"), call.node.integer("batch_axis", 1)
     ),
     "Trilu": _trilu,
-    "Compress": lambda call: called(
-        "operators.compress", call.args(2), call.axis() if call.node.has("axis") else "None"
-    ),
+    "Compress": _compress,
     "Col2Im": _col2im,
     "Gather": _gather,
     "GatherElements": _gather_elements,
@@ -290,6 +293,6 @@ MOVEMENT: dict[str, Emitter] = {
     "ScatterND": lambda call: called("operators.scatter_nd", call.args(3), _reduced(call)),
     "TensorScatter": _tensor_scatter,
     "OneHot": _one_hot,
-    "NonZero": formula("torch.nonzero({0}).T"),
+    "NonZero": lambda call: called("operators.nonzero", call.arg(0), call.result().shape[1]),
     **dict.fromkeys(("Resize", "Upsample"), _resize),
 }

@@ -15,6 +15,9 @@ import torch._inductor.utils  # Both look for CUDA when they are imported, and m
 import torch.nn.functional as F
 from torch._subclasses import fake_tensor
 
+from autopipe.backends.torch.runtime.operators.attention import form_of
+from autopipe.ir.attention_kernels import Kernel, kernels_of, repeats_heads
+
 _GIB = 2**30
 _MEMORY_BYTES = 80 * _GIB
 _CAPABILITY = 9, 0
@@ -127,11 +130,11 @@ def _attention(
     if query.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         narrow = torch.get_autocast_dtype("cuda")
         query, key, value = (each.to(narrow) for each in (query, key, value))
-    kernel = _kernel(query, key, attn_mask)
-    if kernel == "flash":
+    kernel = _kernel(query, key, value, attn_mask, is_causal)
+    if kernel is Kernel.FLASH:
         flash: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if kernel == "efficient":
+    if kernel is Kernel.EFFICIENT:
         bias = attn_mask
         if bias is not None:
             if bias.dtype is torch.bool:
@@ -144,13 +147,14 @@ def _attention(
     )
 
 
-def _kernel(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> str:
-    """`flash`, `efficient` or `math`."""
+def _kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> Kernel:
+    """The kernel that programs pin, which is the one that torch would choose without."""
     if query.device.type != "cuda":
-        return "math"
-    if query.dtype in (torch.float16, torch.bfloat16) and mask is None and query.shape[-1] % 8 == 0:
-        return "flash"
-    return "efficient" if query.shape[1] == key.shape[1] and query.dtype is not torch.float64 else "math"
+        return Kernel.MATH
+    form = form_of(query, key, value, mask, causal)
+    return Kernel.MATH if repeats_heads(form, _CAPABILITY) else kernels_of(form, _CAPABILITY)[0]
 
 
 def install() -> None:

@@ -35,16 +35,7 @@ def fused_attention(
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-    form = AttentionForm(
-        str(dtype).removeprefix("torch."),
-        query.shape[-1],
-        value.shape[-1],
-        mask is not None,
-        causal,
-        query.shape[2] == key.shape[2],
-        grouped,
-    )
+    form = form_of(query, key, value, mask, causal)
     capability = torch.cuda.get_device_capability(query.device)
     if repeats_heads(form, capability):
         repeats = query.shape[1] // key.shape[1]
@@ -57,6 +48,20 @@ def fused_attention(
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
+
+
+def form_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> AttentionForm:
+    """The traits of an attention of [b, h, s, d] tensors on CUDA, autocast's type among them where it is on."""
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    return AttentionForm(
+        str(dtype).removeprefix("torch."),
+        query.shape[-1],
+        value.shape[-1],
+        mask is not None,
+        causal,
+        query.shape[2] == key.shape[2],
+        query.shape[1] != key.shape[1],
+    )
 
 
 def attention(

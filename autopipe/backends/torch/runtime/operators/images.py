@@ -259,33 +259,58 @@ def roi_align(
     """Each region [x1, y1, x2, y2] of `images[owner]` as `size` bins of bilinear samples, averaged or the largest.
     `samples` a bin and axis, or as many as the bin has pixels where 0. He et al., "Mask R-CNN", 2017; the largest is
     taken over the four weighted neighbours of every sample, as ONNX defines."""
-    found = []
-    for region, owner in zip(regions * scale - (0.5 if half_pixel else 0.0), owners, strict=True):
-        image = images[int(owner)]
-        left, top, right, bottom = region.tolist()
-        smallest = -math.inf if half_pixel else 1.0
-        rows, is_in_y, high = _samples(top, max(bottom - top, smallest), size[0], samples, image.shape[1], image)
-        columns, is_in_x, wide = _samples(left, max(right - left, smallest), size[1], samples, image.shape[2], image)
-        inside = (is_in_y[:, None] & is_in_x).to(image.dtype)
-        parts = [image[:, y[:, None], x] * (wy[:, None] * wx * inside) for y, wy in rows for x, wx in columns]
-        merged: Tensor = torch.stack(parts).amax(0) if largest else torch.stack(parts).sum(0)
-        binned = merged.reshape(-1, size[0], high, size[1], wide)
-        found.append(binned.amax((2, 4)) if largest else binned.mean((2, 4)))
-    return torch.stack(found) if found else images.new_zeros((0, images.shape[1], *size))
+    starts, ends = (regions.detach() * scale - (0.5 if half_pixel else 0.0)).reshape(-1, 2, 2).flip(2).unbind(1)
+    extents = (ends - starts).clamp(min=-math.inf if half_pixel else 1.0)
+    if samples:
+        return _aligned(images, starts, extents, owners, size, (samples, samples), largest)
+    # How many samples there are is known to the device alone: it is asked once.
+    counts = torch.stack([extents[:, axis] / size[axis] for axis in range(2)], 1).ceil().clamp(min=1).int().tolist()
+    parts = (each.split(1) for each in (starts, extents, owners))
+    found = [
+        _aligned(images, start, extent, owner, size, count, largest)
+        for start, extent, owner, count in zip(*parts, counts, strict=False)
+    ]
+    return torch.cat(found) if found else images.new_zeros((0, images.shape[1], *size))
+
+
+def _aligned(
+    images: Tensor,
+    starts: Tensor,
+    extents: Tensor,
+    owners: Tensor,
+    size: tuple[int, int],
+    samples: Sequence[int],
+    largest: bool,
+) -> Tensor:
+    """Regions that start at rows and columns `starts` [n, 2], all with so many samples a bin and axis."""
+    (rows, is_in_y), (columns, is_in_x) = (
+        _samples(starts[:, axis, None], extents[:, axis, None], size[axis], samples[axis], images.shape[2 + axis])
+        for axis in range(2)
+    )
+    inside = (is_in_y[:, :, None] & is_in_x[:, None, :]).to(images.dtype)
+    parts = [
+        # Indices on both sides of a whole dimension put it last: [n, rows, columns, channels].
+        images[owners[:, None, None], :, y[:, :, None], x[:, None, :]]
+        * (wy[:, :, None] * wx[:, None, :] * inside).unsqueeze(3)
+        for y, wy in rows
+        for x, wx in columns
+    ]
+    merged: Tensor = torch.stack(parts).amax(0) if largest else torch.stack(parts).sum(0)
+    binned: Tensor = merged.permute(0, 3, 1, 2).unflatten(3, (size[1], samples[1])).unflatten(2, (size[0], samples[0]))
+    return binned.amax((3, 5)) if largest else binned.mean((3, 5))
 
 
 def _samples(
-    start: float, extent: float, bins: int, samples: int, pixels: int, like: Tensor
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor, int]:
-    """Of all bins of [start, start + extent) the pixels before and behind each sample, with their weights; if it is
-    inside of the image; and samples of a bin."""
-    count = samples or max(math.ceil(extent / bins), 1)
-    numbers = torch.arange(bins * count, device=like.device, dtype=like.dtype)
-    places = start + (numbers + 0.5) * (extent / bins / count)
+    starts: Tensor, extents: Tensor, bins: int, samples: int, pixels: int
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Of all bins of [start, start + extent), [n, 1] each, the pixels before and behind each sample, their weights,
+    and if it is inside of the image: [n, bins * samples]."""
+    numbers = torch.arange(bins * samples, device=starts.device, dtype=starts.dtype)
+    places = starts + (numbers + 0.5) * (extents / bins / samples)
     clamped = places.clamp(0, pixels - 1)
     low, inside = clamped.floor().long(), (places >= -1.0) & (places <= pixels)
     weight = clamped - low
-    return [(low, 1 - weight), ((low + 1).clamp(max=pixels - 1), weight)], inside, count
+    return [(low, 1 - weight), ((low + 1).clamp(max=pixels - 1), weight)], inside
 
 
 def dft(data: Tensor, dim: int, *, length: int | None = None, inverse: bool = False, onesided: bool = False) -> Tensor:
@@ -318,10 +343,10 @@ def mel_weights(
 ) -> Tensor:
     """Triangular filters `[length // 2 + 1, bins]` on the mel scale, 2595 log10(1 + f / 700)."""
     ends = [2595 * math.log10(1 + frequency / 700) for frequency in (low, high)]
-    mels = torch.arange(bins + 2, dtype=torch.float64) * (ends[1] - ends[0]) / (bins + 2) + ends[0]
+    mels = torch.arange(bins + 2, dtype=torch.float64, device=device) * (ends[1] - ends[0]) / (bins + 2) + ends[0]
     places = ((length + 1) * 700 * (10 ** (mels / 2595) - 1) / rate).floor()
     lower, centres, upper = places[:-2], places[1:-1], places[2:]
-    rows = torch.arange(length // 2 + 1, dtype=torch.float64)[:, None]
+    rows = torch.arange(length // 2 + 1, dtype=torch.float64, device=device)[:, None]
     weights = torch.minimum((rows - lower) / (centres - lower), (upper - rows) / (upper - centres)).clamp(min=0)
-    weights[centres.long(), torch.arange(bins)] = 1  # Also where a side has no width, and its slope is no number.
-    return weights.to(dtype).to(device)
+    # The peak is 1 also where a side has no width, and its slope is no number.
+    return weights.scatter(0, centres.long()[None], 1.0).to(dtype)

@@ -113,10 +113,33 @@ def reverse_sequence(data: Tensor, lengths: Tensor, time: int, batch: int) -> Te
     return data.gather(time, places.reshape(shape).expand(data.shape))
 
 
-def compress(data: Tensor, condition: Tensor, dim: int | None) -> Tensor:
-    """Slices along `dim` (elements, where it is None) for which the condition holds; a short one is false behind."""
+def listed(values: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers as a tensor [n], each written on the device: a copy from the host would wait for it."""
+    made = torch.empty(len(values), dtype=dtype, device=device)
+    for place, value in enumerate(values):
+        made[place : place + 1].fill_(value)
+    return made
+
+
+def compress(data: Tensor, condition: Tensor, dim: int | None, count: int) -> Tensor:
+    """The `count` slices along `dim` (elements, where it is None) for which the condition holds."""
     source, dim = (data.flatten(), 0) if dim is None else (data, dim)
-    return source.index_select(dim, condition.nonzero().squeeze(1))
+    return source.index_select(dim, _first_true(condition, count))
+
+
+def nonzero(data: Tensor, count: int) -> Tensor:
+    """The places of the `count` elements that are not zero, [dimensions, count]."""
+    rest, found = _first_true(data != 0, count), []
+    for extent in reversed(data.shape):
+        found.append(rest % extent)
+        rest = rest // extent
+    return torch.stack(found[::-1]) if found else rest.new_empty((0, count))
+
+
+def _first_true(condition: Tensor, count: int) -> Tensor:
+    """The places of the first `count` true elements in order. `torch.nonzero` would have the host wait for how many
+    there are."""
+    return torch.argsort((~condition).flatten().to(torch.uint8), stable=True)[:count]
 
 
 def col2im(
@@ -202,9 +225,25 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _saturate(torch.round(x / scale) + zero_point, torch.uint8), scale, zero_point.to(torch.uint8)
 
 
+_PRODUCTS = 2**24
+"""Products of integers that are held at once."""
+
+
 def matmul_whole(a: Tensor, b: Tensor) -> Tensor:
-    """The product of stacks of integer matrices, in their own type; CUDA has none, so there the CPU computes it."""
-    return torch.matmul(a.cpu(), b.cpu()).to(a.device) if a.is_cuda else torch.matmul(a, b)
+    """The product of stacks of integer matrices, in their own type, for which CUDA has no kernel."""
+    return matmul_by_element(a, b) if a.is_cuda else torch.matmul(a, b)
+
+
+def matmul_by_element(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.matmul` of integers, spelled out."""
+    left, right = torch.atleast_2d(a), b if b.dim() > 1 else b.unsqueeze(1)
+    shape = *torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1]
+    result = torch.zeros(shape, dtype=a.dtype, device=a.device)
+    together = max(1, _PRODUCTS // max(1, result.numel()))
+    for columns, rows in zip(left.split(together, -1), right.split(together, -2), strict=True):
+        result += (columns.unsqueeze(-1) * rows.unsqueeze(-3)).sum(-2, dtype=a.dtype)
+    result = result if a.dim() > 1 else result.squeeze(-2)
+    return result if b.dim() > 1 else result.squeeze(-1)
 
 
 def matmul_integer(a: Tensor, b: Tensor, a_zero_point: Tensor | None, b_zero_point: Tensor | None) -> Tensor:
