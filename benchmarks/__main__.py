@@ -124,11 +124,16 @@ def fidelity(
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where to run.")
 @click.option("--tiny", is_flag=True, help="Smallest sizes: checks that it runs, measures nothing.")
 @click.option(
-    "--write", type=click.Path(path_type=Path), metavar="FOLDER", default=".", help="Where cuda-CALL.json are written."
+    "--write",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    default="cuda.json",
+    show_default=True,
+    help="Where figures are written, beside those of other calls that it holds.",
 )
 @standard_options
 def cuda(output: Output, only: tuple[str, ...], device: str, tiny: bool, write: Path) -> None:
-    """Measure on one GPU what no other machine tells, in three calls of under ten minutes with a file of figures each.
+    """Measure on one GPU what no other machine tells, in three calls of under ten minutes.
 
     \b
     Example:
@@ -142,8 +147,7 @@ def cuda(output: Output, only: tuple[str, ...], device: str, tiny: bool, write: 
     if device == "cuda" and not torch.cuda.is_available():
         hint = "use --tiny --device cpu to check that it runs"
         raise ConfigurationError("no CUDA device is at hand", hint, where="--device cuda")
-    write.mkdir(parents=True, exist_ok=True)
-    rows = {name: run_call(name, device, tiny, write / f"cuda-{name}.json") for name in only or CALLS}
+    rows = {name: run_call(name, device, tiny, write) for name in only or CALLS}
     output.result({"calls": rows})
 
 

@@ -1,10 +1,10 @@
-"""What only a GPU can tell, in three calls of under ten minutes, each with one JSON file of figures:
+"""What only a GPU can tell, in three calls of under ten minutes, their figures in one JSON file:
 
     one-rank    operators, exactness of one rank, steps and memory against plans, what the host costs
     four-ranks  four ranks on one GPU over gloo: exactness, a start after an end, traces, measured costs
-    nccl        four ranks on one GPU over NCCL, each as a node of its own
+    nccl        four ranks on one GPU over NCCL, each as a node of its own; one rank alone, should NCCL refuse that
 
-The machine needs torch and the wheels of `autopipe[test]` but ortools and PuLP; nothing is downloaded.
+The machine needs torch for CUDA, which must be there, and the wheels of `one_gpu_wheels.txt`; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.distributed.support.zoo import SIZES
+from benchmarks.small_models import SIZES
 
 ROOT = Path(__file__).parents[1]
 CALL_S = 560.0
@@ -44,6 +44,8 @@ FOUR_RANKS = {
         "--strategy", "grid", "--set", "strategy.pipeline=2", "--set", "recompute=full", "--set", "precision=bf16",
     ),
 }  # fmt: skip
+LAUNCHES = {"eager": (), "compiled": ("--compile",), "CUDA graphs": ("--compile", "--cuda-graphs")}
+"""Flags of `launch`."""
 NCCL_PROGRAMS = {
     "grid": ("--strategy", "grid"),
     "chimera": ("--schedule", "chimera"),
@@ -78,8 +80,9 @@ class Call:
             except (Failed, OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
                 found = {"error": f"{type(error).__name__}: {error}"}
         self.rows.append({"row": name, "seconds": round(time.monotonic() - start, 2), **found})
-        document = {"call": self.name, **card(self.device), "tiny": self.tiny, "rows": self.rows}
-        self.file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        calls = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
+        calls[self.name] = {**card(self.device), "tiny": self.tiny, "rows": self.rows}
+        self.file.write_text(json.dumps(calls, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(self.rows[-1]), flush=True)
 
     def run(self, *words: object, **changes: str) -> str:
@@ -184,10 +187,13 @@ def one_rank(call: Call) -> None:
         call.row(f"{name}, roofline", partial(steps_against_plan, call, name))
         call.row(f"{name}, profiled", partial(steps_against_plan, call, name, call.scratch / f"{name}.costs"))
     call.row("no synchronisation in a step", partial(without_waiting, call))
-    call.row("optimizers", partial(call.last_line, __file__, "optimizers", call.device, call.tiny))
+    call.row("optimizers", partial(call.last_line, __file__, "optimizers", call.device, "tiny" if call.tiny else ""))
     sizes = ("--tiny",) if call.tiny else ("--batch", 8, "--sequence", 1024, "--rounds", 10)
     written = ("benchmarks/one_device.py", "--device", call.device, *sizes)
     call.row("against the hand-written model", partial(call.last_line, *written))
+    call.row("against the hand-written model, compiled", partial(call.last_line, *written, "--compile"))
+    for title, flags in LAUNCHES.items():
+        call.row(f"launches, {title}", partial(launches, call, flags))
     for name in SIZES if not call.tiny else ("gpt",):
         for precision in ("fp32", "tf32") if not call.tiny else ("fp32",):
             flags = ("--micro-batches", "1", "--set", f"precision={precision}")
@@ -201,6 +207,18 @@ def four_ranks(call: Call) -> None:
             call.row(f"verify {name}, {title}", partial(verified, call, name, 4, *words))
     call.row("goes on after an end", partial(resumed, call))
     call.row("profile", partial(profiled, call))
+
+
+def launches(call: Call, flags: tuple[str, ...]) -> dict[str, Any]:
+    """A step of many small kernels, and the part of it in which the device does nothing between two of them."""
+    zoo, settings, samples = MODELS["gpt2-125m"]
+    model = call.small(zoo) if call.tiny else call.model("gpt2-125m", zoo, settings)
+    words = ("--micro-batches", "4", "--set", "precision=bf16", "--set", "optimizer.name=adamw")
+    program = call.program("launches", model, samples, 1, *words)
+    count = 4 if call.tiny else 20
+    steps = call.autopipe("launch", program, "--device", call.device, "--steps", count, *flags)["steps"]
+    found: dict[str, Any] = call.last_line(__file__, "gaps", program, call.device, *flags)
+    return {"step_s": median(each["step_time_s"] for each in steps[len(steps) // 2 :]), **found}
 
 
 def without_waiting(call: Call) -> dict[str, Any]:
@@ -231,6 +249,7 @@ def resumed(call: Call) -> dict[str, Any]:
 
 
 def nccl(call: Call) -> None:
+    call.row("one rank alone", partial(call.last_line, __file__, "alone", call.device))
     queues_and_ctas = [("32", "4"), ("8", "4"), ("1", "1")] if not call.tiny else [("8", "4")]
     for queues, ctas in queues_and_ctas:
         for title, flags in NCCL_PROGRAMS.items() if not call.tiny else [*NCCL_PROGRAMS.items()][:1]:
@@ -238,6 +257,10 @@ def nccl(call: Call) -> None:
             call.row(
                 f"{title}, {queues} hardware queues, {ctas} CTAs", partial(as_nodes, call, title, flags, environment)
             )
+
+
+_REFUSED = "Duplicate GPU detected"
+"""Words of NCCL where it does not let ranks share a GPU."""
 
 
 def as_nodes(call: Call, title: str, flags: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -265,6 +288,8 @@ def as_nodes(call: Call, title: str, flags: tuple[str, ...], environment: Mappin
         for process in processes:
             process.kill()
     if failed := [lines[-1] for lines, process in zip(said, processes, strict=True) if process.returncode and lines]:
+        if _REFUSED in failed[0]:
+            return {"refused": failed[0]}
         raise Failed(failed[0])
     steps = [json.loads(text) for text in report.read_text(encoding="utf-8").splitlines()]
     return {"losses": [step["loss"] for step in steps], "step_s": steps[-1]["step_time_s"]}
@@ -281,19 +306,83 @@ def run_call(name: str, device: str, tiny: bool, file: Path) -> list[dict[str, A
         return call.rows
 
 
-def _step_without_waiting(folder: str, device: str) -> dict[str, Any]:
-    """Three steps of a one-rank program, of which the last must not have the host wait."""
+def _started(folder: str, device: str, *flags: str) -> tuple[Any, Callable[[], None]]:
+    """The rank of a one-rank program, and its step, after two of them."""
     import runpy
 
-    import torch
-
     sys.path.insert(0, folder)
-    sys.argv = ["rank", "--device", device, "--steps", "3"]
+    sys.argv = ["rank", "--device", device, "--steps", "3", *flags]
     names = runpy.run_path(str(Path(folder) / "rank_000.py"))
     rank, step = names["rank"], names["step"]
     rank.set_up()
     rank.run(step)
     rank.run(step)
+    return rank, step
+
+
+def _launch_gaps(folder: str, device: str, *flags: str) -> dict[str, Any]:
+    """Of a step the kernels (on the CPU: operators), and the part of the time between the first one's start and the
+    last one's end in which none runs."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    rank, step = _started(folder, device, *flags)
+    kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]) as profiled:
+        rank.run(step)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    events = [each for each in profiled.events() or () if each.device_type == kind and each.cpu_parent is None]
+    spans = sorted((each.time_range.start, each.time_range.end) for each in events)
+    return {"kernels": len(spans), "idle_share": idle_share(spans)}
+
+
+def idle_share(spans: list[tuple[float, float]]) -> float:
+    """The part of the time from the first start to the last end in which none of the spans is; they are sorted."""
+    idle, end = 0.0, spans[0][0]
+    for first, last in spans:
+        idle += max(0.0, first - end)
+        end = max(end, last)
+    return idle / (end - spans[0][0])
+
+
+def _alone(device: str) -> dict[str, Any]:
+    """What a rank's communicators do in a world of one: collectives, and over NCCL a message to itself."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from autopipe.backends.torch.runtime.communicators import NcclCommunicators, exchange
+
+    if device == "cpu":
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        group, place = dist.group.WORLD, torch.device("cpu")
+    else:
+        place = torch.device("cuda", 0)
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        made = NcclCommunicators(0, place, timedelta(seconds=60))
+        made.make_groups([(0,)])
+        made.wait_until_all_work()
+        group = made.groups[0,]
+    numbers = torch.arange(1024.0, device=place)
+    summed, gathered, received = numbers.clone(), torch.empty_like(numbers), torch.zeros_like(numbers)
+    dist.all_reduce(summed, group=group)
+    dist.all_gather_into_tensor(gathered, numbers, group=group)
+    same = [torch.equal(summed, numbers), torch.equal(gathered, numbers)]
+    if device == "cuda":
+        exchange([dist.P2POp(dist.isend, numbers, 0, group), dist.P2POp(dist.irecv, received, 0, group)]).wait()
+        same.append(torch.equal(received, numbers))
+    dist.destroy_process_group()
+    return {"equal": all(same)}
+
+
+def _step_without_waiting(folder: str, device: str) -> dict[str, Any]:
+    """Three steps of a one-rank program, of which the last must not have the host wait."""
+    import torch
+
+    _, step = _started(folder, device)
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     step()
@@ -302,13 +391,13 @@ def _step_without_waiting(folder: str, device: str) -> dict[str, Any]:
     return {"waits": False}
 
 
-def _optimizers(device: str, tiny: bool) -> dict[str, Any]:
+def _optimizers(device: str, size: str = "") -> dict[str, Any]:
     """Seconds of AdamW's step over 125 million parameters, fused and by its loop over lists."""
     import torch
 
     found = {}
     for name in ("fused", "foreach"):
-        sizes = [1024] * 2 if tiny else [768 * 768] * 212
+        sizes = [1024] * 2 if size == "tiny" else [768 * 768] * 212
         parameters = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
         for each in parameters:
             each.grad = torch.ones_like(each)
@@ -324,8 +413,12 @@ def _optimizers(device: str, tiny: bool) -> dict[str, Any]:
     return found
 
 
+_PARTS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "alone": _alone,
+    "gaps": _launch_gaps,
+    "optimizers": _optimizers,
+    "sync": _step_without_waiting,
+}
+
 if __name__ == "__main__":
-    if sys.argv[1] == "sync":
-        print(json.dumps(_step_without_waiting(*sys.argv[2:4])))
-    else:
-        print(json.dumps(_optimizers(sys.argv[2], sys.argv[3] == "True")))
+    print(json.dumps(_PARTS[sys.argv[1]](*sys.argv[2:])))

@@ -21,10 +21,12 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no
 
 def rows_of(name: str, folder: Path, *flags: str) -> dict[str, dict[str, Any]]:
     """The rows of a call by their names, from the file that it writes."""
-    assert main(["cuda", "--only", name, "--write", str(folder), *flags, "-q"], benchmarks, PROGRAM) == 0
-    document = json.loads((folder / f"cuda-{name}.json").read_text(encoding="utf-8"))
-    assert document["call"] == name and document["card"] and document["torch"]
-    return {row["row"]: row for row in document["rows"]}
+    file = folder / "cuda.json"
+    file.write_text('{"another call": {}}', encoding="utf-8")
+    assert main(["cuda", "--only", name, "--write", str(file), *flags, "-q"], benchmarks, PROGRAM) == 0
+    calls = json.loads(file.read_text(encoding="utf-8"))
+    assert calls.keys() == {"another call", name} and calls[name]["card"] and calls[name]["torch"]
+    return {row["row"]: row for row in calls[name]["rows"]}
 
 
 @pytest.mark.distributed

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 
-MODULES = {"auto_table", "command_line", "one_gpu", "scatter", "side_by_side", "tessel_baselines"}
+MODULES = {"auto_table", "command_line", "one_gpu", "scatter", "small_models", "side_by_side", "tessel_baselines"}
 """What the scripts import."""
 PAPERS = {
     "__init__",

@@ -282,7 +282,7 @@ def _aligned(
     samples: Sequence[int],
     largest: bool,
 ) -> Tensor:
-    """Regions that start at rows and columns `starts` [n, 2], all with so many samples a bin and axis."""
+    """Regions that start at rows and columns `starts` [n, 2], all with `samples` a bin, down and across."""
     (rows, is_in_y), (columns, is_in_x) = (
         _samples(starts[:, axis, None], extents[:, axis, None], size[axis], samples[axis], images.shape[2 + axis])
         for axis in range(2)
