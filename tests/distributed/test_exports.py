@@ -16,13 +16,9 @@ FAST = (
     "squeezenet-onnx-static-loss",
     "gpt2-dynamo-dynamic-loss",
     "llama-torchscript-dynamic-forward",
-    "bert-torchscript-dynamic-loss-data_parallel",
-    "t5-dynamo-static-loss-4to2",
-    "resnet-dynamo-dynamic-loss",
-    "lstm-torchscript-static-loss",
     "dlrm-torchscript-dynamic-loss",
 )
-"""At least one of each architecture, exporter, kind of shapes and kind of output."""
+"""At least one of each exporter, kind of shapes and kind of output."""
 
 JOURNEYS = {journey.name: journey for journey in all_journeys()}
 

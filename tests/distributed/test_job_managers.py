@@ -21,13 +21,20 @@ HERE: tuple[str, ...] = ()
 RUN = ("--device", "cpu", "--steps", 2)
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    """Four ranks in two stages of two."""
-    return write_chain(tmp_path / "program", groups=((0, 1), (2, 3)))
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks in two stages of two, and a key for several launches."""
+    folder = tmp_path_factory.mktemp("job")
+    write_key(folder)
+    return write_chain(folder / "program", groups=((0, 1), (2, 3)))
 
 
 @pytest.fixture
+def report(tmp_path: Path) -> Path:
+    return tmp_path / "report.jsonl"
+
+
+@pytest.fixture(scope="module")
 def losses(program: Path) -> list[float]:
     """Those of a launch on one machine."""
     return launch(program, "--steps", 2, "--json").losses
@@ -47,15 +54,13 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_a_bare_torchrun(program: Path, losses: list[float]) -> None:
-    report = program.parent / "report.jsonl"
+def test_a_bare_torchrun(program: Path, losses: list[float], report: Path) -> None:
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, program / "run.py", *RUN)
     all_well([finish(start_on(HERE, (*words, "--report", report)))])
     assert reported(report) == losses
 
 
-def test_a_bare_torchrun_on_two_machines(program: Path, losses: list[float]) -> None:
-    report = program.parent / "report.jsonl"
+def test_a_bare_torchrun_on_two_machines(program: Path, losses: list[float], report: Path) -> None:
     torchrun, *words = documented("torchrun", program)
     node = words.index("--node-rank") + 1
     with machines() as inside:
@@ -67,16 +72,14 @@ def test_a_bare_torchrun_on_two_machines(program: Path, losses: list[float]) -> 
     assert reported(report) == losses
 
 
-def test_srun_starts_every_rank_on_one_machine(program: Path, losses: list[float]) -> None:
-    report = program.parent / "report.jsonl"
+def test_srun_starts_every_rank_on_one_machine(program: Path, losses: list[float], report: Path) -> None:
     words = ("srun", "--nodes=1", "--ntasks-per-node=4", "python", str(program / "run.py"))
     all_well(srun(words, [HERE], "localhost", (*RUN, "--report", report)))
     assert reported(report) == losses
 
 
 @pytest.mark.parametrize("tasks", ["2", "3,1"])
-def test_srun_starts_every_rank_of_two_machines(program: Path, losses: list[float], tasks: str) -> None:
-    report = program.parent / "report.jsonl"
+def test_srun_starts_every_rank_of_two_machines(program: Path, losses: list[float], tasks: str, report: Path) -> None:
     words = documented("srun --nodes=2 --ntasks-per-node=2", program)
     words[words.index("--ntasks-per-node=2")] = f"--ntasks-per-node={tasks}"
     with machines() as inside:
@@ -84,9 +87,8 @@ def test_srun_starts_every_rank_of_two_machines(program: Path, losses: list[floa
     assert reported(report) == losses
 
 
-def test_a_pod_for_each_rank(program: Path, losses: list[float]) -> None:
+def test_a_pod_for_each_rank(program: Path, losses: list[float], report: Path) -> None:
     """RANK and WORLD_SIZE without LOCAL_RANK, as a PyTorchJob's containers have them."""
-    report = program.parent / "report.jsonl"
     job = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     job |= {"WORLD_SIZE": 4}
     words = (program / "run.py", *RUN, "--report", report)
@@ -121,7 +123,6 @@ def test_a_launch_on_each_machine(tmp_path: Path) -> None:
 
 
 def test_srun_starts_a_launch_on_each_machine(program: Path, losses: list[float]) -> None:
-    write_key(program.parent)
     words = documented("srun --nodes=2 --ntasks-per-node=1", program)
     with machines() as inside:
         ended = srun(words, [inside["a"], inside["b"]], "10.77.0.[1-2]", ("--json",))
@@ -131,7 +132,6 @@ def test_srun_starts_a_launch_on_each_machine(program: Path, losses: list[float]
 
 
 def test_a_pod_for_each_machine(program: Path, losses: list[float]) -> None:
-    write_key(program.parent)
     address, port = ENDPOINT.split(":")
     job = {"PET_NNODES": NODES, "PET_NPROC_PER_NODE": 2, "PET_MASTER_ADDR": address, "PET_MASTER_PORT": port}
     job |= {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}
@@ -143,7 +143,6 @@ def test_a_pod_for_each_machine(program: Path, losses: list[float]) -> None:
 
 
 def test_a_node_that_never_comes_is_named(program: Path) -> None:
-    write_key(program.parent)
     job = {"SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_STEP_NUM_TASKS": 2, "SLURM_NODEID": 0}
     ended = finish(launch_on(HERE, program, "--start-timeout", 2, **job))
     assert ended.code == 5

@@ -38,7 +38,10 @@ SLOW = """if step == 4 and rank == 0 and not (here / 'reached').exists():
 
 @pytest.mark.parametrize(
     "optimizer",
-    [Optimizer("adamw", lr=0.05, weight_decay=0.1), Optimizer("sgd", lr=0.05, momentum=0.9)],
+    [
+        Optimizer("adamw", lr=0.05, weight_decay=0.1),
+        pytest.param(Optimizer("sgd", lr=0.05, momentum=0.9), marks=pytest.mark.sweep),
+    ],
     ids=["adamw", "momentum"],
 )
 def test_losses_after_a_restart_are_those_of_an_undisturbed_run(tmp_path: Path, optimizer: Optimizer) -> None:
