@@ -19,10 +19,10 @@ from command_line import parse_arguments
 
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
-from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
 from autopipe.ir.layout import whole

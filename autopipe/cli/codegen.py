@@ -74,6 +74,9 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
     if ranks:
         kept = (rank if rank.rank in ranks else replace(rank, shards=()) for rank in program.ranks)
         program = replace(program, ranks=tuple(kept))
+    if problem.train and planned.request.data.last_batch == "pad" and any(each.ratio > 1 for each in program.stages):
+        message = "stages with micro-batches of their own do not fill a batch up"
+        raise ConfigurationError(message, "plan with data.last_batch: drop", "data.last_batch: pad")
     stage_titles = tuple(_stage_title(program, stage) for stage in program.stages)
     rank_titles = tuple(
         _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None for rank in program.ranks
@@ -94,6 +97,7 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
         predicted_step_s=plan.summary.step_time_s,
         predicted_bubble=plan.summary.bubble_rate,
         rounding=_rounding(planned, program),
+        data=planned.request.data,
     )
     write_program(files, provenance, folder)
     return program

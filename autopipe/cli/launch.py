@@ -14,7 +14,7 @@ import click
 from rich.table import Table
 
 from autopipe.backends.torch import fake_cuda
-from autopipe.backends.torch.checkpoint import check_unused
+from autopipe.backends.torch.checkpoint import check_unused, checkpoint_path, committed_steps, read_checkpoint
 from autopipe.backends.torch.emission.rank import rank_module
 from autopipe.backends.torch.launcher import (
     LaunchConfig,
@@ -28,14 +28,18 @@ from autopipe.backends.torch.runtime.data import check_data
 from autopipe.backends.torch.runtime.heartbeat import Timeouts
 from autopipe.backends.torch.runtime.job import Job, job_of
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
+from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output, write_texts
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.auto.plan_cache import cache_folder
 
 _KEY_BYTES = 32
+_NO_END = 2**40
+"""Steps of a run that ends where its data does."""
 _SECONDS = click.FloatRange(min=0, min_open=True)
-DATA = click.option("--data", help="FILE.npz or module:function; random data without it.")
+_SOURCES = "FILE.npz, a folder of .npy files, FILE.bin of tokens or module:function; random data without it."
+DATA = click.option("--data", metavar="SOURCE", help=f"{_SOURCES} [data.path].")
 _RANDOM = "Seed of random data, of Dropout, and of weights that the model does not store."
 SEED = click.option("--seed", type=click.IntRange(min=0), help=_RANDOM)
 
@@ -51,6 +55,8 @@ COMPILE = click.option("--compile", is_flag=True, help="Compile stages with torc
     help="Where to run; with --dry-run meta is on no device, shapes and types alone, and cuda need not be there.",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Steps in all [1; in inference over a file all of it].")
+@click.option("--epochs", type=click.IntRange(min=1), help="Passes through the data, in place of --steps.")
+@click.option("--shuffle/--no-shuffle", default=None, help="Shuffle each epoch by the seed.")
 @DATA
 @SEED
 @click.option("--nnodes", metavar="N|MIN:MAX", help="Number of machines [1; under srun and in a PyTorchJob theirs].")
@@ -187,6 +193,8 @@ class Launch:
     device: str
     steps: int | None
     """One where not given, in inference over a file all that its samples fill."""
+    epochs: int | None
+    shuffle: bool | None
     data: str | None
     seed: int | None
     checkpoint: Path | None
@@ -202,22 +210,40 @@ class Launch:
         """Run the ranks and return their step reports. Raises as `launch_program`, and ConfigurationError for data that
         does not fit."""
         self._check()
-        # Data are looked at as far as the steps read them.
-        read = self.steps or (1 if self.manifest.train else None)
-        source = check_data(self.manifest, self.data, None if self.resume else read)
-        steps = read or (1 if source is None else source.steps)
-        if source is not None and (said := source.says(steps)):
-            note(said)
+        steps, epochs = self._read_data(note)
         note(placement_note(self.device, local_ranks(self.manifest, config)[1]))
         config = replace(config, gpus=visible_gpus(self.device))
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             scratch = Path(name)
             try:
-                launch_program(self.manifest, self._arguments(scratch, steps, config.timeouts), config, note)
+                launch_program(self.manifest, self._arguments(scratch, steps, epochs, config.timeouts), config, note)
             finally:
                 if self.trace is not None:
                     write_texts({self.trace: json.dumps(chrome_trace(scratch / "spans"))})
             return read_reports(scratch / "report.jsonl")
+
+    def _read_data(self, note: Callable[[str], None]) -> tuple[int, int | None]:
+        """Look at the data as far as the steps read them. Returns the number of steps, and that of epochs where it
+        alone says when the data ends."""
+        train, settings, begin = self.manifest.train, self.manifest.data, START
+        data = settings.path if self.data is None else self.data
+        if data is None and (self.epochs is not None or self.shuffle):
+            flag = "--shuffle" if self.epochs is None else "--epochs"
+            raise ConfigurationError(f"{flag}: random data have neither order nor end", hint="name others with --data")
+        shuffle = settings.shuffle if self.shuffle is None else self.shuffle
+        epochs = self.epochs or (settings.epochs if self.steps is None and train and data is not None else None)
+        settings = replace(settings, epochs=epochs, shuffle=shuffle)
+        if self.resume and self.checkpoint is not None and (saved := committed_steps(self.checkpoint)):
+            newest = read_checkpoint(checkpoint_path(self.checkpoint, saved[-1]))
+            begin = Position(newest.step, newest.samples)
+        steps = self.steps or (1 if train and epochs is None else None)
+        source, unchecked = check_data(self.manifest, data, None if self.resume else steps, settings, begin)
+        if source is None:
+            return steps or (_NO_END if epochs else 1), epochs
+        steps = steps or source.end or 1
+        for line in filter(None, (*source.notes(steps), unchecked)):
+            note(line)
+        return steps, None
 
     def rehearse(self, rank: int) -> dict[str, object]:
         """Run one step of one rank's program without the others and return what it did."""
@@ -226,7 +252,7 @@ class Launch:
             raise ConfigurationError(f"there is no rank {rank}", hint=f"the program has ranks 0 to {world_size - 1}")
         if not self._has(rank):
             raise ConfigurationError(f"rank {rank} was not generated", hint=f"autopipe codegen PLAN --ranks {rank}")
-        check_data(self.manifest, self.data, 1)
+        self._read_data(lambda line: None)
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             report = Path(name) / "report.json"
             own = {name: getattr(self, name) for name in ("device", "data", "seed")}
@@ -250,6 +276,9 @@ class Launch:
 
     def _check(self) -> None:
         train, checkpoint = self.manifest.train, self.checkpoint
+        if self.epochs is not None and (self.steps is not None or not train):
+            why = "inference takes its data once" if not train else "--steps says when to end"
+            raise click.UsageError(f"--epochs: {why}")
         missing = [rank for rank in range(self.manifest.world_size) if not self._has(rank)]
         if missing:
             of_all = f"{len(missing)} of {self.manifest.world_size} ranks"
@@ -270,14 +299,16 @@ class Launch:
                 hint = "name a file in a folder that is there and writable"
                 raise ConfigurationError(f"{path} cannot be written", hint=hint)
 
-    def _arguments(self, scratch: Path, steps: int, timeouts: Timeouts) -> list[str]:
+    def _arguments(self, scratch: Path, steps: int, epochs: int | None, timeouts: Timeouts) -> list[str]:
         own = {
             name: getattr(self, name)
-            for name in ("device", "blocking", "compile", "cuda_graphs", "data", "seed", "checkpoint_every")
+            for name in ("device", "blocking", "compile", "cuda_graphs", "data", "shuffle", "seed", "checkpoint_every")
         }
         return rank_arguments(
             **own,
+            no_shuffle=self.shuffle is False,
             steps=steps,
+            epochs=epochs,
             report=scratch / "report.jsonl",
             checkpoint=self.checkpoint and self.checkpoint.absolute(),
             resume=self.checkpoint is not None,  # A rank that is started again goes on from the newest checkpoint.

@@ -12,6 +12,7 @@ from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.measured_costs import read_costs
 from autopipe.ir.problem import Mode
+from autopipe.ir.program import is_data_function
 from autopipe.passes.registry import Scheduler, Strategy, scheduler_class, strategy_class, strategy_names
 
 if TYPE_CHECKING:
@@ -124,7 +125,13 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         time_limit=configuration.time_limit,
         seed=configuration.seed,
         costs=costs,
+        data=configuration.data,
     )
+
+
+def absolute_data(data: str | None) -> str | None:
+    """`data.path` as it is read from any folder."""
+    return data if data is None or is_data_function(data) else str(Path(data).absolute())
 
 
 def effective(configuration: Configuration, planned: PlanResult) -> Configuration:
@@ -133,6 +140,7 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
     return dataclasses.replace(
         configuration,
         model=dataclasses.replace(configuration.model, path=str(Path(planned.plan.model).absolute())),
+        data=dataclasses.replace(configuration.data, path=absolute_data(configuration.data.path)),
         mode=problem.mode.value,
         loss=configuration.loss or problem.loss,
         optimizer=dataclasses.replace(configuration.optimizer, shard=problem.optimizer.shard),

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopipe.backends.onnxruntime import ReferenceModel, node_of
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
-from autopipe.backends.torch.runtime.data import check_data, open_source
+from autopipe.backends.torch.runtime.data import check_data, filled_rows, open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.verification import (
     Difference,
@@ -63,7 +63,8 @@ def verify(
       autopipe verify gpt.plan/program --device cpu
     """
     manifest = read_manifest(program.absolute())
-    check_data(manifest, data, 1)
+    data = manifest.data.path if data is None else data
+    check_data(manifest, data, 1, manifest.data)
     with tempfile.TemporaryDirectory() as scratch, output.progress("verifying", total=4) as bar:
         run = Verification(manifest, device, data, seed, Path(scratch), tolerance, **flags)
         checks = list(run.run(bar.advance))
@@ -289,10 +290,12 @@ class Verification:
 
     def _reference_outputs(self, forward: Manifest, model: ReferenceModel, seed: int) -> dict[str, np.ndarray]:
         """The model's outputs over the step's whole batch, as ONNX Runtime gives them."""
-        source = open_source(forward, self.data, seed)
+        source = open_source(forward, self.data, seed, settings=forward.data)
         size = _evaluation(forward, model)
         evaluations = [
-            model.run({entry.value.name: source.rows(entry, start, start + size) for entry in forward.inputs})
+            model.run(
+                {each.value.name: filled_rows(source, forward, each, 0, start, start + size) for each in forward.inputs}
+            )
             for start in range(0, forward.batch_size, size)
         ]
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}

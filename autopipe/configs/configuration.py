@@ -27,9 +27,10 @@ from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, read_file, read_setting, read_text, read_word
 from autopipe.ir import problem
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.codec import Above, AtLeast, FilePath, Index, Origin, Rest, Shape, encode, keys, unwrap
+from autopipe.ir.codec import Above, AtLeast, FilePath, Index, Origin, Rest, Shape, Sparse, encode, keys, unwrap
 from autopipe.ir.errors import ConfigurationError, quote
 from autopipe.ir.problem import Size
+from autopipe.ir.program import DataSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,8 @@ class Configuration:
     recompute: Literal["none", "full", "auto"] | None = None
     """Run each stage's forward again for its backward: never, always, or where memory asks for it; `null` leaves it to
     strategy `auto`, and is `none` under any other."""
+    data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
+    """Where `launch` has samples from, and in which order."""
     cluster: ClusterChoice = field(
         default=ClusterChoice(preset="a100-80gb"), metadata={"flag": "--cluster PRESET|FILE"}
     )

@@ -27,9 +27,11 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan
 from autopipe.ir.plan_file import plan_digest
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
+from autopipe.ir.program import DataSettings
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.passes.analysis.micro_batches import check_portions
+from autopipe.passes.analysis.padding import check_padding
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work
@@ -73,6 +75,7 @@ class Request:
     seed: int = 0
     costs: Costs | None = None
     """Measured costs of the cluster's devices; the data sheet alone counts where None."""
+    data: DataSettings = field(default=DataSettings())
 
 
 class Observer:
@@ -247,6 +250,8 @@ def _work(request: Request, model: Model) -> tuple[Work, ...]:
     if train and not any(each.trainable for each in model.graph.parameters):
         hint = "autopipe inspect -v says why; name what is to be trained in model.trainable, or use --mode infer"
         raise ModelError("nothing in it would be trained", hint, str(model.path))
+    if train and request.data.last_batch == "pad":
+        check_padding(model.graph, model.loss)
     return costed_work(model.graph, request.precision, request.cluster, request.costs, request.compiled)
 
 

@@ -41,6 +41,7 @@ SAMPLES = 4
 PREPARED: dict[str, tuple[str, ...]] = {
     "README.md": ("autopipe zoo build gpt -o model.onnx --set loss=true",),
     "checkpoint.md": PROGRAM,
+    "data.md": PROGRAM,
     "clusters.md": (GPT,),
     "graphpipe.md": ("autopipe zoo build candle-uno -o candle.onnx --set loss=true --set weights=none",),
     "profile.md": (GPT, MEASURED),
@@ -80,6 +81,7 @@ SHORTER = {
     "--batch-size 4096": "--batch-size 16",
     "--ranks 0,17,4095": "--ranks 0,1",
     "--rank 4095": "--rank 1",
+    "--epochs 3": "--epochs 1",
     "--steps 2000": "--steps 4",
     "--steps 1000": "--steps 2",
     "--steps 100": "--steps 2",
@@ -109,6 +111,7 @@ def test_commands_of_a_page(
         Path(name).write_text(text, encoding="utf-8")
     Path("run.key").write_text("0" * 64, encoding="utf-8")
     Path("run.key").chmod(0o600)
+    (np.arange(SAMPLES * 8 + 1) % 64).astype("<u2").tofile("train.bin")
     for command in PREPARED.get(page, ()):
         typed(command, False, capfd)
     if Path("model.onnx").exists():

@@ -21,7 +21,7 @@ from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import DType
 from autopipe.ir.problem import Optimizer
-from autopipe.ir.program import FORMAT, Program, StageCode
+from autopipe.ir.program import FORMAT, DataSettings, Program, StageCode
 from autopipe.ir.rounding import Rounding
 
 
@@ -39,6 +39,7 @@ class Provenance:
     predicted_step_s: float
     predicted_bubble: float
     rounding: Rounding = field(default_factory=Rounding)
+    data: DataSettings = field(default_factory=DataSettings)
 
 
 def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -68,6 +69,7 @@ def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[i
             for rank in program.ranks
         ],
         **({"memory_limits": memory_limits} if memory_limits else {}),
+        **({} if provenance.data == DataSettings() else {"data": encode(provenance.data)}),
     }
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from autopipe.backends.torch.runtime.data import Slices, Source, read_block
+from autopipe.backends.torch.runtime.data import Slices, Source, read_block, read_filled_block
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import torch_dtype
 
@@ -45,9 +45,9 @@ class BatchReader:
         self._device = device
         self._inputs = {entry.value.name: entry for entry in manifest.inputs}
 
-    def has(self, step: int) -> bool:
-        """True if there is data for a step: the first, or that behind the one that was read last."""
-        return self.source.has(step)
+    def begin_step(self, step: int) -> int:
+        """The samples that there are for a step, the first or that behind the one that was read last; 0 for none."""
+        return self.source.count(step)
 
     def read(self, step: int, request: BlockRequest) -> torch.Tensor:
         """A block of a step, on the device."""
@@ -62,9 +62,11 @@ class BatchReader:
     def _block(self, step: int, request: BlockRequest) -> torch.Tensor:
         """In host memory, in the type in which the data holds it."""
         size = self._manifest.batch_size // self._manifest.micro_batches_at(request.stage)
-        sample = self.source.sample(step) + request.micro_batch * size
-        entry = self._inputs[request.name]
-        return torch.from_numpy(read_block(self.source, self._manifest, entry, sample, request.box))
+        entry, offset = self._inputs[request.name], request.micro_batch * size
+        if offset + size <= self.source.count(step):
+            sample = self.source.sample(step) + offset
+            return torch.from_numpy(read_block(self.source, self._manifest, entry, sample, request.box))
+        return torch.from_numpy(read_filled_block(self.source, self._manifest, entry, step, offset, request.box))
 
     def _dtype(self, request: BlockRequest) -> torch.dtype:
         return torch_dtype(self._inputs[request.name].value.dtype)
@@ -85,7 +87,7 @@ class _Closed(Exception):
     pass
 
 
-_Item = TypeVar("_Item", bool, StepData, _Prefetched)
+_Item = TypeVar("_Item", int, StepData, _Prefetched)
 
 
 class PrefetchingReader(BatchReader):
@@ -100,11 +102,11 @@ class PrefetchingReader(BatchReader):
         self._requests: list[BlockRequest] = []
         self._stream = torch.cuda.Stream(device)
         self._thread: threading.Thread | None = None
-        self._items: queue.Queue[bool | StepData | _Prefetched | BaseException]
+        self._items: queue.Queue[int | StepData | _Prefetched | BaseException]
         self._closing = False
 
-    def has(self, step: int) -> bool:
-        return super().has(step) if self._thread is None else self._take(bool)
+    def begin_step(self, step: int) -> int:
+        return super().begin_step(step) if self._thread is None else self._take(int)
 
     def read(self, step: int, request: BlockRequest) -> torch.Tensor:
         if self._thread is None:
@@ -143,7 +145,7 @@ class PrefetchingReader(BatchReader):
         assert isinstance(item, kind), f"{item} comes where {kind.__name__} is due"
         return item
 
-    def _give(self, item: bool | StepData | _Prefetched | BaseException) -> None:
+    def _give(self, item: int | StepData | _Prefetched | BaseException) -> None:
         self._items.put(item)
         if self._closing:
             raise _Closed
@@ -154,7 +156,7 @@ class PrefetchingReader(BatchReader):
             torch.cuda.set_device(self._device)
             with torch.cuda.stream(self._stream):
                 for step in range(first, self._steps):
-                    found = super().has(step)
+                    found = super().begin_step(step)
                     self._give(found)
                     if not found:
                         return

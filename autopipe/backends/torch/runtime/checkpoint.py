@@ -23,9 +23,9 @@ import torch
 from autopipe.backends.torch import checkpoint as files
 from autopipe.backends.torch.checkpoint import FolderLock, Reader, verify_file
 from autopipe.backends.torch.runtime.checkpoint_state import SavedBlock, TrainingState, write_blocks
-from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import dtype_name, tensor_of
+from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 from autopipe.ir.layout import Box, whole

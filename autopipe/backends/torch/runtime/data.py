@@ -1,109 +1,43 @@
-"""The batches: random ones, an `.npz` file, or a Python function; each rank reads only the blocks it needs."""
+"""The batches: random ones, arrays that lie in files, or a Python function. Each rank reads only blocks it needs."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import math
 import os
-import struct
 import sys
-import zipfile
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import IO
+from typing import Any
 
 import numpy as np
 
+from autopipe.backends.torch.runtime.input_checks import (
+    check_rows,
+    check_type,
+    converted,
+    count_samples,
+    numpy_dtype,
+    region,
+    rows_per_sample,
+)
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.philox import box_muller_normal, integers, words
+from autopipe.backends.torch.runtime.sample_order import START, Numbers, Position, SampleOrder
+from autopipe.backends.torch.runtime.stored_arrays import Archive, Array, ArrayFiles, StoredArrays, TokenFile
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import DType
-from autopipe.ir.program import InputBounds, InputRange
+from autopipe.ir.program import DataSettings, InputRange, is_data_function
 
 Slices = tuple[tuple[int, int], ...]  # A block of a tensor: (start, stop) in each dimension.
-_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-"""ZIP's header before each member; its last two fields are the lengths of the name and of the extra field that follow
-(APPNOTE.TXT 4.3.7)."""
-_DAMAGED = (OSError, ValueError, EOFError, KeyError, struct.error, zlib.error, zipfile.BadZipFile, RuntimeError)
-
-
-class Archive:
-    """The arrays of an `.npz` file by name, read where they lie: who takes a few rows of a large one reads those only.
-    Raises ConfigurationError where it is damaged."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with self._opened("data") as archive:
-            self.members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-
-    @contextmanager
-    def _opened(self, what: str) -> Iterator[zipfile.ZipFile]:
-        try:
-            with zipfile.ZipFile(self.path) as archive:
-                yield archive
-        except _DAMAGED as error:
-            raise ConfigurationError(f"{what} cannot be read: {error}", where=str(self.path)) from error
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        with self._opened(repr(name)) as archive, archive.open(self.members[name]) as file:
-            return _array_header(file)[0]
-
-    def array(self, name: str) -> np.ndarray:
-        """The array called `name`: mapped where it is stored as it is, in memory where it is compressed."""
-        info = self.members[name]
-        with self._opened(repr(name)) as archive:
-            if info.compress_type == zipfile.ZIP_STORED:
-                return self._mapped(info)
-            with archive.open(info) as file:
-                loaded: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-                return loaded
-
-    def _mapped(self, info: zipfile.ZipInfo) -> np.ndarray:
-        with self.path.open("rb") as file:
-            file.seek(info.header_offset)
-            *_, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-            file.seek(name_length + extra_length, 1)
-            shape, fortran, dtype = _array_header(file)
-            if dtype.hasobject:
-                raise ValueError("it holds Python objects")
-            if 0 in shape:
-                return np.empty(shape, dtype)
-            order = "F" if fortran else "C"
-            mapped = np.memmap(self.path, dtype=dtype, mode="r", offset=file.tell(), shape=shape, order=order)  # type: ignore[call-overload]
-            return np.asarray(mapped)  # A memmap's own slices take many times as long to make.
-
-
-def _array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether columns come first, and element type."""
-    form = np.lib.format
-    version = form.read_magic(file)
-    readers = {(1, 0): form.read_array_header_1_0, (2, 0): form.read_array_header_2_0}
-    if version not in readers:
-        raise ValueError(f"format {version[0]}.{version[1]} of arrays is not known")
-    return readers[version](file)
-
-
 _DATA_STREAM = 2
 _PIECE = 1 << 24  # Bytes of an array that are looked at together.
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """How far a run has come: steps done, and samples taken. Batches before may have had another size."""
-
-    steps: int = 0
-    samples: int = 0
-
-
-START = Position()
+_MOST_CHECKED = 1 << 29  # Bytes of an array that are looked at before ranks start.
 
 
 class Source(ABC):
@@ -120,64 +54,93 @@ class Source(ABC):
         """The number of a step's first sample."""
         return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
 
-    def has(self, step: int) -> bool:
-        """True if there is data for a step. In training there is: behind an epoch's end begins the next."""
-        return True
+    def count(self, step: int) -> int:
+        """Samples that a step has: 0 where the data has ended, less than a batch where it is filled up behind them."""
+        return self._manifest.batch_size
 
     def epoch(self, step: int) -> int:
         """The epoch, counted from 1, of a step whose data was read."""
         return 1
 
-    def count(self, step: int) -> int:
-        """Samples of a step that are data; those behind them only fill its batch up."""
-        return self._manifest.batch_size
-
     @abstractmethod
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
         """Samples [start, stop) of an input, along its batch axis; the whole value where it has none. `start` says the
-        step either way. Behind the last sample come the first ones again."""
-
-    def _rows_of(self, array: np.ndarray, entry: InputRange, start: int, stop: int, where: str) -> np.ndarray:
-        """`rows`, where `array` is all of the input."""
-        axis = entry.batch_axis
-        if axis is None:
-            return _taken(array, entry, where)
-        extent, length = rows_per_sample(entry, self._manifest), array.shape[axis]
-        first, count = start * extent % length, (stop - start) * extent
-        if first + count <= length:
-            rows = array[(slice(None),) * axis + (slice(first, first + count),)]
-        else:
-            rows = np.take(array, np.arange(first, first + count) % length, axis=axis)
-        return _taken(rows, entry, where, first)
+        step either way. Only samples that `count` counts are asked for."""
 
 
-def open_source(manifest: Manifest, data: str | None, seed: int, begin: Position = START) -> Source:
-    """The source that `--data` names, for a run that goes on from `begin`. Raises ConfigurationError where it does not
-    fit the model."""
+def open_source(
+    manifest: Manifest, data: str | None, seed: int, begin: Position = START, settings: DataSettings | None = None
+) -> Source:
+    """The source that `data` names (see `DataSettings.path`), for a run that goes on from `begin`. Raises
+    ConfigurationError where it does not fit the model."""
+    settings = settings or DataSettings()
     if data is None:
         return RandomSource(manifest, seed, begin)
-    if data.endswith(".npz"):
-        return FileSource(manifest, Path(data), begin)
-    return FunctionSource(manifest, data, begin)
+    if is_data_function(data):
+        return FunctionSource(manifest, data, seed, begin, settings)
+    return StoredSource(manifest, open_arrays(manifest, data, settings), seed, begin, settings)
+
+
+def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> StoredArrays:
+    """The arrays that lie at a path. Raises ConfigurationError for a kind that is not known, or a damaged one."""
+    path = Path(data)
+    if path.suffix == ".npz":
+        return Archive(path)
+    if path.suffix == ".bin":
+        return TokenFile(path, manifest, settings.sequence_length)
+    if path.suffix == ".npy" or (path.is_dir() and any(path.glob("*.npy"))):
+        return ArrayFiles(path, manifest)
+    kinds = "FILE.npz, FILE.npy, a folder of .npy files, FILE.bin of tokens, or module:function"
+    missing = f"{data!r} does not exist" if not path.exists() else f"{data!r} is no data that can be read"
+    raise ConfigurationError(missing, hint=f"data is {kinds}")
 
 
 def read_block(source: Source, manifest: Manifest, entry: InputRange, sample: int, box: Slices) -> np.ndarray:
     """The block `box` of the micro-batch that starts at sample number `sample`; a copy, row-major."""
-    axis, region = entry.batch_axis, [slice(*each) for each in box]
+    return _block(lambda first, stop: source.rows(entry, sample + first, sample + stop), manifest, entry, box)
+
+
+def read_filled_block(
+    source: Source, manifest: Manifest, entry: InputRange, step: int, offset: int, box: Slices
+) -> np.ndarray:
+    """`read_block` of the micro-batch that starts `offset` samples into a step which has less than a batch."""
+    return _block(
+        lambda first, stop: filled_rows(source, manifest, entry, step, offset + first, offset + stop, offset),
+        manifest,
+        entry,
+        box,
+    )
+
+
+def filled_rows(
+    source: Source, manifest: Manifest, entry: InputRange, step: int, start: int, stop: int, micro_batch: int = 0
+) -> np.ndarray:
+    """Rows of samples [start, stop) of a step's batch, in which the step's first sample stands for those behind its
+    last. In training their labels are the one that counts for nothing, where the loss has one and the micro-batch that
+    starts at sample `micro_batch` has others; one without any is weighed with 0 (`Stage`)."""
+    sample, count = source.sample(step), source.count(step)
+    if entry.batch_axis is None:
+        return source.rows(entry, sample, sample)
+    present = max(start, min(stop, count))
+    parts = [source.rows(entry, sample + start, sample + present)] if present > start else []
+    if present < stop:
+        filler = np.concatenate([source.rows(entry, sample, sample + 1)] * (stop - present), entry.batch_axis)
+        if manifest.train and entry.ignored is not None and micro_batch < count:
+            filler = np.full_like(filler, entry.ignored)
+        parts.append(filler)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, entry.batch_axis)
+
+
+def _block(rows: Callable[[int, int], np.ndarray], manifest: Manifest, entry: InputRange, box: Slices) -> np.ndarray:
+    axis, block = entry.batch_axis, [slice(*each) for each in box]
     if axis is None:
-        return np.array(source.rows(entry, sample, sample)[tuple(region)])
+        return np.array(rows(0, 0)[tuple(block)])
     start, stop = box[axis]
     per_sample = rows_per_sample(entry, manifest)
     first = start // per_sample
-    rows = source.rows(entry, sample + first, sample + -(-stop // per_sample))
-    region[axis] = slice(start - first * per_sample, stop - first * per_sample)
-    return rows[tuple(region)].copy()
-
-
-def rows_per_sample(entry: InputRange, manifest: Manifest) -> int:
-    """Rows of a sample along the batch axis of an input that has one."""
-    assert entry.batch_axis is not None
-    return entry.value.shape[entry.batch_axis] // manifest.micro_batch_size
+    found = rows(first, -(-stop // per_sample))
+    block[axis] = slice(start - first * per_sample, stop - first * per_sample)
+    return found[tuple(block)].copy()
 
 
 def save_samples(manifest: Manifest, target: Path) -> None:
@@ -206,214 +169,269 @@ class RandomSource(Source):
         found = (box_muller_normal(flat) if entry.below is None else integers(flat, entry.below)).reshape(shape)
         drawn = flat.reshape(shape)
         for bounds in entry.drawn:
-            block = _region(bounds, axis)
+            block = region(bounds, axis)
             if axis is not None:
                 block = (slice(None), *block[:axis], *block[axis + 1 :])
             least = max(0, bounds.least) if bounds.below > 0 else bounds.least
             found[block] = integers(drawn[block], bounds.below - least) + least
-        return np.moveaxis(found.astype(_numpy_dtype(entry)), 0, axis) if axis else found.astype(_numpy_dtype(entry))
+        return np.moveaxis(found.astype(numpy_dtype(entry)), 0, axis) if axis else found.astype(numpy_dtype(entry))
 
 
-class FileSource(Source):
-    """An `.npz` file with one array an input, samples along the batch axis, as many in each. Its end is the end of an
-    epoch: training leaves out the last samples, where they fill no batch, and begins again; inference ends there, with
-    its last batch filled up."""
+class StoredSource(Source):
+    """Arrays that lie in files, one an input, samples along the batch axis, as many in each. Their end is the end of an
+    epoch; inference ends with the first."""
 
-    def __init__(self, manifest: Manifest, path: Path, begin: Position = START) -> None:
+    def __init__(
+        self, manifest: Manifest, arrays: StoredArrays, seed: int, begin: Position, settings: DataSettings
+    ) -> None:
         super().__init__(manifest, begin)
-        self._where = str(path)
-        archive = Archive(path)
-        self._array = cache(archive.array)
+        self._where = str(arrays.path)
+        self._stored = arrays
+        self._array = cache(arrays.array)
         names = [entry.value.name for entry in manifest.inputs]
         for name in names:
-            if name not in archive.members:
-                have = ", ".join(sorted(archive.members)) or "nothing"
+            if name not in arrays.names:
+                have = ", ".join(arrays.names) or "nothing"
                 raise ConfigurationError(f"no array for input {name!r}", hint=f"it has {have}", where=self._where)
-        self.samples = _samples(manifest, {name: archive.shape(name) for name in names}, self._where)
+        self.samples = count_samples(manifest, {name: arrays.shape(name) for name in names}, self._where)
         """How many there are; None where no input has samples."""
-        self.left_over = 0 if self.samples is None else self.samples % manifest.batch_size
-        if manifest.train and self.samples is not None and self.samples < manifest.batch_size:
+        train, batch = manifest.train, manifest.batch_size
+        keeps_last = not train or settings.last_batch == "pad"
+        self._order: SampleOrder | None = None
+        if self.samples is None:
+            return
+        if not keeps_last and self.samples < batch:
             raise ConfigurationError(
-                f"{self.samples} samples are no batch of {manifest.batch_size}",
-                hint="plan with a smaller --batch-size, or give more data",
+                f"{self.samples} samples are no batch of {batch}",
+                hint="plan with a smaller --batch-size, give more data, or plan with --set data.last_batch=pad",
                 where=self._where,
             )
+        shuffle, epochs = (seed if settings.shuffle else None, settings.epochs) if train else (None, 1)
+        self._order = SampleOrder(self.samples, batch, keeps_last, shuffle, epochs, begin)
+        self.left_over = self._order.left_over
+
+    @property
+    def end(self) -> int | None:
+        """The number of steps after which the data has ended; None where it has no end."""
+        return None if self._order is None else self._order.end
 
     def sample(self, step: int) -> int:
-        batch, begin, done = self._manifest.batch_size, self._begin.samples, step - self._begin.steps
-        if self.samples is None or not self._manifest.train:
-            return super().sample(step)
-        left = (self.samples - begin % self.samples) // batch
-        if done < left:
-            return super().sample(step)
-        epochs, within = divmod(done - left, self.samples // batch)
-        return (begin // self.samples + 1 + epochs) * self.samples + within * batch
+        return super().sample(step) if self._order is None else self._order.sample(step)
 
-    def has(self, step: int) -> bool:
-        return self._manifest.train or self.samples is None or self.sample(step) < self.samples
+    def count(self, step: int) -> int:
+        return super().count(step) if self._order is None else self._order.count(step)
 
     def epoch(self, step: int) -> int:
         return 1 if self.samples is None else self.sample(step) // self.samples + 1
 
-    def count(self, step: int) -> int:
-        batch = self._manifest.batch_size
-        return batch if self.samples is None else min(batch, self.samples - self.sample(step) % self.samples)
-
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        return self._rows_of(self._array(entry.value.name), entry, start, stop, self._where)
+        array = self._array(entry.value.name)
+        if entry.batch_axis is None or self._order is None:
+            return converted(np.asarray(array[...]), entry, self._where)
+        found, numbers = self._taken(array, entry, self._order.stored(start, stop))
+        return converted(found, entry, self._where, numbers)
 
-    def check(self, samples: int | None = None) -> None:
-        """Look at the first `samples` of each array, a piece at a time. Raises ConfigurationError for numbers that the
-        model cannot take."""
+    def check(self, samples: int | None = None) -> str:
+        """Look at all, or the first `samples`, of each array, a piece at a time; of a large one at pieces from the
+        first to the last, which the line that is returned says. Raises ConfigurationError for numbers that the model
+        cannot take."""
+        partly = []
         for entry in self._manifest.inputs:
-            array, axis, dtype = self._array(entry.value.name), entry.batch_axis, _numpy_dtype(entry)
+            name, dtype = entry.value.name, numpy_dtype(entry)
+            array = self._array(name)
             if not entry.allowed and (array.dtype == dtype or dtype.kind not in "biu"):
-                _check_convertible(array, entry, self._where)
+                check_type(array.dtype, entry, self._where)
                 continue
-            if axis is None:
-                _taken(array, entry, self._where)
+            if entry.batch_axis is None or self.samples is None:
+                check_rows(np.asarray(array[...]), entry, self._where)
                 continue
-            extent, length = rows_per_sample(entry, self._manifest), array.shape[axis]
-            stop = length if samples is None else min(length, samples * extent)
-            piece = max(1, _PIECE * length // max(array.nbytes, 1))
-            for first in range(0, stop, piece):
-                rows = array[(slice(None),) * axis + (slice(first, min(first + piece, stop)),)]
-                _taken(rows, entry, self._where, first)
+            stop = self.samples if samples is None else min(self.samples, samples)
+            size = math.prod(array.shape) * array.dtype.itemsize // self.samples
+            piece = max(1, _PIECE // max(size, 1))
+            starts = range(0, stop, piece)
+            if (most := max(2, _MOST_CHECKED // _PIECE)) < len(starts):
+                partly.append(f"{name!r}: {most * piece:,} of {stop:,} samples")
+                starts = np.linspace(0, stop - piece, most).astype(int).tolist()
+            for first in starts:
+                rows, numbers = self._taken(array, entry, range(first, min(first + piece, stop)))
+                check_rows(rows, entry, self._where, numbers)
+        return f"checked {', '.join(partly)}; ranks check the others as they read them" if partly else ""
 
-    @property
-    def steps(self) -> int:
-        """Steps that take all samples once."""
-        return 1 if self.samples is None else -(-self.samples // self._manifest.batch_size)
+    def _taken(self, array: Array, entry: InputRange, samples: range | Numbers) -> tuple[np.ndarray, range | Numbers]:
+        """The rows of samples, and their numbers; consecutive ones are no copy."""
+        assert entry.batch_axis is not None
+        extent, before = rows_per_sample(entry, self._manifest), (slice(None),) * entry.batch_axis
+        if isinstance(samples, range):
+            numbers = range(samples.start * extent, samples.stop * extent)
+            return array[(*before, slice(numbers.start, numbers.stop))], numbers
+        rows = (samples[:, None] * extent + np.arange(extent)).reshape(-1)
+        return array[(*before, rows)], rows
 
-    def says(self, steps: int) -> str:
-        """Warning about data that these steps leave out, repeat or lack; "" where there is none."""
-        if self.samples is None:
-            return ""
-        batch, samples = self._manifest.batch_size, f"{self._where}: {self.samples:,} samples"
-        full, rest = self.samples // batch, self.left_over
+    def notes(self, steps: int) -> list[str]:
+        """How files are read, and what these steps leave out, repeat or lack."""
+        described = [f"{self._where}: {text}"] if (text := self._stored.describe()) else []
+        order, batch = self._order, self._manifest.batch_size
+        if order is None:
+            return described
+        samples, batches, rest = (
+            f"{self._where}: {order.samples:,} samples",
+            order.steps_per_epoch,
+            order.samples % batch,
+        )
         if self._manifest.train:
-            left = f", the last {rest:,} of each epoch left out" if rest else ""
-            more = f"; {steps:,} steps go on into epoch {-(-steps // full):,}" if steps > full else ""
-            return f"{samples} are {full:,} batches of {batch}{left}{more}" if left or more else ""
-        batches = self.steps
-        padded = f", the last of {rest:,}" if rest and steps >= batches else ""
-        without = [repr(output.value.name) for output in self._manifest.outputs if output.batch_axis is None]
-        if padded and without:
-            padded += f" ({', '.join(without)}: the last value also counts what fills its micro-batch up)"
-        ends = f"; it ends before step {batches:,} of {steps:,}" if steps > batches else ""
-        return f"{samples} are {batches:,} batches of {batch}{padded}{ends}" if padded or ends else ""
+            ending = f", the last {order.left_over:,} of each epoch left out" if order.left_over else ""
+            if rest and not order.left_over:
+                ending = f", the last of {rest:,}, filled up with samples that count nothing"
+            if steps > batches:
+                ending += f"; {steps:,} steps go on into epoch {self.epoch(steps - 1):,}"
+        else:
+            ending = f", the last of {rest:,}" if rest and steps >= batches else ""
+            without = [repr(output.value.name) for output in self._manifest.outputs if output.batch_axis is None]
+            if ending and without:
+                ending += f" ({', '.join(without)}: the last value also counts what fills its micro-batch up)"
+            if steps > batches:
+                ending += f"; it ends before step {batches:,} of {steps:,}"
+        return [*described, f"{samples} are {batches:,} batches of {batch}{ending}"] if ending else described
+
+
+_Batch = Mapping[str, Any]
+CONTRACT = "it takes none, or some, of step, batch_size and seed"
 
 
 class FunctionSource(Source):
-    """A Python function `module:function` that returns an iterator of batches, each a mapping of input to array. Batch
-    i is what step i runs on. The iterator cannot go back: a run that continues takes the batches before it too. Its end
-    is the end of an epoch: for the next one the function is called again, in training."""
+    """A Python function `module:function` that gives batches, each a mapping of input to array.
 
-    def __init__(self, manifest: Manifest, name: str, begin: Position) -> None:
-        module, colon, function = name.partition(":")
-        if not colon:
-            raise ConfigurationError(f"{name!r} is neither an .npz file nor module:function")
-        try:
-            self._function = getattr(_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise ConfigurationError(f"data function {name!r} cannot be imported: {error}") from error
+    One that takes `step` returns the batch of any step, and None where there is none. Another one returns an iterator
+    of batches, of which number i is what step i runs on; it cannot go back, so a run that continues takes the batches
+    before it too. Its end is the end of an epoch: for the next one the function is called again, in training. Either
+    may take `batch_size` and `seed`.
+    """
+
+    def __init__(self, manifest: Manifest, name: str, seed: int, begin: Position, settings: DataSettings) -> None:
+        module, _, function = name.rpartition(":")
         super().__init__(manifest, begin)
         self._name = name
+        self._keeps_last = not manifest.train or settings.last_batch == "pad"
+        self._epochs = settings.epochs if manifest.train else 1
+        if settings.shuffle:
+            hint = f"shuffle in {function}, which may take seed"
+            raise ConfigurationError("the order of a function's batches is its own", hint, name)
+        try:
+            self._function = getattr(_module(module), function)
+            takes = inspect.signature(self._function).parameters
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"data function {name!r} cannot be imported: {error}") from error
+        given = {"step": 0, "batch_size": manifest.batch_size, "seed": seed}
+        self._by_step = "step" in takes
+        self._given = {each: given[each] for each in takes if each in given}
+        if any(
+            each.default is each.empty
+            and each.name not in given
+            and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            for each in takes.values()
+        ):
+            raise ConfigurationError(f"{name!r} takes {', '.join(takes)}", hint=CONTRACT)
+        if self._by_step and manifest.train and settings.epochs is not None:
+            raise ConfigurationError("a function of the step has no epochs", hint="give --steps", where=name)
         self._batches = self._numbered()
-        self._step = -1
-        self._current: tuple[int, Mapping[str, np.ndarray], int] = (1, {}, manifest.batch_size)
+        self._step = begin.steps - 1 if self._by_step else -1
+        self._current: tuple[int, _Batch, int] = (1, {}, manifest.batch_size)
 
-    def has(self, step: int) -> bool:
-        return self._manifest.train or self._advance(step)
+    def count(self, step: int) -> int:
+        """Batches are taken where only that says it: in inference, or where training ends with an epoch or keeps its
+        last batch. Elsewhere a rank that reads no input need not take any."""
+        if self._manifest.train and self._epochs is None and not self._keeps_last:
+            return self._manifest.batch_size
+        return self._current[2] if self._advance(step) else 0
 
     def epoch(self, step: int) -> int:
         return self._current[0]
 
-    def count(self, step: int) -> int:
-        return self._current[2]
-
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
         begin, batch_size, name = self._begin, self._manifest.batch_size, entry.value.name
         step = begin.steps + (start - begin.samples) // batch_size
-        self._advance(step)
+        where = f"{self._name}, batch {step}"
+        if not self._advance(step):
+            raise ConfigurationError("there is no such batch", hint="give --steps", where=where)
         _, batch, _ = self._current
         if name not in batch:
             raise ConfigurationError(f"a batch lacks input {name!r}", where=self._name)
-        offset = begin.samples + (self._step - begin.steps) * batch_size
-        where = f"{self._name}, batch {step}"
-        return self._rows_of(np.asarray(batch[name]), entry, start - offset, stop - offset, where)
+        array = np.asarray(batch[name])
+        if entry.batch_axis is None:
+            return converted(array, entry, where)
+        offset = begin.samples + (step - begin.steps) * batch_size
+        extent = rows_per_sample(entry, self._manifest)
+        first, last = (start - offset) * extent, (stop - offset) * extent
+        rows = array[(slice(None),) * entry.batch_axis + (slice(first, last),)]
+        return converted(rows, entry, where, range(first, last))
 
     def _advance(self, step: int) -> bool:
         """Take the batches up to that of `step`; no more where they end before."""
         while self._step < step:
+            if self._by_step:
+                self._step = step - 1
             if (found := next(self._batches, None)) is None:
                 return False
             self._current = found
             self._step += 1
         return True
 
-    def _numbered(self) -> Iterator[tuple[int, Mapping[str, np.ndarray], int]]:
+    def _numbered(self) -> Iterator[tuple[int, _Batch, int]]:
         """Epochs, batches, and how many samples each batch has: only the last of an epoch may lack some."""
         batch_size = self._manifest.batch_size
         for epoch in itertools.count(1):
+            if self._epochs is not None and epoch > self._epochs:
+                return
             number, short = -1, None
-            for number, batch in enumerate(self._function()):
+            for number, batch in self._epoch():
                 if short is not None:
                     message = f"batch {number - 1} has {short[1]} samples, not {batch_size}, and is not the last"
                     raise ConfigurationError(message, where=self._name)
+                if not isinstance(batch, Mapping):
+                    message = f"batch {number} is {type(batch).__name__}, not a dict of arrays by input"
+                    raise ConfigurationError(message, where=self._name)
                 shapes = {name: np.shape(array) for name, array in batch.items()}
-                count = _samples(self._manifest, shapes, f"{self._name}, batch {number}")
+                count = count_samples(self._manifest, shapes, f"{self._name}, batch {number}")
                 if count is None or count == batch_size:
                     yield epoch, batch, batch_size
                 elif count > batch_size:
                     raise ConfigurationError(f"batch {number} has {count} samples, not {batch_size}", where=self._name)
                 else:
                     short = batch, count
-            if not self._manifest.train:
-                if short is not None:
-                    yield epoch, *short
+            if short is not None and self._keeps_last:
+                yield epoch, *short
+            self.left_over = 0 if short is None or self._keeps_last else short[1]
+            if self._by_step or not self._manifest.train:
                 return
-            self.left_over = 0 if short is None else short[1]
-            if number < 0 or (number == 0 and short):
+            if number < 0 or (number == 0 and short and not self._keeps_last):
                 raise ConfigurationError(f"epoch {epoch} has no batch of {batch_size} samples", where=self._name)
 
+    def _epoch(self) -> Iterator[tuple[int, Any]]:
+        """Batches by number; of a function of the step those from the step that is due on."""
+        if not self._by_step:
+            yield from enumerate(self._function(**self._given))
+            return
+        step = self._step + 1
+        while (batch := self._function(**{**self._given, "step": step})) is not None:
+            yield step, batch
+            step = max(step, self._step) + 1
 
-def check_data(manifest: Manifest, data: str | None, steps: int | None) -> FileSource | None:
-    """The file that `--data` names, its arrays looked at as far as `steps` read them; None where it is no file. Raises
-    ConfigurationError where they do not fit the model or one another."""
-    if data is None or not data.endswith(".npz"):
-        return None
-    source = FileSource(manifest, Path(data))
-    source.check(None if steps is None else steps * manifest.batch_size)
-    return source
 
-
-def _samples(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], where: str) -> int | None:
-    """How many samples arrays of these shapes have; None where none has any. Raises ConfigurationError where they do
-    not fit the model or one another."""
-    found: dict[str, int] = {}
-    for entry in manifest.inputs:
-        name, axis = entry.value.name, entry.batch_axis
-        if name not in shapes:
-            continue
-        shape, value = shapes[name], entry.value
-        if len(shape) != len(value.shape) or any(
-            index != axis and have != need for index, (have, need) in enumerate(zip(shape, value.shape, strict=True))
-        ):
-            wanted = ["samples" if index == axis else str(extent) for index, extent in enumerate(value.shape)]
-            raise ConfigurationError(f"{name!r} is {list(shape)}, not [{', '.join(wanted)}]", where=where)
-        if axis is None:
-            continue
-        if not (rows := shape[axis]):
-            raise ConfigurationError(f"{name!r} has no samples", where=where)
-        extent = rows_per_sample(entry, manifest)
-        if rows % extent:
-            raise ConfigurationError(f"{name!r} has {rows:,} rows, of which a sample has {extent}", where=where)
-        found[name] = rows // extent
-    if len(set(found.values())) > 1:
-        lengths = ", ".join(f"{name!r} {count:,}" for name, count in found.items())
-        raise ConfigurationError(f"the arrays have different numbers of samples: {lengths}", where=where)
-    return next(iter(found.values()), None)
+def check_data(
+    manifest: Manifest,
+    data: str | None,
+    steps: int | None,
+    settings: DataSettings | None = None,
+    begin: Position = START,
+) -> tuple[StoredSource | None, str]:
+    """The arrays that lie where `data` says, looked at as far as `steps` read them, and a line about those that were
+    not; None where it is a function, or random. Raises ConfigurationError where they do not fit the model or one
+    another."""
+    if data is None or is_data_function(data):
+        return None, ""
+    settings = settings or DataSettings()
+    source = StoredSource(manifest, open_arrays(manifest, data, settings), 0, begin, settings)
+    return source, source.check(None if steps is None or settings.shuffle else steps * manifest.batch_size)
 
 
 def _module(name: str) -> ModuleType:
@@ -427,50 +445,3 @@ def _module(name: str) -> ModuleType:
         found = sys.modules[first] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found)
     return importlib.import_module(name)
-
-
-def _taken(rows: np.ndarray, entry: InputRange, where: str, first: int = 0) -> np.ndarray:
-    """Rows, of which the first is number `first`, in the input's type. Raises ConfigurationError for what it cannot
-    hold, text or fractions as whole numbers, and for what it may not: indices and labels out of range."""
-    name, dtype, found = entry.value.name, _numpy_dtype(entry), rows
-    if rows.dtype != dtype:
-        _check_convertible(rows, entry, where)
-        with np.errstate(invalid="ignore"):
-            found = rows.astype(dtype)
-        if dtype.kind in "biu" and not np.array_equal(found, rows):
-            raise ConfigurationError(f"{name!r} holds numbers that are no {dtype}", where=where)
-    for bounds in entry.allowed if found.size else ():
-        block = found[_region(bounds, entry.batch_axis)]
-        if not block.size or (block.min() >= bounds.least and block.max() < bounds.below):
-            continue
-        bad = (block < bounds.least) | (block >= bounds.below)
-        if entry.ignored is not None:
-            bad &= block != entry.ignored
-        if not bad.any():
-            continue
-        place = np.argwhere(bad)[0]
-        row = "" if entry.batch_axis is None else f" row {first + int(place[entry.batch_axis]):,}"
-        besides = "" if entry.ignored is None else f", or {entry.ignored}"
-        raise ConfigurationError(
-            f"{name!r}{row} holds {int(block[tuple(place)])}: it must be from {bounds.least} to "
-            f"{bounds.below - 1}{besides}",
-            where=where,
-        )
-    return found
-
-
-def _region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:
-    block = [slice(*each) for each in zip(bounds.starts, bounds.stops, strict=True)]
-    if batch_axis is not None:
-        block[batch_axis] = slice(None)
-    return tuple(block)
-
-
-def _check_convertible(array: np.ndarray, entry: InputRange, where: str) -> None:
-    dtype = _numpy_dtype(entry)
-    if array.dtype != dtype and array.dtype.kind not in ("biufc" if dtype.kind == "c" else "biuf"):
-        raise ConfigurationError(f"{entry.value.name!r} holds {array.dtype}, not {dtype}", where=where)
-
-
-def _numpy_dtype(entry: InputRange) -> np.dtype:
-    return np.dtype("float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.value)

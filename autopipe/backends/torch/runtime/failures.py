@@ -28,7 +28,9 @@ class Options:
 
     steps: int = 1
     device: str = "auto"
-    data: str | None = None  # `FILE.npz`, `module:function`, or None for random data.
+    data: str | None = None  # Overrides the manifest's; see `DataSettings.path`.
+    shuffle: bool | None = None
+    epochs: int | None = None
     seed: int | None = None  # Overrides the manifest's seed for initial parameters and random data.
     checkpoint: Path | None = None
     checkpoint_every: int = 0
@@ -60,6 +62,8 @@ def parse_options(arguments: list[str]) -> Options:
         flag = f"--{each.name.replace('_', '-')}"
         if each.type == "bool":
             parser.add_argument(flag, action="store_true")
+        elif each.type == "bool | None":
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction)
         else:
             choices = ("auto", "cuda", "cpu", "meta") if each.name == "device" else None
             parser.add_argument(flag, type=_TYPES[str(each.type)], default=each.default, choices=choices)

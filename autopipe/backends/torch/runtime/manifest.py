@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Parameter
 from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import MeshAxis, members
-from autopipe.ir.program import FORMAT, Channel, InputRange, Output, Shard
+from autopipe.ir.program import FORMAT, Channel, DataSettings, InputRange, Output, Shard
 from autopipe.ir.rounding import Rounding
 
 _PATH = Coded(str, lambda record: Path(decode(record, str)))
@@ -65,6 +65,7 @@ class Manifest:
     channels: tuple[Channel, ...]  # In global order.
     memory_limits: Annotated[tuple[Index, ...], Sparse()] = ()
     """Bytes that each rank's tensors may take on a GPU; () where that is not limited."""
+    data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
 
     @property
     def batch_size(self) -> int:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +20,7 @@ from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.compiled import capture_stages, compile_stages
-from autopipe.backends.torch.runtime.data import Position, open_source
+from autopipe.backends.torch.runtime.data import Source, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options
 from autopipe.backends.torch.runtime.gradients import (
@@ -37,6 +38,7 @@ from autopipe.backends.torch.runtime.parameters import Arguments, load_constants
 from autopipe.backends.torch.runtime.precision import set_products
 from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.backends.torch.runtime.report import OutputCollector, Reporter, dump_gradients
+from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
@@ -92,9 +94,11 @@ class Rank(RankContext):
         if self.device.type == "cuda" and not self.options.dry_run and self.options.record is None:
             self.reader = PrefetchingReader(self.manifest, self.reader.source, self.device, self.options.steps)
         while self.steps_done < self.options.steps:
-            if not self.reader.has(self.steps_done):
+            self.step_samples = self.reader.begin_step(self.steps_done)
+            if not self.step_samples:
                 self.reporter.report()
-                self.reporter.say(f"{self.options.data} has ended: there is no step {self.steps_done}")
+                self.reporter.say(f"{self.data} has ended: there is no step {self.steps_done}")
+                self._save(last=True)
                 break
             data = self.run(step)
             self._samples += data.samples
@@ -102,7 +106,7 @@ class Rank(RankContext):
                 self._repeated, left = True, data.left_over
                 without = f", the last {left} samples left out, which fill no batch" if left else ""
                 begins = f"step {self.steps_done - 1} begins epoch {data.epoch}"
-                self.reporter.say(f"{self.options.data} has ended{without}: {begins}")
+                self.reporter.say(f"{self.data} has ended{without}: {begins}")
             self._save()
         self.reader.close()
         self.reporter.report()
@@ -152,7 +156,7 @@ class Rank(RankContext):
                 manifest, self.number, self.parameters, self.optimizer, self.device, shards, self.loss_scaler
             )
             self.checkpointer = Checkpointer(options.checkpoint, manifest, state, transport.make_control_group())
-        self.reader = BatchReader(manifest, open_source(manifest, options.data, self.seed), self.device)
+        self.reader = BatchReader(manifest, self._open_source(START), self.device)
         self.collector = OutputCollector(manifest, transport, options.outputs)
         self.collect = self.collector.keep
         self.reporter = Reporter(self)
@@ -183,17 +187,26 @@ class Rank(RankContext):
             return
         self.steps_done = saved.step
         self.seed = saved.seed if self.options.seed is None else self.options.seed
-        source = open_source(self.manifest, self.options.data, self.seed, Position(saved.step, saved.samples))
-        self.reader = BatchReader(self.manifest, source, self.device)
+        self.reader = BatchReader(self.manifest, self._open_source(Position(saved.step, saved.samples)), self.device)
         self.reporter.say(f"going on after {saved.step} steps, from {folder}")
 
-    def _save(self) -> None:
+    def _open_source(self, begin: Position) -> Source:
+        """The data from there on, as the plan has it under the flags; a number of epochs is a number of steps already
+        where that is known in advance."""
+        options, settings = self.options, self.manifest.data
+        shuffle = settings.shuffle if options.shuffle is None else options.shuffle
+        settings = replace(settings, epochs=options.epochs, shuffle=shuffle)
+        return open_source(self.manifest, self.data, self.seed, begin, settings)
+
+    def _save(self, last: bool = False) -> None:
         """Start to save a checkpoint where one is due: at the interval, and after the last step."""
         if self.checkpointer is None:
             return
         every, done = self.options.checkpoint_every, self.steps_done
         self.heartbeat.task = "checkpoint"
-        if done == self.options.steps or (every and done % every == 0):
+        if last and (not done or (every and done % every == 0)):
+            return
+        if last or done == self.options.steps or (every and done % every == 0):
             self.reporter.report()  # No later start reports these steps again.
             self.checkpointer.save(Position(done, self.samples_done), self.seed)
         else:

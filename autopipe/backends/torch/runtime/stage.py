@@ -132,7 +132,10 @@ class RankContext:
         self.heartbeat = heartbeat
         self.device = transport.device
         self.clock = Clock(self.device)
+        self.data = manifest.data.path if options.data is None else options.data
         self.steps_done = 0
+        self.step_samples = manifest.batch_size
+        """Samples of this step that are data; those behind them fill its batch up."""
         self.stages: dict[int, Stage] = {}
         self.parameters: dict[int, torch.Tensor] = {}
 
@@ -140,6 +143,16 @@ class RankContext:
     def samples_done(self) -> int:
         """Number of the next step's first sample: how far the data was gone through, by plans of other batches too."""
         return self.reader.source.sample(self.steps_done)
+
+    def weight(self, stage: int, micro_batch: int) -> float:
+        """The share of a stage's micro-batch in the step's samples, times their number: 1 but where samples fill the
+        batch up, which count nothing."""
+        batch = self.manifest.batch_size
+        if self.step_samples == batch:
+            return 1.0
+        size = batch // self.manifest.micro_batches_at(stage)
+        own = max(0, min(size, self.step_samples - micro_batch * size))
+        return own * self.manifest.micro_batches_at(stage) / self.step_samples
 
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
         """Read a stage's block of a graph input for one of its micro-batches of this step, on the device."""
@@ -279,7 +292,8 @@ class Stage:
         for port in self._due(self.sends, micro_batch):
             self._pass_on(port, micro_batch, results[port.result].detach())
         if self._loss is not None:
-            self.losses[micro_batch] = results[self._loss.result].detach()
+            loss, weight = results[self._loss.result].detach(), rank.weight(self.number, micro_batch)
+            self.losses[micro_batch] = loss if weight == 1 else loss * weight
         if not rank.train:
             counted = rank.steps_done * manifest.micro_batches_at(self.number) + micro_batch
             rank.collect(self.number, counted, results)
@@ -391,7 +405,7 @@ class Stage:
         for port, tensor in self._arrived(self.sends, micro_batch, gradient=True):
             incoming[port.result].append((tensor, port.box))
         start = self._rank.clock.mark()
-        if seeds := self._seeds(results, incoming):
+        if seeds := self._seeds(micro_batch, results, incoming):
             torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
         waiting += self.p.weight_grads.take()  # What ran again leaves.
         if phase == "I":
@@ -408,12 +422,13 @@ class Stage:
             self._pass_on(source, micro_batch, gradients[source.argument])
 
     def _seeds(
-        self, results: tuple[OutputEdge, ...], incoming: defaultdict[int, list[Block]]
+        self, micro_batch: int, results: tuple[OutputEdge, ...], incoming: defaultdict[int, list[Block]]
     ) -> list[tuple[GradientEdge, torch.Tensor]]:
         """Where backward starts, and the gradients there; `incoming` are those that come from elsewhere, by result."""
         if self._loss is not None:
             loss = results[self._loss.result]
-            share = torch.full(loss.form[1], self._loss.share, dtype=loss.form[0], device=loss.device)
+            weighed = self._loss.share * self._rank.weight(self.number, micro_batch)
+            share = torch.full(loss.form[1], weighed, dtype=loss.form[0], device=loss.device)
             if self._rank.loss_scaler is not None:
                 share.mul_(self._rank.loss_scaler.scale)
             incoming[self._loss.result].append((share, None))

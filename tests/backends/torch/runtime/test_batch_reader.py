@@ -100,7 +100,7 @@ def walk(reader: BatchReader, steps: int) -> list[object]:
     """All that a rank gets of `steps` steps, as far as there are so many."""
     found: list[object] = []
     for step in range(steps):
-        if not reader.has(step):
+        if not reader.begin_step(step):
             return [*found, "no more"]
         found += [reader.read(step, each) for each in REQUESTS]
         found.append(reader.end_step(step))
@@ -169,7 +169,7 @@ def test_an_error_is_raised_where_the_block_is_taken_and_names_array_and_row(
     source: Source = open_source(manifest, str(tmp_path / "data.npz"), 0)  # type: ignore[arg-type]
     closing.append(PrefetchingReader(manifest, source, CPU, 9))  # type: ignore[arg-type]
     walk(closing[0], 2)
-    assert closing[0].has(2)
+    assert closing[0].begin_step(2) == 6
     good = [closing[0].read(2, each) for each in REQUESTS[:5]]
     assert len(good) == 5
     with pytest.raises(ConfigurationError, match=r"'ids' row 14 holds 5000"):

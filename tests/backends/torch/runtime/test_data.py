@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.data import Position, check_data, open_source, read_block
+from autopipe.backends.torch.runtime.data import check_data, filled_rows, open_source, read_block
+from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.program import InputBounds, InputRange, Output
@@ -120,12 +121,12 @@ def test_files_are_read_sample_by_sample_and_filled_up(tmp_path: Path, entry: In
     np.savez(tmp_path / "data.npz", **arrays(5))
     source = open_source(INFERENCE, str(tmp_path / "data.npz"), 0)
     whole = arrays(5)[entry.value.name]
-    found = source.rows(entry, 3, 7)
+    found = filled_rows(source, INFERENCE, entry, 0, 3, 6)  # type: ignore[arg-type]
     if entry.batch_axis is None:
         assert np.array_equal(found, whole)
         return
     samples = np.split(whole, 5, entry.batch_axis)
-    assert np.array_equal(found, np.concatenate([samples[index] for index in (3, 4, 0, 1)], entry.batch_axis))
+    assert np.array_equal(found, np.concatenate([samples[index] for index in (3, 4, 0)], entry.batch_axis))
 
 
 def test_an_epoch_of_a_file_in_training_is_its_whole_batches(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_an_epoch_of_a_file_in_training_is_its_whole_batches(tmp_path: Path) -> 
     starts = [source.sample(step) for step in range(7)]
     assert starts == [0, 6, 12, 20, 26, 32, 40]
     assert [source.epoch(step) for step in range(7)] == [1, 1, 1, 2, 2, 2, 3]
-    assert all(source.has(step) and source.count(step) == 6 for step in range(7))
+    assert all(source.count(step) == 6 for step in range(7))
     assert source.left_over == 2
     for entry in (IDS, PICTURE, ROWS):
         assert np.array_equal(source.rows(entry, starts[3], starts[3] + 6), source.rows(entry, 0, 6))
@@ -152,13 +153,13 @@ def test_an_epoch_that_was_begun_with_other_batches_goes_on(tmp_path: Path) -> N
 
 def test_a_file_in_inference_ends(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **arrays(20))
-    source = check_data(INFERENCE, str(tmp_path / "data.npz"), None)
-    assert source is not None and source.steps == 4
-    assert [source.has(step) for step in range(6)] == [True] * 4 + [False] * 2
-    assert [source.count(step) for step in range(4)] == [6, 6, 6, 2]
-    assert "20 samples are 4 batches of 6, the last of 2 ('mean': the last value also" in source.says(9)
-    assert source.says(9).endswith("; it ends before step 4 of 9")
-    assert source.says(3) == ""
+    source, _ = check_data(INFERENCE, str(tmp_path / "data.npz"), None)
+    assert source is not None and source.end == 4
+    assert [source.count(step) for step in range(6)] == [6, 6, 6, 2, 0, 0]
+    (said,) = source.notes(9)
+    assert "20 samples are 4 batches of 6, the last of 2 ('mean': the last value also" in said
+    assert said.endswith("; it ends before step 4 of 9")
+    assert source.notes(3) == []
 
 
 def test_arrays_of_unequal_length_are_refused(tmp_path: Path) -> None:
@@ -409,9 +410,9 @@ def test_functions_that_end_begin_again_in_training(tmp_path: Path, monkeypatch:
 
 def test_functions_that_end_end_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(INFERENCE, spelt(tmp_path, monkeypatch, "one_and_a_half", 6, 3), 0)
-    assert [source.has(0), source.count(0), source.has(1), source.count(1)] == [True, 6, True, 3]
-    assert source.rows(IDS, 6, 12).tolist() == [[1] * 3] * 6
-    assert not source.has(2)
+    assert [source.count(0), source.count(1)] == [6, 3]
+    assert source.rows(IDS, 6, 9).tolist() == [[1] * 3] * 3
+    assert not source.count(2)
 
 
 def test_functions_that_give_too_little_or_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,10 @@ from autopipe.backends.torch import checkpoint as shard_file
 from autopipe.backends.torch.checkpoint import MANIFEST, committed_steps, rank_file, read_checkpoint, text_of
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
-from autopipe.backends.torch.runtime.data import Position
 from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Parameter
