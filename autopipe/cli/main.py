@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "plan": "Decide which device computes what, and when.",
     "codegen": "Write one PyTorch program a device for a plan.",
     "launch": "Run a program's ranks on the devices at hand.",
+    "generate": "Generate tokens with a decoder whose ranks keep its cache.",
     "verify": "Check that the ranks compute what one device computes.",
     "show": "Show a plan's or a schedule's timeline and memory, in the terminal or as a page.",
     "explain": "Say why a plan is as it is, and what other choices would have cost.",

@@ -35,7 +35,7 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("config", "clusters"): (),
 }
 """A command that works without starting ranks, and words to give it."""
-RUNNING = {("launch",), ("verify",), ("bench",)}
+RUNNING = {("launch",), ("generate",), ("verify",), ("bench",)}
 """Commands that start ranks, or only say where others are: what they print is tested where they do."""
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
+from autopipe.ir.kv_cache import is_cache_input
 from autopipe.passes.frontend.elements import dtype_of, shape_of
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def bind_inputs(
     The batch axis is axis 0 unless `stated_axes` says otherwise (None: the input carries no samples); an input whose
     axis 0 has extent one where another's has not is broadcast and carries none. Where an exporter fixed the batch,
     its extent there is the graph's own batch and holds for symbolic batch axes too. Raises ConfigurationError for
-    unbound dimensions and for names that do not occur, ModelError where inputs disagree.
+    unbound dimensions and for names that do not occur, ModelError where inputs disagree. A dimension that follows from
+    others is bound by them: one called `a + b`, and the length of a decoder's mask, that of its cache and its tokens.
     """
     for name, extent in dims.items():
         if extent <= 0:
@@ -49,6 +51,7 @@ def bind_inputs(
         dimension = shapes[name][axis]
         if not dimension.HasField("dim_value") and dimension.dim_param:
             symbols.setdefault(dimension.dim_param, size)
+    _bind_sums(shapes, axes, symbols)
     values = tuple(_bound(info, axes.get(info.name), size, symbols) for info in inputs)
     known = sorted({each.dim_param for dimensions in shapes.values() for each in dimensions if each.dim_param})
     for name in dims:
@@ -62,6 +65,30 @@ def bind_inputs(
                 hint=f"say which axis counts samples: model.batch_axes: {{{value.name}: null}} if none does",
             )
     return Inputs(values, tuple(axes.items()), symbols, size if axes else None)
+
+
+def _bind_sums(
+    shapes: Mapping[str, list[onnx.TensorShapeProto.Dimension]], axes: Mapping[str, int], symbols: dict[str, int]
+) -> None:
+    """Bind symbols that are sums of others."""
+    for name in {each.dim_param for dimensions in shapes.values() for each in dimensions} - symbols.keys():
+        terms = [symbols.get(term.strip()) for term in name.split("+")]
+        found = [term for term in terms if term is not None]
+        if len(found) == len(terms) > 1:
+            symbols[name] = sum(found)
+    tokens, mask = shapes.get("input_ids", []), shapes.get("attention_mask", [])
+    if len(tokens) != 2 or len(mask) != 2 or not mask[1].dim_param or mask[1].dim_param in symbols:
+        return
+    cached = {
+        symbols.get(each.dim_param)
+        for name, dimensions in shapes.items()
+        for axis, each in enumerate(dimensions)
+        if is_cache_input(name) and each.dim_param and axis != axes.get(name)
+    }
+    lengths = [_extent(tokens[1], symbols), *cached]
+    found = [length for length in lengths if length is not None]
+    if len(found) == len(lengths) == 2:
+        symbols[mask[1].dim_param] = sum(found)
 
 
 def _dimensions(info: onnx.ValueInfoProto) -> list[onnx.TensorShapeProto.Dimension]:

@@ -30,6 +30,17 @@ def test_symbols_are_bound_by_name_and_the_batch_by_its_place(tmp_path: Path) ->
     assert read_model(path, dims={"seq": 5, "s0": 6, "s7": 6}).batch == 6
 
 
+@pytest.mark.parametrize(("mask", "length"), [("m", "cached + new"), ("attention_mask", "s53")])
+def test_dimensions_that_follow_from_others_are_bound(tmp_path: Path, mask: str, length: str) -> None:
+    """A sum by its name, as exporters write it; a decoder's mask by what it covers, whatever its length is called."""
+    nodes = [node("Concat", "past_0 input_ids", "present_0", axis=1), node("Add", f"present_0 {mask}", "y")]
+    shapes: dict[str, Shape] = {"input_ids": ["b", "new"], "past_0": ["b", "cached"], mask: ["b", length]}
+    path = saved(model(nodes, {name: (INT64, shape) for name, shape in shapes.items()}, "y present_0"), tmp_path)
+    assert read_model(path, dims={"new": 2, "cached": 4}).graph.type_of(mask).shape == (1, 6)
+    with pytest.raises(ConfigurationError, match="is symbolic"):
+        read_model(path, dims={"new": 2})
+
+
 def test_an_unbound_symbol_is_named_with_the_flag_to_add(tmp_path: Path) -> None:
     path = chain(tmp_path, {"a": ["batch", "seq", 3]})
     with pytest.raises(ConfigurationError, match=r"dimension 'seq' \(axis 1 of input 'a'\)") as caught:

@@ -31,8 +31,6 @@ class Options:
     data: str | None = None  # Overrides the manifest's; see `DataSettings.path`.
     shuffle: bool | None = None
     epochs: int | None = None
-    eval_data: str | None = None  # Data to validate on, in place of the manifest's.
-    eval_interval: int | None = None  # Steps from one validation to the next, in place of the manifest's.
     seed: int | None = None  # Overrides the manifest's seed for initial parameters and random data.
     checkpoint: Path | None = None
     checkpoint_every: int = 0
@@ -44,6 +42,8 @@ class Options:
     """How much, relative to them, to change every number of inputs and parameters; for verification."""
     report: Path | None = None  # File for one JSON line a step, written by rank 0.
     outputs: Path | None = None
+    generate: Path | None = None
+    """Folder of a request to generate tokens, in place of steps on data."""
     blocking: bool = False  # Wait for every message where it is sent or received, instead of where it is used.
     compile: bool = False  # Forwards of stages go through torch.compile.
     cuda_graphs: bool = False  # What allows it is replayed as CUDA graphs, from the second step on.

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.clock import StepTimes
-from autopipe.backends.torch.runtime.evaluation import EvaluationReport
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import torch_dtype
 from autopipe.backends.torch.runtime.stage import RankContext
@@ -160,17 +159,13 @@ class Reporter:
                 by_rank = [own[1 + index * _WIDTH :][:_WIDTH] for own in gathered]
                 reports.append(self._report(ended.number, by_rank, peaks))
         finally:
-            self.publish(*reports)
+            if reports and self._rank.number == 0:
+                print("\n".join(each.line() for each in reports), flush=True)
+                if self._rank.options.report is not None:
+                    with self._rank.options.report.open("a", encoding="utf-8") as lines:
+                        lines.writelines(json.dumps(asdict(each)) + "\n" for each in reports)
         slowest = max(each.step_time_s for each in reports)
         self._together = min(_MOST_STEPS, max(1, int(_EVERY_S / slowest)))
-
-    def publish(self, *reports: StepReport | EvaluationReport) -> None:
-        """Print reports and add them to the report file, once for all ranks."""
-        if reports and self._rank.number == 0:
-            print("\n".join(each.line() for each in reports), flush=True)
-            if self._rank.options.report is not None:
-                with self._rank.options.report.open("a", encoding="utf-8") as lines:
-                    lines.writelines(json.dumps(asdict(each)) + "\n" for each in reports)
 
     def say(self, text: str) -> None:
         """Print a line, once for all ranks."""
@@ -262,7 +257,7 @@ class OutputCollector:
             return
         for index, output in enumerate(self._manifest.outputs):
             for place in output.places:
-                if place.stage == stage and any(shard.rank == self._transport.rank for shard in _needed(place)):
+                if place.stage == stage and any(shard.rank == self._transport.rank for shard in needed_shards(place)):
                     result = results[place.position].detach().cpu().contiguous()
                     self._kept.setdefault((index, stage), {})[micro_batch] = result
 
@@ -276,7 +271,7 @@ class OutputCollector:
             parts = [
                 (place, shard.box, part)
                 for place in output.places
-                for shard in (_needed(place) if self._manifest.micro_batches_of(place.stage) else ())
+                for shard in (needed_shards(place) if self._manifest.micro_batches_of(place.stage) else ())
                 if (part := self._fetch(index, place, shard, steps)) is not None
             ]
             if self._transport.rank == 0:
@@ -325,7 +320,7 @@ class OutputCollector:
         return joined.float().numpy() if joined.dtype is torch.bfloat16 else joined.numpy()
 
 
-def _needed(place: OutputPlace) -> tuple[OutputShard, ...]:
+def needed_shards(place: OutputPlace) -> tuple[OutputShard, ...]:
     """One holder for each block; all of them where each holds a share of a sum."""
     if place.combine != "concat":
         return place.shards

@@ -1,0 +1,201 @@
+"""A program that generates tokens: its inputs and outputs by what they mean, and the request that ranks carry out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.ir.codec import AtLeast, Count, Index, Sparse, decode, encode
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import DType
+from autopipe.ir.json_file import JsonRecord
+from autopipe.ir.kv_cache import cache_pairs, is_cache_input
+from autopipe.ir.program import InputRange, Output
+
+REQUEST_FILE, GENERATED_FILE = "request.json", "generated.json"
+"""In the folder that ranks are told: what to generate, and what rank 0 leaves there."""
+TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Prompts as token ids, and how to go on from each: until one of the `eos` tokens, or `max_new_tokens`. Tokens are
+    the likeliest where `temperature` is 0, else drawn from the softmax of the logits divided by it, of the `top_k`
+    largest and of the fewest whose probabilities add up to `top_p`."""
+
+    prompts: tuple[tuple[Index, ...], ...]
+    max_new_tokens: Count
+    eos: tuple[Index, ...] = ()
+    temperature: Annotated[float, AtLeast(0)] = 0.0
+    top_k: Annotated[Count | None, Sparse()] = None
+    top_p: Annotated[float | None, Sparse()] = None
+    seed: Index = 0
+
+    def write(self, folder: Path) -> None:
+        (folder / REQUEST_FILE).write_text(json.dumps(encode(self)), encoding="utf-8")
+
+    @staticmethod
+    def read(folder: Path) -> GenerationRequest:
+        path = folder / REQUEST_FILE
+        record = JsonRecord(json.loads(path.read_text(encoding="utf-8")), str(path))
+        found: GenerationRequest = decode(record, GenerationRequest)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """Keys or values of a layer: the input `past` of one step is made of the output `present` of the step before. Both
+    have a position of each token along `axis`."""
+
+    past: InputRange
+    present: Output
+    axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The inputs and outputs of a decoder. A step feeds up to `step_length` tokens of each sequence, behind
+    `cache_length` places for the tokens before them, of which the mask says which are filled."""
+
+    tokens: InputRange
+    mask: InputRange
+    positions: InputRange | None
+    cache: dict[str, CacheEntry]
+    """By name of the input."""
+    logits: Output
+    cache_length: int
+    step_length: int
+
+    @staticmethod
+    def of(manifest: Manifest) -> Decoder:
+        """The program's decoder. Raises ConfigurationError where it is none that can be run step by step."""
+        if manifest.train:
+            raise ConfigurationError("the program trains", hint="plan with --mode infer")
+        inputs = {entry.value.name: entry for entry in manifest.inputs}
+        outputs = {output.value.name: output for output in manifest.outputs}
+        pairs = cache_pairs(inputs, outputs)
+        if not pairs:
+            raise ConfigurationError(
+                "the model has no cache: no inputs past_key_values.N.key with outputs present.N.key",
+                hint="export the decoder with its cache, as optimum-cli does with --task text-generation-with-past",
+            )
+        for name, hint in ((TOKENS, ""), (MASK, "without one, sequences of different lengths cannot be told apart")):
+            if name not in inputs or len(inputs[name].value.shape) != 2 or inputs[name].batch_axis != 0:
+                raise ConfigurationError(f"the model has no input {name!r} [batch, tokens]", hint=hint)
+        for name in inputs:
+            if name not in pairs and name not in (TOKENS, MASK, POSITIONS):
+                where = " and no output for it" if is_cache_input(name) else ""
+                raise ConfigurationError(f"nothing says what input {name!r} is{where}")
+        length = inputs[TOKENS].value.shape[1]
+        cache = {past: _entry(inputs[past], outputs[present], length) for past, present in pairs.items()}
+        lengths = {entry.past.value.shape[entry.axis] for entry in cache.values()}
+        if len(lengths) > 1 or inputs[MASK].value.shape[1] != max(lengths) + length:
+            raise ConfigurationError(
+                f"the cache has {', '.join(map(str, sorted(lengths)))} places, a step {length} tokens, "
+                f"the mask {inputs[MASK].value.shape[1]}",
+                hint="the mask is as long as cache and step together: plan with other --dim",
+            )
+        logits = _logits([output for name, output in outputs.items() if name not in pairs.values()], length)
+        return Decoder(inputs[TOKENS], inputs[MASK], inputs.get(POSITIONS), cache, logits, max(lengths), length)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise ConfigurationError for prompts that the model cannot take, or go on from for so long."""
+        below = _rows(self.tokens) or self.logits.value.shape[2]
+        places = self.cache_length + 1
+        if self.positions is not None and (rows := _rows(self.positions)):
+            places = min(places, rows)
+        for number, prompt in enumerate(request.prompts):
+            if not prompt:
+                raise ConfigurationError(f"prompt {number} is empty", hint="begin it with the model's first token")
+            if (worst := max(prompt)) >= below:
+                raise ConfigurationError(f"prompt {number} has token {worst}, the model {below} tokens")
+            needed = len(prompt) + request.max_new_tokens - 1
+            if needed > places:
+                raise ConfigurationError(
+                    f"prompt {number} has {len(prompt)} tokens and may get {request.max_new_tokens}: "
+                    f"the last is computed from {needed}, the program holds {places}",
+                    hint=f"a cache of {needed - 1} places is planned by --dim past_sequence_length={needed - 1}",
+                )
+
+
+def _rows(entry: InputRange) -> int | None:
+    """Rows of the table that an input looks up in; None where it does not."""
+    return min((bounds.below for bounds in entry.allowed), default=None)
+
+
+def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
+    before, behind = past.value.shape, present.value.shape
+    where = f"{past.value.name!r} {list(before)}, {present.value.name!r} {list(behind)}"
+    axes = [axis for axis, pair in enumerate(zip(before, behind, strict=False)) if pair[0] != pair[1]]
+    grows = len(before) == len(behind) and len(axes) == 1 and before[axes[0]] + length == behind[axes[0]]
+    if not grows or past.batch_axis is None or past.batch_axis != present.batch_axis:
+        hint = f"a step of {length} tokens makes one axis longer by as many; another one counts samples"
+        raise ConfigurationError("the cache does not grow by a step's tokens", hint, where)
+    return CacheEntry(past, present, axes[0])
+
+
+def _logits(outputs: list[Output], length: int) -> Output:
+    named = [output for output in outputs if output.value.name == LOGITS] or outputs
+    if len(named) != 1:
+        raise ConfigurationError(f"none of {len(outputs)} outputs is called {LOGITS!r}")
+    logits = named[0]
+    shape, floats = logits.value.shape, (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
+    if len(shape) != 3 or shape[1] != length or logits.batch_axis != 0 or logits.value.dtype not in floats:
+        form = f"{logits.value.dtype.value} {list(shape)}"
+        raise ConfigurationError(f"output {logits.value.name!r} is {form}, not logits [batch, tokens, vocabulary]")
+    return logits
+
+
+class Slot:
+    """A row of the batch: the sequences that it takes one after the other, and how far it is with the present one.
+    Ranks that know the same tokens have the same slots."""
+
+    def __init__(self, request: GenerationRequest, number: int, slots: int, step_length: int) -> None:
+        self._request = request
+        self._step_length = step_length
+        self._queue: Iterator[int] = iter(range(number, len(request.prompts), slots))
+        self._left = len(range(number, len(request.prompts), slots))
+        self.sequence = -1
+        self.new: list[int] = []
+        """Tokens that the sequence has got."""
+        self.tokens: list[int] = []
+        """Tokens of the prompt, and the new ones behind."""
+        self.cached = 0
+        """Tokens in the cache before this step."""
+        self.feed = 0
+        """Tokens that this step feeds."""
+
+    @property
+    def samples(self) -> bool:
+        """True if this step gives a token: it feeds the last one."""
+        return self.feed > 0 and self.cached + self.feed == len(self.tokens)
+
+    @property
+    def fed(self) -> list[int]:
+        """The tokens that this step feeds."""
+        return self.tokens[self.cached : self.cached + self.feed]
+
+    def may_go_on(self) -> bool:
+        """True if there may be a next step for this row, whatever token this one gives."""
+        return self._left > 0 or (self.feed > 0 and len(self.new) + self.samples < self._request.max_new_tokens)
+
+    def begin_step(self, token: int | None) -> tuple[int, list[int]] | None:
+        """Go on to the next step; `token` is what the last one gave. Returns a sequence that ended there, and its new
+        tokens."""
+        self.cached += self.feed
+        ended = None
+        if token is not None:
+            self.new.append(token)
+            self.tokens.append(token)
+            if token in self._request.eos or len(self.new) == self._request.max_new_tokens:
+                ended = self.sequence, self.new
+                self.sequence, self.new, self.tokens, self.cached = -1, [], [], 0
+        if self.sequence < 0 and (following := next(self._queue, None)) is not None:
+            self._left -= 1
+            self.sequence, self.tokens = following, list(self._request.prompts[following])
+        self.feed = min(self._step_length, len(self.tokens) - self.cached)
+        return ended

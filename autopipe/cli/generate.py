@@ -1,0 +1,188 @@
+"""`autopipe generate`: token by token with a decoder over the ranks of a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from autopipe.cli.options import PATH, standard_options
+from autopipe.cli.output import Output
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.plan_file import PLAN_FILE
+
+_TOKENS = click.IntRange(min=0)
+
+
+@click.command()
+@click.argument("program", metavar="PLAN|PROGRAM", type=PATH)
+@click.option(
+    "--prompts", "prompts", multiple=True, required=True, metavar="FILE|IDS",
+    help="Token ids: FILE.json, a list of lists; FILE.npy, a row a prompt; or ids like 17,4,92 (repeatable).",
+)  # fmt: skip
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each sequence.")
+@click.option(
+    "--eos", "eos", type=_TOKENS, multiple=True, metavar="ID", help="Token that ends a sequence (repeatable)."
+)
+@click.option("--greedy", is_flag=True, help="Take the likeliest token each time, as without the options that sample.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="Sample, from logits divided by this.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Sample of the K likeliest tokens.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Sample of the likeliest tokens that make up P together.",
+)
+@click.option("--seed", type=_TOKENS, default=0, show_default=True, help="Of what is sampled.")
+@click.option(
+    "-o", "--output", "target", type=PATH, metavar="FILE",
+    help="Where to write the new tokens: .json, a list for each prompt; .npy, a row for each, filled up with -1.",
+)  # fmt: skip
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
+@standard_options
+def generate(
+    output: Output,
+    program: Path,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    eos: tuple[int, ...],
+    greedy: bool,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    target: Path | None,
+    device: str,
+) -> None:
+    """Generate tokens with a decoder that was planned for inference.
+
+    The model is one exported with inputs past_key_values.N.key and .value and outputs present.N.key and .value. Each
+    stage keeps its layers' keys and values; micro-batches are groups of sequences in flight over the pipeline.
+
+    \b
+    Example:
+      autopipe generate decoder.plan --prompts 17,4,92 --prompts 5 --max-new-tokens 32
+      autopipe generate decoder.plan --prompts prompts.json --max-new-tokens 32 --temperature 0.8 --top-p 0.95 -o t.npy
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # As in launch: read when torch is imported.
+
+    from autopipe.backends.torch.runtime.decoder import Decoder, GenerationRequest
+    from autopipe.backends.torch.runtime.manifest import read_manifest
+
+    sampled = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p}
+    given = [flag for flag, value in sampled.items() if value is not None]
+    if greedy and given:
+        raise click.UsageError(f"--greedy takes the likeliest token: leave out {given[0]}")
+    if temperature is None:
+        temperature = 1.0 if given else 0.0
+    if target is not None:
+        _check_target(target)
+    sequences = tuple(tuple(ids) for text in prompts for ids in read_prompts(text))
+    request = GenerationRequest(sequences, max_new_tokens, eos, temperature, top_k, top_p, seed)
+    with program_of(program) as folder:
+        manifest = read_manifest(folder)
+        Decoder.of(manifest).check(request)
+        report = run(folder, request, device, output)
+    found: list[list[int]] = report["generated"]
+    if target is not None:
+        write_tokens(target, found)
+    tokens = sum(map(len, found))
+    speed = f"{tokens:,} tokens in {report['seconds']:.2f} s ({tokens / report['seconds']:,.1f} a second)"
+    lines = [] if target is not None else [" ".join(map(str, each)) for each in found]
+    output.result(
+        {"generated": found, "steps": report["steps"], "seconds": report["seconds"], "output": target},
+        *lines,
+        f"{len(found)} sequences, {speed}" + (f", in {target}" if target is not None else ""),
+    )
+
+
+def read_prompts(text: str) -> list[list[int]]:
+    """Prompts of a file, or the one that is written out. Raises ConfigurationError for what is no list of token ids."""
+    path = Path(text)
+    if path.suffix not in (".json", ".npy"):
+        try:
+            return [[int(each) for each in text.replace(",", " ").split()]]
+        except ValueError:
+            hint = "give FILE.json, FILE.npy or ids like 17,4,92"
+            raise ConfigurationError(f"{text!r} is no list of token ids", hint, "--prompts") from None
+    try:
+        found = (
+            json.loads(path.read_text(encoding="utf-8"))
+            if path.suffix == ".json"
+            else np.load(path, allow_pickle=False).tolist()
+        )
+    except OSError as error:
+        raise ConfigurationError(f"prompts cannot be read: {error.strerror}", where=text) from error
+    except (ValueError, EOFError, RecursionError) as error:
+        raise ConfigurationError(f"prompts cannot be read: {error}", where=text) from error
+    if isinstance(found, list) and found and all(_is_token(each) for each in found):
+        found = [found]
+    if not isinstance(found, list) or not found:
+        raise ConfigurationError("there are no prompts", hint="a list of lists of token ids", where=text)
+    for number, ids in enumerate(found):
+        if not isinstance(ids, list) or not all(_is_token(each) for each in ids):
+            raise ConfigurationError(f"prompt {number} is no list of token ids", where=text)
+    return found
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_target(target: Path) -> None:
+    if target.suffix not in (".json", ".npy"):
+        raise ConfigurationError(f"{target} is neither .json nor .npy", where="--output")
+    if target.is_dir() or not os.access(target.absolute().parent, os.W_OK):
+        raise ConfigurationError(
+            f"{target} cannot be written", hint="name a file in a folder that is there and writable"
+        )
+
+
+@contextmanager
+def program_of(folder: Path) -> Iterator[Path]:
+    """The folder of a program: `folder` itself, or made of the plan in it for the length of the block."""
+    if not (folder / PLAN_FILE).is_file():
+        yield folder.absolute()
+        return
+    from autopipe.cli.codegen import generate as write_programs
+    from autopipe.cli.plan_folder import open_plan
+
+    with tempfile.TemporaryDirectory(prefix="autopipe-generate-") as name:
+        write_programs(open_plan(folder), Path(name) / "program")
+        yield Path(name) / "program"
+
+
+def run(folder: Path, request: Any, device: str, output: Output) -> dict[str, Any]:
+    """Run the request on all ranks, on this machine; the report of rank 0."""
+    from autopipe.backends.torch.launcher import LaunchConfig, launch_program, local_ranks
+    from autopipe.backends.torch.runtime.decoder import GENERATED_FILE
+    from autopipe.backends.torch.runtime.manifest import read_manifest
+    from autopipe.cli.launch import placement_note, rank_arguments, visible_gpus
+
+    manifest = read_manifest(folder)
+    config = LaunchConfig(gpus=visible_gpus(device), debug=bool(click.get_current_context().params["debug"]))
+    output.note(placement_note(device, local_ranks(manifest, config)[1]))
+    with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
+        request.write(Path(name))
+        launch_program(manifest, rank_arguments(device=device, generate=Path(name)), config, output.note)
+        found: dict[str, Any] = json.loads((Path(name) / GENERATED_FILE).read_text(encoding="utf-8"))
+        return found
+
+
+def write_tokens(target: Path, found: Sequence[Sequence[int]]) -> None:
+    from autopipe.ir.atomic_file import replacing
+
+    with replacing(target) as file:
+        if target.suffix == ".json":
+            file.write(json.dumps(found).encode())
+            return
+        rows = np.full((len(found), max(map(len, found))), -1, np.int64)
+        for row, tokens in zip(rows, found, strict=True):
+            row[: len(tokens)] = tokens
+        np.save(file, rows)

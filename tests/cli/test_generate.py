@@ -1,0 +1,69 @@
+"""What `autopipe generate` refuses before any rank starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopipe.cli.generate import read_prompts, write_tokens
+from autopipe.ir.errors import ConfigurationError
+from tests.cli.command_line import CommandLine
+from tests.exports.decoders import decoder_file
+
+GPT = "zoo build gpt -o gpt.onnx --set layers=1 --set hidden=32 --set heads=2 --set vocabulary=64 --set sequence=8"
+ONE = "--mode infer --cluster cpu-local --gpus 1 --batch-size 2 -q -o"
+
+
+def test_a_model_without_a_cache(command_line: CommandLine) -> None:
+    command_line.done(*GPT.split())
+    command_line.done(*f"plan gpt.onnx {ONE} gpt.plan".split())
+    command_line.refuses(2, ("generate", "gpt.plan", "--prompts", "1"), "no cache", "text-generation-with-past")
+
+
+def test_prompts_that_the_model_cannot_take(command_line: CommandLine) -> None:
+    dims = "--dim sequence_length=1 --dim past_sequence_length=9"
+    command_line.done(*f"plan {decoder_file('gpt2')} {dims} {ONE} decoder.plan".split())
+    command = ("generate", "decoder.plan", "--prompts")
+    command_line.refuses(2, (*command, "256", "--max-new-tokens", 2), "prompt 0 has token 256, the model 256 tokens")
+    command_line.refuses(
+        2, (*command, "1,2", "--max-new-tokens", 10), "the program holds 10", "past_sequence_length=10"
+    )
+    command_line.refuses(2, (*command, "", "--max-new-tokens", 2), "prompt 0 is empty")
+    command_line.refuses(2, (*command, "none.json"), "none.json: prompts cannot be read: No such file")
+    command_line.refuses(
+        2, (*command, "1", "--greedy", "--top-k", 5), "--greedy takes the likeliest token: leave out --top-k"
+    )
+    command_line.refuses(2, (*command, "1", "-o", "tokens.txt"), "neither .json nor .npy")
+
+
+def test_prompts_come_from_files_and_words(tmp_path: Path) -> None:
+    rows, lists = tmp_path / "rows.npy", tmp_path / "lists.json"
+    np.save(rows, np.array([[1, 2], [3, 4]], np.int32))
+    lists.write_text("[[1], [2, 3]]", encoding="utf-8")
+    assert read_prompts("17,4, 92") == [[17, 4, 92]]
+    assert read_prompts(str(rows)) == [[1, 2], [3, 4]]
+    assert read_prompts(str(lists)) == [[1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"a": 1}', "[[1.5]]", "[[-1]]", "[[true]]", '["a"]', "[[1], 2]", "[" * 100_000]
+)
+def test_files_that_hold_no_prompts(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="prompt"):
+        read_prompts(str(path))
+
+
+def test_an_array_of_objects_is_not_unpickled(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.npy"
+    np.save(path, np.array([[1], [2, 3]], object), allow_pickle=True)
+    with pytest.raises(ConfigurationError, match="prompts cannot be read"):
+        read_prompts(str(path))
+
+
+def test_rows_of_an_array_are_filled_up(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens.npy", [[1, 2, 3], [4]])
+    assert np.load(tmp_path / "tokens.npy").tolist() == [[1, 2, 3], [4, -1, -1]]

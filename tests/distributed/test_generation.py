@@ -1,0 +1,76 @@
+"""Decoders with a cache generate over several ranks the tokens that ONNX Runtime gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopipe.cli.main import main
+from tests.exports.decoders import VOCABULARY, decoder_file, reference_tokens
+
+pytestmark = pytest.mark.distributed
+
+NEW = 64
+LENGTHS = (3, 8, 1, 5, 7, 2, 8, 4)
+PROMPTS = [
+    np.random.default_rng(number).integers(3, VOCABULARY, count).tolist() for number, count in enumerate(LENGTHS)
+]
+Plan = Callable[..., Path]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """`plan(file, tokens, gpus, batch, pipeline=2)` plans for steps that feed up to `tokens` of each sequence."""
+
+    def make(model: Path, tokens: int, gpus: int, batch: int, **grid: int) -> Path:
+        folder = tmp_path / f"{gpus}.plan"
+        options = [f"--set=strategy.{name}={value}" for name, value in grid.items()]
+        dims = [f"--dim=sequence_length={tokens}", f"--dim=past_sequence_length={max(LENGTHS) + NEW - 2}"]
+        size = ["--gpus", str(gpus), "--batch-size", str(batch), "--micro-batch-size", "2", "--strategy", "grid"]
+        words = ["plan", str(model), "--mode", "infer", "--cluster", "cpu-local", *dims, *size, *options]
+        assert main([*words, "-q", "-o", str(folder)]) == 0
+        return folder
+
+    return make
+
+
+def generated(folder: Path, *flags: str) -> list[list[int]]:
+    """What `autopipe generate` writes for the prompts."""
+    prompts, target = folder.parent / "prompts.json", folder.parent / "tokens.json"
+    prompts.write_text(json.dumps(PROMPTS), encoding="utf-8")
+    words = ["generate", str(folder), "--prompts", str(prompts), "--device", "cpu", "-o", str(target)]
+    assert main([*words, *flags]) == 0
+    found: list[list[int]] = json.loads(target.read_text(encoding="utf-8"))
+    return found
+
+
+def test_four_stages_give_the_tokens_of_onnx_runtime(plan: Plan) -> None:
+    model = decoder_file("gpt2")
+    found = generated(plan(model, tokens=1, gpus=4, batch=8, pipeline=4), "--max-new-tokens", str(NEW))
+    assert found == reference_tokens(model, PROMPTS, NEW)
+    assert all(len(set(tokens)) > NEW // 8 for tokens in found), "tokens that hardly change say little"
+
+
+def test_split_stages_take_prompts_in_pieces_and_the_next_where_one_has_ended(plan: Plan) -> None:
+    """Eight prompts in four rows, four tokens of a prompt a step."""
+    model = decoder_file("llama", "dynamo")
+    whole = reference_tokens(model, PROMPTS, NEW)
+    eos = whole[0][9]
+    found = generated(plan(model, tokens=4, gpus=4, batch=4, pipeline=2, tensor=2), "--eos", str(eos))
+    assert found == [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in whole]
+    assert len({len(tokens) for tokens in found}) > 2
+
+
+def test_sampled_tokens_are_the_same_on_any_ranks(plan: Plan) -> None:
+    model = decoder_file("llama", "dynamo")
+    flags = ("--max-new-tokens", "16", "--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--seed")
+    one = plan(model, tokens=1, gpus=1, batch=2)
+    two = plan(model, tokens=1, gpus=2, batch=8, pipeline=2)
+    found = generated(one, *flags, "7")
+    assert generated(two, *flags, "7") == found
+    assert found != generated(one, *flags, "8")
+    assert found != reference_tokens(model, PROMPTS, 16)
