@@ -15,6 +15,7 @@ from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan
 from autopipe.cli.verify import FORWARD, REFERENCE
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.program import Program, RankCode, StageCode
 from autopipe.ir.rounding import Rounding
 from autopipe.passes.analysis.rounding import rounding_of
@@ -98,6 +99,7 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
         predicted_bubble=plan.summary.bubble_rate,
         rounding=_rounding(planned, program),
         data=planned.request.data,
+        evaluation=planned.request.evaluation if problem.train else Evaluation(),
     )
     write_program(files, provenance, folder)
     return program

@@ -21,6 +21,7 @@ from autopipe.backends.torch.launcher import (
     chrome_trace,
     launch_program,
     local_ranks,
+    read_evaluations,
     read_reports,
     run_alone,
 )
@@ -32,6 +33,7 @@ from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output, write_texts
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.program import DataSettings
 from autopipe.passes.auto.plan_cache import cache_folder
 
 _KEY_BYTES = 32
@@ -58,6 +60,8 @@ COMPILE = click.option("--compile", is_flag=True, help="Compile stages with torc
 @click.option("--epochs", type=click.IntRange(min=1), help="Passes through the data, in place of --steps.")
 @click.option("--shuffle/--no-shuffle", default=None, help="Shuffle each epoch by the seed.")
 @DATA
+@click.option("--eval-data", help="Data to validate on, as --data takes it [eval.data of the plan].")
+@click.option("--eval-interval", type=click.IntRange(min=1), help="Steps between validations [only one, the last].")
 @SEED
 @click.option("--nnodes", metavar="N|MIN:MAX", help="Number of machines [1; under srun and in a PyTorchJob theirs].")
 @click.option(
@@ -146,7 +150,8 @@ def launch(
         return
     if rank is not None:
         raise click.UsageError("--rank goes with --dry-run")
-    output.result({"program": program, "steps": run.start(config, output.note)})
+    steps, evaluations = run.start(config, output.note)
+    output.result({"program": program, "steps": steps, **({"evaluations": evaluations} if evaluations else {})})
 
 
 def _key(path: Path) -> bytes:
@@ -196,6 +201,8 @@ class Launch:
     epochs: int | None
     shuffle: bool | None
     data: str | None
+    eval_data: str | None
+    eval_interval: int | None
     seed: int | None
     checkpoint: Path | None
     checkpoint_every: int | None
@@ -206,11 +213,14 @@ class Launch:
     compile: bool
     cuda_graphs: bool
 
-    def start(self, config: LaunchConfig, note: Callable[[str], None]) -> list[dict[str, object]]:
-        """Run the ranks and return their step reports. Raises as `launch_program`, and ConfigurationError for data that
-        does not fit."""
+    def start(
+        self, config: LaunchConfig, note: Callable[[str], None]
+    ) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+        """Run the ranks and return the reports of steps and of validations. Raises as `launch_program`, and
+        ConfigurationError for data that does not fit."""
         self._check()
         steps, epochs = self._read_data(note)
+        self._check_held_out(note)
         note(placement_note(self.device, local_ranks(self.manifest, config)[1]))
         config = replace(config, gpus=visible_gpus(self.device))
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
@@ -220,7 +230,7 @@ class Launch:
             finally:
                 if self.trace is not None:
                     write_texts({self.trace: json.dumps(chrome_trace(scratch / "spans"))})
-            return read_reports(scratch / "report.jsonl")
+            return read_reports(scratch / "report.jsonl"), read_evaluations(scratch / "report.jsonl")
 
     def _read_data(self, note: Callable[[str], None]) -> tuple[int, int | None]:
         """Look at the data as far as the steps read them. Returns the number of steps, and that of epochs where it
@@ -244,6 +254,14 @@ class Launch:
         for line in filter(None, (*source.notes(steps), unchecked)):
             note(line)
         return steps, None
+
+    def _check_held_out(self, note: Callable[[str], None]) -> None:
+        """Look at all of the data to validate on."""
+        once = replace(self.manifest, train=False)
+        held_out = self.manifest.evaluation.data if self.eval_data is None else self.eval_data
+        settings = DataSettings(sequence_length=self.manifest.data.sequence_length)
+        if unchecked := check_data(once, held_out, None, settings)[1]:
+            note(unchecked)
 
     def rehearse(self, rank: int) -> dict[str, object]:
         """Run one step of one rank's program without the others and return what it did."""
@@ -291,6 +309,10 @@ class Launch:
             raise ConfigurationError("a program for inference has nothing to save", hint="leave out --checkpoint")
         if checkpoint is not None and not self.resume:
             check_unused(checkpoint)
+        if (self.eval_data or self.eval_interval) and not train:
+            raise ConfigurationError("a program for inference has no loss", hint="leave out --eval-data")
+        if self.eval_interval and (self.eval_data or self.manifest.evaluation.data) is None:
+            raise ConfigurationError("--eval-interval needs data to validate on", hint="give it with --eval-data FILE")
         if self.outputs is not None and train:
             hint = "plan with --mode infer, or leave out --outputs"
             raise ConfigurationError("a program for training collects no outputs", hint=hint)
@@ -302,7 +324,18 @@ class Launch:
     def _arguments(self, scratch: Path, steps: int, epochs: int | None, timeouts: Timeouts) -> list[str]:
         own = {
             name: getattr(self, name)
-            for name in ("device", "blocking", "compile", "cuda_graphs", "data", "shuffle", "seed", "checkpoint_every")
+            for name in (
+                "device",
+                "blocking",
+                "compile",
+                "cuda_graphs",
+                "data",
+                "shuffle",
+                "eval_data",
+                "eval_interval",
+                "seed",
+                "checkpoint_every",
+            )
         }
         return rank_arguments(
             **own,

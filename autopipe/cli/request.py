@@ -124,6 +124,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         constraints=tuple(constraint.for_problem() for constraint in configuration.constraints),
         time_limit=configuration.time_limit,
         seed=configuration.seed,
+        evaluation=configuration.eval,
         costs=costs,
         data=configuration.data,
     )
@@ -141,6 +142,7 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
         configuration,
         model=dataclasses.replace(configuration.model, path=str(Path(planned.plan.model).absolute())),
         data=dataclasses.replace(configuration.data, path=absolute_data(configuration.data.path)),
+        eval=dataclasses.replace(configuration.eval, data=absolute_data(configuration.eval.data)),
         mode=problem.mode.value,
         loss=configuration.loss or problem.loss,
         optimizer=dataclasses.replace(configuration.optimizer, shard=problem.optimizer.shard),

@@ -29,6 +29,7 @@ from autopipe.ir import problem
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import Above, AtLeast, FilePath, Index, Origin, Rest, Shape, Sparse, encode, keys, unwrap
 from autopipe.ir.errors import ConfigurationError, quote
+from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.problem import Size
 from autopipe.ir.program import DataSettings
 
@@ -154,6 +155,8 @@ class Configuration:
     """Name of the scalar output to minimise, or a loss to add to the graph."""
     optimizer: Optimizer = field(default=Optimizer())
     """How parameters are updated."""
+    eval: Annotated[Evaluation, Sparse()] = field(default=Evaluation())
+    """Validation on the way."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Precision of products; parameters and their updates stay in fp32. `tf32` rounds operands to 19 bits on GPUs that
     have units for it, and is fp32 elsewhere; `bf16` and `fp16` run the whole forward through torch's autocast."""
@@ -215,6 +218,10 @@ def check(configuration: Configuration, document: Entry) -> None:
     if max(optimizer.betas) >= 1:
         message, where = f"optimizer.betas are {list(optimizer.betas)}", _place(document, "optimizer", "betas")
         raise ConfigurationError(message, "each must be below 1", where)
+    for key in ("interval", "patience"):
+        if getattr(configuration.eval, key) is not None and configuration.eval.data is None:
+            message = f"eval.{key} is set, and there is no data to validate on"
+            raise ConfigurationError(message, "give eval.data", _place(document, "eval", key))
     for key in ("frozen", "trainable"):
         for index, pattern in enumerate(getattr(configuration.model, key)):
             _check_pattern(pattern, f"model.{key}[{index}]", _place(document, "model", key))

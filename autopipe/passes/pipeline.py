@@ -22,6 +22,7 @@ from autopipe.ir.errors import (
     ModelError,
     OutOfMemoryError,
 )
+from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan
@@ -76,6 +77,7 @@ class Request:
     costs: Costs | None = None
     """Measured costs of the cluster's devices; the data sheet alone counts where None."""
     data: DataSettings = field(default=DataSettings())
+    evaluation: Evaluation = field(default=Evaluation())
 
 
 class Observer:

@@ -22,6 +22,7 @@ saved is known by the parameter's name and the block of it, not by ranks: any pl
                  scalars: {"step": 12.0}, what it keeps once
     random       [{"rank", "device", "state"}]: torch's generator on "cpu" or "cuda" of a rank; state is a tensor
     loss_scale   {"scale", "good_steps"}, of a run in fp16: the scale, and the steps since without an overflow
+    eval_loss    of the best so far, in the folder `best`: its validation loss
 
 A tensor is {"dtype", "shape", "blocks"}: element type by ONNX's name, and global shape. Its blocks do not overlap and
 cover it: [{"starts", "stops", "file", "offset", "key"}], half-open in each dimension; the block's elements lie row by
@@ -125,12 +126,15 @@ class Checkpoint:
     """By name."""
     random: tuple[StoredGenerator, ...]
     loss_scale: Annotated[LossScale | None, Sparse()] = None
+    eval_loss: Annotated[float | None, Sparse()] = None
 
     def parameter(self, name: str) -> StoredParameter | None:
         return next((each for each in self.parameters if each.name == name), None)
 
 
 MANIFEST = "manifest.json"
+BEST = "best"
+"""Folder, in that of a run's checkpoints, of the one with the lowest validation loss."""
 KEPT = 2
 """Checkpoints that stay: the newest and the one before."""
 _COMMITTED = re.compile(r"step_(\d{8,})")
@@ -245,19 +249,27 @@ def commit(temporary: Path, manifest: str) -> Path:
         path.write_text(manifest, encoding="utf-8")
         flush(path)
         flush(temporary)
+        if final.exists():  # The best of before, at a step that was done again.
+            _remove(final)
         os.rename(temporary, final)
         flush(final.parent)
     return final
 
 
-def prune(folder: Path) -> None:
-    """Remove all but the newest checkpoints. Renamed first, so that no half-removed one looks whole."""
-    for step in committed_steps(folder)[:-KEPT]:
+def prune(folder: Path, only: int | None = None) -> None:
+    """Remove all but the newest checkpoints, or all but that of step `only`."""
+    steps = committed_steps(folder)
+    for step in steps[:-KEPT] if only is None else [each for each in steps if each != only]:
         old = checkpoint_path(folder, step)
         with writing(old):
-            gone = temporary_path(folder, step, "old")
-            os.rename(old, gone)
-            shutil.rmtree(gone)
+            _remove(old)
+
+
+def _remove(old: Path) -> None:
+    """Remove a checkpoint. Renamed first, so that no half-removed one looks whole."""
+    gone = old.with_name(f"{old.name}.tmp-old")
+    os.rename(old, gone)
+    shutil.rmtree(gone)
 
 
 def flush(path: Path) -> None:

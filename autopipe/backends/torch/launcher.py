@@ -183,10 +183,20 @@ def run_alone(
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
     """A JSON line for each step, in order: of a step done again after a restart, the last."""
+    return _by_step(path, evaluations=False)
+
+
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """Of the same file a JSON line for each validation."""
+    return _by_step(path, evaluations=True)
+
+
+def _by_step(path: Path, evaluations: bool) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    return [report for _, report in sorted({int(line["step"]): line for line in lines}.items())]
+    found = {int(line["step"]): line for line in lines if ("eval_loss" in line) is evaluations}
+    return [report for _, report in sorted(found.items())]
 
 
 def chrome_trace(folder: Path) -> dict[str, Any]:

@@ -153,7 +153,11 @@ def answer_key(request: Request, model: Model) -> str:
     """SHA-256 of a request for the best plan of a model, as its file is read without a batch, and of the code. Where
     the model's file lies and how long one waits do not decide what is best."""
     digest = hashlib.sha256()
-    fields = (field.name for field in dataclasses.fields(request) if field.name not in ("model", "time_limit", "data"))
+    fields = (
+        field.name
+        for field in dataclasses.fields(request)
+        if field.name not in ("model", "time_limit", "data", "evaluation")
+    )
     parts = (
         code_digest(),
         strategy_names(),

@@ -3,6 +3,10 @@
 Sends never wait, a rank receives in the order in which another one sends to it, tasks wait for their messages and for
 their group: as no choice is left, one run stands for all. What orders instructions has no part in it, so that
 a fault there is found here.
+
+A validation runs a step's forwards and their messages alone, in the same order. As a forward waits for forwards only,
+who waits for whom is then a part of what is shown here to have no circle, and the messages from one rank to another are
+the same at both ends with the same ones left out.
 """
 
 from __future__ import annotations

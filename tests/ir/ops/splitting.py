@@ -88,7 +88,7 @@ def computed(
     )
     held = {f"c{index}": to_tensor(each.array) for index, each in enumerate(constants)}
     random = Random(torch.device("cpu"), 0 if member is None else member.position)
-    place = SimpleNamespace(device=torch.device("cpu"), group=member, random=random, **held)
+    place = SimpleNamespace(device=torch.device("cpu"), group=member, random=random, training=True, **held)
     results: Tensors = forward_of(emit_forward(stage).text)(place, *(tensors[name] for name in inputs))
     for value, result in zip(outputs, results, strict=True):
         assert tuple(result.shape) == value.shape

@@ -259,6 +259,17 @@ def test_no_instruction_can_be_left_out(case: Case, data: st.DataObject) -> None
 
 
 @FEW
+@given(case=cases(True))
+def test_a_validation_runs_to_its_end(case: Case) -> None:
+    """Forwards and their messages alone, in the step's order, as a rank runs them that validates."""
+    program = lower(case.graph, case.placement, case.schedule, case.loss)
+    forwards = (Verb.RECEIVE, Verb.FORWARD, Verb.SEND)
+    for rank in range(program.world_size):
+        program = changed(program, rank, lambda flat: [each for each in flat if each.verb in forwards])
+    prove(replace(program, train=False))
+
+
+@FEW
 @given(case=st.booleans().flatmap(cases), data=st.data())
 def test_what_passes_runs(case: Case, data: st.DataObject) -> None:
     """Two instructions of a rank swapped: if the proof still holds, every rank does come to its end."""

@@ -314,7 +314,7 @@ def _dropout(call: Call) -> str:
         data,
         ratio,
         call.stream(),
-        training=call.arg(2) if call.present(2) and call.constant(2) is None else None,
+        training=call.arg(2) if call.present(2) and call.constant(2) is None else "p.training",
         mask=torch_dtype(mask.dtype) if mask is not None and mask.dtype is not DType.BOOL else None,
     )
 

@@ -19,6 +19,7 @@ from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.ir.atomic_file import replacing_folder
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
+from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.graph import DType
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import FORMAT, DataSettings, Program, StageCode
@@ -40,6 +41,7 @@ class Provenance:
     predicted_bubble: float
     rounding: Rounding = field(default_factory=Rounding)
     data: DataSettings = field(default_factory=DataSettings)
+    evaluation: Evaluation = field(default_factory=Evaluation)
 
 
 def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[i
             {"rank": rank.rank, "stages": [each.stage for each in rank.stages], "shards": [*map(encode, rank.shards)]}
             for rank in program.ranks
         ],
+        **({"eval": encode(provenance.evaluation)} if provenance.evaluation != Evaluation() else {}),
         **({"memory_limits": memory_limits} if memory_limits else {}),
         **({} if provenance.data == DataSettings() else {"data": encode(provenance.data)}),
     }

@@ -92,7 +92,9 @@ class Runnable:
             raise CodegenError("a share of this operator needs the other shares")
         path = folder / f"operator_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py"
         path.write_text(text, encoding="utf-8")
-        place = Arguments(device=device, group=None, weight_grads=WeightGradQueue(()), random=Random(device))
+        place = Arguments(
+            device=device, group=None, weight_grads=WeightGradQueue(()), random=Random(device), training=True
+        )
         for index, constant in stage.constants:
             setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))
         operands = _operands(sample, stage.inputs, device, train, pool)

@@ -105,6 +105,10 @@ def global_event_order(lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEn
     return orders
 
 
+def _is_forward(event: Event) -> bool:
+    return not event.gradient if isinstance(event, Message) else event.phase is Phase.FORWARD
+
+
 class BlockingStage(Stage):
     """A stage whose messages are `GlobalOrder`'s to exchange, before its tasks."""
 
@@ -120,15 +124,15 @@ class BlockingStage(Stage):
             super().forward(micro_batch)
 
     def backward(self, micro_batch: int) -> None:
-        if self._order.reach(Task(self.number, Phase.BACKWARD, micro_batch)):
+        if self._rank.training and self._order.reach(Task(self.number, Phase.BACKWARD, micro_batch)):
             super().backward(micro_batch)
 
     def input_gradient(self, micro_batch: int) -> None:
-        if self._order.reach(Task(self.number, Phase.INPUT_GRADIENT, micro_batch)):
+        if self._rank.training and self._order.reach(Task(self.number, Phase.INPUT_GRADIENT, micro_batch)):
             super().input_gradient(micro_batch)
 
     def weight_gradient(self, micro_batch: int) -> None:
-        if self._order.reach(Task(self.number, Phase.WEIGHT_GRADIENT, micro_batch)):
+        if self._rank.training and self._order.reach(Task(self.number, Phase.WEIGHT_GRADIENT, micro_batch)):
             super().weight_gradient(micro_batch)
 
 
@@ -146,7 +150,7 @@ class GlobalOrder:
         if self._order is None:
             step()
             self._order = self._agree()
-        self._rest.extend(self._order)
+        self._rest.extend(self._order if self._rank.training else filter(_is_forward, self._order))
 
     def reach(self, task: Task | None) -> bool:
         """Exchange what comes before a task, or at a step's end (None) behind its last; False if it is only noted."""

@@ -115,6 +115,8 @@ class Snapshot:
     counters: Mapping[int, tuple[tuple[str, float], ...]]  # By parameter.
     generators: Mapping[str, torch.Tensor]  # States by device.
     loss_scale: tuple[float, int] | None = None
+    eval_loss: float | None = None
+    """Where it is the best state so far."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -162,6 +164,7 @@ class Snapshot:
             parameters=tuple(parameters),
             random=tuple(random),
             loss_scale=None if self.loss_scale is None else files.LossScale(*self.loss_scale),
+            eval_loss=self.eval_loss,
         )
 
 
@@ -188,14 +191,16 @@ class Checkpointer:
         if self._control_group.rank == 0:
             self._lock = FolderLock(self._folder)
 
-    def save(self, position: Position, seed: int) -> None:
-        """Commit the state at this position, while the next steps run. Waits for the save before to end. Raises what
-        ended that one."""
+    def save(self, position: Position, seed: int, eval_loss: float | None = None) -> None:
+        """Commit the state at this position, while the next steps run; as the best so far where `eval_loss` is given.
+        Waits for the save before to end. Raises what ended that one."""
         self.wait()
         state = self._state
         counters = state.counters({piece.parameter for piece in self._pieces})
         scale = None if state.loss_scaler is None else state.loss_scaler.state()
-        snapshot = Snapshot(position, seed, list(state.blocks(self._pieces)), counters, state.generators(), scale)
+        snapshot = Snapshot(
+            position, seed, list(state.blocks(self._pieces)), counters, state.generators(), scale, eval_loss
+        )
         self._copies.take(snapshot.tensors)
         self._saving = future = Future[None]()
 
@@ -241,7 +246,9 @@ class Checkpointer:
         """On a thread of its own: files of all ranks, then the commit."""
         together: Callable[[Callable[[], Any]], list[Any]]
         together, rank = partial(self._control_group.run_collectively, "checkpoint"), self._control_group.rank
-        temporary = self._folder / together(partial(self._begin, snapshot.position.steps))[0]
+        step, is_best = snapshot.position.steps, snapshot.eval_loss is not None
+        folder = self._folder / files.BEST if is_best else self._folder
+        temporary = folder / together(partial(self._begin, folder, step))[0]
 
         def write() -> dict[str, Any]:
             if not temporary.is_dir():
@@ -253,7 +260,7 @@ class Checkpointer:
         def commit() -> None:
             if rank == 0:
                 files.commit(temporary, files.text_of(files.merged([files.parsed(each) for each in parts])))
-                files.prune(self._folder)
+                files.prune(folder, step if is_best else None)
 
         try:
             parts = together(write)
@@ -263,16 +270,24 @@ class Checkpointer:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def _begin(self, step: int) -> str:
+    def _begin(self, folder: Path, step: int) -> str:
         """Rank 0 makes the folder, whose name all take."""
         if self._lock is None:
             return ""
+        with files.writing(folder):
+            folder.mkdir(exist_ok=True)
         if self._lock.held:
-            files.remove_leftovers(self._folder)
-        temporary = files.temporary_path(self._folder, step, f"{os.getpid()}-{secrets.token_hex(4)}")
+            files.remove_leftovers(folder)
+        temporary = files.temporary_path(folder, step, f"{os.getpid()}-{secrets.token_hex(4)}")
         with files.writing(temporary):
             temporary.mkdir()
         return temporary.name
+
+    def best(self) -> tuple[float, int] | None:
+        """The lowest validation loss whose state is kept, and the number of its last step."""
+        folder = self._folder / files.BEST
+        found = [files.read_checkpoint(files.checkpoint_path(folder, step)) for step in files.committed_steps(folder)]
+        return min(((each.eval_loss, each.step - 1) for each in found if each.eval_loss is not None), default=None)
 
     def restore(self) -> files.Checkpoint | None:
         """Put the newest committed state in place. Returns its manifest, None where there is none. Random numbers go on

@@ -31,6 +31,8 @@ class Options:
     data: str | None = None  # Overrides the manifest's; see `DataSettings.path`.
     shuffle: bool | None = None
     epochs: int | None = None
+    eval_data: str | None = None  # Data to validate on, in place of the manifest's.
+    eval_interval: int | None = None  # Steps from one validation to the next, in place of the manifest's.
     seed: int | None = None  # Overrides the manifest's seed for initial parameters and random data.
     checkpoint: Path | None = None
     checkpoint_every: int = 0

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, Sparse, decode
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.graph import Parameter
 from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import MeshAxis, members
@@ -66,6 +67,7 @@ class Manifest:
     memory_limits: Annotated[tuple[Index, ...], Sparse()] = ()
     """Bytes that each rank's tensors may take on a GPU; () where that is not limited."""
     data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
+    evaluation: Annotated[Evaluation, At("eval"), Sparse()] = field(default=Evaluation())
 
     @property
     def batch_size(self) -> int:

@@ -205,4 +205,5 @@ def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[
 
 
 class Arguments(SimpleNamespace):
-    """Argument `p` of a forward: parameters `w…`, constants `c…`, `device`, `group`, `weight_grads`, `random`."""
+    """Argument `p` of a forward: parameters `w…`, constants `c…`, `device`, `group`, `weight_grads`, `random`, and
+    `training`, which is false in a validation."""

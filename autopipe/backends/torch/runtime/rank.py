@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +23,7 @@ from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.compiled import capture_stages, compile_stages
 from autopipe.backends.torch.runtime.data import Source, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
+from autopipe.backends.torch.runtime.evaluation import Evaluator, evaluation_of
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options
 from autopipe.backends.torch.runtime.generation import generate
 from autopipe.backends.torch.runtime.gradients import (
@@ -71,10 +73,11 @@ class Rank(RankContext):
         self.memory_tracker: MemoryTracker | None = None
         self._samples = 0  # Taken by this run; those that only fill a batch up are not counted.
         self._repeated = False
+        self._ended_early = False
         self._captured = False
 
     def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
-        wiring = self, number, module, Arguments(device=self.device), ports
+        wiring = self, number, module, Arguments(device=self.device, training=self.train), ports
         if self.options.dry_run:
             self.stages[number] = DryStage(*wiring)
         elif self.global_order is not None:
@@ -99,11 +102,12 @@ class Rank(RankContext):
         # What is recorded or run dry is one step, which may be run again.
         if self.device.type == "cuda" and not self.options.dry_run and self.options.record is None:
             self.reader = PrefetchingReader(self.manifest, self.reader.source, self.device, self.options.steps)
-        while self.steps_done < self.options.steps:
+        while self.steps_done < self.options.steps and not self._ended_early:
             self.step_samples = self.reader.begin_step(self.steps_done)
             if not self.step_samples:
                 self.reporter.report()
                 self.reporter.say(f"{self.data} has ended: there is no step {self.steps_done}")
+                self._evaluate(step, last=True)
                 self._save(last=True)
                 break
             data = self.run(step)
@@ -113,6 +117,7 @@ class Rank(RankContext):
                 without = f", the last {left} samples left out, which fill no batch" if left else ""
                 begins = f"step {self.steps_done - 1} begins epoch {data.epoch}"
                 self.reporter.say(f"{self.data} has ended{without}: {begins}")
+            self._evaluate(step)
             self._save()
         self.reader.close()
         self.reporter.report()
@@ -163,6 +168,8 @@ class Rank(RankContext):
             )
             self.checkpointer = Checkpointer(options.checkpoint, manifest, state, transport.make_control_group())
         self.reader = BatchReader(manifest, self._open_source(START), self.device)
+        evaluation = evaluation_of(manifest, options)
+        self.evaluator = None if evaluation.data is None else Evaluator(self, evaluation, options.steps)
         self.collector = OutputCollector(manifest, transport, options.outputs)
         self.collect = self.collector.keep
         self.reporter = Reporter(self)
@@ -194,6 +201,8 @@ class Rank(RankContext):
         self.steps_done = saved.step
         self.seed = saved.seed if self.options.seed is None else self.options.seed
         self.reader = BatchReader(self.manifest, self._open_source(Position(saved.step, saved.samples)), self.device)
+        if self.evaluator is not None and (best := self.checkpointer.best()) is not None:
+            self.evaluator.restore(best)
         self.reporter.say(f"going on after {saved.step} steps, from {folder}")
 
     def _open_source(self, begin: Position) -> Source:
@@ -204,6 +213,27 @@ class Rank(RankContext):
         settings = replace(settings, epochs=options.epochs, shuffle=shuffle)
         return open_source(self.manifest, self.data, self.seed, begin, settings)
 
+    def _evaluate(self, step: Callable[[], None], last: bool = False) -> None:
+        """Validate where that is due; keep what is the best so far."""
+        if self.evaluator is None or not self.evaluator.is_due(last):
+            return
+        self.reporter.report()
+        report = self.evaluator.run(partial(self._run_forwards, step))
+        self.reporter.publish(report)
+        if self.checkpointer is not None and report.best_step == report.step:
+            self.checkpointer.save(Position(self.steps_done, self.samples_done), self.seed, report.eval_loss)
+        if self.evaluator.has_no_patience_left():
+            self._ended_early = True
+            self.reporter.say(f"no lower validation loss than that of step {report.best_step}: the run ends")
+
+    def _run_forwards(self, step: Callable[[], None]) -> None:
+        """Run a step of a validation: in `step` nothing but forwards and their messages does anything."""
+        if self.global_order is not None:
+            self.global_order.begin(step)
+        step()
+        if self.global_order is not None:
+            self.global_order.reach(None)
+
     def _save(self, last: bool = False) -> None:
         """Start to save a checkpoint where one is due: at the interval, and after the last step."""
         if self.checkpointer is None:
@@ -212,7 +242,7 @@ class Rank(RankContext):
         self.heartbeat.task = "checkpoint"
         if last and (not done or (every and done % every == 0)):
             return
-        if last or done == self.options.steps or (every and done % every == 0):
+        if last or self._ended_early or done == self.options.steps or (every and done % every == 0):
             self.reporter.report()  # No later start reports these steps again.
             self.checkpointer.save(Position(done, self.samples_done), self.seed)
         else:
@@ -250,21 +280,16 @@ class Rank(RankContext):
         if self.loss_scaler is not None:
             self.loss_scaler.end_step()
             if self.options.record is not None and self.loss_scaler.was_skipped():
-                self._clear_step()  # To be verified are gradients, and parameters are where they were.
+                self.clear_step()  # To be verified are gradients, and parameters are where they were.
                 return self.run(step)
         self.reporter.end_step()
-        self._clear_step()
+        self.clear_step()
         self.steps_done += 1
         if self.options.cuda_graphs and not self._captured:
             self._captured, self.heartbeat.task = True, "compile"
             for line in capture_stages(self.stages, self.transport):
                 self.reporter.say(line)
         return self.reader.end_step(self.steps_done - 1)  # A thread may copy from then on, which no capture allows.
-
-    def _clear_step(self) -> None:
-        self.transport.traffic.clear()
-        for stage in self.stages.values():
-            stage.end_step()
 
 
 def limit_memory(limit: int, device: torch.device) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.clock import StepTimes
+from autopipe.backends.torch.runtime.evaluation import EvaluationReport
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import torch_dtype
 from autopipe.backends.torch.runtime.stage import RankContext
@@ -159,13 +160,17 @@ class Reporter:
                 by_rank = [own[1 + index * _WIDTH :][:_WIDTH] for own in gathered]
                 reports.append(self._report(ended.number, by_rank, peaks))
         finally:
-            if reports and self._rank.number == 0:
-                print("\n".join(each.line() for each in reports), flush=True)
-                if self._rank.options.report is not None:
-                    with self._rank.options.report.open("a", encoding="utf-8") as lines:
-                        lines.writelines(json.dumps(asdict(each)) + "\n" for each in reports)
+            self.publish(*reports)
         slowest = max(each.step_time_s for each in reports)
         self._together = min(_MOST_STEPS, max(1, int(_EVERY_S / slowest)))
+
+    def publish(self, *reports: StepReport | EvaluationReport) -> None:
+        """Print reports and add them to the report file, once for all ranks."""
+        if reports and self._rank.number == 0:
+            print("\n".join(each.line() for each in reports), flush=True)
+            if self._rank.options.report is not None:
+                with self._rank.options.report.open("a", encoding="utf-8") as lines:
+                    lines.writelines(json.dumps(asdict(each)) + "\n" for each in reports)
 
     def say(self, text: str) -> None:
         """Print a line, once for all ranks."""

@@ -110,6 +110,14 @@ def _assembled(pieces: list[Block], form: Form, device: torch.device, add: bool 
     return whole
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationStep:
+    """A step of a validation: its forwards alone run, on data of its own."""
+
+    reader: BatchReader
+    number: int
+
+
 class RankContext:
     """The part of a rank that its stages, its reports and the order of blocking messages use."""
 
@@ -117,6 +125,8 @@ class RankContext:
     reduction: GradientReduction
     loss_scaler: LossScaler | None = None
     """Where a program in fp16 trains."""
+    evaluated: EvaluationStep | None = None
+    """The step of a validation that runs now, if any: then backwards do nothing."""
     collect: Callable[[int, int, tuple[torch.Tensor, ...]], None]
     """Keeps a stage's results of inference by micro-batch, counted over all steps."""
 
@@ -140,6 +150,10 @@ class RankContext:
         self.parameters: dict[int, torch.Tensor] = {}
 
     @property
+    def training(self) -> bool:
+        return self.train and self.evaluated is None
+
+    @property
     def samples_done(self) -> int:
         """Number of the next step's first sample: how far the data was gone through, by plans of other batches too."""
         return self.reader.source.sample(self.steps_done)
@@ -148,7 +162,7 @@ class RankContext:
         """The share of a stage's micro-batch in the step's samples, times their number: 1 but where samples fill the
         batch up, which count nothing."""
         batch = self.manifest.batch_size
-        if self.step_samples == batch:
+        if self.step_samples == batch or self.evaluated is not None:  # A validation weighs them itself.
             return 1.0
         size = batch // self.manifest.micro_batches_at(stage)
         own = max(0, min(size, self.step_samples - micro_batch * size))
@@ -156,11 +170,19 @@ class RankContext:
 
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
         """Read a stage's block of a graph input for one of its micro-batches of this step, on the device."""
-        found = self.reader.read(self.steps_done, BlockRequest(stage, micro_batch, data.name, data.box))
+        request = BlockRequest(stage, micro_batch, data.name, data.box)
+        if self.evaluated is not None:
+            return self.evaluated.reader.read(self.evaluated.number, request)
+        found = self.reader.read(self.steps_done, request)
         if not self.options.perturb:
             return found
         size = self.manifest.batch_size // self.manifest.micro_batches_at(stage)
         return perturbed(found, self.options.perturb, self.samples_done + micro_batch * size)
+
+    def clear_step(self) -> None:
+        self.transport.traffic.clear()
+        for stage in self.stages.values():
+            stage.end_step()
 
 
 def perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
@@ -251,7 +273,10 @@ class Stage:
 
     def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
         """Post the receives of the results' gradients, all or those of one stage."""
-        self._exchange(self.post_recv, self._remote(self.sends, micro_batch, gradient=True, stage=source), micro_batch)
+        if self._rank.training:
+            self._exchange(
+                self.post_recv, self._remote(self.sends, micro_batch, gradient=True, stage=source), micro_batch
+            )
 
     def send(self, micro_batch: int) -> None:
         """Start sending the results that other ranks need."""
@@ -259,7 +284,8 @@ class Stage:
 
     def send_gradient(self, micro_batch: int) -> None:
         """Start sending the arguments' gradients to where the arguments came from."""
-        self._exchange(self.start_send, self._remote(self.receives, micro_batch, gradient=True), micro_batch)
+        if self._rank.training:
+            self._exchange(self.start_send, self._remote(self.receives, micro_batch, gradient=True), micro_batch)
 
     def post_recv(self, port: Receive | Send, micro_batch: int) -> PendingRecv:
         """Post the receive of what comes through a port: an argument, or the gradient of a result."""
@@ -280,11 +306,14 @@ class Stage:
         rank.heartbeat.task = task = f"{self.number}F{micro_batch}"
         arguments = self._arguments(micro_batch)
         ratio, whole = manifest.stages[self.number].micro_batch_ratio, manifest.micro_batch_size
-        self.p.random.begin(rank.seed, rank.steps_done, micro_batch * (whole // ratio), micro_batch // ratio * whole)
+        number = rank.steps_done if rank.evaluated is None else rank.evaluated.number
+        self.p.random.begin(rank.seed, number, micro_batch * (whole // ratio), micro_batch // ratio * whole)
+        self.p.training = rank.training
         start = rank.clock.mark()
-        results = self._results(arguments) if self.graphs is None else self.graphs.run(micro_batch, arguments)
+        graphs = self.graphs if rank.evaluated is None else None
+        results = self._results(arguments) if graphs is None else graphs.run(micro_batch, arguments)
         rank.clock.add(task, start)
-        if rank.train:
+        if rank.training:
             asking = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
             waiting = self.p.weight_grads.take()
             self._kept[micro_batch] = asking, tuple(map(OutputEdge.of, results)), waiting
@@ -301,7 +330,7 @@ class Stage:
     def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
         """The results in the types that those who receive them expect: autocast computes in narrower ones."""
         rank = self._rank
-        with torch.set_grad_enabled(rank.train), autocast(rank.manifest.precision, rank.device):
+        with torch.set_grad_enabled(rank.training), autocast(rank.manifest.precision, rank.device):
             results = self.function(self.p, *arguments.values())
             return tuple(result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True))
 
@@ -318,7 +347,7 @@ class Stage:
 
     def _asking(self) -> set[str]:
         """Arguments whose gradients are needed."""
-        return {port.argument for port in self.receives if port.gradient and self._rank.train}
+        return {port.argument for port in self.receives if port.gradient and self._rank.training}
 
     def _zeros(self) -> Tensors:
         """Arguments as every micro-batch has them."""
@@ -371,6 +400,8 @@ class Stage:
 
     def backward(self, micro_batch: int) -> None:
         """Wait for the results' gradients and compute those of parameters and arguments."""
+        if not self._rank.training:
+            return
         last = self._begins_last()
         if last and not self.p.weight_grads.used:
             self._rank.reduction.arm(self.number, self._readers)  # Gradients are sent off as they come.
@@ -380,10 +411,13 @@ class Stage:
 
     def input_gradient(self, micro_batch: int) -> None:
         """The first half of a backward: wait for the results' gradients and compute those of arguments."""
-        self._propagate(micro_batch, "I")
+        if self._rank.training:
+            self._propagate(micro_batch, "I")
 
     def weight_gradient(self, micro_batch: int) -> None:
         """The second half: compute the gradients of parameters that the first half left."""
+        if not self._rank.training:
+            return
         last = self._begins_last()
         self._rank.heartbeat.task = task = f"{self.number}W{micro_batch}"
         start = self._rank.clock.mark()

@@ -101,9 +101,24 @@ def test_unknown_words_are_refused() -> None:
         ("Dropout", [floats(3)], {}, "a"),
         ("Dropout", [floats(3), floats(), np.array(False)], {}, "a"),
         ("Dropout", [floats(3), np.float32(0), np.array(True)], {}, "a"),
-        ("Dropout", [floats(3), np.float32(0.3), np.array(True)], {}, "operators.dropout(a, 0.3, p.random(N))"),
-        ("Dropout", [floats(3), None, np.array(True)], {}, "operators.dropout(a, 0.5, p.random(N))"),
-        ("Dropout", [floats(3)], {"ratio": 0.3, "opset": 6}, "operators.dropout(a, 0.3, p.random(N))"),
+        (
+            "Dropout",
+            [floats(3), np.float32(0.3), np.array(True)],
+            {},
+            "operators.dropout(a, 0.3, p.random(N), training=p.training)",
+        ),
+        (
+            "Dropout",
+            [floats(3), None, np.array(True)],
+            {},
+            "operators.dropout(a, 0.5, p.random(N), training=p.training)",
+        ),
+        (
+            "Dropout",
+            [floats(3)],
+            {"ratio": 0.3, "opset": 6},
+            "operators.dropout(a, 0.3, p.random(N), training=p.training)",
+        ),
         ("Dropout", [floats(3)], {"ratio": 0.3, "is_test": 1, "opset": 6}, "a"),
         ("Dropout", [floats(3)], {"ratio": 0.3, "opset": 10}, "a"),
         (

@@ -335,8 +335,8 @@ def hardmax(data: Tensor, dims: tuple[int, ...]) -> Tensor:
 _WORDS = 1 << 32
 
 
-def dropout(data: Tensor, ratio: float | Tensor, stream: Stream, training: Tensor | None = None) -> Tensor:
-    """Elements dropped with probability `ratio`, the others scaled up; none where `training` is there and false."""
+def dropout(data: Tensor, ratio: float | Tensor, stream: Stream, training: Tensor | bool = True) -> Tensor:
+    """Elements dropped with probability `ratio`, the others scaled up; none where `training` is false."""
     return dropout_and_mask(data, ratio, stream, training)[0]
 
 
@@ -344,10 +344,12 @@ def dropout_and_mask(
     data: Tensor,
     ratio: float | Tensor,
     stream: Stream,
-    training: Tensor | None = None,
+    training: Tensor | bool = True,
     mask: torch.dtype = torch.bool,
 ) -> tuple[Tensor, Tensor]:
-    if training is not None:
+    if training is False:
+        return data, torch.ones_like(data, dtype=mask)
+    if isinstance(training, Tensor):
         ratio = training.reshape(()) * ratio
     threshold: int | Tensor
     scale: float | Tensor
