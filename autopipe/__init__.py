@@ -1,3 +1,29 @@
 """autopipe: from an ONNX model to one readable PyTorch program per device."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autopipe.ir import VERSION
+
+__version__ = VERSION
+
+
+if TYPE_CHECKING:
+    from autopipe.api import Plan, plan
+    from autopipe.backends.torch.exporter import export
+
+__all__ = ["Plan", "export", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what planning or torch need when it is first asked for: programs of ranks import the package, too."""
+    if name == "export":
+        from autopipe.backends.torch.exporter import export
+
+        return export
+    if name in __all__:
+        from autopipe import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import click
 
-from autopipe import __version__
 from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.cli.options import PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan
-from autopipe.cli.verify import FORWARD, REFERENCE
+from autopipe.ir import VERSION
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.evaluation import Evaluation
-from autopipe.ir.program import Program, RankCode, StageCode
+from autopipe.ir.program import FORWARD, REFERENCE, Program, RankCode, StageCode
 from autopipe.ir.rounding import Rounding
 from autopipe.passes.analysis.rounding import rounding_of
 from autopipe.passes.frontend.cleanup import without_dropout
@@ -145,7 +144,7 @@ def _rank_title(planned: PlanResult, program: Program, rank: RankCode) -> str:
     lines = [
         f"Rank {rank.rank} of {program.world_size}: stages {', '.join(stages) or 'none'}; {summary.schedule}, "
         f"{program.micro_batches} micro-batches of {program.micro_batch_size} "
-        f"(plan {planned.digest[:12]}, autopipe {__version__}).",
+        f"(plan {planned.digest[:12]}, autopipe {VERSION}).",
         "",
         f"predicted: step {summary.step_time_s * 1e3:.3g} ms, bubble {summary.bubble_rate:.1%}, "
         f"peak memory {memory:.0f} MiB",

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import numpy as np
 
-from autopipe.cli.options import PATH, standard_options
+from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.plan_file import PLAN_FILE
@@ -163,14 +163,14 @@ def run(folder: Path, request: Any, device: str, output: Output) -> dict[str, An
     from autopipe.backends.torch.launcher import LaunchConfig, launch_program, local_ranks
     from autopipe.backends.torch.runtime.decoder import GENERATED_FILE
     from autopipe.backends.torch.runtime.manifest import read_manifest
-    from autopipe.cli.launch import placement_note, rank_arguments, visible_gpus
+    from autopipe.cli.launch import placement_note, visible_gpus
 
     manifest = read_manifest(folder)
     config = LaunchConfig(gpus=visible_gpus(device), debug=bool(click.get_current_context().params["debug"]))
     output.note(placement_note(device, local_ranks(manifest, config)[1]))
     with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
         request.write(Path(name))
-        launch_program(manifest, rank_arguments(device=device, generate=Path(name)), config, output.note)
+        launch_program(manifest, flag_words(device=device, generate=Path(name)), config, output.note)
         found: dict[str, Any] = json.loads((Path(name) / GENERATED_FILE).read_text(encoding="utf-8"))
         return found
 

@@ -30,7 +30,7 @@ from autopipe.backends.torch.runtime.heartbeat import Timeouts
 from autopipe.backends.torch.runtime.job import Job, job_of
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.sample_order import START, Position
-from autopipe.cli.options import PATH, standard_options
+from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output, write_texts
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import DataSettings
@@ -181,15 +181,6 @@ def _nodes(text: str) -> tuple[int, int]:
     return found
 
 
-def rank_arguments(**flags: object) -> list[str]:
-    """Words for a rank's command line: flags with their values, alone where those are true, none for None and false."""
-    words = []
-    for name, value in flags.items():
-        if value is not None and value is not False:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One launch of a program: the flags of the command that its ranks see."""
@@ -274,7 +265,7 @@ class Launch:
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             report = Path(name) / "report.json"
             own = {name: getattr(self, name) for name in ("device", "data", "seed")}
-            arguments = rank_arguments(dry_run=True, steps=1, report=report, **own)
+            arguments = flag_words(dry_run=True, steps=1, report=report, **own)
             run_alone(self.manifest.folder, arguments, rank, world_size, self._fake_cuda())
             found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
             return found
@@ -337,7 +328,7 @@ class Launch:
                 "checkpoint_every",
             )
         }
-        return rank_arguments(
+        return flag_words(
             **own,
             no_shuffle=self.shuffle is False,
             steps=steps,

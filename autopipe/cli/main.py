@@ -15,7 +15,7 @@ from typing import Final, TextIO
 
 import click
 
-from autopipe import __version__
+from autopipe.ir import VERSION
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 
 COMMANDS: Final = {
@@ -77,7 +77,7 @@ class CommandTable(click.Group):
 
 
 @click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="autopipe")
+@click.version_option(VERSION, prog_name="autopipe")
 def autopipe() -> None:
     """Turn an ONNX model into one readable PyTorch program per device.
 

@@ -8,19 +8,52 @@ which `autopipe.cli.main` alone catches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import click
 
 from autopipe.cli.output import Output, Verbosity
 from autopipe.ir.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 PATH: Final = click.Path(path_type=Path)
 P = ParamSpec("P")
 R = TypeVar("R")
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class ResultKeeper(Output):
+    """Keeps a command's result in place of printing it."""
+
+    as_json: bool = True
+    verbosity: Verbosity = Verbosity.QUIET
+    data: dict[str, object] = field(default_factory=dict)
+
+    def result(self, data: Mapping[str, object], *shown: RenderableType) -> None:
+        self.data.update(data)
+
+
+def flag_words(**flags: object) -> list[str]:
+    """Words of a command line: flags with their values, alone where those are true, none for None and false."""
+    words = []
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+def run_command(command: click.Command, *words: object) -> Mapping[str, object]:
+    """Run a command on these words and return the data of its result. Raises what the command line would print."""
+    keeper = ResultKeeper()
+    with command.make_context(command.name, [str(word) for word in words], obj=keeper) as context:
+        command.invoke(context)
+    return keeper.data
 
 
 def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
@@ -34,7 +67,9 @@ def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P
         if quiet and verbose:
             raise click.UsageError("-q and -v contradict each other")
         verbosity = Verbosity.QUIET if quiet else Verbosity.DETAILED if verbose else Verbosity.NORMAL
-        return command(Output(as_json=as_json, verbosity=verbosity), *args, **kwargs)
+        keeper = click.get_current_context().obj
+        output = keeper if isinstance(keeper, ResultKeeper) else Output(as_json=as_json, verbosity=verbosity)
+        return command(output, *args, **kwargs)
 
     for option in (
         click.option("--debug", is_flag=True, help="Show the traceback of an error."),

@@ -23,12 +23,13 @@ from autopipe.backends.torch.verification import (
     read_losses,
     read_outputs,
 )
-from autopipe.cli.launch import COMPILE, DATA, SEED, rank_arguments
-from autopipe.cli.options import PATH, standard_options
+from autopipe.cli.launch import COMPILE, DATA, SEED
+from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.graph import DType, Initializer
 from autopipe.ir.layout import whole
+from autopipe.ir.program import FORWARD, REFERENCE
 
 
 @click.command()
@@ -41,6 +42,7 @@ from autopipe.ir.layout import whole
     type=click.FloatRange(min=0),
     help="Largest relative difference taken for equal [what roundings and conditioning of the model come to].",
 )
+@click.option("--static", is_flag=True, help="Prove schedule and messages without a run, and without torch.")
 @COMPILE
 @standard_options
 def verify(
@@ -51,6 +53,7 @@ def verify(
     data: str | None,
     seed: int | None,
     tolerance: float | None,
+    static: bool,
     **flags: bool,
 ) -> None:
     """Check that the ranks of PROGRAM compute what one device computes.
@@ -61,7 +64,13 @@ def verify(
     \b
     Example:
       autopipe verify gpt.plan/program --device cpu
+      autopipe verify gpt.plan/program --static
     """
+    if static:
+        from autopipe.cli.static_checks import check_static
+
+        check_static(program, output)
+        return
     manifest = read_manifest(program.absolute())
     data = manifest.data.path if data is None else data
     check_data(manifest, data, 1, manifest.data)
@@ -118,12 +127,6 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
             yield f"{check.compared}: {check.note}"
 
 
-REFERENCE = "reference"
-"""Folder, inside a program's, of the same step on one device."""
-FORWARD = "forward"
-"""Folder, inside a program's, of the model's forward on one device."""
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """One comparison: what with what, over how many tensors, and the worst of them."""
@@ -169,7 +172,7 @@ class Verification:
 
     def run(self, advance: Callable[[], None]) -> Iterator[Check]:
         folder = self.manifest.folder
-        arguments = self._run_arguments("ranks") + rank_arguments(compile=self.compile)
+        arguments = self._run_arguments("ranks") + flag_words(compile=self.compile)
         launch_program(self.manifest, arguments, LaunchConfig())
         advance()
         if self.manifest.train:
@@ -199,7 +202,7 @@ class Verification:
         folder = self.scratch / name
         folder.mkdir(exist_ok=True)
         files = {"report": folder / "report.jsonl", "outputs": folder / "outputs.npz", "record": folder}
-        return rank_arguments(steps=1, device=self.device, data=self.data or None, seed=self.seed, **files)
+        return flag_words(steps=1, device=self.device, data=self.data or None, seed=self.seed, **files)
 
     def _losses(self, name: str) -> np.ndarray:
         return np.array(read_losses(self.scratch / name / "report.jsonl"))

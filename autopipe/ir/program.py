@@ -26,6 +26,11 @@ from autopipe.ir.schedule import EVERY, MicroBatchSlice
 FORMAT = "autopipe.program/1"
 """Of a program folder's manifest."""
 
+REFERENCE = "reference"
+"""Folder, inside a program's, of the same step on one device."""
+FORWARD = "forward"
+"""Folder, inside a program's, of the model's forward on one device."""
+
 HARDWARE_QUEUES = 32
 """CUDA_DEVICE_MAX_CONNECTIONS of ranks, for which programs are proven to end: as many as there may be."""
 

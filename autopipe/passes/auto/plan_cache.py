@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import autopipe
 from autopipe.ir.atomic_file import replacing
 from autopipe.ir.codec import Coded, Count, Flat, Index, Record, decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InternalError, OutOfMemoryError
@@ -178,7 +177,7 @@ def answer_key(request: Request, model: Model) -> str:
 def code_digest() -> str:
     """SHA-256 of autopipe's sources: what other code found may be worse, or wrong."""
     digest = hashlib.sha256()
-    root = Path(autopipe.__file__).parent
+    root = Path(__file__).parents[2]
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -1,0 +1,128 @@
+"""The commands from Python: `autopipe.plan`, and what is done with a `Plan`.
+
+Each runs the command of its name, on the same files, and raises what the command would print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from autopipe.cli.options import flag_words, run_command
+from autopipe.cli.plan_folder import check_plan_folder, check_target, open_plan, write_plan_folder
+from autopipe.cli.request import request_of
+from autopipe.configs.configuration import effective
+from autopipe.configs.yaml_source import read_file, read_text
+from autopipe.ir.plan import Alternative, Breakdown, Summary
+from autopipe.passes.auto.choose import choose
+from autopipe.passes.auto.plan_cache import answers
+from autopipe.passes.pipeline import PlanResult, make_plan
+
+__all__ = ["Plan", "plan"]
+
+
+def plan(
+    model: str | Path,
+    cluster: str | Mapping[str, object] | None = None,
+    *,
+    output: str | Path | None = None,
+    config: str | Path | None = None,
+    **settings: Any,
+) -> Plan:
+    """Plan an ONNX file for a cluster and write the plan's folder, MODEL.plan unless `output` names another.
+
+    `cluster` is a preset, a file, or a mapping as under `cluster:` of a configuration. `settings` are the keys of a
+    configuration, which lie over those of the YAML file `config`: `gpus=4`, `batch_size=16`, `strategy="pipedream"`,
+    `optimizer={"name": "adamw", "lr": 1e-3}`. Raises a child of `AutopipeError`.
+    """
+    folder = Path(f"{model}.plan" if output is None else output)
+    check_target(folder)
+    for name in ("strategy", "schedule"):
+        if isinstance(settings.get(name), str):
+            settings[name] = {"name": settings[name]}
+    if isinstance(cluster, str):
+        settings["cluster"] = {"file" if "." in cluster or "/" in cluster else "preset": cluster}
+    elif cluster is not None:
+        settings["cluster"] = dict(cluster)
+    given = read_text(yaml.safe_dump(settings), "the arguments of plan()")
+    configuration = effective([given] if config is None else [read_file(config), given])
+    request = request_of(configuration, Path(model))
+    planned = choose(request, None, answers()) if request.strategy is None else make_plan(request)
+    write_plan_folder(folder, planned, configuration)
+    return Plan(folder)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan's folder, which `autopipe plan` writes."""
+
+    folder: Path
+
+    @staticmethod
+    def load(folder: str | Path) -> Plan:
+        """The plan in a folder. Raises ConfigurationError where there is none."""
+        check_plan_folder(Path(folder))
+        return Plan(Path(folder))
+
+    @property
+    def program(self) -> Path:
+        """Where `codegen` writes the programs of its ranks."""
+        return self.folder / "program"
+
+    @cached_property
+    def result(self) -> PlanResult:
+        """Placement, schedule, timeline, and the problem that they answer."""
+        return open_plan(self.folder)
+
+    @property
+    def summary(self) -> Summary:
+        """Predicted step, memory, bubble, and what is exchanged."""
+        return self.result.plan.summary
+
+    @property
+    def breakdown(self) -> Breakdown | None:
+        """Where the predicted step goes, above linear speed-up."""
+        return self.result.plan.breakdown
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The candidates that the search weighed."""
+        return self.result.plan.alternatives
+
+    def explain(
+        self, *, node: str | None = None, stage: int | None = None, device: int | None = None
+    ) -> Mapping[str, object]:
+        """Why the plan, or a node, a stage or a device of it, is as it is."""
+        from autopipe.cli.explain import explain
+
+        return run_command(explain, self.folder, *flag_words(node=node, stage=stage, device=device))
+
+    def codegen(self) -> Path:
+        """Write the program of every rank into `program`, and return that folder."""
+        from autopipe.cli.codegen import codegen
+
+        run_command(codegen, self.folder)
+        return self.program
+
+    def verify(self, **flags: object) -> Mapping[str, object]:
+        """Check that the ranks compute what one device computes; `flags` are those of `autopipe verify`, such as
+        `device="cpu"`. Raises VerificationError where they do not."""
+        from autopipe.cli.verify import verify
+
+        return run_command(verify, self._generated(), *flag_words(**flags))
+
+    def launch(self, **flags: object) -> list[dict[str, Any]]:
+        """Run the ranks and return a report of each step: its loss, its time, its peak memory. `flags` are those of
+        `autopipe launch`, such as `steps=100`, `data="tokens.npz"`, `checkpoint="saved"`. Raises LaunchError."""
+        from autopipe.cli.launch import launch
+
+        found = run_command(launch, self._generated(), *flag_words(**flags))
+        return cast("list[dict[str, Any]]", found["steps"])
+
+    def _generated(self) -> Path:
+        return self.program if (self.program / "manifest.json").is_file() else self.codegen()
