@@ -71,6 +71,8 @@ class DeviceDescription:
     """Time from one kernel's end to the next one's start, when each is launched by itself."""
     efficiency: Efficiencies
     """Fractions of peak and bandwidth that classes of operators reach."""
+    context: Annotated[int, BYTES, AtLeast(0)] = 0
+    """Memory that the CUDA context takes; where given, NCCL's buffers have room too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def device_of(description: DeviceDescription | str) -> Device:
         bandwidth_bytes_per_s=description.bandwidth,
         launch_latency_s=description.launch_latency,
         efficiency=tuple(asdict(description.efficiency).items()),
+        context_bytes=description.context,
     )
 
 

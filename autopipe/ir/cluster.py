@@ -32,6 +32,8 @@ class Device:
     collectives: tuple[ExchangeCost, ...] = ()
     post: Affine | None = None
     follow: Affine | None = None
+    context_bytes: int = 0
+    """Bytes of a GPU's memory that its process takes before any tensor: the CUDA context with its kernels."""
 
     def __hash__(self) -> int:
         # Devices are keys of many tables, and what tells them apart is at the front.

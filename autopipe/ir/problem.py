@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import Above, Amount, AtLeast, AtMost, Index, Sparse
+from autopipe.ir.gpu_memory import nccl_bytes
 from autopipe.ir.graph import Graph
 from autopipe.ir.measured_costs import Costs
 
@@ -165,6 +166,8 @@ class Problem:
         return (self.loss,) if self.train and self.loss is not None else self.graph.outputs
 
     def memory_of(self, device: int) -> int:
-        """Bytes that may be used on a device."""
-        own = self.cluster.devices[device].memory_bytes
-        return own if self.memory_limit is None else self.memory_limit
+        """Bytes that tensors may take on a device. On a GPU the context and NCCL's buffers need room beside them."""
+        if self.memory_limit is not None:
+            return self.memory_limit
+        own = self.cluster.devices[device]
+        return own.memory_bytes - (own.context_bytes and own.context_bytes + nccl_bytes(self.cluster.size))

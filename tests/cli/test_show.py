@@ -46,7 +46,7 @@ def test_no_colours_are_piped(lone_folder, capsys):
     assert "\x1b" not in out
     assert "repetend ×" in out
     assert "█" in out
-    assert " of 74.5 GiB" in out
+    assert " of 73.1 GiB" in out
 
 
 def test_json_says_what_was_decided(folder, capsys):

@@ -20,15 +20,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from autopipe.ir.errors import LaunchError
+from autopipe.ir.gpu_memory import MESSAGE_CTAS
 from autopipe.ir.program import Channel
 
 MessagePath = tuple[int, int, int]
 """Source and target of messages, and the channel that has a communicator of its own; -1 for all others of the pair."""
 
 _MOST_CTAS = 4
-_CTAS_OF_RANK = 32
-"""Blocks of threads that all of a rank's message communicators may use at once. A kernel that waits for a message spins
-on a multiprocessor for each, of which large GPUs have about a hundred, while the rank computes."""
+"""Of one communicator of messages."""
 
 
 def message_path(channel: Channel, gradient: bool) -> MessagePath:
@@ -90,7 +89,7 @@ class NcclCommunicators:
         of_rank = Counter(rank for path in paths for rank in path[:2])
         for path in order_in_rounds({path: path[:2] for path in sorted(paths - self.messages.keys())}):
             # Both ends say the same: the least of what either can afford.
-            share = _CTAS_OF_RANK // max(of_rank[rank] for rank in path[:2])
+            share = MESSAGE_CTAS // max(of_rank[rank] for rank in path[:2])
             if (made := self._make(path[:2], most_ctas=max(1, min(_MOST_CTAS, share)))) is not None:
                 self.messages[path] = made
                 source, target, _ = path
