@@ -40,7 +40,7 @@ _KEY_BYTES = 32
 _NO_END = 2**40
 """Steps of a run that ends where its data does."""
 _SECONDS = click.FloatRange(min=0, min_open=True)
-_SOURCES = "FILE.npz, a folder of .npy files, FILE.bin of tokens or module:function; random data without it."
+_SOURCES = "FILE.npz, FILE.bin of tokens, a table or folder (docs/data.md) or module:function; random data without it"
 DATA = click.option("--data", metavar="SOURCE", help=f"{_SOURCES} [data.path].")
 _RANDOM = "Seed of random data, of Dropout, and of weights that the model does not store."
 SEED = click.option("--seed", type=click.IntRange(min=0), help=_RANDOM)

@@ -30,7 +30,7 @@ _KEEPING = frozenset(["Cast", "Expand", "Flatten", "Identity", "Reshape", "Squee
 _CHANGING = frozenset(["Abs", "Clip", "Max", "Min", "Mod", "Where"])
 """Operators behind which numbers are others than those given, but no larger for small ones: good for drawing numbers,
 not for refusing any."""
-_MOVING = _KEEPING | _CHANGING | {"Concat", "Gather", "Slice", "Split"}
+_MOVING = _KEEPING | _CHANGING | {"Concat", "Gather", "Pad", "Slice", "Split"}
 _LOSSES = frozenset(["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
 
 Numbers = npt.NDArray[np.int64]
@@ -168,6 +168,7 @@ def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
         places = _moved(signature, slot, result, path.places)
         shift = _moved(signature, slot, result, np.broadcast_to(path.shift, path.places.shape))
         if places is not None and shift is not None:
+            shift = np.where(places < 0, 0, shift)
             yield _Path(value.name, places, shift if shift.any() else np.zeros((), np.int64), exact)
 
 
@@ -211,6 +212,8 @@ def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numb
             for axis, (first, count, step) in enumerate(slices(signature)):
                 moved = np.take(moved, first + step * np.arange(count), axis)
             return moved
+        case "Pad":  # Transformers move labels by a pad behind them and a slice.
+            return _padded(signature, moved)
         case "Split":
             axis = positive(node.integer("axis"), moved.ndim)
             start = sum(each.shape[axis] for each in signature.results[:result] if each is not None)
@@ -221,6 +224,18 @@ def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numb
             return moved.transpose(node.integers("perm", tuple(reversed(range(moved.ndim)))))
         case _:
             return moved.reshape(shape)
+
+
+def _padded(signature: Signature, moved: Numbers) -> Numbers | None:
+    pads = signature.constant(1)
+    if pads is None or signature.node.text("mode", "constant") != "constant" or pads.min(initial=0) < 0:
+        return None
+    axes = signature.constant(3) if signature.present(3) else np.arange(moved.ndim)
+    if axes is None:
+        return None
+    widths = np.zeros((moved.ndim, 2), np.int64)
+    widths[axes] = pads.reshape(2, -1).T
+    return np.pad(moved, widths, constant_values=-1)
 
 
 def _limits(signature: Signature, slot: int) -> tuple[int | Numbers, int | Numbers] | None:

@@ -154,6 +154,22 @@ def test_each_column_keeps_to_the_table_that_it_indexes() -> None:
     assert input_ranges(found)[0].below == 3
 
 
+@pytest.mark.parametrize("axes", [(), ("last",)])
+def test_labels_that_the_graph_moves_are_bounded_from_the_second_on(axes: tuple[str, ...]) -> None:
+    """As transformers do: a label that counts for nothing is put behind them, and the first one is cut off."""
+    nodes = (
+        node("Pad", "ids", "pads", "nothing", *axes, output="padded"),
+        node("Slice", "padded", "one", "many", "last", output="labels"),
+        node("SoftmaxCrossEntropyLoss", "scores", "labels", ignore_index=-100),
+    )
+    values = (value("padded", (2, 4), INT), value("labels", (2, 3), INT), value("y", ()))
+    constants = (whole("pads", [0, 1] if axes else [0, 0, 0, 1]), whole("nothing", -100), whole("last", [1]))
+    found = graph(*nodes, values=values, constants=(*constants, whole("one", [1]), whole("many", [99])))
+    found = dataclasses.replace(found, inputs=(*found.inputs, value("scores", (2, 5, 3))))
+    assert allowed(found) == [(0, 5, (0, 1), (2, 3))]
+    assert input_ranges(found)[0].ignored == -100
+
+
 @pytest.mark.parametrize("changing", ["Clip", "Mod", "Where"])
 def test_numbers_that_are_changed_first_are_drawn_in_range_and_never_refused(changing: str) -> None:
     inputs = {"Clip": ("ids", "one", "many"), "Mod": ("ids", "many"), "Where": ("hidden", "one", "ids")}[changing]

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from autopipe.backends.torch.runtime.arrow_table import ArrowTable, table_files
 from autopipe.backends.torch.runtime.input_checks import (
     check_rows,
     check_type,
@@ -90,7 +91,9 @@ def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> Stored
         return TokenFile(path, manifest, settings.sequence_length)
     if path.suffix == ".npy" or (path.is_dir() and any(path.glob("*.npy"))):
         return ArrayFiles(path, manifest)
-    kinds = "FILE.npz, FILE.npy, a folder of .npy files, FILE.bin of tokens, or module:function"
+    if files := table_files(path):
+        return ArrowTable(path, files, manifest)
+    kinds = "FILE.npz, FILE.npy, a folder of .npy files, FILE.bin of tokens, Parquet, Arrow, or module:function"
     missing = f"{data!r} does not exist" if not path.exists() else f"{data!r} is no data that can be read"
     raise ConfigurationError(missing, hint=f"data is {kinds}")
 

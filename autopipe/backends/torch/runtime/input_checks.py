@@ -20,6 +20,22 @@ def rows_per_sample(entry: InputRange, manifest: Manifest) -> int:
     return entry.value.shape[entry.batch_axis] // manifest.micro_batch_size
 
 
+def per_sample(entry: InputRange, manifest: Manifest, where: str, kind: str) -> int:
+    """Elements of a sample of an input. Raises ConfigurationError where it has no samples, of which a file of this kind
+    holds nothing else."""
+    if entry.batch_axis is None:
+        hint = "give .npy files or module:function"
+        raise ConfigurationError(f"input {entry.value.name!r} has no samples: {kind} has nothing for it", hint, where)
+    return entry.value.elements // manifest.micro_batch_size
+
+
+def sample_blocks(samples: np.ndarray, entry: InputRange, manifest: Manifest) -> np.ndarray:
+    """Samples [count, elements] as an input has them, along its batch axis; a view."""
+    axis, shape = entry.batch_axis or 0, list(entry.value.shape)
+    del shape[axis]
+    return np.moveaxis(samples.reshape(len(samples) * rows_per_sample(entry, manifest), *shape), 0, axis)
+
+
 def numpy_dtype(entry: InputRange) -> np.dtype:
     return np.dtype("float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.value)
 

@@ -15,10 +15,9 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from autopipe.backends.torch.runtime.input_checks import numpy_dtype, rows_per_sample
+from autopipe.backends.torch.runtime.input_checks import per_sample, sample_blocks
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.program import InputRange
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """ZIP's header before each member; its last two fields are the lengths of the name and of the extra field that follow
@@ -177,7 +176,9 @@ class TokenFile(StoredArrays):
         super().__init__(path)
         self._manifest = manifest
         self._entries = {each.value.name: each for each in manifest.inputs}
-        sizes = {name: _per_sample(each, manifest, str(path)) for name, each in self._entries.items()}
+        sizes = {
+            name: per_sample(each, manifest, str(path), "a file of tokens") for name, each in self._entries.items()
+        }
         tokens = [
             name
             for name in sizes
@@ -221,9 +222,7 @@ class TokenFile(StoredArrays):
         else:
             first = self._shift(name)
             samples = self._tokens[first : first + count * length].reshape(count, length)
-        axis, shape = entry.batch_axis or 0, list(entry.value.shape)
-        del shape[axis]
-        return np.moveaxis(samples.reshape(count * rows_per_sample(entry, self._manifest), *shape), 0, axis)
+        return sample_blocks(samples, entry, self._manifest)
 
     def _shift(self, name: str) -> int:
         """1 for labels that are to be moved, 0 for tokens and labels that the graph moves itself."""
@@ -258,13 +257,3 @@ class TokenFile(StoredArrays):
         if magic != _INDEX_MAGIC or code not in _INDEX_TYPES:
             raise ValueError(f"{index.name} is no index of whole numbers")
         return _INDEX_TYPES[code]
-
-
-def _per_sample(entry: InputRange, manifest: Manifest, where: str) -> int:
-    """Elements of a sample of an input. Raises ConfigurationError for one that can take no tokens."""
-    name, value = entry.value.name, entry.value
-    if entry.batch_axis is None or numpy_dtype(entry).kind not in "iub":
-        kind = "has no samples" if entry.batch_axis is None else f"is {value.dtype.value}"
-        hint = "give .npy files or module:function"
-        raise ConfigurationError(f"input {name!r} {kind}: a file of tokens has nothing for it", hint, where)
-    return value.elements // manifest.micro_batch_size

@@ -15,11 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.data import check_data, filled_rows, open_source, read_block
+from autopipe.backends.torch.runtime.data import (
+    check_data,
+    filled_rows,
+    open_source,
+    read_block,
+    read_filled_block,
+)
 from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.program import InputBounds, InputRange, Output
+from autopipe.ir.program import DataSettings, InputBounds, InputRange, Output
 
 
 def input_range(name: str, dtype: str, shape: tuple[int, ...], *more: Any, **bounds: Any) -> InputRange:
@@ -442,3 +448,80 @@ def test_a_module_of_the_current_folder_is_found_with_what_lies_beside_it(
     open_source(MANIFEST, "batches_here:batches", 0)
     assert sys.modules["batches_here"].__file__ == str(tmp_path / "batches_here.py")
     assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
+
+
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> str:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"{name}.py").write_text(f"import numpy as np\n{text}", encoding="utf-8")
+    return f"{name}:batches"
+
+
+def test_a_function_of_the_step_gives_any_step_and_is_not_asked_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "asked = []\ndef batches(step, batch_size, seed):\n    asked.append(step)\n"
+    text += "    return None if step == 9 else {'ids': np.full((batch_size - (step == 8), 3), step + seed)}\n"
+    name = written(tmp_path, monkeypatch, "of_the_step", text)
+    source = open_source(MANIFEST, name, 40, Position(5, 30))
+    assert [source.rows(IDS, sample, sample + 2)[0, 0] for sample in (30, 34, 42)] == [45, 45, 47]
+    assert sys.modules["of_the_step"].asked == [5, 7]
+    inference = open_source(INFERENCE, name, 40, Position(7, 42))
+    assert [inference.count(step) for step in (7, 8, 9)] == [6, 5, 0]
+    with pytest.raises(ConfigurationError, match="there is no such batch"):
+        open_source(MANIFEST, name, 0, Position(9, 54)).rows(IDS, 54, 55)
+
+
+def test_an_iterator_may_be_made_for_a_batch_size_and_a_seed_and_end_with_its_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def batches(seed, batch_size=2):\n    for size in (batch_size, batch_size, 4):\n"
+    text += "        yield {'ids': np.full((size, 3), seed)}\n"
+    name = written(tmp_path, monkeypatch, "seeded", text)
+    for last_batch, counts in (("drop", [6, 6, 6, 6, 0]), ("pad", [6, 6, 4, 6, 6, 4, 0])):
+        settings = DataSettings(epochs=2, last_batch=last_batch)  # type: ignore[arg-type]
+        source = open_source(MANIFEST, name, 5, settings=settings)
+        assert [source.count(step) for step in range(len(counts))] == counts
+        assert open_source(MANIFEST, name, 5).rows(IDS, 0, 1).tolist() == [[5, 5, 5]]
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("def batches(path): pass", {}, "takes path"),
+        ("def batches(): return [[1, 2]]", {}, "batch 0 is list, not a dict of arrays by input"),
+        ("def batches(): return [{'ids': np.zeros((6, 3))}]", {"shuffle": True}, "the order of a function's batches"),
+        ("def batches(step): return {}", {"epochs": 2}, "a function of the step has no epochs"),
+        ("def batches(): return [{'ids': np.full((6, 3), 7)}]", {}, "batch 0: 'ids' row 0 holds 7: it must be from 0"),
+        ("def batches(): return [{'ids': np.full((6, 3), 'a')}]", {}, "batch 0: 'ids' holds <U1, not int64"),
+    ],
+)
+def test_functions_that_do_not_keep_the_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, settings: Any, message: str
+) -> None:
+    manifest = Batches(inputs=(dataclasses.replace(BOUNDED, allowed=BOUNDED.allowed[:1]),))
+    name = written(tmp_path, monkeypatch, f"contract{abs(hash(text))}", text + "\n")
+    with pytest.raises(ConfigurationError) as caught:
+        open_source(manifest, name, 0, settings=DataSettings(**settings)).rows(manifest.inputs[0], 0, 6)
+    assert message in str(caught.value)
+
+
+LOSS_LABELS = dataclasses.replace(LABELS, value=Value("labels", DType.INT64, (2,)))
+
+
+@pytest.mark.parametrize(("train", "filled"), [(True, -100), (False, 1)])
+def test_a_batch_is_filled_up_with_its_first_sample_whose_label_counts_for_nothing(
+    tmp_path: Path, train: bool, filled: int
+) -> None:
+    """Of 9 samples the second batch has 3, in micro-batches of 2: the last one has none and is weighed with nothing."""
+    manifest = Batches(inputs=(LOSS_LABELS, ROWS), train=train)
+    given = {"labels": np.array([0, 0, 0, 0, 0, 0, 1, 2, 3]), "rows": np.arange(54.0).reshape(27, 2)}
+    np.savez(tmp_path / "data.npz", **given)
+    source = open_source(manifest, str(tmp_path / "data.npz"), 0, settings=DataSettings(last_batch="pad"))
+    assert source.count(1) == 3
+    blocks = [
+        read_filled_block(source, manifest, LOSS_LABELS, 1, offset, ((0, 2),)).tolist()  # type: ignore[arg-type]
+        for offset in (0, 2, 4)
+    ]
+    assert blocks == [[1, 2], [3, filled], [1, 1]]
+    part = read_filled_block(source, manifest, ROWS, 1, 2, ((2, 6), (1, 2)))  # type: ignore[arg-type]
+    assert part.tolist() == [[53], [37], [39], [41]]

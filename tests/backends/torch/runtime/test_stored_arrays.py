@@ -107,7 +107,11 @@ def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(tmp
             {},
             "a sample of 'labels' has 4 elements, one of 'tokens' 8",
         ),
-        (Batches((TOKENS, InputRange(Value("picture", DType.FLOAT32, (2, 8)), 0, None))), {}, "'picture' is float32"),
+        (
+            Batches((TOKENS, InputRange(Value("picture", DType.FLOAT32, (2, 8)), 0, None))),
+            {},
+            "inputs tokens, picture would take tokens",
+        ),
         (Batches((index_input("tokens", (2, 200)),)), {}, "100 tokens are no sample of 200"),
         (Batches((index_input("tokens", (2, 8), 49),)), {}, r"'tokens' row \d+ holds 49: it must be from 0 to 48"),
     ],
