@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 
 from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import REFUSALS, CodegenError, ConfigurationError, InfeasibleError
 from autopipe.ir.plan_file import PLAN_FILE
+
+if TYPE_CHECKING:
+    from autopipe.passes.pipeline import PlanResult
 
 _TOKENS = click.IntRange(min=0)
 
@@ -26,6 +30,10 @@ _TOKENS = click.IntRange(min=0)
 @click.option(
     "--prompts", "prompts", multiple=True, required=True, metavar="FILE|IDS",
     help="Token ids: FILE.json, a list of lists; FILE.npy, a row a prompt; or ids like 17,4,92 (repeatable).",
+)  # fmt: skip
+@click.option(
+    "--prefill-chunk", type=click.IntRange(min=1), default=64, show_default=True,
+    help="Tokens of a prompt that a step feeds, at most; of a PROGRAM they are as planned.",
 )  # fmt: skip
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each sequence.")
 @click.option(
@@ -50,6 +58,7 @@ def generate(
     output: Output,
     program: Path,
     prompts: tuple[str, ...],
+    prefill_chunk: int,
     max_new_tokens: int,
     eos: tuple[int, ...],
     greedy: bool,
@@ -85,9 +94,11 @@ def generate(
         _check_target(target)
     sequences = tuple(tuple(ids) for text in prompts for ids in read_prompts(text))
     request = GenerationRequest(sequences, max_new_tokens, eos, temperature, top_k, top_p, seed)
-    with program_of(program) as folder:
-        manifest = read_manifest(folder)
-        Decoder.of(manifest).check(request)
+    longest = max(map(len, sequences))
+    with program_of(program) as (folder, planned):
+        Decoder.of(read_manifest(folder)).check(request)
+        if planned is not None:
+            write_prefill(planned, folder, min(longest, prefill_chunk), output.note)
         report = run(folder, request, device, output)
     found: list[list[int]] = report["generated"]
     if target is not None:
@@ -145,17 +156,41 @@ def _check_target(target: Path) -> None:
 
 
 @contextmanager
-def program_of(folder: Path) -> Iterator[Path]:
-    """The folder of a program: `folder` itself, or made of the plan in it for the length of the block."""
+def program_of(folder: Path) -> Iterator[tuple[Path, PlanResult | None]]:
+    """The folder of a program: `folder` itself; or made, for the length of the block, of the plan in it, which comes
+    with it."""
     if not (folder / PLAN_FILE).is_file():
-        yield folder.absolute()
+        yield folder.absolute(), None
         return
     from autopipe.cli.codegen import generate as write_programs
     from autopipe.cli.plan_folder import open_plan
 
+    planned = open_plan(folder)
     with tempfile.TemporaryDirectory(prefix="autopipe-generate-") as name:
-        write_programs(open_plan(folder), Path(name) / "program")
-        yield Path(name) / "program"
+        write_programs(planned, Path(name) / "program")
+        yield Path(name) / "program", planned
+
+
+def write_prefill(planned: PlanResult, folder: Path, chunk: int, note: Callable[[str], None]) -> None:
+    """Put a second program beside that of a plan in `folder`: its steps feed `chunk` tokens of each sequence. Where the
+    model or the plan does not allow it, `note` is told why there is none."""
+    from autopipe.backends.torch.runtime.decoder import PREFILL
+    from autopipe.backends.torch.runtime.manifest import read_manifest
+    from autopipe.cli.codegen import generate as write_programs
+    from autopipe.passes.prefill import with_step_length
+
+    second = folder.with_name(PREFILL)
+    # Splits along the tokens take any multiple of the devices.
+    even = math.lcm(*(len(stage.devices) for stage in planned.plan.placement.stages))
+    try:
+        if (wider := with_step_length(planned, -(-chunk // even) * even)) is None:
+            return
+        if write_programs(wider, second).channels != read_manifest(folder).channels:
+            raise InfeasibleError("its stages exchange other tensors")
+    except (*REFUSALS, CodegenError) as error:
+        note(f"prompts are fed as the plan's own steps do, not {chunk} tokens a step: {error.message}")
+        return
+    second.rename(folder / PREFILL)
 
 
 def run(folder: Path, request: Any, device: str, output: Output) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
+"""Names that decoders' other inputs and outputs have."""
 _PAST = "past"
 _PRESENTS = (("past_key_values", "present"), (_PAST, "present"), ("past_key_values", "present_key_values"))
 """How exporters name outputs after inputs: `past_key_values.0.key` is `present.0.key` in Optimum's files, `past_0` is

@@ -39,7 +39,7 @@ GPT = f"autopipe zoo build gpt -o gpt.onnx {SMALL}"
 PLAN = "autopipe plan gpt.onnx --gpus 2 --cluster cpu-local --batch-size 4 --strategy pipedream --schedule"
 PROGRAM = (GPT, f"{PLAN} 1f1b -o gpt.plan", "autopipe codegen gpt.plan")
 MEASURED = "autopipe profile gpt.onnx --seconds 0.1 --micro-batch-sizes 1 -o dlrm.onnx.costs"
-CACHE = "--dim sequence_length=1 --dim past_sequence_length=7"
+DECODER = "autopipe plan decoder.onnx --mode infer --dim sequence_length=1 --dim past_sequence_length=7"
 SAMPLES = 4
 PREPARED: dict[str, tuple[str, ...]] = {
     "README.md": ("autopipe zoo build gpt -o model.onnx --set loss=true",),
@@ -56,7 +56,7 @@ PREPARED: dict[str, tuple[str, ...]] = {
         "autopipe zoo build llama -o llama.onnx --set loss=true",
         "autopipe plan llama.onnx --gpus 2 --strategy grid --batch-size 4 --schedule 1f1b -o llama.plan",
         "autopipe schedule --shape v --devices 2 --units 4 -o schedule.json",
-        f"autopipe plan decoder.onnx --mode infer --gpus 1 --batch-size 2 {CACHE} -o decoder.plan",
+        f"{DECODER} --gpus 1 --strategy data_parallel --batch-size 2 -o decoder.plan",
     ),
     "schedules.md": (GPT,),
     "running.md": PROGRAM,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
-from autopipe.ir.kv_cache import is_cache_input
+from autopipe.ir.kv_cache import MASK, TOKENS, is_cache_input
 from autopipe.passes.frontend.elements import dtype_of, shape_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _bind_sums(
         found = [term for term in terms if term is not None]
         if len(found) == len(terms) > 1:
             symbols[name] = sum(found)
-    tokens, mask = shapes.get("input_ids", []), shapes.get("attention_mask", [])
+    tokens, mask = shapes.get(TOKENS, []), shapes.get(MASK, [])
     if len(tokens) != 2 or len(mask) != 2 or not mask[1].dim_param or mask[1].dim_param in symbols:
         return
     cached = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +13,13 @@ from autopipe.ir.codec import AtLeast, Count, Index, Sparse, decode, encode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType
 from autopipe.ir.json_file import JsonRecord
-from autopipe.ir.kv_cache import cache_pairs, is_cache_input
+from autopipe.ir.kv_cache import LOGITS, MASK, POSITIONS, TOKENS, cache_pairs, is_cache_input
 from autopipe.ir.program import InputRange, Output
 
 REQUEST_FILE, GENERATED_FILE = "request.json", "generated.json"
 """In the folder that ranks are told: what to generate, and what rank 0 leaves there."""
-TOKENS, MASK, POSITIONS, LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
+PREFILL = "prefill"
+"""Folder, in that of a program, of the one whose steps feed more tokens of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +155,9 @@ class Slot:
     """A row of the batch: the sequences that it takes one after the other, and how far it is with the present one.
     Ranks that know the same tokens have the same slots."""
 
-    def __init__(self, request: GenerationRequest, number: int, slots: int, step_length: int) -> None:
+    def __init__(self, request: GenerationRequest, number: int, slots: int) -> None:
         self._request = request
-        self._step_length = step_length
-        self._queue: Iterator[int] = iter(range(number, len(request.prompts), slots))
-        self._left = len(range(number, len(request.prompts), slots))
+        self._queue = deque(range(number, len(request.prompts), slots))
         self.sequence = -1
         self.new: list[int] = []
         """Tokens that the sequence has got."""
@@ -179,13 +178,18 @@ class Slot:
         """The tokens that this step feeds."""
         return self.tokens[self.cached : self.cached + self.feed]
 
-    def may_go_on(self) -> bool:
-        """True if there may be a next step for this row, whatever token this one gives."""
-        return self._left > 0 or (self.feed > 0 and len(self.new) + self.samples < self._request.max_new_tokens)
+    @property
+    def waiting(self) -> int:
+        """Tokens that the next step could feed, as far as that is known without the token that this one gives."""
+        if rest := len(self.tokens) - self.cached - self.feed:
+            return rest
+        if self.samples and len(self.new) + 1 < self._request.max_new_tokens:
+            return 1
+        return len(self._request.prompts[self._queue[0]]) if self._queue else 0
 
-    def begin_step(self, token: int | None) -> tuple[int, list[int]] | None:
-        """Go on to the next step; `token` is what the last one gave. Returns a sequence that ended there, and its new
-        tokens."""
+    def begin_step(self, token: int | None, most: int) -> tuple[int, list[int]] | None:
+        """Go on to a step that feeds up to `most` tokens; `token` is what the step before gave. Returns a sequence that
+        ended with it, and its new tokens."""
         self.cached += self.feed
         ended = None
         if token is not None:
@@ -194,8 +198,8 @@ class Slot:
             if token in self._request.eos or len(self.new) == self._request.max_new_tokens:
                 ended = self.sequence, self.new
                 self.sequence, self.new, self.tokens, self.cached = -1, [], [], 0
-        if self.sequence < 0 and (following := next(self._queue, None)) is not None:
-            self._left -= 1
-            self.sequence, self.tokens = following, list(self._request.prompts[following])
-        self.feed = min(self._step_length, len(self.tokens) - self.cached)
+        if self.sequence < 0 and self._queue:
+            self.sequence = self._queue.popleft()
+            self.tokens = list(self._request.prompts[self.sequence])
+        self.feed = min(most, len(self.tokens) - self.cached)
         return ended

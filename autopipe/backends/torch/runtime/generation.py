@@ -4,9 +4,10 @@ A micro-batch is a group of sequences: while one stage is at a group, the next i
 and values stay on the ranks that computed them, each its own block. A new token goes from the rank that has the logits
 to all others; what else a step reads (tokens, mask, positions) each rank knows from those.
 
-All programs have static shapes. A sequence's cached tokens lie at the end of the cache's places and those before are
-masked; those that a step feeds come first in it and those behind are not kept. So sequences of different lengths, those
-that have ended, and prompts that are fed piece by piece are rows of one batch.
+Programs have static shapes: one feeds a token a step, a second one beside it many of each prompt. A sequence's cached
+tokens lie at the end of the cache's places and those before are masked; those that a step feeds come first in it and
+those behind are not kept. So sequences of different lengths, those that have ended, and prompts that are fed piece by
+piece are rows of one batch.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ import torch.distributed as dist
 from autopipe.backends.torch.runtime.batch_reader import BatchReader, BlockRequest
 from autopipe.backends.torch.runtime.decoder import (
     GENERATED_FILE,
-    MASK,
-    POSITIONS,
-    TOKENS,
+    PREFILL,
     CacheEntry,
     Decoder,
     GenerationRequest,
     Slot,
 )
+from autopipe.backends.torch.runtime.loading import load_second
 from autopipe.backends.torch.runtime.report import needed_shards
 from autopipe.backends.torch.runtime.sampling import choose_tokens
 from autopipe.backends.torch.runtime.stage import RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
+from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
 from autopipe.ir.layout import Box
 from autopipe.ir.program import OutputPlace, OutputShard
 
@@ -113,19 +114,35 @@ class TokenExchange:
                     work.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A program of this rank: its stages, its step, and its decoder."""
+
+    rank: RankContext
+    step: Callable[[], None]
+    decoder: Decoder
+
+
 class Generation(BatchReader):
     """The sequences of a request on one rank, step by step: the reader of what its stages take, which goes by what they
     gave before."""
 
-    def __init__(self, rank: RankContext, folder: Path) -> None:
+    def __init__(self, rank: RankContext, step: Callable[[], None], folder: Path) -> None:
         super().__init__(rank.manifest, rank.reader.source, rank.device)
         self._rank = rank
         self._folder = folder
         self._request = GenerationRequest.read(folder)
-        self.decoder = Decoder.of(rank.manifest)
+        loaded = [(rank, step)]
+        if (second := rank.manifest.folder / PREFILL).is_dir():
+            loaded.append(load_second(rank, second))
+        self._programs = [_Program(*each, Decoder.of(each[0].manifest)) for each in loaded]
+        for each, _ in loaded:
+            each.reader, each.collect = self, self.collect
+        self._program = self._programs[0]
+        """That of this step."""
         self.decoder.check(self._request)
         batch = rank.manifest.batch_size
-        self._slots = [Slot(self._request, row, batch, self.decoder.step_length) for row in range(batch)]
+        self._slots = [Slot(self._request, row, batch) for row in range(batch)]
         places = [(place, row) for place in self.decoder.logits.places for row in self._rows_of(place.stage)]
         self._groups = [_Group(number, place, rows) for number, (place, rows) in enumerate(places)]
         self._steps = [-1] * len(self._groups)
@@ -133,7 +150,12 @@ class Generation(BatchReader):
         self._exchange = TokenExchange(rank, self._groups)
         self._caches: dict[tuple[int, int, str], torch.Tensor] = {}
         self._generated: dict[int, list[int]] = {}
-        self._check_blocks()
+        for program in self._programs:
+            self._check_blocks(program)
+
+    @property
+    def decoder(self) -> Decoder:
+        return self._program.decoder
 
     def _rows_of(self, stage: int) -> list[range]:
         """Rows of the batch in each micro-batch that a stage runs."""
@@ -143,11 +165,11 @@ class Generation(BatchReader):
         size = self._rank.manifest.batch_size // self._rank.manifest.micro_batches_at(stage)
         return range(micro_batch * size, (micro_batch + 1) * size)
 
-    def _check_blocks(self) -> None:
+    def _check_blocks(self, program: _Program) -> None:
         """Raise ConfigurationError where a stage gives a block of a cache that is not the one that it takes."""
-        for stage in self._rank.stages.values():
+        for stage in program.rank.stages.values():
             for data in stage.data:
-                entry = self.decoder.cache.get(data.name)
+                entry = program.decoder.cache.get(data.name)
                 if entry is None:
                     continue
                 box = self._present_box(entry, stage.number)
@@ -165,18 +187,20 @@ class Generation(BatchReader):
         shards = (each for place in entry.present.places if place.stage == stage for each in place.shards)
         return next((shard.box for shard in shards if shard.rank == self._rank.number), None)
 
-    def run(self, step: Callable[[], None]) -> None:
+    def run(self) -> None:
         """Run steps until all sequences have ended; rank 0 writes them."""
         rank = self._rank
         began, first = time.perf_counter(), 0.0
         while self._goes_on():
+            running = self._program.rank
             self._exchange.begin_step()
-            rank.clock.begin_step()
-            step()
+            running.clock.begin_step()
+            self._program.step()
             rank.transport.traffic.clear()
-            for stage in rank.stages.values():
+            for stage in running.stages.values():
                 stage.end_step()
-            rank.steps_done += 1
+            for program in self._programs:
+                program.rank.steps_done += 1
             first = first or time.perf_counter() - began
         self._begin(rank.steps_done, range(len(self._slots)))
         seconds = time.perf_counter() - began
@@ -189,13 +213,14 @@ class Generation(BatchReader):
             (self._folder / GENERATED_FILE).write_text(json.dumps(report), encoding="utf-8")
 
     def _goes_on(self) -> bool:
-        """True if there is a next step: on all ranks alike, and without the last step's tokens, for which no rank shall
-        wait before it needs them. Where one of those ends the last sequence, one step too many is run."""
-        step = self._rank.steps_done
-        if step == 0:
-            return True
-        self._begin(step - 1, range(len(self._slots)))
-        return any(slot.may_go_on() for slot in self._slots)
+        """True if there is a next step, whose program is chosen: on all ranks alike, and without the last step's
+        tokens, for which no rank shall wait before it needs them. Where one of those ends the last sequence, one step
+        too many is run."""
+        if self._rank.steps_done > 0:
+            self._begin(self._rank.steps_done - 1, range(len(self._slots)))
+        most = max(slot.waiting for slot in self._slots)
+        self._program = self._programs[-1 if most > self._programs[0].decoder.step_length else 0]
+        return most > 0
 
     def _begin(self, step: int, rows: range) -> None:
         """Bring the rows' slots to a step, the one that they are at or the next: wait for the last one's tokens."""
@@ -205,7 +230,8 @@ class Generation(BatchReader):
             tokens = self._exchange.take(group) if step else [_NO_TOKEN] * len(group.rows)
             self._steps[group.number] = step
             for row, token in zip(group.rows, tokens, strict=True):
-                ended = self._slots[row].begin_step(None if token == _NO_TOKEN else token)
+                given = None if token == _NO_TOKEN else token
+                ended = self._slots[row].begin_step(given, self.decoder.step_length)
                 if ended is not None:
                     self._generated[ended[0]] = ended[1]
 
@@ -314,6 +340,4 @@ def _without(axis: int, slices: Sequence[slice]) -> list[slice]:
 
 def generate(rank: RankContext, folder: Path, step: Callable[[], None]) -> None:
     """Carry out the request in `folder` by steps of a rank that is set up."""
-    generation = Generation(rank, folder)
-    rank.reader, rank.collect = generation, generation.collect
-    generation.run(step)
+    Generation(rank, step, folder).run()

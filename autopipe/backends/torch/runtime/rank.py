@@ -19,7 +19,6 @@ from autopipe.backends.torch.runtime.batch_reader import BatchReader, Prefetchin
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
-from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.compiled import capture_stages, compile_stages
 from autopipe.backends.torch.runtime.data import Source, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
@@ -35,16 +34,15 @@ from autopipe.backends.torch.runtime.gradients import (
 )
 from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.job import variables_of_rank
+from autopipe.backends.torch.runtime.loading import equip_stages
 from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.parameters import Arguments, load_constants, load_parameters
+from autopipe.backends.torch.runtime.parameters import Arguments, load_parameters
 from autopipe.backends.torch.runtime.precision import set_products
-from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.backends.torch.runtime.report import OutputCollector, Reporter, dump_gradients
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import FIRST_LOSS_SCALE
 
@@ -146,15 +144,7 @@ class Rank(RankContext):
         if options.perturb:
             for index, tensor in self.parameters.items():
                 tensor.data = perturbed(tensor.data, options.perturb, index)
-        names = {name for stage in self.stages.values() for name in stage.module.CONSTANTS}
-        constants = load_constants(manifest.folder, names, self.device)
-        named = constants | {f"w{index}": tensor for index, tensor in self.parameters.items()}
-        for number, stage in self.stages.items():
-            for name in (*stage.module.PARAMETERS, *stage.module.CONSTANTS):
-                setattr(stage.p, name, named[name])
-            stage.p.group = Group(manifest.stages[number].ranks, transport)
-            stage.p.random = Random(self.device, stage.p.group.position, getattr(stage.module, "DRAWS", False))
-            stage.p.weight_grads = WeightGradQueue(named[name] for name in stage.module.PARAMETERS)
+        equip_stages(self)
         buckets = buckets_of_rank(manifest, self.number) if self.train else ()
         self.reduction = GradientReduction(transport, self.parameters, buckets, manifest.optimizer["shard"])
         self.optimizer = make_optimizer(manifest.optimizer, self.reduction.updated) if self.train else None

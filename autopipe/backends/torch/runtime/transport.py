@@ -146,7 +146,7 @@ class SendQueue:
 
 
 class RecvBufferPool:
-    """The buffers of one channel in one direction, all of one shape; made when first needed.
+    """The buffers of one channel in one direction, all of one shape, that of the last message; made when first needed.
 
     A buffer is free when nothing but the pool holds its memory: no view of it, no operator that keeps it for backward,
     no message that forwards it. `size` is how many a step holds at once; where a view lives longer, what comes
@@ -159,6 +159,8 @@ class RecvBufferPool:
         self._buffers: list[torch.Tensor] = []
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._buffers and self._buffers[0].shape != shape:
+            self._buffers.clear()
         for place, buffer in enumerate(self._buffers):
             storage = buffer.untyped_storage()
             if torch._C._storage_Use_Count(storage._cdata) == 2:  # The buffer, and the storage's own object.

@@ -66,3 +66,11 @@ def test_a_gradient_that_is_passed_on_holds_its_buffer() -> None:
     del came, result
     shared = bias.grad is not None and bias.grad.data_ptr() == address
     assert (take(ring).data_ptr() == address) is not shared
+
+
+def test_messages_of_another_shape_get_buffers_of_their_own() -> None:
+    ring = RecvBufferPool(1)
+    del (first := [take(ring)])[0]
+    assert not first
+    assert ring.take((3, 8), torch.float32, CPU).shape == (3, 8)
+    assert take(ring).shape == (3, 4)
