@@ -99,6 +99,9 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
         rounding=_rounding(planned, program),
         data=planned.request.data,
         evaluation=planned.request.evaluation if problem.train else Evaluation(),
+        model_flops=problem.step_flops,
+        peak_flops=sum(problem.cluster.devices[rank].peak(problem.precision) for rank in range(devices)),
+        predicted_memory_bytes=max(plan.summary.peak_memory_bytes),
     )
     write_program(files, provenance, folder)
     return program

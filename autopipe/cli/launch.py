@@ -18,6 +18,7 @@ from autopipe.backends.torch.checkpoint import check_unused, checkpoint_path, co
 from autopipe.backends.torch.emission.rank import rank_module
 from autopipe.backends.torch.launcher import (
     LaunchConfig,
+    ReportFollower,
     chrome_trace,
     launch_program,
     local_ranks,
@@ -25,11 +26,14 @@ from autopipe.backends.torch.launcher import (
     read_reports,
     run_alone,
 )
+from autopipe.backends.torch.metrics import LogSettings, MetricsLog
 from autopipe.backends.torch.runtime.data import check_data
 from autopipe.backends.torch.runtime.heartbeat import Timeouts
 from autopipe.backends.torch.runtime.job import Job, job_of
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.sample_order import START, Position
+from autopipe.cli.launch_display import Run, StepDisplay, show_measured
+from autopipe.cli.launch_profile import ProfiledSteps
 from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output, write_texts
 from autopipe.ir.errors import ConfigurationError
@@ -79,6 +83,10 @@ COMPILE = click.option("--compile", is_flag=True, help="Compile stages with torc
 @click.option("--start-timeout", type=_SECONDS, default=1800, show_default=True, help="Seconds to join and load.")
 @click.option("--step-timeout", type=_SECONDS, default=600, show_default=True, help="Seconds for a task of a step.")
 @click.option("--checkpoint-timeout", type=_SECONDS, default=7200, show_default=True, help="Seconds to write or read.")
+@click.option("--log", type=PATH, metavar="DIR", help="Write each step's figures to DIR/metrics.jsonl.")
+@click.option("--log-every", type=click.IntRange(min=1), default=1, show_default=True, help="Steps from line to line.")
+@click.option("--wandb", metavar="PROJECT", envvar="WANDB_PROJECT", help="With --log: W&B, too [WANDB_PROJECT].")
+@click.option("--profile", metavar="K|K-L", help="With --log: profile steps K to L.")
 @click.option("--trace", type=PATH, metavar="FILE", help="Chrome trace of this node's ranks.")
 @click.option("--outputs", type=PATH, metavar="FILE.npz", help="Outputs of inference.")
 @COMPILE
@@ -102,6 +110,10 @@ def launch(
     start_timeout: float,
     step_timeout: float,
     checkpoint_timeout: float,
+    log: Path | None,
+    log_every: int,
+    wandb: str | None,
+    profile: str | None,
     dry_run: bool,
     rank: int | None,
     **flags: Any,
@@ -118,7 +130,11 @@ def launch(
     # Rendezvous on a free port logs warnings from C++ that say nothing to a user; torch reads this when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    run = Launch(read_manifest(program.absolute()), **flags)
+    if profile is not None and log is None:
+        raise click.UsageError("--profile goes with --log DIR, where its files go")
+    logged = None if log is None else LogSettings(log, log_every, wandb)
+    profiled = None if profile is None or log is None else ProfiledSteps.of(profile, log / "profile")
+    run = Launch(read_manifest(program.absolute()), logged, log_every, profiled, **flags)
     job = job_of(os.environ) if nnodes is None else None
     if job is None:
         job = Job("", nnodes or "1", None, "")
@@ -150,7 +166,7 @@ def launch(
         return
     if rank is not None:
         raise click.UsageError("--rank goes with --dry-run")
-    steps, evaluations = run.start(config, output.note)
+    steps, evaluations = run.start(config, output)
     output.result({"program": program, "steps": steps, **({"evaluations": evaluations} if evaluations else {})})
 
 
@@ -186,6 +202,10 @@ class Launch:
     """One launch of a program: the flags of the command that its ranks see."""
 
     manifest: Manifest
+    log: LogSettings | None
+    log_every: int
+    """Steps from one line of the terminal to the next."""
+    profiled: ProfiledSteps | None
     device: str
     steps: int | None
     """One where not given, in inference over a file all that its samples fill."""
@@ -204,24 +224,42 @@ class Launch:
     compile: bool
     cuda_graphs: bool
 
-    def start(
-        self, config: LaunchConfig, note: Callable[[str], None]
-    ) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-        """Run the ranks and return the reports of steps and of validations. Raises as `launch_program`, and
-        ConfigurationError for data that does not fit."""
+    def start(self, config: LaunchConfig, output: Output) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+        """Run the ranks, show and log their steps, and return the reports of all, and of validations. Raises as
+        `launch_program`, and ConfigurationError for data that does not fit."""
         self._check()
-        steps, epochs = self._read_data(note)
-        self._check_held_out(note)
-        note(placement_note(self.device, local_ranks(self.manifest, config)[1]))
+        steps, epochs = self._read_data(output.note)
+        self._check_held_out(output.note)
+        if self.profiled is not None:
+            self.profiled.check(steps)
+        ranks = local_ranks(self.manifest, config)[1]
+        output.note(placement_note(self.device, ranks))
         config = replace(config, gpus=visible_gpus(self.device))
+        shown = Run(self.manifest, None if steps == _NO_END else steps, ranks, config.gpus)
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             scratch = Path(name)
+            arguments = self._arguments(scratch, steps, epochs, config.timeouts)
             try:
-                launch_program(self.manifest, self._arguments(scratch, steps, epochs, config.timeouts), config, note)
+                with StepDisplay(shown, output, self.log_every) as display, self._open_log(output) as log:
+                    follower = ReportFollower(scratch / "report.jsonl", (display.take, log.add))
+                    launch_program(self.manifest, arguments, config, display.note, follower.poll)
             finally:
                 if self.trace is not None:
                     write_texts({self.trace: json.dumps(chrome_trace(scratch / "spans"))})
-            return read_reports(scratch / "report.jsonl"), read_evaluations(scratch / "report.jsonl")
+            if self.profiled is not None:
+                self.profiled.finish(scratch / "profile", self.manifest, output)
+            found, evaluations = (read(scratch / "report.jsonl") for read in (read_reports, read_evaluations))
+        show_measured(shown, found, output)
+        return found, evaluations
+
+    def _open_log(self, output: Output) -> MetricsLog:
+        if self.log is None:
+            return MetricsLog([], self.log_every, output.warn)
+        of_run = {
+            name: getattr(self.manifest, name)
+            for name in ("plan", "precision", "optimizer", "batch_size", "world_size")
+        }
+        return self.log.open(of_run, output.warn)
 
     def _read_data(self, note: Callable[[str], None]) -> tuple[int, int | None]:
         """Look at the data as far as the steps read them. Returns the number of steps, and that of epochs where it
@@ -304,6 +342,8 @@ class Launch:
             raise ConfigurationError("a program for inference has no loss", hint="leave out --eval-data")
         if self.eval_interval and (self.eval_data or self.manifest.evaluation.data) is None:
             raise ConfigurationError("--eval-interval needs data to validate on", hint="give it with --eval-data FILE")
+        if self.log is not None:
+            self.log.check(self.resume)
         if self.outputs is not None and train:
             hint = "plan with --mode infer, or leave out --outputs"
             raise ConfigurationError("a program for training collects no outputs", hint=hint)
@@ -337,6 +377,7 @@ class Launch:
             checkpoint=self.checkpoint and self.checkpoint.absolute(),
             resume=self.checkpoint is not None,  # A rank that is started again goes on from the newest checkpoint.
             trace=self.trace and scratch / "spans",
+            **({} if self.profiled is None else self.profiled.arguments(scratch / "profile")),
             outputs=self.outputs and self.outputs.absolute(),
             start_timeout=timeouts.start_s,
             step_timeout=timeouts.step_s,

@@ -38,6 +38,9 @@ class ResultKeeper(Output):
     def result(self, data: Mapping[str, object], *shown: RenderableType) -> None:
         self.data.update(data)
 
+    def record(self, data: Mapping[str, object]) -> None:
+        """The result has it, too."""
+
 
 def flag_words(**flags: object) -> list[str]:
     """Words of a command line: flags with their values, alone where those are true, none for None and false."""

@@ -109,12 +109,18 @@ class Output:
         for part in shown:
             self._print(self.stdout, part)
 
-    def line(self, text: str) -> None:
-        """Print a line of a result that grows while the command runs, such as a step's; on stderr with `as_json`."""
+    def line(self, part: RenderableType) -> None:
+        """Print a part of a result that grows while the command runs, such as a step's; on stderr with `as_json`."""
         if not self.as_json:
-            self._print(self.stdout, text)
+            self._print(self.stdout, part)
         elif self.verbosity > Verbosity.QUIET:
-            self._print(self.stderr, text)
+            self._print(self.stderr, part)
+
+    def record(self, data: Mapping[str, object]) -> None:
+        """With `as_json`, print a part of a result that grows as one JSON line."""
+        if self.as_json:
+            self.stdout.file.write(json.dumps(_plain(data), allow_nan=False) + "\n")
+            self.stdout.file.flush()
 
     def note(self, text: str) -> None:
         """Say on stderr what is being done; silent with -q."""

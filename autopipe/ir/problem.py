@@ -156,6 +156,12 @@ class Problem:
         return self.mode is Mode.TRAIN
 
     @property
+    def step_flops(self) -> float:
+        """Operations of the model in a step: each node's forward and, in training, backward, once a micro-batch."""
+        once = sum(each.forward_flops + (each.backward_flops if self.train else 0.0) for each in self.work)
+        return once * self.micro_batches
+
+    @property
     def recomputes_all(self) -> bool:
         """True if every stage runs its forward again for its backward."""
         return self.train and self.recompute == "full"

@@ -46,6 +46,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--nnodes", "2", "--rdzv-endpoint", "here:1"], "several nodes need a key that they share"),
         (["--rdzv-key", "/nonexistent/key"], "the key cannot be read"),
         (["--steps", "0"], "--steps"),
+        (["--log", "/dev/null/log"], "the log cannot be written"),
+        (["--profile", "3"], "--profile goes with --log DIR"),
+        (["--log", "log", "--profile", "5-3"], "'5-3' is neither a step nor steps such as 3-5"),
+        (["--log", "log", "--profile", "x"], "'x' is neither a step nor steps such as 3-5"),
+        (["--log", "log", "--steps", "3", "--profile", "3-5"], "there is no step 3 to profile"),
     ],
 )
 def test_flags_that_make_no_sense(

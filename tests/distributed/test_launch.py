@@ -32,12 +32,15 @@ from tests.test_no_pickle import GUARD
 pytestmark = pytest.mark.distributed
 
 
-def test_json_holds_a_report_of_every_step_and_the_trace_every_task(tmp_path: Path) -> None:
+def test_json_and_the_log_hold_every_step_and_the_trace_every_task(tmp_path: Path) -> None:
     program = write_chain(tmp_path / "program")
-    trace = tmp_path / "trace.json"
-    ended = launch(program, "--steps", 2, "--json", "--trace", trace)
+    trace, log = tmp_path / "trace.json", tmp_path / "runs" / "first"
+    ended = launch(program, "--steps", 2, "--json", "--trace", trace, "--log", log, "--profile", 1)
     assert ended.code == 0, ended.stderr
-    steps = ended.result["steps"]
+    *lines, last = map(json.loads, ended.stdout.splitlines())
+    steps = last["steps"]
+    assert lines == steps
+    assert [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()] == steps
     assert [step["step"] for step in steps] == [0, 1]
     assert all(math.isfinite(step["loss"]) and len(step["peak_memory_bytes"]) == 2 for step in steps)
     assert "2 ranks on the CPU, over gloo" in ended.stderr
@@ -52,6 +55,24 @@ def test_json_holds_a_report_of_every_step_and_the_trace_every_task(tmp_path: Pa
     }
     assert tasks == expected
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events)
+    assert "no predicted timeline: the plan of the program is not in" in ended.stderr
+    timeline = json.loads((log / "profile" / "timeline.json").read_text())["traceEvents"]
+    tasks = {(each["tid"], each["args"]["step"], each["name"]) for each in timeline if each.get("cat") == "measured"}
+    assert tasks == {(rank, step, name) for rank, step, name in expected if step == 1}
+    late = {
+        (each["tid"], each["args"]["task"], each["args"]["peer"])
+        for each in timeline
+        if each.get("cat") == "late message"
+    }
+    assert late <= {(1, f"1F{index}", 0) for index in range(MICRO_BATCHES)} | {
+        (0, f"0B{index}", 1) for index in range(MICRO_BATCHES)
+    }
+    assert (1, "1F0", 0) in late and (0, "0B0", 1) in late
+    for rank in (0, 1):
+        profile = json.loads((log / "profile" / f"rank_{rank:03d}.json").read_text())["traceEvents"]
+        marked = {each["name"] for each in profile if each.get("cat") == "user_annotation"}
+        assert {name for number, _, name in expected if number == rank} <= marked
+        assert any(each["name"] == "aten::mm" for each in profile)
 
 
 def test_a_moved_program_prints_its_steps(tmp_path: Path) -> None:
@@ -60,8 +81,10 @@ def test_a_moved_program_prints_its_steps(tmp_path: Path) -> None:
     ended = launch(moved, "--steps", 2)
     assert ended.code == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert [line.split()[:2] for line in lines] == [["step", "0"], ["step", "1"]]
+    assert [line.split()[:2] for line in lines[:2]] == [["step", "0"], ["step", "1"]]
     assert "bubble" in lines[0] and "samples/s" in lines[0]
+    assert lines[2].split() == ["predicted", "measured"]
+    assert lines[3].split()[:3] == ["step", "100", "ms"]
 
 
 def test_a_rank_that_raises_is_named_with_its_task(tmp_path: Path) -> None:
@@ -174,7 +197,7 @@ def test_inference_over_a_file_takes_all_of_it(tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", in0=np.ones((BATCH * MICRO_BATCHES + BATCH + 1, 4)))
     ended = launch(program, "--data", tmp_path / "rows.npz", "--outputs", tmp_path / "out.npz")
     assert ended.code == 0, ended.stderr
-    assert [line.split()[:2] for line in ended.stdout.splitlines()] == [["step", "0"], ["step", "1"]]
+    assert re.findall(r"^step +(\d+) ", ended.stdout, re.M)[:2] == ["0", "1"]
     assert "17 samples are 2 batches of 12, the last of 5" in ended.stderr
     with np.load(tmp_path / "out.npz") as outputs:
         assert outputs["output_0"].shape == (MICRO_BATCHES + 2,)

@@ -173,11 +173,13 @@ class Agent(LocalElasticAgent):
         redirects: dict[int, Std],
         timeouts: Timeouts | None,
         note: Callable[[str], None],
+        poll: Callable[[], None],
         network: Mapping[str, str],
     ) -> None:
         """`network`: variables of the network that this node's user has set."""
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
         self._logs, self._timeouts, self._note, self._network = logs, timeouts, note, network
+        self._poll = poll
         self._watch: Watchdog | None = None
         self._hang: HungRank | None = None
         self.failure: Failure | None = None
@@ -203,6 +205,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._poll()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY and self._hang is None and self._watch is not None:
             self._hang = self._watch.look()
@@ -235,12 +238,13 @@ def run_agent(
     logs: Path,
     live: bool,
     note: Callable[[str], None],
+    poll: Callable[[], None] = lambda: None,
 ) -> Failure | None:
     """Meet the other nodes, run `ranks` processes of `command`, as `python_command` takes it, to their end.
 
-    Returns the failure that ended them, None where all went well. With `timeouts` a rank that hangs has failed, too.
-    What they write goes to files in `logs`, but for rank 0's stdout with `live`. Raises torch's SignalException and
-    RendezvousError.
+    `poll` is called at each look at them. Returns the failure that ended them, None where all went well. With
+    `timeouts` a rank that hangs has failed, too. What they write goes to files in `logs`, but for rank 0's stdout with
+    `live`. Raises torch's SignalException and RendezvousError.
     """
     handler = Handler(place, ranks)
     entry, *words = python_command(*command)
@@ -250,7 +254,7 @@ def run_agent(
     )  # fmt: skip
     redirects = dict.fromkeys(range(ranks), Std.ALL) | ({0: Std.ERR} if live else {})
     network = {name: os.environ[name] for name in NETWORK_VARIABLES if os.environ.get(name)}
-    agent = Agent(spec, logs, redirects, timeouts, note, network)
+    agent = Agent(spec, logs, redirects, timeouts, note, poll, network)
     try:
         with environment(_ranks_environment(handler, place)):
             result = agent.run()

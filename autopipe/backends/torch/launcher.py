@@ -46,7 +46,7 @@ class LaunchConfig:
     timeouts: Timeouts = DEFAULTS
     """How long a rank may take in each phase before it counts as hanging."""
     live: bool = False
-    """Rank 0's step lines go to this process's stdout."""
+    """Rank 0's stdout is this process's."""
     debug: bool = False
     """Elastic's own log lines are shown."""
 
@@ -72,11 +72,16 @@ def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
 
 
 def launch_program(
-    manifest: Manifest, arguments: list[str], config: LaunchConfig, note: Callable[[str], None] = lambda _: None
+    manifest: Manifest,
+    arguments: list[str],
+    config: LaunchConfig,
+    note: Callable[[str], None] = lambda _: None,
+    poll: Callable[[], None] = lambda: None,
 ) -> None:
     """Run the program's ranks of this node to their end. `arguments` are those of a rank's file. `note` is told of
-    restarts. Raises the first failing rank's error: ConfigurationError where the rank could not take what it was given,
-    otherwise LaunchError; KeyboardInterrupt after Ctrl-C, when all ranks have ended."""
+    restarts; `poll` is called several times a second meanwhile, and at the end. Raises the first failing rank's error:
+    ConfigurationError where the rank could not take what it was given, otherwise LaunchError; KeyboardInterrupt after
+    Ctrl-C, when all ranks have ended."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -93,7 +98,7 @@ def launch_program(
             nodes, config.rendezvous_endpoint, name, config.rendezvous_key, config.node, config.local_address,
             config.gpus, config.hosts, config.timeouts.start_s,
         )  # fmt: skip
-    settings = config.max_restarts, config.timeouts, logs, config.live, note
+    settings = config.max_restarts, config.timeouts, logs, config.live, note, poll
     failure: Failure | None = None
     try:
         with rank_environment(), _elastic_contained(config.debug):
@@ -107,6 +112,7 @@ def launch_program(
             raise error.__cause__ from error
         raise LaunchError(f"the nodes did not meet: {error}", hint="another node may have ended the run") from error
     finally:
+        poll()
         if failure is None or failure.final:
             shutil.rmtree(logs, ignore_errors=True)
     if failure is not None:
@@ -195,13 +201,41 @@ def _by_step(path: Path, evaluations: bool) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    found = {int(line["step"]): line for line in lines if ("eval_loss" in line) is evaluations}
+    found = {int(line["step"]): line for line in lines if "step" in line and ("eval_loss" in line) is evaluations}
     return [report for _, report in sorted(found.items())]
 
 
+class ReportFollower:
+    """Reads a report file as it grows."""
+
+    def __init__(self, path: Path, takers: Sequence[Callable[[dict[str, Any]], None]]) -> None:
+        """Each of `takers` is called with each record: a step's figures, or a `note` to be shown."""
+        self._path, self._takers = path, takers
+        self._read = 0  # Bytes.
+
+    def poll(self) -> None:
+        """Take the lines that have been completed since the last time."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            found = file.read()
+        whole = found[: found.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            record = json.loads(line)
+            for take in self._takers:
+                take(record)
+
+
+def read_times(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """By rank, the times of steps that this node's ranks left in `folder` (`runtime/report.py`)."""
+    return {int(path.stem.removeprefix("rank_")): read_reports(path) for path in sorted(folder.glob("rank_*.jsonl"))}
+
+
 def chrome_trace(folder: Path) -> dict[str, Any]:
-    """The trace of the span files that ranks wrote into `folder`: one row a rank, times in microseconds."""
-    ranks = {int(path.stem.removeprefix("rank_")): read_reports(path) for path in sorted(folder.glob("rank_*.jsonl"))}
+    """The trace of the times that ranks left in `folder`: one row a rank, times in microseconds."""
+    ranks = read_times(folder)
     origin = min((step["began"] for steps in ranks.values() for step in steps), default=0.0)
     events: list[dict[str, Any]] = []
     for rank, steps in ranks.items():

@@ -24,6 +24,41 @@ class MeasuredTask:
     duration: float
 
 
+END = "end"
+"""In place of a task: the end of the step, before which gradients are summed and parameters updated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A task's wait for a message from the rank `peer`, in microseconds from the start of the run."""
+
+    peer: int
+    channel: int
+    start: float
+    duration: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """A rank's time without a task, before the task `before`, in microseconds from the start of the run."""
+
+    rank: int
+    step: int
+    before: str
+    start: float
+    duration: float
+    waits: tuple[Wait, ...]
+    """Of the task, ascending; the rest goes to sending, to reading a batch and to Python."""
+
+    @property
+    def late(self) -> float:
+        return sum(wait.duration for wait in self.waits)
+
+    @property
+    def worst(self) -> Wait | None:
+        return max(self.waits, key=lambda wait: wait.duration, default=None)
+
+
 def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
     """The tasks in a trace of `launch --trace`, in the file's order. Raises ConfigurationError for any other file."""
     try:
@@ -42,7 +77,7 @@ def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
             duration=event.get("dur", float),
         )
         for event in record.at("traceEvents").items()
-        if event.get("ph", str) == "X"
+        if event.get("ph", str) == "X" and event.get("cat", str) == "measured"
     )
     if not found:
         raise ConfigurationError("the trace holds no tasks", hint="launch --trace FILE writes them", where=str(path))
@@ -57,18 +92,25 @@ _LINKS = 1_000_000
 Event = dict[str, object]
 
 
-def chrome_trace(picture: Picture, measured: Sequence[MeasuredTask] = ()) -> str:
+def chrome_trace(picture: Picture | None, measured: Sequence[MeasuredTask] = (), bubbles: Sequence[Bubble] = ()) -> str:
     """JSON: a thread a rank with its tasks, one a link with what it sends, and each rank's memory as a counter. Times
     are in µs; where the picture's have no unit, one stands for a millisecond. With measured tasks the prediction begins
-    where their last step does, so that the two can be compared: the first step also warms up."""
-    scale = 1e6 if picture.physical else 1e3
+    where their last step does, so that the two can be compared: the first step also warms up. Measured bubbles stand
+    between the tasks, and the messages waited for within them."""
     last = max((task.step for task in measured), default=0)
-    origin = min((task.start for task in measured if task.step == last), default=0.0)
-    events = [*_ranks(PREDICTED, "predicted", len(picture.memory)), *_predicted(picture, origin, scale)]
+    starts = [task.start for task in measured if task.step == last]
+    starts += [bubble.start for bubble in bubbles if bubble.step == last]
+    origin = min(starts, default=0.0)
+    events: list[Event] = []
+    if picture is not None:
+        scale = 1e6 if picture.physical else 1e3
+        events += [*_ranks(PREDICTED, "predicted", len(picture.memory)), *_predicted(picture, origin, scale)]
     if measured:
         events += _ranks(MEASURED, "measured", 1 + max(task.rank for task in measured))
     for task in measured:
         events.append(_span(MEASURED, task.rank, task.name, "measured", task.start, task.duration, step=task.step))
+    for bubble in bubbles:
+        events += _bubble(bubble)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
 
 
@@ -85,6 +127,19 @@ def _named(kind: str, process: int, thread: int, name: str) -> Event:
 def _span(process: int, thread: int, name: str, kind: str, start: float, duration: float, **facts: object) -> Event:
     named = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": kind}
     return {**named, "ts": start, "dur": duration, "args": facts}
+
+
+def _bubble(bubble: Bubble) -> Iterator[Event]:
+    start, end = bubble.start, bubble.start + bubble.duration
+    name = f"bubble before {bubble.before}"
+    facts = {"step": bubble.step, "late_messages_us": bubble.late}
+    yield _span(MEASURED, bubble.rank, name, "bubble", start, bubble.duration, **facts)
+    for wait in bubble.waits:
+        first, last = max(start, wait.start), min(end, wait.start + wait.duration)
+        if last > first:
+            name = f"late: rank {wait.peer}, channel {wait.channel}"
+            facts = {"step": bubble.step, "peer": wait.peer, "channel": wait.channel, "seconds": wait.duration / 1e6}
+            yield _span(MEASURED, bubble.rank, name, "late message", first, last - first, task=bubble.before, **facts)
 
 
 def _predicted(picture: Picture, origin: float, scale: float) -> Iterator[Event]:

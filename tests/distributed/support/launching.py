@@ -85,8 +85,8 @@ class Ended:
 
     @property
     def result(self) -> dict[str, Any]:
-        """The object on stdout of a launch with --json."""
-        found: dict[str, Any] = json.loads(self.stdout)
+        """The last object on stdout of a launch with --json."""
+        found: dict[str, Any] = json.loads(self.stdout.splitlines()[-1])
         return found
 
     @property

@@ -42,6 +42,9 @@ class Provenance:
     rounding: Rounding = field(default_factory=Rounding)
     data: DataSettings = field(default_factory=DataSettings)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    model_flops: float | None = None
+    peak_flops: float | None = None
+    predicted_memory_bytes: int | None = None
 
 
 def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -73,7 +76,18 @@ def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[i
         **({"eval": encode(provenance.evaluation)} if provenance.evaluation != Evaluation() else {}),
         **({"memory_limits": memory_limits} if memory_limits else {}),
         **({} if provenance.data == DataSettings() else {"data": encode(provenance.data)}),
+        **({"metrics": metrics} if (metrics := _metrics(provenance)) else {}),
     }
+
+
+def _metrics(provenance: Provenance) -> dict[str, float]:
+    """Figures that a launch compares measured ones with, as far as they are known."""
+    figures = {
+        "model_flops": provenance.model_flops,
+        "peak_flops": provenance.peak_flops,
+        "memory_bytes": provenance.predicted_memory_bytes,
+    }
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def _stage(stage: StageCode) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +30,18 @@ class MeasuredSpan:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class LateMessage:
+    """A task's wait for a message, in seconds from the start of the step."""
+
+    task: str
+    peer: int
+    """The rank that sends it."""
+    channel: int
+    start: float
+    end: float
+
+
 class StepTimes:
     """When a step and its tasks began and ended on the device. After `wait` the figures can be read."""
 
@@ -36,10 +50,14 @@ class StepTimes:
         """When the step began, in seconds since 1970: what puts the steps of several ranks on one axis."""
         self.begin = self._end = begin
         self._tasks: list[tuple[str, Mark, Mark]] = []
+        self._waits: list[tuple[str, int, int, Mark, Mark]] = []
         self._previous = previous
 
     def add(self, task: str, start: Mark, end: Mark) -> None:
         self._tasks.append((task, start, end))
+
+    def add_wait(self, task: str, peer: int, channel: int, start: Mark, end: Mark) -> None:
+        self._waits.append((task, peer, channel, start, end))
 
     def end(self, mark: Mark) -> None:
         self._end = mark
@@ -61,12 +79,21 @@ class StepTimes:
         since = partial(seconds_between, self.begin)
         return [MeasuredSpan(task, since(start), since(end)) for task, start, end in self._tasks]
 
+    def waits(self) -> list[LateMessage]:
+        since = partial(seconds_between, self.begin)
+        return [
+            LateMessage(task, peer, channel, since(start), since(end))
+            for task, peer, channel, start, end in self._waits
+        ]
+
 
 class Clock:
     """Marks in time. On a CUDA stream they are events, which the host makes without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self.keeps_waits = False
+        """True if waits for messages are marked, too, which on a GPU takes two events for each message."""
         self.step = StepTimes(0.0, None)
 
     def mark(self) -> Mark:
@@ -83,6 +110,16 @@ class Clock:
     def add(self, task: str, start: Mark) -> None:
         """A task that started at `start` and ends now."""
         self.step.add(task, start, self.mark())
+
+    @contextmanager
+    def waiting(self, task: str, peer: int, channel: int) -> Iterator[None]:
+        """While the block runs, a task waits for a message; on a GPU, its stream does."""
+        if not self.keeps_waits:
+            yield
+            return
+        start = self.mark()
+        yield
+        self.step.add_wait(task, peer, channel, start, self.mark())
 
     def end_step(self) -> StepTimes:
         """All that the device was given up to now belongs to the step."""

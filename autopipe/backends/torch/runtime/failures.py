@@ -37,7 +37,11 @@ class Options:
     checkpoint: Path | None = None
     checkpoint_every: int = 0
     resume: bool = False
-    trace: Path | None = None
+    trace: Path | None = None  # Folder for the times of the tasks of all steps.
+    profile: Path | None = None  # Folder for torch's profile of some steps.
+    profile_times: Path | None = None  # Folder for the times of their tasks.
+    profile_from: int = 0
+    profile_to: int = -1
     record: Path | None = None
     """Folder for each rank's losses and gradients of the first step, or outputs; for verification."""
     perturb: float = 0.0
@@ -54,6 +58,11 @@ class Options:
     start_timeout: float = DEFAULTS.start_s
     step_timeout: float = DEFAULTS.step_s
     checkpoint_timeout: float = DEFAULTS.checkpoint_s
+
+    @property
+    def profiled(self) -> range:
+        """Numbers of the steps that are profiled."""
+        return range(self.profile_from, self.profile_to + 1)
 
 
 _TYPES = {"int": int, "int | None": int, "float": float, "str": str, "str | None": str, "Path | None": Path}

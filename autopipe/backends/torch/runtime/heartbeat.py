@@ -8,7 +8,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +62,8 @@ class Heartbeat:
 
     def __init__(self, file: Path | None = None) -> None:
         self._record: bytearray | mmap.mmap = bytearray(_SIZE)
+        self.on_task: Callable[[str], None] | None = None
+        """Called with each task as it begins, where somebody wants to know."""
         self.task = "start"
         self.awaited = _NOBODY
         """The peer and channel that the rank waits for, or waited for when that ended in an error; -1 for none."""
@@ -86,6 +88,8 @@ class Heartbeat:
     @task.setter
     def task(self, task: str) -> None:
         self._task = task
+        if self.on_task is not None:
+            self.on_task(task)
         self.sign_of_life()
         _TASK.pack_into(self._record, _BEAT.size, time.monotonic(), False, *_NOBODY, task.encode())
 

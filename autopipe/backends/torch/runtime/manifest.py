@@ -68,10 +68,26 @@ class Manifest:
     """Bytes that each rank's tensors may take on a GPU; () where that is not limited."""
     data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
     evaluation: Annotated[Evaluation, At("eval"), Sparse()] = field(default=Evaluation())
+    model_flops: Annotated[float | None, At("metrics.model_flops"), Sparse()] = None
+    """Operations of the model in a step, over all ranks; what recomputation repeats is not counted."""
+    peak_flops: Annotated[float | None, At("metrics.peak_flops"), Sparse()] = None
+    """Operations a second that the plan's devices do together at most, in the program's precision."""
+    predicted_memory_bytes: Annotated[int | None, At("metrics.memory_bytes"), Sparse()] = None
+    """Peak of the rank that needs most."""
 
     @property
     def batch_size(self) -> int:
         return self.micro_batches * self.micro_batch_size
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Length of a sample's longest row of whole numbers, where a batch holds nothing but such rows, as a language
+        model's does; else None."""
+        ours = [each for each in self.inputs if each.batch_axis is not None]
+        if any(each.value.dtype.is_floating for each in ours):
+            return None
+        lengths = [each.value.shape[1] for each in ours if each.batch_axis == 0 and len(each.value.shape) == 2]
+        return max((length for length in lengths if length > 1), default=None)
 
     def micro_batches_at(self, stage: int) -> int:
         """The micro-batches, of the size that a stage takes, that a step has."""

@@ -39,6 +39,7 @@ from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, load_parameters
 from autopipe.backends.torch.runtime.precision import set_products
+from autopipe.backends.torch.runtime.profile import StepProfiler
 from autopipe.backends.torch.runtime.report import OutputCollector, Reporter, dump_gradients
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
@@ -118,6 +119,7 @@ class Rank(RankContext):
             self._evaluate(step)
             self._save()
         self.reader.close()
+        self.profiler.close()
         self.reporter.report()
         if self.checkpointer is not None:
             self.heartbeat.task = "checkpoint"
@@ -163,6 +165,8 @@ class Rank(RankContext):
         self.collector = OutputCollector(manifest, transport, options.outputs)
         self.collect = self.collector.keep
         self.reporter = Reporter(self)
+        self.profiler = StepProfiler(options.profiled, options.profile, self.number, self.device, self.heartbeat)
+        self.clock.keeps_waits = options.trace is not None or options.profile is not None
         if options.compile:
             self.heartbeat.task = "compile"
             for line in compile_stages(self.stages, transport):
@@ -242,6 +246,7 @@ class Rank(RankContext):
         """Run a step, and say what data it took."""
         if self.global_order is not None:
             self.global_order.begin(step)
+        self.profiler.begin_step(self.steps_done)
         self.clock.begin_step()
         step()
         if self.global_order is not None:
@@ -273,6 +278,7 @@ class Rank(RankContext):
                 self.clear_step()  # To be verified are gradients, and parameters are where they were.
                 return self.run(step)
         self.reporter.end_step()
+        self.profiler.end_step(self.steps_done)
         self.clear_step()
         self.steps_done += 1
         if self.options.cuda_graphs and not self._captured:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,17 @@ class StepReport:
 
     step: int
     loss: float | None
+    learning_rate: float | None
+    grad_norm: float | None
+    """Of all gradients, before they are clipped; None where nothing needed it."""
     step_time_s: float
     samples_per_s: float
+    tokens_per_s: float | None
+    """None where the inputs are not the tokens of a language model."""
+    tflops_per_device: float | None
+    """10^12 operations of the model a second on each device; what recomputation repeats is not counted."""
+    mfu: float | None
+    """Model FLOPs utilisation: that as a share of the peak of the plan's devices."""
     bubble_rate: float
     predicted_bubble_rate: float
     peak_memory_bytes: tuple[int, ...]
@@ -46,13 +55,22 @@ class StepReport:
     """True if a gradient overflowed at that scale, so that nothing was updated."""
 
     def line(self) -> str:
-        loss = "" if self.loss is None else f"loss {self.loss:.6f}  "
-        skipped = f"  skipped: gradients overflow at loss scale {self.loss_scale:g}" if self.skipped else ""
-        return (
-            f"step {self.step}  {loss}{self.step_time_s * 1e3:.1f} ms  {self.samples_per_s:.1f} samples/s  "
-            f"bubble {self.bubble_rate:.1%} (predicted {self.predicted_bubble_rate:.1%})  "
-            f"peak memory {max(self.peak_memory_bytes) / 2**20:.0f} MiB{skipped}"
-        )
+        parts = [f"step {self.step}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.6f}")
+        if self.learning_rate is not None:
+            parts.append(f"lr {self.learning_rate:.3g}")
+        if self.grad_norm is not None:
+            parts.append(f"norm {self.grad_norm:.3g}")
+        parts.append(f"{self.step_time_s * 1e3:.1f} ms")
+        parts.append(f"{self.samples_per_s:.1f} samples/s")
+        if self.tokens_per_s is not None:
+            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        parts.append(f"bubble {self.bubble_rate:.1%} (predicted {self.predicted_bubble_rate:.1%})")
+        parts.append(f"peak memory {max(self.peak_memory_bytes) / 2**20:.0f} MiB")
+        if self.skipped:
+            parts.append(f"skipped: gradients overflow at loss scale {self.loss_scale:g}")
+        return "  ".join(parts)
 
 
 _FINE = -1.0
@@ -72,6 +90,8 @@ class _Figures(NamedTuple):
     busy_s: float
     loss_scale: float  # 0 where there is none.
     skipped: float
+    grad_norm: float  # NaN where the rank has none, as with the learning rate.
+    learning_rate: float
 
 
 _OWN = len(_Figures._fields)
@@ -85,6 +105,8 @@ class _EndedStep:
     number: int
     times: StepTimes
     losses: torch.Tensor | None  # On the device, [n], in the order of `origins`.
+    grad_norm: torch.Tensor | None  # On the device, [1].
+    learning_rate: float
     origins: tuple[tuple[int, int], ...]  # Stage and micro-batch of each loss.
     moved: list[float]
     scaling: torch.Tensor | None  # `LossScaler.outcome`.
@@ -117,7 +139,9 @@ class Reporter:
         scaling = None if rank.loss_scaler is None else rank.loss_scaler.outcome
         moved = [float(rank.transport.traffic[kind]) for kind in KINDS]
         # The row is made before the step's end on the device, so that who waits for that may read it.
-        launched = _EndedStep(rank.steps_done, rank.clock.end_step(), row, origins, moved, scaling)
+        norm = None if rank.grad_norm is None else rank.grad_norm.reshape(1)
+        times = rank.clock.end_step()
+        launched = _EndedStep(rank.steps_done, times, row, norm, self._learning_rate(), origins, moved, scaling)
         ended: _EndedStep | None = launched
         if self._late:
             ended, self._launched = self._launched, launched
@@ -126,16 +150,34 @@ class Reporter:
             if len(self._kept) >= self._together:
                 self._report_kept()
 
+    def _learning_rate(self) -> float:
+        optimizer = self._rank.optimizer
+        return math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
+
     def _keep(self, ended: _EndedStep) -> None:
         with self._rank.heartbeat.waiting():  # on a GPU, for what it has not done yet
             ended.times.wait()
         self._kept.append(ended)
-        if (folder := self._rank.options.trace) is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            spans = [asdict(span) for span in ended.times.spans()]
-            form = {"step": ended.number, "began": ended.times.began, "spans": spans}
-            with (folder / f"rank_{self._rank.number:03d}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(form) + "\n")
+        options = self._rank.options
+        self._leave_times(ended, options.trace)
+        if ended.number in options.profiled:
+            self._leave_times(ended, options.profile_times)
+
+    def _leave_times(self, ended: _EndedStep, folder: Path | None) -> None:
+        """Add the times of a step's tasks, and of their waits for messages, to the rank's file in `folder`."""
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        times = ended.times
+        form = {
+            "step": ended.number,
+            "began": times.began,
+            "seconds": times.seconds,
+            "spans": [asdict(span) for span in times.spans()],
+            "waits": [asdict(wait) for wait in times.waits()],
+        }
+        with (folder / f"rank_{self._rank.number:03d}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(form) + "\n")
 
     def report(self) -> None:
         """Exchange the figures of all steps so far; print them, and add them to the report file. All ranks together,
@@ -149,9 +191,11 @@ class Reporter:
     def _report_kept(self) -> None:
         kept, self._kept = self._kept, []
         numbers: list[float] = []
-        for ended, (losses, scaling) in zip(kept, self._read(kept), strict=True):
+        for ended, (losses, scaling, norm) in zip(kept, self._read(kept), strict=True):
             busy = sum(span.end - span.start for span in ended.times.spans())
-            numbers += [*_Figures(*self._share(ended, losses), ended.times.seconds, busy, *scaling), *ended.moved]
+            times = ended.times.seconds, busy
+            own = _Figures(*self._share(ended, losses), *times, *scaling, norm, ended.learning_rate)
+            numbers += [*own, *ended.moved]
         gathered = self._rank.transport.gather_numbers([float(peak_memory(self._rank.device)), *numbers])
         peaks = tuple(int(peak) for peak, *_ in gathered)
         reports: list[StepReport] = []
@@ -165,26 +209,36 @@ class Reporter:
         self._together = min(_MOST_STEPS, max(1, int(_EVERY_S / slowest)))
 
     def publish(self, *reports: StepReport | EvaluationReport) -> None:
-        """Print reports and add them to the report file, once for all ranks."""
+        """Add reports to the report file, or print them; once for all ranks."""
         if reports and self._rank.number == 0:
-            print("\n".join(each.line() for each in reports), flush=True)
-            if self._rank.options.report is not None:
-                with self._rank.options.report.open("a", encoding="utf-8") as lines:
-                    lines.writelines(json.dumps(asdict(each)) + "\n" for each in reports)
+            self._leave([asdict(each) for each in reports], [each.line() for each in reports])
 
     def say(self, text: str) -> None:
-        """Print a line, once for all ranks."""
+        """Print a line, or leave it as a note in the report file; once for all ranks."""
         if self._rank.number == 0:
-            print(text, flush=True)
+            self._leave([{"note": text}], [text])
 
-    def _read(self, kept: Sequence[_EndedStep]) -> list[tuple[list[float], tuple[float, float]]]:
-        """Of each step the losses by micro-batch, and its loss scale with 1 if it was skipped (zeros where losses are
-        not scaled), all in one copy from the device."""
-        rows = [row for ended in kept for row in (ended.losses, ended.scaling) if row is not None]
+    def _leave(self, records: Sequence[dict[str, Any]], lines: Sequence[str]) -> None:
+        """Add records to the report file, which the launcher reads as it grows; without one, print them as `lines`."""
+        path = self._rank.options.report
+        if path is None:
+            print("\n".join(lines), flush=True)
+            return
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(each) + "\n" for each in records))
+
+    def _read(self, kept: Sequence[_EndedStep]) -> list[tuple[list[float], tuple[float, float], float]]:
+        """Of each step the losses by micro-batch, its loss scale with 1 if it was skipped (zeros where losses are
+        not scaled), and the norm of its gradients, all in one copy from the device."""
+        rows = [row for ended in kept for row in (ended.losses, ended.scaling, ended.grad_norm) if row is not None]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             found = iter(torch.cat(rows).tolist() if rows else ())
         return [
-            ([next(found) for _ in ended.origins], (0.0, 0.0) if ended.scaling is None else (next(found), next(found)))
+            (
+                [next(found) for _ in ended.origins],
+                (0.0, 0.0) if ended.scaling is None else (next(found), next(found)),
+                math.nan if ended.grad_norm is None else next(found),
+            )
             for ended in kept
         ]
 
@@ -208,11 +262,17 @@ class Reporter:
                 )
         manifest, seconds = self._rank.manifest, max(each.seconds for each in by_rank)
         moved = map(sum, zip(*(own[_OWN:] for own in numbers), strict=True))
+        tokens, flops = manifest.tokens_per_sample, manifest.model_flops
         return StepReport(
             step=step,
             loss=sum(each.loss for each in by_rank) if self._rank.train else None,
+            learning_rate=next((each.learning_rate for each in by_rank if not math.isnan(each.learning_rate)), None),
+            grad_norm=next((each.grad_norm for each in by_rank if not math.isnan(each.grad_norm)), None),
             step_time_s=seconds,
             samples_per_s=manifest.batch_size / seconds,
+            tokens_per_s=None if tokens is None else manifest.batch_size * tokens / seconds,
+            tflops_per_device=None if flops is None else flops / seconds / len(by_rank) / 1e12,
+            mfu=None if flops is None or not manifest.peak_flops else flops / seconds / manifest.peak_flops,
             bubble_rate=1.0 - sum(each.busy_s for each in by_rank) / (len(by_rank) * seconds),
             predicted_bubble_rate=manifest.predicted_bubble,
             peak_memory_bytes=peaks,

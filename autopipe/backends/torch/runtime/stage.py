@@ -127,6 +127,9 @@ class RankContext:
     """Where a program in fp16 trains."""
     evaluated: EvaluationStep | None = None
     """The step of a validation that runs now, if any: then backwards do nothing."""
+    optimizer: torch.optim.Optimizer | None = None
+    grad_norm: torch.Tensor | None = None
+    """Norm of the step's gradients over all ranks, before they are clipped, []; None where nothing computes it."""
     collect: Callable[[int, int, tuple[torch.Tensor, ...]], None]
     """Keeps a stage's results of inference by micro-batch, counted over all steps."""
 
@@ -381,7 +384,8 @@ class Stage:
         due = {port.channel: port for port in self._due(ports, micro_batch, gradient)}
         yield from ((due.pop(channel), tensor) for channel, tensor in local.items())
         for channel, port in due.items():
-            with self._rank.heartbeat.waiting(port.rank, channel):
+            heartbeat, clock = self._rank.heartbeat, self._rank.clock
+            with heartbeat.waiting(port.rank, channel), clock.waiting(heartbeat.task, port.rank, channel):
                 tensor = pending[channel].wait()
             yield port, tensor
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from autopipe.backends.torch.runtime.clock import Clock
+from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.ir.errors import LaunchError
 from tests.backends.torch.runtime.stand_in_cuda import Device
@@ -40,11 +41,15 @@ def rank(tmp_path: Path, device: Device) -> Any:
         steps_done=0,
         stages={},
         loss_scaler=None,
+        optimizer=None,
+        grad_norm=None,
         device=torch.device("cpu"),
         heartbeat=AlonePulse(),
         clock=Clock(torch.device("cpu")),
-        manifest=SimpleNamespace(batch_size=4, predicted_bubble=0.0),
-        options=SimpleNamespace(trace=None, report=tmp_path / "report.jsonl"),
+        manifest=SimpleNamespace(
+            batch_size=4, predicted_bubble=0.0, tokens_per_sample=None, model_flops=None, peak_flops=None
+        ),
+        options=Options(report=tmp_path / "report.jsonl"),
         transport=SimpleNamespace(traffic=Counter(), gather_numbers=lambda numbers: [numbers]),
     )
 
@@ -64,22 +69,67 @@ def run(reporter: Reporter, rank: Any, device: Device, count: int, seconds: floa
 def test_the_first_report_is_shown_at_once_and_those_of_short_steps_together(
     rank: Any, device: Device, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    rank.options = Options()
     reporter = Reporter(rank)
     run(reporter, rank, device, 1, 0.06)
     assert capsys.readouterr().out.startswith("step 0 ")
     run(reporter, rank, device, 3, 0.06)
-    assert steps(rank.options.report) == [0], "a quarter of a second holds four"
+    assert not capsys.readouterr().out, "a quarter of a second holds four"
     run(reporter, rank, device, 2, 0.06)
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["1", "2", "3", "4"]
     reporter.report()
     reporter.report()
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["5"], "each is shown once"
-    assert steps(rank.options.report) == list(range(6))
+
+
+def test_what_a_launcher_reads_is_not_printed(rank: Any, device: Device, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(rank)
+    run(reporter, rank, device, 1, 0.06)
+    reporter.say("compiled")
+    first, second = map(json.loads, rank.options.report.read_text(encoding="utf-8").splitlines())
+    assert first["step"] == 0 and second == {"note": "compiled"}
+    assert not capsys.readouterr().out
+
+
+def test_times_of_profiled_steps_are_left_with_their_waits(rank: Any, device: Device, tmp_path: Path) -> None:
+    rank.options = Options(profile_times=tmp_path / "times", profile_from=1, profile_to=2)
+    rank.clock.keeps_waits = True
+    reporter = Reporter(rank)
+    for number in range(4):
+        rank.clock.begin_step()
+        with rank.clock.waiting("0B0", 3, 7):
+            device.host += 0.25
+        start = rank.clock.mark()
+        device.host += 0.5
+        rank.clock.add("0B0", start)
+        reporter.end_step()
+        rank.steps_done = number + 1
+    found = [json.loads(line) for line in (tmp_path / "times" / "rank_000.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in found] == [1, 2]
+    assert found[0]["waits"] == [{"task": "0B0", "peer": 3, "channel": 7, "start": 0.0, "end": 0.25}]
+    assert found[0]["spans"] == [{"task": "0B0", "start": 0.25, "end": 0.75}]
+    assert found[0]["seconds"] == 0.75
+
+
+def test_rates_norm_and_use_of_the_devices(rank: Any, device: Device) -> None:
+    rank.train = True
+    rank.manifest = SimpleNamespace(
+        batch_size=4, predicted_bubble=0.0, tokens_per_sample=8, model_flops=1e12, peak_flops=8e12
+    )
+    rank.optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.25)
+    rank.grad_norm = torch.tensor(3.0)
+    rank.stages = {4: stage(2.0)}
+    run(Reporter(rank), rank, device, 1, 0.5)
+    report = json.loads(rank.options.report.read_text(encoding="utf-8"))
+    found = {name: report[name] for name in ("loss", "learning_rate", "grad_norm", "tokens_per_s", "mfu")}
+    assert found == {"loss": 2.0, "learning_rate": 0.25, "grad_norm": 3.0, "tokens_per_s": 64.0, "mfu": 0.25}
+    assert report["tflops_per_device"] == 2.0
 
 
 def test_a_report_of_a_long_step_is_shown_at_once(
     rank: Any, device: Device, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    rank.options = Options()
     reporter = Reporter(rank)
     for number in range(3):
         run(reporter, rank, device, 1, 0.3)
@@ -151,6 +201,7 @@ def launch(reporter: Reporter, rank: Any, device: Device, seconds: float, *losse
 def test_on_a_gpu_a_step_is_reported_when_the_next_has_been_launched(
     gpu_rank: Any, device: Device, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    gpu_rank.options = Options()
     reporter = Reporter(gpu_rank)
     for number in range(4):
         launch(reporter, gpu_rank, device, 0.5, number, 1.0)

@@ -1,0 +1,219 @@
+"""The log of a run: every N steps a line of `metrics.jsonl`, TensorBoard's events, and a W&B run. The launcher writes
+it from what rank 0 reports, so that no rank waits for a log."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from autopipe.ir.errors import ConfigurationError
+
+Record = Mapping[str, Any]
+METRICS_FILE = "metrics.jsonl"
+_RATES = ("samples_per_s", "tokens_per_s", "tflops_per_device", "mfu", "bubble_rate")
+
+
+class MetricsWriter(Protocol):
+    """Takes records in the order of their steps. A step that comes again, after a restart, replaces what was written of
+    it and of later ones."""
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """A file with a JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last = max((int(step) for step in _steps(path)), default=-1)
+
+    def write(self, record: Record) -> None:
+        if record["step"] < self._last or (record["step"] == self._last and "step_time_s" in record):
+            self._cut_back(record["step"])
+        self._last = record["step"]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _cut_back(self, step: int) -> None:
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        self._path.write_text("".join(line for line in lines if json.loads(line)["step"] < step), encoding="utf-8")
+
+    def close(self) -> None:
+        """Each line is in the file already."""
+
+
+def _steps(path: Path) -> Iterator[int]:
+    if path.exists():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                yield int(json.loads(line)["step"])
+            except (ValueError, TypeError, KeyError) as error:
+                hint = "move it away, or name another folder"
+                raise ConfigurationError(f"line {number} is no step's", hint, str(path)) from error
+
+
+class TensorBoard:
+    """An event file of TensorBoard's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+        self._last = -1
+
+    def write(self, record: Record) -> None:
+        step = record["step"]
+        if self._writer is None or step < self._last:
+            self.close()
+            # What an earlier start has written of these steps is no longer shown.
+            module: Any = import_module("torch.utils.tensorboard")
+            self._writer = module.SummaryWriter(str(self._folder), purge_step=step)
+        self._last = step
+        for name, figure in scalars(record):
+            self._writer.add_scalar(name, figure, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WeightsAndBiases:
+    """A run of W&B's, whose files are in `folder`."""
+
+    def __init__(self, project: str, folder: Path, settings: Record) -> None:
+        """`settings` are kept as the run's configuration."""
+        self._start = {"project": project, "dir": str(folder), "config": dict(settings)}
+        self._run: Any = None
+
+    def write(self, record: Record) -> None:
+        if self._run is None:
+            wandb: Any = import_module("wandb")
+            self._run = wandb.init(**self._start, settings=wandb.Settings(silent=True))
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
+        self._run.log({"step": record["step"], **dict(scalars(record))})
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """The numbers of a record by the names that TensorBoard and W&B show them under, such as `train/loss`."""
+    for name in ("loss", "learning_rate", "grad_norm", "loss_scale"):
+        if record.get(name) is not None:
+            yield f"train/{name}", record[name]
+    if record.get("eval_loss") is not None:
+        yield "eval/loss", record["eval_loss"]
+    for name in ("step_time_s", *_RATES):
+        if record.get(name) is not None:
+            yield f"perf/{name}", record[name]
+    if peaks := record.get("peak_memory_bytes"):
+        yield "memory/peak_bytes", max(peaks)
+    for kind, size in record.get("communication_bytes", {}).items():
+        yield f"communication_bytes/{kind}", size
+
+
+class MetricsLog:
+    """Hands every N-th step's record to the writers: loss, rate and norm are that step's, times and rates the mean of
+    the steps since the one before. A writer that fails is left out from then on, and a run goes on."""
+
+    def __init__(self, writers: list[MetricsWriter], every: int, warn: Callable[[str], None]) -> None:
+        self._writers, self._every, self._warn = writers, every, warn
+        self._since: list[Record] = []
+
+    def add(self, record: Record) -> None:
+        """Take a record of the report file; what is of no step is not logged."""
+        if "step_time_s" not in record:
+            if "step" in record:
+                self._write(record)
+            return
+        self._since.append(record)
+        if record["step"] % self._every == 0:
+            self._write(mean_of_steps(self._since))
+            self._since = []
+
+    def _write(self, record: Record) -> None:
+        finite = {name: _finite(value) for name, value in record.items()}
+        for writer in list(self._writers):
+            self._try(writer, partial(writer.write, finite))
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write the steps that are left over, and close."""
+        if self._since:
+            self._write(mean_of_steps(self._since))
+            self._since = []
+        for writer in list(self._writers):
+            self._try(writer, writer.close)
+
+    def _try(self, writer: MetricsWriter, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - a service's own errors, and a full disk
+            self._writers.remove(writer)
+            self._warn(f"{type(writer).__name__} writes no more: {type(error).__name__}: {error}")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def mean_of_steps(records: list[Record]) -> dict[str, Any]:
+    """The last of some steps' records, with the mean of their times, and rates over all of their time."""
+    found = dict(records[-1])
+    if len(records) == 1:
+        return found
+    seconds = [each["step_time_s"] for each in records]
+    for name in _RATES:
+        if found.get(name) is not None:
+            rates = zip(records, seconds, strict=True)
+            found[name] = sum(each[name] * own for each, own in rates) / sum(seconds)
+    found["step_time_s"] = sum(seconds) / len(seconds)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """Where a launch logs, and how often."""
+
+    folder: Path
+    every: int = 1
+    wandb_project: str | None = None
+
+    def check(self, resume: bool) -> None:
+        """Raise ConfigurationError where the log cannot be written, or the folder holds that of another run and
+        `resume` does not ask to go on with it. Nothing is written."""
+        path = self.folder / METRICS_FILE
+        there = next(each for each in (self.folder.absolute(), *self.folder.absolute().parents) if each.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigurationError("the log cannot be written", hint="name another folder", where=str(self.folder))
+        if self.wandb_project is not None and find_spec("wandb") is None:
+            raise ConfigurationError("W&B is not installed", hint="pip install wandb", where="--wandb")
+        if any(True for _ in _steps(path)) and not resume:
+            hint = "name another folder, or go on from its checkpoint with --checkpoint DIR --resume"
+            raise ConfigurationError("the folder holds the log of another run", hint, str(self.folder))
+
+    def open(self, run: Record, warn: Callable[[str], None]) -> MetricsLog:
+        """Make the folder and the log in it. W&B keeps `run` as what the run is."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        writers: list[MetricsWriter] = [JsonLines(self.folder / METRICS_FILE)]
+        if find_spec("tensorboard") is not None:
+            writers.append(TensorBoard(self.folder))
+        if self.wandb_project is not None:
+            writers.append(WeightsAndBiases(self.wandb_project, self.folder, run))
+        return MetricsLog(writers, self.every, warn)

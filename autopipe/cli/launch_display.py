@@ -1,0 +1,199 @@
+"""The terminal of a launch: a live line, or lines, or JSON lines while steps run, and in the end what was predicted
+beside what was measured."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from autopipe.backends.torch.metrics import mean_of_steps
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.cli.output import Output, Verbosity, bytes_text, plain_table, seconds_text
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A launch as its display sees it: `steps` are those it goes up to, None where that is not known; `gpus` those that
+    its ranks use."""
+
+    manifest: Manifest
+    steps: int | None
+    ranks: int
+    """On this node."""
+    gpus: int
+
+    @property
+    def memory_name(self) -> str:
+        return "GPU" if self.gpus else "RSS"
+
+
+class StepDisplay:
+    """Shows records of steps as they come: with --json each as a line of stdout, on a terminal in one live line, else
+    as a line every N steps."""
+
+    def __init__(self, run: Run, output: Output, every: int) -> None:
+        self._run, self._output, self._every = run, output, every
+        console = output.stderr if output.as_json else output.stdout
+        shown = console.is_terminal and output.verbosity > Verbosity.QUIET
+        self._live = Live(console=console, auto_refresh=False) if shown else None
+        self._since: list[Record] = []
+        self._first: tuple[int, float] | None = None  # The first step's number, and when it was reported.
+
+    def __enter__(self) -> StepDisplay:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+        self._flush()
+
+    def note(self, text: str) -> None:
+        if self._live is None:
+            self._output.line(text)
+        else:
+            self._live.console.print(text, soft_wrap=True)
+
+    def take(self, record: Record) -> None:
+        """Show a record of the report file."""
+        from autopipe.backends.torch.runtime.evaluation import EvaluationReport
+
+        if "note" in record:
+            self.note(record["note"])
+            return
+        self._output.record(record)
+        if "step_time_s" not in record:
+            if not self._output.as_json:
+                self._flush()
+                self.note(EvaluationReport(**record).line())
+            return
+        if self._live is not None:
+            now = time.monotonic()
+            self._first = self._first or (record["step"], now)
+            first, began = self._first
+            done = record["step"] - first
+            each_s = (now - began) / done if done > 0 else None
+            self._live.update(Text(live_line(self._run, record, each_s, self._live.console.width)), refresh=True)
+        elif not self._output.as_json:
+            self._since.append(record)
+            if record["step"] % self._every == 0:
+                self._flush()
+
+    def _flush(self) -> None:
+        from autopipe.backends.torch.runtime.report import StepReport
+
+        if self._since:
+            self._output.line(StepReport(**mean_of_steps(self._since)).line())
+            self._since = []
+
+
+def live_line(run: Run, record: Record, each_s: float | None, width: int) -> str:
+    """One line of at most `width` characters; where there is not room for all, memory is left out, then the learning
+    rate, then tokens a second. A step takes `each_s` seconds of a clock, with all that comes between two."""
+    done, left = record["step"] + 1, ""
+    if run.steps is not None and each_s is not None:
+        left = f"{clock_text(each_s * (run.steps - done))} left"
+    unit = "tok/s" if record["tokens_per_s"] is not None else "samples/s"
+    rate = record["tokens_per_s"] or record["samples_per_s"]
+    milliseconds, predicted = (_digits(each * 1e3) for each in (record["step_time_s"], run.manifest.predicted_step_s))
+    memory = bytes_text(max(record["peak_memory_bytes"])).removesuffix("iB").replace(" ", "")
+    parts = {
+        "step": f"{done}" if run.steps is None else f"{done}/{run.steps}",
+        "loss": "" if record["loss"] is None else f"loss {record['loss']:.4g}",
+        "learning rate": "" if record["learning_rate"] is None else f"lr {_exponent(record['learning_rate'])}",
+        "time": f"{milliseconds} ms (pred. {predicted})",
+        "rate": f"{_thousands(rate)} {unit}",
+        "memory": f"{run.memory_name} {memory}",
+        "left": left,
+    }
+    for dropped in ((), ("memory",), ("memory", "learning rate"), ("memory", "learning rate", "rate")):
+        kept = [text for name, text in parts.items() if text and name not in dropped]
+        for gap in ("  ", " "):
+            if len(line := gap.join(kept)) <= width:
+                return line
+    return line[:width]
+
+
+def _digits(value: float) -> str:
+    """Three digits or so: `61.2`, `9000`."""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def _exponent(value: float) -> str:
+    """`3e-4`."""
+    if not 0 < value < 1e-2:
+        return f"{value:.2g}"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def _thousands(value: float) -> str:
+    """`8.4k`."""
+    for unit, scale in (("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{_digits(value / scale)}{unit}"
+    return _digits(value)
+
+
+def clock_text(seconds: float) -> str:
+    """`1:02`, `3:04:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def show_measured(run: Run, steps: Sequence[Record], output: Output) -> None:
+    """On a terminal and where lines are for a person, a table of what was predicted beside what was measured."""
+    if steps and not output.as_json and output.verbosity > Verbosity.QUIET:
+        output.line(measured_table(run, steps))
+        if line := core_line(run):
+            output.line(line)
+
+
+def measured_table(run: Run, steps: Sequence[Record]) -> Table:
+    """The plan's figures beside the median of the steps, the first left out, which also warms up."""
+    manifest, settled = run.manifest, steps[1:] or steps
+    table = plain_table("", "predicted", "measured", right=1, no_wrap=True)
+    table.add_column("")
+
+    def median(name: str) -> float:
+        return float(statistics.median(each[name] for each in settled))
+
+    size = manifest.batch_size
+    of = f"median of {len(settled)} steps" if len(settled) > 1 else "one step"
+    table.add_row("step", seconds_text(manifest.predicted_step_s), seconds_text(median("step_time_s")), of)
+    rates = size / manifest.predicted_step_s, median("samples_per_s")
+    table.add_row("samples/s", *(f"{each:,.1f}" for each in rates), "")
+    if (tokens := manifest.tokens_per_sample) is not None:
+        table.add_row("tokens/s", *(f"{each * tokens:,.0f}" for each in rates), "")
+    if manifest.model_flops and manifest.peak_flops:
+        ideal_s = manifest.model_flops / manifest.peak_flops
+        mfu = ideal_s / manifest.predicted_step_s, median("mfu")
+        table.add_row("MFU", *(f"{each:.1%}" for each in mfu), "of the peak of the plan's devices")
+    table.add_row("bubble", f"{manifest.predicted_bubble:.1%}", f"{median('bubble_rate'):.1%}", "")
+    predicted = manifest.predicted_memory_bytes
+    measured = max(max(each["peak_memory_bytes"]) for each in steps)
+    what = "allocated by torch" if run.gpus else "resident (RSS) beyond Python and torch"
+    table.add_row("memory", "" if predicted is None else bytes_text(predicted), bytes_text(measured), what)
+    return table
+
+
+def core_line(run: Run) -> str:
+    """How many ranks share a core of this node; "" where each has its own, or a GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if run.gpus or run.ranks <= cores:
+        return ""
+    shared = f"{cores} cores" if cores > 1 else "one core"
+    return f"{run.ranks} ranks share {shared}, {run.ranks / cores:.3g} on each: a step takes that much longer"
