@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import PROGRAM, benchmarks
-from benchmarks.one_gpu import CALLS
+from benchmarks.one_gpu import CALLS, idle_share
 from tests.cli.command_line import main
 
 WITHIN = {"roofline": 0.10, "profiled": 0.05}
@@ -29,8 +29,12 @@ def rows_of(name: str, folder: Path, *flags: str) -> dict[str, dict[str, Any]]:
     return {row["row"]: row for row in calls[name]["rows"]}
 
 
+def test_a_device_is_idle_while_nothing_runs_on_any_of_its_streams() -> None:
+    assert idle_share([(0, 2), (1, 5), (2, 3), (6, 7), (9, 10)]) == 0.3
+
+
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.sweep  # Four ranks on two cores take minutes.
 @pytest.mark.parametrize("name", CALLS)
 def test_all_rows_run_on_the_cpu(tmp_path: Path, name: str) -> None:
