@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 
+from autopipe.backends.torch.checkpoint import committed_steps
 from autopipe.cli.main import main
 from tests.distributed.support.launching import launch
 
@@ -80,3 +83,46 @@ def test_losses_that_would_count_what_fills_up_are_refused(
     flags = "--gpus", "1", "--cluster", "cpu-local", "--config", str(folder / "data.yaml")
     assert main(["plan", str(folder / "other.onnx"), "-o", str(folder / "other.plan"), *flags]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+BATCHES = """
+import numpy as np
+
+def batches(seed, batch_size):
+    for count in (batch_size, 3):
+        tokens = np.random.default_rng(seed).integers(0, 32, (count, 5))
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+"""
+
+
+def test_epochs_of_a_function_end_with_it_and_what_was_trained_is_saved(folder: Path) -> None:
+    """Two epochs of a whole batch and one of 3 samples; how many steps that makes only the function knows."""
+    padded = program(folder, 2, 8, 4)
+    (padded.parent / "given.py").write_text(BATCHES)
+    saved = folder / "function"
+    ended = launch(padded, "--json", "--data", "given:batches", "--epochs", 2, "--no-shuffle", "--checkpoint", saved)
+    assert ended.code == 0, ended.stderr
+    assert len(ended.losses) == 4
+    assert committed_steps(saved) == [4]
+
+
+def test_errors_of_data_come_before_any_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And before torch is imported, which takes longer than all checks."""
+    padded = program(folder, 2, 8, 4)
+    tokens = np.fromfile(folder / "tokens.bin", "<u2")
+    tokens[30] = VOCABULARY
+    tokens.tofile(folder / "wrong.bin")
+    cases = {
+        ("--data", str(folder / "wrong.bin")): "'tokens' row 7 holds 32: it must be from 0 to 31",
+        ("--data", str(folder / "nothing.bin")): "cannot be read: No such file or directory",
+        ("--data", str(folder / "gpt.onnx")): "is no data that can be read",
+    }
+    program_text = "import sys; from autopipe.cli.main import main; code = main(sys.argv[1:]); "
+    program_text += "assert 'torch' not in sys.modules; sys.exit(code)"
+    for words, message in cases.items():
+        command = [sys.executable, "-c", program_text, "launch", str(padded), "--device", "cpu", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+        assert message in ended.stderr
+    assert main(["launch", str(padded), "--epochs", "2", "--steps", "3"]) == 2
+    assert "--steps says when to end" in capsys.readouterr().err
