@@ -96,7 +96,11 @@ def generate(
     request = GenerationRequest(sequences, max_new_tokens, eos, temperature, top_k, top_p, seed)
     longest = max(map(len, sequences))
     with program_of(program) as (folder, planned):
-        Decoder.of(read_manifest(folder)).check(request)
+        manifest = read_manifest(folder)
+        decoder = Decoder.of(manifest)
+        decoder.check(request)
+        if decoder.positions is None:
+            check_positions(manifest.model)
         if planned is not None:
             write_prefill(planned, folder, min(longest, prefill_chunk), output.note)
         report = run(folder, request, device, output)
@@ -169,6 +173,16 @@ def program_of(folder: Path) -> Iterator[tuple[Path, PlanResult | None]]:
     with tempfile.TemporaryDirectory(prefix="autopipe-generate-") as name:
         write_programs(planned, Path(name) / "program")
         yield Path(name) / "program", planned
+
+
+def check_positions(model: Path) -> None:
+    """Raise ConfigurationError for a decoder that takes a place in the cache for a position: where sequences lie in it
+    depends on their lengths. A decoder that sums up its mask counts positions by it."""
+    from autopipe.passes.frontend.load import load
+
+    if all(node.op_type != "CumSum" for node in load(model).nodes):
+        hint = "export it with position_ids"
+        raise ConfigurationError("the model has no input 'position_ids', and counts no positions by its mask", hint)
 
 
 def write_prefill(planned: PlanResult, folder: Path, chunk: int, note: Callable[[str], None]) -> None:

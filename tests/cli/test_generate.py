@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from autopipe.cli.generate import read_prompts, write_tokens
@@ -13,7 +14,8 @@ from tests.cli.command_line import CommandLine
 from tests.exports.decoders import decoder_file
 
 GPT = "zoo build gpt -o gpt.onnx --set layers=1 --set hidden=32 --set heads=2 --set vocabulary=64 --set sequence=8"
-ONE = "--mode infer --cluster cpu-local --gpus 1 --batch-size 2 -q -o"
+DIMS = "--dim sequence_length=1 --dim past_sequence_length=9"
+ONE = "--mode infer --cluster cpu-local --gpus 1 --strategy data_parallel --batch-size 2 -q -o"
 
 
 def test_a_model_without_a_cache(command_line: CommandLine) -> None:
@@ -23,8 +25,7 @@ def test_a_model_without_a_cache(command_line: CommandLine) -> None:
 
 
 def test_prompts_that_the_model_cannot_take(command_line: CommandLine) -> None:
-    dims = "--dim sequence_length=1 --dim past_sequence_length=9"
-    command_line.done(*f"plan {decoder_file('gpt2')} {dims} {ONE} decoder.plan".split())
+    command_line.done(*f"plan {decoder_file('gpt2')} {DIMS} {ONE} decoder.plan".split())
     command = ("generate", "decoder.plan", "--prompts")
     command_line.refuses(2, (*command, "256", "--max-new-tokens", 2), "prompt 0 has token 256, the model 256 tokens")
     command_line.refuses(
@@ -36,6 +37,15 @@ def test_prompts_that_the_model_cannot_take(command_line: CommandLine) -> None:
         2, (*command, "1", "--greedy", "--top-k", 5), "--greedy takes the likeliest token: leave out --top-k"
     )
     command_line.refuses(2, (*command, "1", "-o", "tokens.txt"), "neither .json nor .npy")
+
+
+def test_a_model_whose_positions_are_places_in_the_cache(command_line: CommandLine) -> None:
+    made = onnx.load(decoder_file("gpt2"))
+    made.graph.input.remove(next(each for each in made.graph.input if each.name == "position_ids"))
+    made.graph.initializer.append(onnx.numpy_helper.from_array(np.array([[9]]), "position_ids"))
+    onnx.save(made, command_line.folder / "decoder.onnx")
+    command_line.done(*f"plan decoder.onnx {DIMS} {ONE} decoder.plan".split())
+    command_line.refuses(2, ("generate", "decoder.plan", "--prompts", "1", "--max-new-tokens", 2), "position_ids")
 
 
 def test_prompts_come_from_files_and_words(tmp_path: Path) -> None:
