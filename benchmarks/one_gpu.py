@@ -158,11 +158,12 @@ def card(device: str) -> dict[str, str]:
 
     if device == "cpu":
         return {"card": "none: on the CPU", "torch": torch.__version__}
+    version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     return {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        "nccl": ".".join(map(str, version())),
     }
 
 
@@ -171,7 +172,7 @@ def steps_against_plan(call: Call, name: str, costs: Path | None = None) -> dict
     zoo, settings, samples = MODELS[name]
     model = call.small(zoo) if call.tiny else call.model(name, zoo, settings)
     samples = 4 if call.tiny else samples
-    flags = ("--micro-batches", "1", "--set", "optimizer.name=adamw")
+    flags: tuple[str, ...] = ("--micro-batches", "1", "--set", "optimizer.name=adamw")
     if costs is not None:
         measured = ("--micro-batch-sizes", samples, "--degrees", "", "--seconds", 1 if call.tiny else 30)
         call.autopipe("profile", model, "--device", call.device, "--batch-size", samples, *measured, "-o", costs)
@@ -352,7 +353,7 @@ def _launch_gaps(folder: str, device: str, *flags: str) -> dict[str, Any]:
     """Seconds of a step; its kernels (on the CPU: operators), and the part of the time from the first one's start to
     the last one's end in which none runs."""
     import torch
-    from torch.autograd import DeviceType
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     rank, step = _started(folder, device, *flags)
@@ -388,15 +389,16 @@ def _alone(device: str) -> dict[str, Any]:
 
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     from autopipe.backends.torch.runtime.communicators import NcclCommunicators, exchange
 
     if device == "cpu":
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
         group, place = dist.group.WORLD, torch.device("cpu")
     else:
         place = torch.device("cuda", 0)
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
         made = NcclCommunicators(0, place, timedelta(seconds=60))
         made.make_groups([(0,)])
         made.wait_until_all_work()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import sys
 import typing
 from collections.abc import Iterable, Iterator
@@ -75,6 +76,9 @@ _MODELS_INTRODUCTION = """\
 `autopipe zoo build NAME -o FILE --set KEY=VALUE` writes one as ONNX. `--set size=NAME` takes a published size, whose
 keys other `--set` then change. Every model also takes these keys:
 """
+
+_ENDLESS = re.compile(r" up to \d{9,}")
+"""Limits that only keep what is computed from them in bounds."""
 
 _NO_OPTIONS = "It has no options.\n"
 
@@ -155,7 +159,7 @@ def _row(path: str, key: Key, doc: str) -> str:
     kind = default = ""
     if key.name != "…":
         kind, default = (
-            describe(key.hint),
+            _ENDLESS.sub("", describe(key.hint)),
             "needed" if key.required else f"`{json.dumps(encode_as(key.default, key.hint))}`",
         )
         if any(isinstance(key.default, inner) for inner, _ in _inner(key.hint)):

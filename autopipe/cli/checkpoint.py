@@ -138,12 +138,13 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
 
 @checkpoint.command()
 @_FOLDER
-@click.option("-o", "--output", "target", type=PATH, required=True, help="ONNX file to write.")
+@click.option("-o", "--output", "target", type=PATH, required=True, help="ONNX or safetensors file to write.")
 @_STEP
 @click.option("--model", type=PATH, metavar="FILE", help="The model [where it was trained].")
 @standard_options
 def export(output: Output, folder: Path, target: Path, step: int | None, model: Path | None) -> None:
-    """Write the model that was trained, as it was given, with the weights of a checkpoint in DIR.
+    """Write the model that was trained, as it was given, with the weights of a checkpoint in DIR; or, to a file whose
+    name ends in .safetensors, the weights alone.
 
     Shards of all ranks are put together a piece at a time. Weights of more than 1.5 GiB lie in a second file beside
     the model's, FILE.data.
@@ -151,26 +152,67 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
     \b
     Example:
       autopipe checkpoint export ckpt -o trained.onnx
+      autopipe checkpoint export ckpt -o trained.safetensors
     """
     from autopipe.passes.export import Numbers, write_trained
+    from autopipe.passes.weight_files import write_safetensors
 
     chosen = found_paths(folder, step)[-1]
     held = read_checkpoint(chosen)
     check_writable(target)
-    path = _model_of(held, model)
     with output.progress("reading", total=sum(file.size for file in held.files)) as bar:
         check_checkpoint(chosen, held, bar.advance)
     reader, numbers = Reader(chosen, held), {}
     for each in held.parameters:
         value = Value(each.name, DType(each.value.dtype), each.value.shape)
         numbers[each.name] = Numbers(value, partial(reader.read, each.value))
-    with output.progress("writing", total=sum(each.value.bytes for each in numbers.values())) as bar:
+    size = sum(each.value.bytes for each in numbers.values())
+    if target.suffix == ".safetensors":
+        with output.progress("writing", total=size) as bar:
+            write_safetensors(target, list(numbers.values()), bar.advance)
+        facts = {"path": target, "files": [target], "step": held.step, "parameters": len(numbers), "bytes": size}
+        output.result(facts, f"{target}: {len(numbers)} parameters after {held.step} steps, {bytes_text(size)}")
+        return
+    path = _model_of(held, model)
+    with output.progress("writing", total=size) as bar:
         written = write_trained(path, target, numbers, bar.advance)
     told = {name: getattr(written, name) for name in ("replaced", "added", "bytes")}
     facts = {"files": written.files, "model": path, "step": held.step, "parameters": len(numbers)}
     beside = f" and {written.files[1].name}" if len(written.files) > 1 else ""
     what = f"{len(numbers)} parameters after {held.step} steps, {bytes_text(written.bytes)} of weights"
     output.result({"path": target, **facts, **told}, f"{target}{beside}: {what}")
+
+
+@checkpoint.command(name="import")
+@click.argument("weights", metavar="FILE", type=PATH)
+@click.option("--model", type=PATH, required=True, metavar="MODEL", help="The ONNX file whose weights they become.")
+@click.option("-o", "--output", "target", type=PATH, required=True, help="ONNX file to write.")
+@click.option("--partial", is_flag=True, help="Parameters that FILE does not hold keep their weights.")
+@standard_options
+def import_weights(output: Output, weights: Path, model: Path, target: Path, partial: bool) -> None:
+    """Write MODEL with the weights of FILE, a safetensors or an ONNX file, matched by name.
+
+    \b
+    Example:
+      autopipe checkpoint import trained.safetensors --model gpt.onnx -o started.onnx
+    """
+    from autopipe.passes.export import write_trained
+    from autopipe.passes.weight_files import matched_weights
+
+    check_writable(target)
+    matched = matched_weights(weights, model)
+    if not matched.numbers or (matched.missing and not partial):
+        of_all = f"{len(matched.missing)} of {len(matched.missing) + len(matched.numbers)} parameters"
+        theirs = f"it has {matched.unused[0]!r}" if matched.unused else "it has no others"
+        hint = f"{theirs}; --partial leaves the model's own weights in place"
+        raise ConfigurationError(f"{weights} lacks {of_all}, the first is {matched.missing[0]!r}", hint)
+    if matched.unused:
+        output.note(f"{len(matched.unused)} tensors are no parameters of {model}, among them {matched.unused[0]!r}")
+    with output.progress("writing", total=sum(each.value.bytes for each in matched.numbers.values())) as bar:
+        written = write_trained(model, target, matched.numbers, bar.advance)
+    facts = {"path": target, "files": written.files, "parameters": len(matched.numbers)}
+    told = f"{target}: {len(matched.numbers)} parameters from {weights}"
+    output.result(facts | {"missing": matched.missing, "unused": matched.unused}, told)
 
 
 def _model_of(held: Checkpoint, model: Path | None) -> Path:

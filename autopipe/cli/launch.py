@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -45,6 +48,21 @@ _NO_END = 2**40
 """Steps of a run that ends where its data does."""
 _SECONDS = click.FloatRange(min=0, min_open=True)
 _SOURCES = "FILE.npz, FILE.bin of tokens, a table or folder (docs/data.md) or module:function; random data without it"
+
+
+def _interval(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, float] | None:
+    """Steps as `50`, or minutes as `30m`: (steps, minutes), one of them 0."""
+    if text is None:
+        return None
+    try:
+        found = (0, float(text[:-1])) if text.endswith("m") else (int(text), 0.0)
+    except ValueError:
+        found = (0, 0.0)
+    if not 0 < sum(found) < math.inf:
+        raise click.BadParameter(f"{text!r} is neither a number of steps nor minutes as 30m", context, parameter)
+    return found
+
+
 DATA = click.option("--data", metavar="SOURCE", help=f"{_SOURCES} [data.path].")
 _RANDOM = "Seed of random data, of Dropout, and of weights that the model does not store."
 SEED = click.option("--seed", type=click.IntRange(min=0), help=_RANDOM)
@@ -78,7 +96,14 @@ COMPILE = click.option("--compile", is_flag=True, help="Compile stages with torc
 @click.option("--rdzv-key", metavar="FILE", help="Key of the run, 32 bytes or more, on all machines and for none else.")
 @click.option("--max-restarts", type=click.IntRange(min=0), help="Times to start again [3 with --checkpoint, else 0].")
 @click.option("--checkpoint", type=PATH, metavar="DIR", help="Where to save the training state.")
-@click.option("--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Steps between two [only the last].")
+@click.option(
+    "--checkpoint-every",
+    callback=_interval,
+    metavar="K|Km",
+    help="Steps between two, or minutes, as 30m [only the last].",
+)
+@click.option("--keep-latest-k", type=click.IntRange(min=0), metavar="K", help="Checkpoints that stay [2; 0: all].")
+@click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep those after each N steps, too.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --checkpoint DIR.")
 @click.option("--start-timeout", type=_SECONDS, default=1800, show_default=True, help="Seconds to join and load.")
 @click.option("--step-timeout", type=_SECONDS, default=600, show_default=True, help="Seconds for a task of a step.")
@@ -152,6 +177,7 @@ def launch(
         max_restarts=max_restarts if max_restarts is not None else 3 if run.checkpoint is not None else 0,
         timeouts=Timeouts(start_timeout, step_timeout, checkpoint_timeout),
         live=not output.as_json,
+        saves=run.checkpoint is not None,
         debug=bool(click.get_current_context().params["debug"]),
     )
     if dry_run and (run.blocking or run.compile):
@@ -166,7 +192,13 @@ def launch(
         return
     if rank is not None:
         raise click.UsageError("--rank goes with --dry-run")
-    steps, evaluations = run.start(config, output)
+    try:
+        steps, evaluations = run.start(config, output)
+    except KeyboardInterrupt:
+        if run.checkpoint is not None:
+            words = [*sys.argv[1:], *([] if run.resume else ["--resume"])]
+            output.note(f"to go on: {shlex.join(['autopipe', *words])}")
+        raise
     output.result({"program": program, "steps": steps, **({"evaluations": evaluations} if evaluations else {})})
 
 
@@ -216,7 +248,10 @@ class Launch:
     eval_interval: int | None
     seed: int | None
     checkpoint: Path | None
-    checkpoint_every: int | None
+    checkpoint_every: tuple[int, float] | None
+    """Steps, or minutes, from one to the next."""
+    keep_latest_k: int | None
+    keep_every: int | None
     resume: bool
     trace: Path | None
     outputs: Path | None
@@ -331,8 +366,10 @@ class Launch:
             of_all = f"{len(missing)} of {self.manifest.world_size} ranks"
             hint = "autopipe codegen PLAN, without --ranks, writes all"
             raise ConfigurationError(f"{of_all} were not generated, the first is {missing[0]}", hint)
-        if checkpoint is None and (self.resume or self.checkpoint_every):
-            flag = "--resume" if self.resume else "--checkpoint-every"
+        needing = ("resume", "checkpoint_every", "keep_latest_k", "keep_every")
+        given = [name for name in needing if getattr(self, name) not in (None, False)]
+        if checkpoint is None and given:
+            flag = f"--{given[0].replace('_', '-')}"
             raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")
         if checkpoint is not None and not train:
             raise ConfigurationError("a program for inference has nothing to save", hint="leave out --checkpoint")
@@ -353,6 +390,7 @@ class Launch:
                 raise ConfigurationError(f"{path} cannot be written", hint=hint)
 
     def _arguments(self, scratch: Path, steps: int, epochs: int | None, timeouts: Timeouts) -> list[str]:
+        steps_between, minutes_between = self.checkpoint_every or (0, 0.0)
         own = {
             name: getattr(self, name)
             for name in (
@@ -365,7 +403,8 @@ class Launch:
                 "eval_data",
                 "eval_interval",
                 "seed",
-                "checkpoint_every",
+                "keep_latest_k",
+                "keep_every",
             )
         }
         return flag_words(
@@ -375,6 +414,8 @@ class Launch:
             epochs=epochs,
             report=scratch / "report.jsonl",
             checkpoint=self.checkpoint and self.checkpoint.absolute(),
+            checkpoint_every=steps_between or None,
+            checkpoint_minutes=minutes_between or None,
             resume=self.checkpoint is not None,  # A rank that is started again goes on from the newest checkpoint.
             trace=self.trace and scratch / "spans",
             **({} if self.profiled is None else self.profiled.arguments(scratch / "profile")),

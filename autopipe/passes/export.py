@@ -125,11 +125,12 @@ def kept_tensors(
         place = external_slice(tensor, source.path.parent) if external else source.slices.get(name)
         if place is not None:
             value = Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
-            (beside if place.file else inside).append(_stored(value, place, source.path))
+            (beside if place.file else inside).append(stored_tensor(value, place, source.path))
     return inside, beside
 
 
-def _stored(value: Value, place: FileSlice, model: Path) -> Numbers:
+def stored_tensor(value: Value, place: FileSlice, model: Path) -> Numbers:
+    """A tensor that lies at a place of the file `model`, or of a file beside it."""
     path = model.parent / place.file if place.file else model
     dtype = np.dtype("<u2" if value.dtype is DType.BFLOAT16 else value.dtype.value).newbyteorder("<")
 

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnx.numpy_helper as onh
 import pytest
+import safetensors.numpy
 
 from autopipe.backends.torch.checkpoint import (
     Block,
@@ -183,3 +184,53 @@ def test_there_is_no_such_checkpoint(given: Path, capsys: pytest.CaptureFixture[
     assert "no such folder" in refused(capsys, 2, "verify", given / "nowhere")
     assert "there are 3, 5" in refused(capsys, 2, "export", given / "saved", "-o", given / "o.onnx", "--step", "4")
     assert "folder" in refused(capsys, 2, "export", given / "saved", "-o", given)
+
+
+def test_weights_go_to_safetensors_and_back_into_a_model(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights, target = given / "w.safetensors", given / "again.onnx"
+    assert main(["checkpoint", "export", str(given / "saved"), "-o", str(weights), "--step", "3"]) == 0
+    stored = safetensors.numpy.load_file(weights)
+    assert list(stored) == ["w"] and np.array_equal(stored["w"], WEIGHT * 3)
+    (path,) = given.glob("*.onnx")
+    command = ["checkpoint", "import", str(weights), "--model", str(path), "-o", str(target)]
+    assert main(command) == 0
+    (tensor,) = onnx.load(target).graph.initializer
+    assert np.array_equal(onh.to_array(tensor), WEIGHT * 3)
+    half = given / "half.safetensors"
+    safetensors.numpy.save_file({"w": (WEIGHT * 3).astype(np.float16), "other": STATE}, half)
+    assert main([*command[:2], str(half), *command[3:]]) == 0
+    (tensor,) = onnx.load(target).graph.initializer
+    assert np.array_equal(onh.to_array(tensor), (WEIGHT * 3).astype(np.float16).astype(np.float32))
+    assert "'other'" in capsys.readouterr().err
+    assert main([*command[:2], str(target), "--model", str(path), "-o", str(given / "third.onnx")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "a header of"),
+        ((8).to_bytes(8, "little") + b"{[[[[[[[", "no safetensors file"),
+        ((2**40).to_bytes(8, "little") + b"{}", "a header of"),
+        ((56).to_bytes(8, "little") + b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}} ', "does not fit"),
+        ((57).to_bytes(8, "little") + b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,36]}} ', "no number of"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(
+    given: Path, content: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = given / "bad.safetensors"
+    weights.write_bytes(content)
+    (path,) = given.glob("*.onnx")
+    command = ["checkpoint", "import", str(weights), "--model", str(path), "-o", str(given / "never.onnx")]
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
+    assert not (given / "never.onnx").exists()
+
+
+def test_weights_of_another_model_are_refused(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = given.glob("*.onnx")
+    for tensors, message in (({"v": WEIGHT}, "the first is 'w'"), ({"w": WEIGHT.T.copy()}, "has shape [4, 6]")):
+        safetensors.numpy.save_file(tensors, given / "other.safetensors")
+        command = ["import", given / "other.safetensors", "--model", path, "-o", given / "never.onnx"]
+        assert main(["checkpoint", *map(str, command)]) != 0
+        assert message in capsys.readouterr().err

@@ -136,7 +136,7 @@ MANIFEST = "manifest.json"
 BEST = "best"
 """Folder, in that of a run's checkpoints, of the one with the lowest validation loss."""
 KEPT = 2
-"""Checkpoints that stay: the newest and the one before."""
+"""Checkpoints that stay where nothing else is said: the newest and the one before."""
 _COMMITTED = re.compile(r"step_(\d{8,})")
 _TEMPORARY = re.compile(r"step_\d{8,}\.tmp-.*")
 
@@ -256,10 +256,18 @@ def commit(temporary: Path, manifest: str) -> Path:
     return final
 
 
-def prune(folder: Path, only: int | None = None) -> None:
-    """Remove all but the newest checkpoints, or all but that of step `only`."""
-    steps = committed_steps(folder)
-    for step in steps[:-KEPT] if only is None else [each for each in steps if each != only]:
+def prune(folder: Path, latest: int = KEPT, every: int = 0) -> None:
+    """Remove all checkpoints but the `latest` newest ones, 0 for all, and those after a multiple of `every` steps."""
+    old = committed_steps(folder)[:-latest] if latest else []
+    _remove_steps(folder, [step for step in old if not every or step % every])
+
+
+def keep_only(folder: Path, step: int) -> None:
+    _remove_steps(folder, [each for each in committed_steps(folder) if each != step])
+
+
+def _remove_steps(folder: Path, steps: Sequence[int]) -> None:
+    for step in steps:
         old = checkpoint_path(folder, step)
         with writing(old):
             _remove(old)

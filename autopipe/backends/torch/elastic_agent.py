@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 import uuid
@@ -29,7 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from autopipe.backends.torch.child import PARENT, environment, python_command
 from autopipe.backends.torch.rendezvous import Handler, Place
-from autopipe.backends.torch.runtime.failures import STACKS, Failure, read_failure
+from autopipe.backends.torch.runtime.failures import STACKS, STOP, Failure, read_failure
 from autopipe.backends.torch.runtime.heartbeat import (
     ENDED,
     PULSES,
@@ -175,13 +176,16 @@ class Agent(LocalElasticAgent):
         note: Callable[[str], None],
         poll: Callable[[], None],
         network: Mapping[str, str],
+        stop_s: float = 0.0,
     ) -> None:
-        """`network`: variables of the network that this node's user has set."""
+        """`network`: variables of the network that this node's user has set. `stop_s`: how long ranks that are asked to
+        stop may take to save."""
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
         self._logs, self._timeouts, self._note, self._network = logs, timeouts, note, network
         self._poll = poll
         self._watch: Watchdog | None = None
         self._hang: HungRank | None = None
+        self._stop_s = stop_s
         self.failure: Failure | None = None
         """The one that ended the latest attempt."""
 
@@ -220,6 +224,17 @@ class Agent(LocalElasticAgent):
                 self._note(f"{self.failure.error()}; starting all ranks again, {left} restarts left after this")
         return result
 
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """At Ctrl-C and SIGTERM, which elastic raises as an exception, ranks that save end with a last checkpoint. A
+        second Ctrl-C ends them at once."""
+        if self._stop_s and isinstance(sys.exception(), SignalException) and self._pcontext is not None:
+            for pid in self._pcontext.pids().values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, STOP)
+            stop_s, self._stop_s = self._stop_s, 0.0
+            self._pcontext.wait(timeout=stop_s, period=_POLL_S)
+        super()._shutdown(death_sig, timeout)
+
     def _end(self, worker_group: WorkerGroup, rank: int) -> None:
         """End a rank that hangs; elastic then ends the others. It may be deaf to all but SIGKILL."""
         pid = next(worker.id for worker in worker_group.workers if worker.global_rank == rank)
@@ -239,6 +254,7 @@ def run_agent(
     live: bool,
     note: Callable[[str], None],
     poll: Callable[[], None] = lambda: None,
+    stop_s: float = 0.0,
 ) -> Failure | None:
     """Meet the other nodes, run `ranks` processes of `command`, as `python_command` takes it, to their end.
 
@@ -254,7 +270,7 @@ def run_agent(
     )  # fmt: skip
     redirects = dict.fromkeys(range(ranks), Std.ALL) | ({0: Std.ERR} if live else {})
     network = {name: os.environ[name] for name in NETWORK_VARIABLES if os.environ.get(name)}
-    agent = Agent(spec, logs, redirects, timeouts, note, poll, network)
+    agent = Agent(spec, logs, redirects, timeouts, note, poll, network, stop_s)
     try:
         with environment(_ranks_environment(handler, place)):
             result = agent.run()

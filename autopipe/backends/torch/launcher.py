@@ -49,6 +49,8 @@ class LaunchConfig:
     """Rank 0's stdout is this process's."""
     debug: bool = False
     """Elastic's own log lines are shown."""
+    saves: bool = False
+    """The ranks save a last checkpoint when they are stopped."""
 
 
 def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
@@ -98,7 +100,9 @@ def launch_program(
             nodes, config.rendezvous_endpoint, name, config.rendezvous_key, config.node, config.local_address,
             config.gpus, config.hosts, config.timeouts.start_s,
         )  # fmt: skip
-    settings = config.max_restarts, config.timeouts, logs, config.live, note, poll
+    timeouts = config.timeouts
+    stop_s = timeouts.step_s + timeouts.checkpoint_s if config.saves else 0.0
+    settings = config.max_restarts, timeouts, logs, config.live, note, poll, stop_s
     failure: Failure | None = None
     try:
         with rank_environment(), _elastic_contained(config.debug):

@@ -174,9 +174,19 @@ _LOOK_S = 0.1
 class Checkpointer:
     """One rank's part in the checkpoints of a run; all ranks do the same, together."""
 
-    def __init__(self, folder: Path, manifest: Manifest, state: TrainingState, control_group: ControlGroup) -> None:
-        """`control_group` must serve nothing else: a save uses it while the steps go on. Raises ConfigurationError
-        where another run saves in the folder, LaunchError where it cannot be written."""
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        state: TrainingState,
+        control_group: ControlGroup,
+        keep_latest_k: int = files.KEPT,
+        keep_every: int = 0,
+    ) -> None:
+        """`control_group` must serve nothing else: a save uses it while the steps go on. `keep_latest_k` and
+        `keep_every` are as in `files.prune`. Raises ConfigurationError where another run saves in the folder,
+        LaunchError where it cannot be written."""
+        self._kept = keep_latest_k, keep_every
         self._folder = folder
         self._manifest = manifest
         self._state = state
@@ -260,7 +270,10 @@ class Checkpointer:
         def commit() -> None:
             if rank == 0:
                 files.commit(temporary, files.text_of(files.merged([files.parsed(each) for each in parts])))
-                files.prune(folder, step if is_best else None)
+                if is_best:
+                    files.keep_only(folder, step)
+                else:
+                    files.prune(folder, *self._kept)
 
         try:
             parts = together(write)

@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
+from autopipe.backends.torch.checkpoint import KEPT
+from autopipe.backends.torch.child import PARENT
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Heartbeat
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 
@@ -36,6 +38,11 @@ class Options:
     seed: int | None = None  # Overrides the manifest's seed for initial parameters and random data.
     checkpoint: Path | None = None
     checkpoint_every: int = 0
+    checkpoint_minutes: float = 0.0
+    """Minutes from one checkpoint to the next."""
+    keep_latest_k: int = KEPT  # Checkpoints, 0 for all.
+    keep_every: int = 0
+    """Checkpoints after a multiple of this number of steps are kept whatever else is; 0 for none."""
     resume: bool = False
     trace: Path | None = None  # Folder for the times of the tasks of all steps.
     profile: Path | None = None  # Folder for torch's profile of some steps.
@@ -97,6 +104,7 @@ _GRACE_S = 2.0
 """How long a rank that has lost a peer waits before it ends, so that the launcher sees the peer's end first."""
 _BEAT_S = 0.5
 STACKS = signal.SIGUSR1  # The signal at which a rank writes to stderr what its threads are doing.
+STOP = signal.SIGUSR2  # The signal at which a rank that saves checkpoints ends after a step, with a last one.
 INTERRUPTED = 130
 
 
@@ -206,6 +214,13 @@ def live_with_launcher(heartbeat: Heartbeat) -> None:
         os._exit(LaunchError.exit_code)
 
     threading.Thread(target=watch, name="heartbeat", daemon=True).start()
+
+
+def stop_on_signal(stop: Callable[[], None]) -> None:
+    """Call `stop` at `STOP`, and at SIGTERM where no launcher of ours, which sends that to ranks that shall end at
+    once, is there to send the other."""
+    for each in (STOP, *(() if PARENT in os.environ else (signal.SIGTERM,))):
+        signal.signal(each, lambda *_: stop())
 
 
 def read_failure(form: Mapping[str, object]) -> Failure | None:

@@ -23,7 +23,7 @@ from autopipe.backends.torch.runtime.compiled import capture_stages, compile_sta
 from autopipe.backends.torch.runtime.data import Source, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.evaluation import Evaluator, evaluation_of
-from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options
+from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options, stop_on_signal
 from autopipe.backends.torch.runtime.generation import generate
 from autopipe.backends.torch.runtime.gradients import (
     GradientReduction,
@@ -43,6 +43,7 @@ from autopipe.backends.torch.runtime.profile import StepProfiler
 from autopipe.backends.torch.runtime.report import OutputCollector, Reporter, dump_gradients
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
+from autopipe.backends.torch.runtime.step_agreement import SAVE, STOP, StepAgreement
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import FIRST_LOSS_SCALE
@@ -117,13 +118,20 @@ class Rank(RankContext):
                 begins = f"step {self.steps_done - 1} begins epoch {data.epoch}"
                 self.reporter.say(f"{self.data} has ended{without}: {begins}")
             self._evaluate(step)
-            self._save()
+            asked = set() if self.agreement is None else self.agreement.reach(self.steps_done)
+            if STOP in asked and self.steps_done < self.options.steps:
+                self._ended_early = True
+                self.reporter.say(f"stopped after {self.steps_done} steps, the state is in {self.options.checkpoint}")
+            self._save(asked=SAVE in asked)
         self.reader.close()
         self.profiler.close()
         self.reporter.report()
         if self.checkpointer is not None:
             self.heartbeat.task = "checkpoint"
             self.checkpointer.close()
+        if self.agreement is not None:
+            with self.heartbeat.waiting():
+                self.agreement.close()
         self.heartbeat.task = "end"
         self.collector.finish(self._samples)
         self.transport.stop()
@@ -153,12 +161,9 @@ class Rank(RankContext):
         if options.dry_run and self.optimizer is not None:
             make_state(self.optimizer)  # The one step shall take what any other takes.
         self.checkpointer: Checkpointer | None = None
+        self.agreement: StepAgreement | None = None
         if options.checkpoint is not None:
-            shards = [each.shard for each in self.reduction.shared]
-            state = TrainingState(
-                manifest, self.number, self.parameters, self.optimizer, self.device, shards, self.loss_scaler
-            )
-            self.checkpointer = Checkpointer(options.checkpoint, manifest, state, transport.make_control_group())
+            self._save_in(options.checkpoint)
         self.reader = BatchReader(manifest, self._open_source(START), self.device)
         evaluation = evaluation_of(manifest, options)
         self.evaluator = None if evaluation.data is None else Evaluator(self, evaluation, options.steps)
@@ -178,6 +183,19 @@ class Rank(RankContext):
             self.reporter.say(notice)
         if isinstance(transport, DryTransport):
             self.reporter = DryReporter(self, transport, self.memory_tracker)
+
+    def _save_in(self, folder: Path) -> None:
+        """Be ready to save checkpoints, also when this rank, or another one, is asked to stop."""
+        manifest, transport, options = self.manifest, self.transport, self.options
+        shards = [each.shard for each in self.reduction.shared]
+        state = TrainingState(
+            manifest, self.number, self.parameters, self.optimizer, self.device, shards, self.loss_scaler
+        )
+        kept = options.keep_latest_k, options.keep_every
+        self.checkpointer = Checkpointer(folder, manifest, state, transport.make_control_group(), *kept)
+        every_s = 60 * options.checkpoint_minutes
+        self.agreement = StepAgreement(transport.store, transport.make_control_group(), every_s)
+        stop_on_signal(partial(self.agreement.request, STOP))
 
     def _restore(self) -> None:
         """Go on from the newest checkpoint, where the options ask for it: from its place in the data, and its seed
@@ -228,15 +246,16 @@ class Rank(RankContext):
         if self.global_order is not None:
             self.global_order.reach(None)
 
-    def _save(self, last: bool = False) -> None:
-        """Start to save a checkpoint where one is due: at the interval, and after the last step."""
+    def _save(self, last: bool = False, asked: bool = False) -> None:
+        """Start to save a checkpoint where one is due: at the interval, after the last step, and where that is asked
+        for."""
         if self.checkpointer is None:
             return
         every, done = self.options.checkpoint_every, self.steps_done
         self.heartbeat.task = "checkpoint"
         if last and (not done or (every and done % every == 0)):
             return
-        if last or self._ended_early or done == self.options.steps or (every and done % every == 0):
+        if last or asked or self._ended_early or done == self.options.steps or (every and done % every == 0):
             self.reporter.report()  # No later start reports these steps again.
             self.checkpointer.save(Position(done, self.samples_done), self.seed)
         else:

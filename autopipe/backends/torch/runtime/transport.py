@@ -351,6 +351,8 @@ class Transport:
         self._control_groups: list[ControlGroup] = []
         self._joined = False
         self._store: Store | None = None  # Kept here, as `SignedStore` wants it.
+        self.store: Store | None = None
+        """The ranks' own, of this attempt; None where the rank is the only one, or has not joined the others."""
         self._use(nccl=False)
 
     def _use(self, nccl: bool) -> None:
@@ -379,7 +381,7 @@ class Transport:
             dist.init_process_group(
                 "gloo", rank=self.rank, world_size=self.world_size, timeout=self._patience, store=store
             )
-        self._joined = True
+        self._joined, self.store = True, store
 
     def _join_store(self) -> Store:
         """The store of all ranks, over which they have agreed how to exchange tensors."""

@@ -1,0 +1,160 @@
+"""Weights from and to other files: safetensors, and the ONNX file of another model.
+
+Tensors are read and written a piece at a time, under the names that the model's parameters have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from autopipe.ir.atomic_file import Progress, replacing
+from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.ir.graph import DType, FileSlice, Parameter, Value
+from autopipe.ir.layout import Box
+from autopipe.passes.export import Numbers, stored_tensor
+from autopipe.passes.frontend.elements import dtype_of, external_slice, stored_numbers
+from autopipe.passes.frontend.load import load, opened
+from autopipe.passes.frontend.parameters import Chosen, roles_of
+from autopipe.passes.frontend.protobuf_scan import strip_weights
+from autopipe.passes.frontend.weights import Weights
+
+_TAGS: Final = {
+    "F64": DType.FLOAT64, "F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16,
+    "I64": DType.INT64, "I32": DType.INT32, "I16": DType.INT16, "I8": DType.INT8,
+    "U64": DType.UINT64, "U32": DType.UINT32, "U16": DType.UINT16, "U8": DType.UINT8, "BOOL": DType.BOOL,
+}  # fmt: skip
+_MOST_HEADER = 100_000_000
+"""Bytes of a header that safetensors allows."""
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedWeights:
+    """`numbers` for the parameters of a model, the `missing` ones and what the file holds besides, `unused`."""
+
+    numbers: Mapping[str, Numbers]
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def matched_weights(weights: Path, model: Path) -> MatchedWeights:
+    """The tensors of `weights` that are trained parameters of `model`, in the model's element types. Raises ModelError
+    for one of another shape, ConfigurationError where a file cannot be read."""
+    stored = _safetensors(weights) if weights.suffix == ".safetensors" else _onnx_tensors(weights)
+    source = load(model)
+    held = Weights(source, roles_of(source), Chosen()).initializers()
+    wanted = {each.value.name: each.value for each in held.values() if isinstance(each, Parameter) and each.trainable}
+    found = {}
+    for name, value in wanted.items():
+        if name in stored:
+            if stored[name].value.shape != value.shape:
+                there, here = (list(each.shape) for each in (stored[name].value, value))
+                raise ModelError(f"{name!r} has shape {there}, the model's has {here}", where=str(weights))
+            found[name] = _converted(stored[name], value)
+    missing = tuple(name for name in wanted if name not in stored)
+    return MatchedWeights(found, missing, tuple(name for name in stored if name not in wanted))
+
+
+def _converted(numbers: Numbers, value: Value) -> Numbers:
+    """The same numbers in the element type of `value`. Raises ModelError where one of the types is no float."""
+    own = numbers.value.dtype
+    if own is value.dtype:
+        return replace(numbers, value=value)
+    if not own.is_floating or not value.dtype.is_floating or value.dtype is DType.BFLOAT16:
+        raise ModelError(f"{value.name!r} is {own.value}, the model's {value.dtype.value}: they are not converted")
+    target = np.dtype(value.dtype.value).newbyteorder("<")
+
+    def read(box: Box) -> npt.NDArray[np.generic]:
+        block = numbers.read(box)
+        if own is DType.BFLOAT16:
+            block = (block.astype(np.uint32) << 16).view(np.float32)
+        return block.astype(target)
+
+    return Numbers(value, read)
+
+
+def _safetensors(path: Path) -> dict[str, Numbers]:
+    """All tensors of a file that anybody may have written."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(_MOST_HEADER, size - 8):
+                raise ValueError(f"a header of {length} bytes")
+            entries = json.loads(file.read(length))
+        return dict(_entries(path, entries, 8 + length, size))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the weights: {error.strerror}", where=str(path)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigurationError(f"no safetensors file: {error}", where=str(path)) from error
+
+
+def _entries(path: Path, entries: Any, start: int, size: int) -> Iterable[tuple[str, Numbers]]:
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _TAGS:
+            raise ValueError(f"{name!r} has type {entry['dtype']!r}")
+        value = Value(name, _TAGS[entry["dtype"]], tuple(map(_count, entry["shape"])))
+        begin, end = map(_count, entry["data_offsets"])
+        if end - begin != value.bytes or start + end > size:
+            raise ValueError(f"{name!r} does not fit its place")
+        yield name, stored_tensor(value, FileSlice("", start + begin, value.bytes), path)
+
+
+def _count(number: object) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no number of elements")
+    return number
+
+
+def _onnx_tensors(path: Path) -> dict[str, Numbers]:
+    """All initializers of an ONNX file."""
+    source = load(path)
+    found: dict[str, Numbers] = {}
+    _, slices = strip_weights(opened(path))
+    for tensor in source.graph.initializer:
+        value = Value(tensor.name, dtype_of(tensor.data_type, tensor.name), tuple(tensor.dims))
+        external = tensor.data_location == tensor.EXTERNAL
+        place = external_slice(tensor, path.parent) if external else slices.get(tensor.name)
+        if place is not None:
+            found[tensor.name] = stored_tensor(value, place, path)
+        elif (array := stored_numbers(tensor.name, tensor, slices, path)) is not None:
+            found[tensor.name] = Numbers(value, partial(_block, array))
+    return found
+
+
+def _block(array: npt.NDArray[np.generic], box: Box) -> npt.NDArray[np.generic]:
+    return array[box.slices].reshape(box.shape)
+
+
+def write_safetensors(target: Path, tensors: Sequence[Numbers], progress: Progress = lambda _: None) -> int:
+    """Write tensors under their names, whole or not at all. Returns their bytes. Raises ConfigurationError where the
+    file cannot be written, or a type is not known to safetensors."""
+    tags = {dtype: tag for tag, dtype in _TAGS.items()}
+    ordered = sorted(tensors, key=lambda each: -each.value.dtype.itemsize)  # So that each is aligned.
+    form: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for value in (each.value for each in ordered):
+        if value.dtype not in tags:
+            raise ConfigurationError(f"{value.name!r} is {value.dtype.value}, which safetensors does not know")
+        offsets = [end, end := end + value.bytes]
+        form[value.name] = {"dtype": tags[value.dtype], "shape": value.shape, "data_offsets": offsets}
+    text = json.dumps(form).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    try:
+        with replacing(target) as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for each in ordered:
+                each.write(file, progress)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error
+    return end
