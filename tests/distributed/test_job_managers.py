@@ -54,6 +54,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+@pytest.mark.sweep
 def test_a_bare_torchrun(program: Path, losses: list[float], report: Path) -> None:
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, program / "run.py", *RUN)
     all_well([finish(start_on(HERE, (*words, "--report", report)))])
@@ -72,13 +73,14 @@ def test_a_bare_torchrun_on_two_machines(program: Path, losses: list[float], rep
     assert reported(report) == losses
 
 
+@pytest.mark.sweep
 def test_srun_starts_every_rank_on_one_machine(program: Path, losses: list[float], report: Path) -> None:
     words = ("srun", "--nodes=1", "--ntasks-per-node=4", "python", str(program / "run.py"))
     all_well(srun(words, [HERE], "localhost", (*RUN, "--report", report)))
     assert reported(report) == losses
 
 
-@pytest.mark.parametrize("tasks", ["2", "3,1"])
+@pytest.mark.parametrize("tasks", ["2", pytest.param("3,1", marks=pytest.mark.sweep)])
 def test_srun_starts_every_rank_of_two_machines(program: Path, losses: list[float], tasks: str, report: Path) -> None:
     words = documented("srun --nodes=2 --ntasks-per-node=2", program)
     words[words.index("--ntasks-per-node=2")] = f"--ntasks-per-node={tasks}"

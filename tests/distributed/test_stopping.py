@@ -23,7 +23,7 @@ SLOW = """time.sleep(0.2)
             (here / 'reached').write_text('')"""
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.sweep)])
 def test_who_stops_a_run_may_go_on_as_if_nothing_had_been(tmp_path: Path, sent: signal.Signals) -> None:
     program = write_chain(tmp_path / "program", Optimizer("adamw", lr=0.05), groups=((0, 1), (2,)))
     flags = ("--json", "--checkpoint", tmp_path / "saved")
