@@ -180,7 +180,7 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
     facts = {"files": written.files, "model": path, "step": held.step, "parameters": len(numbers)}
     beside = f" and {written.files[1].name}" if len(written.files) > 1 else ""
     what = f"{len(numbers)} parameters after {held.step} steps, {bytes_text(written.bytes)} of weights"
-    output.result({"path": target, **facts, **told}, f"{target}{beside}: {what}")
+    output.report({"path": target, **facts, **told}, f"{target}{beside}: {what}")
 
 
 @checkpoint.command(name="import")

@@ -48,7 +48,7 @@ def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None) 
         program = generate(planned, target, only)
         bar.advance(note="programs written")
     some = f"{len(only)} of {program.world_size}" if only else f"{program.world_size}"
-    output.result(
+    output.report(
         {"program": target, "ranks": program.world_size, "written": only or None, "stages": len(program.stages)},
         f"{some} rank programs of {len(program.stages)} stages in {target}",
         f"next: autopipe launch {target}" + (f" --dry-run --device meta --rank {only[0]}" if only else ""),

@@ -15,11 +15,12 @@ from typing import Any, cast
 import click
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from autopipe.cli.options import PATH, standard_options
-from autopipe.cli.output import Output, bytes_text, group_text, plain_table, printable, seconds_text
+from autopipe.cli.output import Output, bytes_text, count_text, group_text, plain_table, printable, seconds_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
-from autopipe.cli.plan_text import over_text, prediction_line, schedule_line, strategy_text, weighing_lines
+from autopipe.cli.plan_text import over_text, reason_lines, strategy_text
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
@@ -55,7 +56,7 @@ Explanation = tuple[dict[str, object], Sequence[RenderableType]]
 @click.option("--device", metavar="D", type=click.IntRange(min=0), help="What this device does, and whom it waits for.")
 @standard_options
 def explain(output: Output, folder: Path, node: str | None, stage: int | None, device: int | None) -> None:
-    """Explain the plan in DIR: how far it is from the ideal, what else was weighed, and what would help most.
+    """Explain the plan in DIR: how far it is from the ideal, the other candidates, and what would help most.
 
     Of a node or a stage the next best choices are told, each with the step that planning it gives: everything else
     stays as it is, and the plan's scheduler orders it anew.
@@ -126,7 +127,7 @@ def _device_rows(report: DeviceReport) -> Iterator[tuple[str, str, float]]:
 
 def price_table(prices: Sequence[Change], chosen_s: float) -> Table:
     """A row a change: its step, how much longer than the chosen one, and the most memory on any device."""
-    table = plain_table("what else", "step", "longer", "memory", right=1, no_wrap=True)
+    table = plain_table("what else", "step", "slowdown", "memory", right=1, no_wrap=True)
     for each in prices:
         if each.step_s is None:
             table.add_row(f"{each.what}: {each.refused}")
@@ -290,19 +291,18 @@ def explained_plan(planned: PlanResult, folder: Path, output: Output) -> Explana
         "helps": helps,
     }
     screen: list[RenderableType] = [
-        f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, {summary.devices} devices",
-        prediction_line(summary),
-        schedule_line(plan),
-        *weighing_lines(plan),
+        f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode},"
+        f" {count_text(summary.devices, 'device')}",
+        *reason_lines(plan),
     ]
     if following is None:
-        screen.append("no other plan was weighed" + ("" if plan.alternatives else ": the strategy was named"))
+        screen.append("no other candidate" + ("" if plan.alternatives else ": the strategy was named"))
     else:
         assert following.step_time_s is not None
         over = over_text(following.step_time_s, summary.step_time_s)
         what = f"{strategy_text(following)} with {following.choice.schedule}"
         screen.append(f"next best: {what}, {seconds_text(following.step_time_s)} ({over}):")
-        screen.append(f"  {alternative_command(folder, planned, following)}")
+        screen.append(Text(f"  {alternative_command(folder, planned, following)}"))
     screen.append(_help_table(helps, summary.samples_per_s))
     screen.append(f"more: autopipe explain {folder} --node NAME, --stage K or --device D")
     return data, screen

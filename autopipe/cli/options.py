@@ -1,8 +1,8 @@
 """Options that several commands take: those of every command, with its `Output`, and those of a configuration.
 
 A command is a function under `@click.command()`, its own options and `@standard_options`; heavy imports stand inside.
-It ends with `output.result`: the object for --json, then what a person reads. It raises children of `AutopipeError`,
-which `autopipe.cli.main` alone catches.
+It ends with `output.result` (`output.report` where it makes something): the object for --json, then what a person
+reads. It raises children of `AutopipeError`, which `autopipe.cli.main` alone catches.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P
     for option in (
         click.option("--debug", is_flag=True, help="Show the traceback of an error."),
         click.option("-v", "--verbose", is_flag=True, help="Say more about what is done."),
-        click.option("-q", "--quiet", is_flag=True, help="Only results, warnings and errors."),
+        click.option("-q", "--quiet", is_flag=True, help="Only what is asked for, warnings and errors."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else there."),
     ):
         option(with_output)

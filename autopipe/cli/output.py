@@ -26,7 +26,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import node_ranges
 
 _PIPED_WIDTH = 160
-"""Characters a line where stdout is no terminal."""
+"""Characters a line where stdout is no terminal and COLUMNS says nothing."""
 
 
 class Verbosity(enum.IntEnum):
@@ -82,6 +82,19 @@ class Bar:
         self._progress.update(self._task, **change)
 
 
+def _console(stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
+        console.width = _PIPED_WIDTH
+    return console
+
+
+def count_text(count: int, noun: str) -> str:
+    """A number with its noun in the plural that agrees: `1 device`, `1,024 devices`."""
+    many = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith(("ch", "s", "x")) else "s")
+    return f"{count:,} {noun if count == 1 else many}"
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """The two streams of a command: stdout carries the result alone, with `as_json` as one JSON object, stderr notes,
@@ -89,13 +102,13 @@ class Output:
 
     as_json: bool = False
     verbosity: Verbosity = Verbosity.NORMAL
-    stdout: Console = field(default_factory=lambda: Console(markup=False, highlight=False, emoji=False))
-    stderr: Console = field(default_factory=lambda: Console(stderr=True, markup=False, highlight=False, emoji=False))
+    stdout: Console = field(default_factory=_console)
+    stderr: Console = field(default_factory=lambda: _console(stderr=True))
 
     @property
     def width(self) -> int:
-        """Characters a line of stdout for what is drawn."""
-        return self.stdout.width if self.stdout.is_terminal else _PIPED_WIDTH
+        """Characters a line of stdout."""
+        return self.stdout.width
 
     @property
     def coloured(self) -> bool:
@@ -108,6 +121,16 @@ class Output:
             return
         for part in shown:
             self._print(self.stdout, part)
+
+    def report(self, data: Mapping[str, object], *shown: RenderableType) -> None:
+        """As `result`, of a command that makes something: what a person reads of that is left out with -q."""
+        self.result(data, *(shown if self.verbosity > Verbosity.QUIET else ()))
+
+    def height(self, part: RenderableType) -> int:
+        """Lines of stdout that `part` takes."""
+        if isinstance(part, str) and not self.stdout.is_terminal:
+            return part.count("\n") + 1
+        return len(self.stdout.render_lines(part))
 
     def line(self, part: RenderableType) -> None:
         """Print a part of a result that grows while the command runs, such as a step's; on stderr with `as_json`."""
@@ -135,7 +158,8 @@ class Output:
     def warn(self, message: str, hint: str = "") -> None:
         """Warn on stderr in one line; never silenced."""
         advice = f" ({hint})" if hint else ""
-        self._print(self.stderr, Text.assemble(("warning: ", "yellow"), f"{message}{advice}"))
+        text = Text.assemble(("warning: ", "yellow"), f"{message}{advice}")
+        self.stderr.print(_Printable(text), soft_wrap=not self.stderr.is_terminal)
 
     @contextmanager
     def progress(self, description: str, total: float | None = None) -> Iterator[Bar]:
@@ -154,9 +178,11 @@ class Output:
             yield Bar(progress, progress.add_task(description, total=total, note=""))
 
     def _print(self, console: Console, part: RenderableType) -> None:
-        """Print `part`; text keeps its own line breaks however narrow the terminal is."""
+        """Print `part`. Prose is wrapped between words at a terminal's width, and stays on its line elsewhere; a `Text`
+        (a row of a timeline, a command to copy) keeps its own line breaks however narrow the terminal is."""
         plain = printable_lines(part) if isinstance(part, str) else _Printable(part)
-        console.print(plain, soft_wrap=isinstance(part, (str, Text)))
+        kept = isinstance(part, Text) or (isinstance(part, str) and not console.is_terminal)
+        console.print(plain, soft_wrap=kept)
 
 
 def _plain(value: object) -> object:

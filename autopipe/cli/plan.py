@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autopipe.cli.options import PATH, configuration_options, standard_options
-from autopipe.cli.output import Output, Verbosity
+from autopipe.cli.output import Output
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.errors import ConfigurationError
 
@@ -87,6 +87,7 @@ def plan(
             planned = make_plan(request, watcher)
     # What shows a plan is loaded once there is one.
     from autopipe.cli.plan_text import plan_delta, plan_screen
+    from autopipe.configs.local_devices import local_cluster
     from autopipe.ir.codec import encode
 
     untold = [] if annotate is None else annotate_model(planned, annotate)
@@ -104,13 +105,16 @@ def plan(
         "breakdown": plan.breakdown,
         "alternatives": [encode(each) for each in plan.alternatives],
     }
-    screen = list(plan_screen(planned, request, target, output.verbosity is Verbosity.DETAILED))
+    here = local_cluster() if configuration.cluster.is_open else None
+    if here is not None and here.warning:
+        output.warn(here.warning, "--cluster names a preset or a file")
+    screen = list(plan_screen(planned, request, target, here.why if here else "", output))
     if base is not None and before is not None:
         data["from"], lines = plan_delta(base, before, plan)
         screen += lines
     if annotate is not None:
         screen.append(f"annotated model in {annotate}")
-    output.result(data, *screen)
+    output.report(data, *screen)
 
 
 _DECIDED = {

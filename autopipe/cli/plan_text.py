@@ -1,4 +1,4 @@
-"""A plan in words and tables: what was decided and predicted, what is trained, what else was weighed, what changed."""
+"""A plan in words and tables: what was decided and predicted, what is trained, the other candidates, what changed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from autopipe.cli.output import bytes_text, counted_text, devices_text, kinds_text, plain_table, seconds_text
+from autopipe.cli.output import (
+    Output,
+    Verbosity,
+    bytes_text,
+    count_text,
+    counted_text,
+    devices_text,
+    kinds_text,
+    plain_table,
+    seconds_text,
+)
 from autopipe.ir.codec import encode
 from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.plan_file import plan_digest
@@ -30,7 +39,8 @@ def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterat
     """The ideal of the devices, by kind, and the parts of the step on top of it, the largest first. Communication is
     one part, told by its own."""
     ideal_s, step_s = breakdown.ideal_s, breakdown.step_s
-    times = f"the step takes {step_s / ideal_s:.2f} times that" if ideal_s else "the step takes that and more"
+    told_s = f"the step of {seconds_text(step_s)}"
+    times = f"{told_s} takes {step_s / ideal_s:.2f} times that" if ideal_s else f"{told_s} takes more"
     work = f"one device's work at the roofline / {devices}" if devices > 1 else "the device's work at the roofline"
     if kinds > 1:
         work = f"the work at the roofline of {devices} devices, each as fast as it is"
@@ -49,17 +59,25 @@ def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterat
         yield f"of the step: ideal {ideal_s / step_s:.1%}, {parts}"
 
 
-def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iterator[RenderableType]:
-    """A row for the best plan of each strategy, then why others have none; nothing where nothing was weighed.
-    `chosen_s` are the seconds of the chosen plan's step."""
-    if not alternatives:
-        return
+def candidates_screen(
+    alternatives: Sequence[Alternative], chosen_s: float, most: int | None = None
+) -> Iterator[RenderableType]:
+    """A row for the best candidate of each strategy, then why others have no plan; nothing where there were none. With
+    `most` rows of the first ones behind the chosen one alone. `chosen_s` are the seconds of the chosen plan's step."""
     best = best_of_each(alternatives)
-    steps = sum(each.step_time_s is not None for each in alternatives)
-    yield f"weighed: {len(alternatives)} plans, {steps} of them with a step; of each strategy the best:"
-    table = plain_table(
-        "strategy", "schedule", "micro-\nbatches", "step", "longer", "at best", "memory", right=2, no_wrap=True
-    )
+    if most is not None:
+        # Of strategies that came to the same plan one is enough.
+        plans = {(each.step_time_s, each.peak_memory_bytes): each for each in reversed(best) if each.step_time_s}
+        best = tuple(sorted(plans.values(), key=lambda each: each.rank))[1 : most + 1]
+    if not best:
+        return
+    simulated = sum(each.step_time_s is not None for each in alternatives)
+    which = "the best of each strategy" if most is None else "the best of other strategies"
+    yield f"{count_text(len(alternatives), 'candidate')}, {simulated:,} of them simulated; {which}:"
+    heads = ["strategy", "schedule", "micro-batches", "step", "slowdown", "memory"]
+    if most is None:
+        heads[2:] = ["micro-\nbatches", "step", "slowdown", "lower\nbound", "memory"]
+    table = plain_table(*heads, right=2, no_wrap=True)
     reasons: dict[str, list[str]] = {}
     for each in best:
         bound_s, memory, schedule = each.lower_bound_s, each.peak_memory_bytes, each.choice.schedule or "any"
@@ -74,7 +92,7 @@ def weighed_screen(alternatives: Sequence[Alternative], chosen_s: float) -> Iter
             str(each.micro_batches),
             f"{at_least}{seconds_text(least_s)}",
             f"{at_least}{over_text(least_s, chosen_s)}",
-            "-" if bound_s is None else seconds_text(bound_s),
+            *(["-" if bound_s is None else seconds_text(bound_s)] if most is None else []),
             "-" if memory is None else bytes_text(memory),
         )
     yield table
@@ -130,7 +148,7 @@ def _reasons(tensors: Sequence[Tensor]) -> str:
     texts = [f"{count:,} {why}" for why, count in told[:REASONS]]
     if len(told) > REASONS:
         texts.append(f"{sum(count for _, count in told[REASONS:]):,} for other reasons")
-    total = f"{sum(reasons.values()):,} elements in {len(tensors):,} tensor{'s' if len(tensors) > 1 else ''}"
+    total = f"{sum(reasons.values()):,} elements in {count_text(len(tensors), 'tensor')}"
     return f"{total}: {', '.join(texts)}"
 
 
@@ -167,43 +185,74 @@ def plan_delta(folder: Path, before: Plan, now: Plan) -> tuple[dict[str, object]
 
 _MOST_ROWS = 16
 """Stages in a table; of more, the first and the last ones."""
-_FEW_ROWS = 6
-"""The same where there is more to be read on the screen."""
+_FEWEST_ROWS = 3
+MOST_LINES = 20
+"""Lines of the answer to `plan`; -v lifts the limit."""
+_NEXT_BEST = 3
 
 
-def plan_screen(planned: PlanResult, request: Request, folder: Path, every: bool) -> Iterator[RenderableType]:
-    """The decisions, a table of the stages, the predictions, where the plan lies and what to type next."""
-    plan, problem = planned.plan, planned.problem
+def plan_screen(
+    planned: PlanResult, request: Request, folder: Path, found: str, output: Output
+) -> Iterator[RenderableType]:
+    """The answer: what was decided and is predicted, the next best candidates, where the plan lies and what to type
+    next. Of the stages as many are told as `MOST_LINES` have room for. `found` says whence the devices are known."""
+    plan, problem, every = planned.plan, planned.problem, output.verbosity is Verbosity.DETAILED
     summary = plan.summary
-    why = "" if request.mode else (" (the model has a loss)" if problem.train else " (the model has no loss)")
+    devices = count_text(summary.devices, "device")
     kinds = f": {counted_text(plan.device_names)}" if plan.device_names else ""
-    yield (
-        f"{request.model}: {summary.strategy} with {summary.schedule}, {plan.mode}{why}, on {summary.devices} devices"
-        f" of {problem.cluster.name}{kinds}"
-    )
+    before: list[RenderableType] = [
+        f"{request.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, on {devices} of"
+        f" {problem.cluster.name}{kinds}{f' ({found})' if found else ''}",
+        _batch_line(planned, request),
+    ]
+    if problem.train and every:
+        before += [f"{word}: {text}" for word, text in trained_lines(planned.model.tensors, every)]
+    elif problem.train:
+        before += trained_summary(planned.model.tensors)
+    after: list[RenderableType] = [
+        f"{prediction_line(summary)}{_memory_limits(plan)}",
+        traffic_line(summary),
+        schedule_line(plan),
+        *candidates_screen(plan.alternatives, summary.step_time_s, _NEXT_BEST),
+        f"plan in {folder}",
+        f"next: autopipe explain {folder}    autopipe show {folder}    autopipe codegen {folder}",
+    ]
+    room = MOST_LINES - sum(map(output.height, (*before, *after))) - 1
+    stages = len(plan.placement.stages)
+    yield from before
+    if every or stages <= room or room > _FEWEST_ROWS:
+        yield stage_table(plan, _MOST_ROWS if every else min(stages, room))
+    else:
+        yield f"{stages} stages: autopipe show {folder} lists them"
+    yield from after
+
+
+def _batch_line(planned: PlanResult, request: Request) -> str:
+    plan, summary = planned.plan, planned.plan.summary
+    batch = f"batch {plan.batch_size}{'' if request.batch_size else ' (chosen)'}"
     chosen = "" if request.micro_batches or request.micro_batch_size else " (chosen)"
-    yield (
-        f"batch {plan.batch_size}{'' if request.batch_size else ' (chosen)'} = {summary.micro_batches} micro-batches"
-        f"{chosen} of {summary.micro_batch_size}"
-    )
-    if problem.train:
-        # Names from the model are no markup.
-        yield from (Text(f"{word}: {text}") for word, text in trained_lines(planned.model.tensors, every))
-    yield stage_table(plan, _FEW_ROWS if plan.alternatives else _MOST_ROWS)
-    yield f"{prediction_line(summary)}{_memory_limits(plan)}"
-    yield traffic_line(summary)
-    yield from _proof_lines(summary)
-    yield schedule_line(plan)
+    count = count_text(summary.micro_batches, "micro-batch")
+    return f"{batch} = {count}{chosen} of {count_text(summary.micro_batch_size, 'sample')}"
+
+
+def trained_summary(tensors: Sequence[Tensor]) -> Iterator[str]:
+    """How many elements are trained, and how many not; then what is doubtful."""
+    trained, frozen = ([each for each in tensors if each.trained is want] for want in (True, False))
+
+    def told(found: Sequence[Tensor]) -> str:
+        return f"{sum(each.value.elements for each in found):,} elements in {count_text(len(found), 'tensor')}"
+
+    yield f"trained: {told(trained)}{f'; not trained: {told(frozen)}' if frozen else ''}"
+    yield from (f"{word}: {text}" for word, text in trained_lines(tensors, False) if word == "doubtful")
+
+
+def reason_lines(plan: Plan) -> Iterator[RenderableType]:
+    """The lines that `plan_screen` leaves to `explain`: notes and proofs of the search, the parts, candidates."""
     yield from (f"note: {note}" for note in plan.placement.notes)
-    yield from weighing_lines(plan)
-    yield f"plan in {folder}"
-    yield f"next: autopipe explain {folder}    autopipe show {folder}    autopipe codegen {folder}"
-
-
-def weighing_lines(plan: Plan) -> Iterator[RenderableType]:
+    yield from _proof_lines(plan.summary)
     if plan.breakdown is not None:
         yield from distance_lines(plan.breakdown, plan.summary.devices, len(set(plan.device_names)))
-    yield from weighed_screen(plan.alternatives, plan.summary.step_time_s)
+    yield from candidates_screen(plan.alternatives, plan.summary.step_time_s)
 
 
 def _memory_limits(plan: Plan) -> str:
@@ -223,7 +272,7 @@ def _memory_limits(plan: Plan) -> str:
 
 def prediction_line(summary: Summary) -> str:
     return (
-        f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, at best"
+        f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, lower bound"
         f" {seconds_text(summary.lower_bound_s)}), bubble {summary.bubble_rate:.1%}, peak memory"
         f" {bytes_text(max(summary.peak_memory_bytes))}"
     )
@@ -231,9 +280,9 @@ def prediction_line(summary: Summary) -> str:
 
 def traffic_line(summary: Summary) -> str:
     if summary.communication_bytes is None:
-        return "exchanged in a step: unknown, as some of the splits cannot be executed"
+        return "communication volume of a step: unknown, as some of the splits cannot be executed"
     parts = (f"{kind.replace('_', '-')} {bytes_text(size)}" for kind, size in summary.communication_bytes if size)
-    return f"exchanged in a step: {', '.join(parts) or 'nothing'}"
+    return f"communication volume of a step: {', '.join(parts) or 'none'}"
 
 
 def _proof_lines(summary: Summary) -> Iterator[str]:
@@ -288,20 +337,20 @@ def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
             columns[name] = [seconds_text(each.seconds(phase)) for each in predicted]
     columns["gradient sum"] = [seconds_text(each.gradient_s) for each in predicted]
     columns["update"] = [seconds_text(each.update_s) for each in predicted]
-    columns["kept a micro-batch"] = [bytes_text(each.kept_bytes) for each in predicted]
+    columns["activation memory a micro-batch"] = [bytes_text(each.kept_bytes) for each in predicted]
     columns["static memory"] = [bytes_text(each.static_bytes) for each in predicted]
     columns["recompute"] = ["yes" if each.recompute else "no" for each in stages]
     return columns
 
 
 def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
-    """A row a stage; of more than `most` the first and the last."""
+    """A row a stage; of more than `most` the first and the last, and one that stands for those between."""
     columns = stage_columns(plan, full=False)
     table = plain_table(*columns, right=3 if "kind" in columns else 2)
     rows = list(zip(*columns.values(), strict=True))
     if len(rows) > most:
-        half = most // 2
-        rows[half:-half] = [("...",)]
+        half = (most - 1) // 2
+        rows[most - 1 - half : len(rows) - half] = [("...",)]
     for row in rows:
         table.add_row(*row)
     return table

@@ -94,7 +94,7 @@ def profile(
         for each in costs.devices
     ]
     data = {"costs": target, "devices": devices, "refused": refused}
-    output.result(data, *costs_screen(costs, refused, target))
+    output.report(data, *costs_screen(costs, refused, target))
 
 
 _ROWS = 12

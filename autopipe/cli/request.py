@@ -146,6 +146,7 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
         mode=problem.mode.value,
         loss=configuration.loss or problem.loss,
         optimizer=dataclasses.replace(configuration.optimizer, shard=problem.optimizer.shard),
+        cluster=configuration.cluster.settled(),
         gpus=problem.cluster.size,
         batch_size=problem.batch_size,
         micro_batches=problem.micro_batches,

@@ -86,7 +86,7 @@ def show(
     }
     write_texts({path: writers[kind]() for kind, path in files.items()})
     shown = [f"{kind} in {path}" for kind, path in files.items()] or found.screen(output)
-    output.result({**found.data(), "files": files}, *shown)
+    (output.report if files else output.result)({**found.data(), "files": files}, *shown)
 
 
 def _opened(path: Path) -> PlanView | BlockView:

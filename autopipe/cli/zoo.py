@@ -81,4 +81,4 @@ def build(output: Output, name: str, path: Path | None, words: tuple[str, ...]) 
         "outputs": [value.name for value in graph.output],
     }
     weights = f"{built.data_bytes / 2**20:.1f} MiB of weights" if built.data_bytes else "no weights"
-    output.result(data, f"{target}: {built.parameter_count:,} parameters, {len(graph.node)} nodes, {weights}")
+    output.report(data, f"{target}: {built.parameter_count:,} parameters, {len(graph.node)} nodes, {weights}")

@@ -23,6 +23,7 @@ from autopipe.configs.cluster import (
     read_cluster,
     with_presets,
 )
+from autopipe.configs.local_devices import local_cluster
 from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, read_file, read_setting, read_text, read_word
 from autopipe.ir import problem
@@ -108,7 +109,8 @@ class ClusterChoice:
     selectors: ClassVar[tuple[str, ...]] = ("preset", "file", "inline")
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("preset", "file", "inline"),)
     preset: str | None = None
-    """One of the presets that `autopipe config clusters` lists; `a100-80gb` where no cluster is chosen."""
+    """One of the presets that `autopipe config clusters` lists; where no cluster is chosen, that of the GPUs here, or
+    `cpu-local`."""
     file: Annotated[str, FilePath()] | None = None
     """A YAML file with the description of a cluster."""
     inline: ClusterDescription | None = None
@@ -119,6 +121,21 @@ class ClusterChoice:
     """Number of devices in each node, in place of the cluster's own."""
     straddle: bool = False
     """True if a stage may have devices of different kinds. Otherwise none does but where constraints ask for it."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if none is named: the devices of this machine are meant."""
+        return self.preset is None and self.file is None and self.inline is None
+
+    def settled(self) -> ClusterChoice:
+        """The same with the preset of this machine where none is named."""
+        if not self.is_open:
+            return self
+        here = local_cluster()
+        inside = cluster_preset(here.preset).levels[0].size
+        # More GPUs than a node of the preset has are all in this one.
+        own = here.count if inside is not None and here.count > inside else None
+        return replace(self, preset=here.preset, devices_per_node=self.devices_per_node or own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +185,11 @@ class Configuration:
     strategy `auto`, and is `none` under any other."""
     data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
     """Where `launch` has samples from, and in which order."""
-    cluster: ClusterChoice = field(
-        default=ClusterChoice(preset="a100-80gb"), metadata={"flag": "--cluster PRESET|FILE"}
-    )
-    """The cluster to plan for."""
+    cluster: ClusterChoice = field(default=ClusterChoice(), metadata={"flag": "--cluster PRESET|FILE"})
+    """The cluster to plan for; the devices of this machine where none is named."""
     gpus: DeviceCount | None = field(default=None, metadata={"flag": "--gpus N"})
-    """Number of devices; all of the cluster's (one node's where its nodes are open) where it is not given."""
+    """Number of devices; all of the cluster's (one node's where its nodes are open) where it is not given, of this
+    machine all GPUs, or a device a core, at most 8."""
     costs: Literal["roofline", "pase-paper"] | Annotated[str, FilePath()] = field(
         default="roofline", metadata={"flag": "--costs roofline|FILE"}
     )
@@ -231,9 +247,6 @@ def check(configuration: Configuration, document: Entry) -> None:
         )
     if choice.preset is not None:
         cluster_preset(choice.preset, where=_place(document, "cluster", "preset"))
-    elif choice.file is None and choice.inline is None:
-        hint = "give cluster.preset or cluster.file"
-        raise ConfigurationError("no cluster is chosen", hint, _place(document, "cluster"))
 
 
 def _check_constraint(constraint: Constraint, gpus: int | None, path: str, where: str) -> None:
@@ -382,10 +395,13 @@ def dump_configuration(configuration: Configuration) -> str:
 def resolve_cluster(configuration: Configuration) -> Cluster:
     """The devices and links that a configuration plans for. Raises ConfigurationError for a cluster that cannot be
     read, InfeasibleError where it has fewer than `gpus` devices."""
-    choice = configuration.cluster
+    given = configuration.cluster
+    choice, count = given.settled(), configuration.gpus
+    if given.is_open and given.nodes is None and given.devices_per_node is None:
+        count = count or local_cluster().count
     if choice.inline is not None:
         description = with_presets(choice.inline, "cluster.inline")
     else:
         description = read_cluster(choice.file) if choice.file else cluster_preset(choice.preset or "")
-    found = build_cluster(description, configuration.gpus, choice.nodes, choice.devices_per_node)
+    found = build_cluster(description, count, choice.nodes, choice.devices_per_node)
     return replace(found, straddle=choice.straddle)

@@ -24,7 +24,7 @@ constraints:
 - {match: "/layers.0/attention/MatMul_1", split: {h: 2, b: 2}}
 - {match: "/norm/LayerNormalization", split: {}}
 """
-AGAIN = ("--strategy", "manual", "--gpus", 8, "--batch-size", 16, "--micro-batches", 4)
+AGAIN = ("--strategy", "manual", "--cluster", "a100-80gb", "--gpus", 8, "--batch-size", 16, "--micro-batches", 4)
 
 
 @pytest.fixture
@@ -32,7 +32,9 @@ def annotated(command_line: CommandLine) -> CommandLine:
     """`gpt.onnx` planned by constraints into `a.plan` and annotated in `out.onnx`."""
     build(configure("gpt", SETTINGS)).save(command_line.folder / "gpt.onnx")
     (command_line.folder / "c.yaml").write_text(CONSTRAINTS)
-    command_line.done("plan", "gpt.onnx", "--config", "c.yaml", "--annotate", "out.onnx", "-o", "a.plan")
+    command_line.done(
+        "plan", "gpt.onnx", "--config", "c.yaml", "--cluster", "a100-80gb", "--annotate", "out.onnx", "-o", "a.plan"
+    )
     return command_line
 
 

@@ -76,7 +76,6 @@ MISTAKES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "unknown schedule": ("schedule:\n  name: 1f2b\n", 2, ("'1f2b'", "did you mean", "1f1b")),
     "unknown cluster": ("cluster: {preset: sumit}\n", 1, ("'sumit'", "did you mean 'summit'?")),
     "two clusters": ("cluster:\n  preset: summit\n  file: ./gone.yaml\n", 3, ("exclude each other",)),
-    "no cluster": ("cluster: {preset: null}\n", 1, ("no cluster is chosen",)),
     # Several keys together.
     "batch not divisible": ("batch_size: 10\nmicro_batches: 4\n", 2, ("micro_batches 4", "batch_size 10", "5 does")),
     "micro-batch not divisible": ("batch_size: 10\nmicro_batch_size: 4\n", 2, ("micro_batch_size 4", "batch_size 10")),

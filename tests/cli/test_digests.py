@@ -43,6 +43,7 @@ PLACEMENTS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Flags of `autopipe plan` by name: each strategy as it is, and those with options that place differently."""
 
+CLUSTER = ("--cluster", "a100-80gb")
 SCHEDULERS = tuple(name for name in scheduler_names() if name != "csv")
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "inference": ("--mode", "infer", "--strategy", "pipedream"),
@@ -80,7 +81,7 @@ def test_every_model(command_line: CommandLine, golden: Golden) -> None:
 
 def test_further_requests(command_line: CommandLine, golden: Golden) -> None:
     build("gpt")
-    found = {name: planned(command_line.folder, "gpt.onnx", *words) for name, words in VARIANTS.items()}
+    found = {name: planned(command_line.folder, "gpt.onnx", *CLUSTER, *words) for name, words in VARIANTS.items()}
     golden(text_of(found), "digests/requests.json")
 
 
@@ -97,8 +98,9 @@ def test_what_commands_print_with_json(command_line: CommandLine, golden: Golden
     """All commands that only read and plan, one after the other in one folder."""
     build("gpt")
     done = command_line.done
-    done("plan", "gpt.onnx", "--gpus", 4, "--strategy", "pipedream", "--schedule", "gpipe", "-o", "other")
-    (command_line.folder / "train.yaml").write_text("optimizer: {name: adamw}\nstrategy: {name: grid, pipeline: 2}\n")
+    done("plan", "gpt.onnx", "--gpus", 4, *CLUSTER, "--strategy", "pipedream", "--schedule", "gpipe", "-o", "other")
+    train = "cluster: {preset: a100-80gb}\noptimizer: {name: adamw}\nstrategy: {name: grid, pipeline: 2}\n"
+    (command_line.folder / "train.yaml").write_text(train)
     commands = (
         "inspect gpt.onnx",
         "plan gpt.onnx --gpus 4 --strategy grid --set strategy.pipeline=2 --schedule 1f1b --annotate own.onnx -o plan",
@@ -140,7 +142,7 @@ def test_what_commands_that_run_print_with_json(command_line: CommandLine, golde
     """Which keys they print, and of which types: their numbers are measured."""
     build("gpt")
     done = command_line.done
-    done("plan", "gpt.onnx", "--gpus", 2, "--strategy", "pipedream", "--batch-size", 4, "-o", "plan")
+    done("plan", "gpt.onnx", "--gpus", 2, *CLUSTER, "--strategy", "pipedream", "--batch-size", 4, "-o", "plan")
     done("codegen", "plan")
     commands = (
         "launch plan/program --device cpu --steps 2 --checkpoint saved",
@@ -172,6 +174,7 @@ def digests(model: str, placement: str, schedulers: Iterable[str]) -> dict[str, 
     """Digests by scheduler of the plans with one placement, and of their programs."""
     first, folder = "1f1b", Path.cwd()
     words = (f"{model}.onnx", *PLACEMENTS[placement], "--gpus", "4", "--batch-size", "32", "--micro-batches", "8")
+    words = (*words, *CLUSTER)
     found = {first: planned(folder, *words, "--schedule", first, "-o", "first", name="first")}
     if not (folder / "first").exists():  # A placement that 1F1B cannot take may still be another's.
         found[first] += " " + planned(folder, *words, "--schedule", "tessel", "-o", "first", name="first")
@@ -204,7 +207,8 @@ def digest(files: Iterable[Path]) -> str:
 
 def printed(command_line: CommandLine, words: str) -> str:
     """The digest of what a command prints with --json, or the exit code of one that fails."""
-    shown = command_line.run(*words.split(), "--json", "-q")
+    target = CLUSTER if words.startswith("plan ") and "--from" not in words else ()
+    shown = command_line.run(*words.split(), *target, "--json", "-q")
     return f"exit {shown.code}" if shown.code else hashlib.sha256(settled(shown.out).encode()).hexdigest()[:12]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_plan
+from autopipe.configs.local_devices import local_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import ConfigurationError
 
@@ -34,14 +36,54 @@ def run(capsys, *words):
 
 
 def test_a_plan_folder_and_one_screen(gpt, capsys):
-    code, out, _ = run(capsys, gpt, "--gpus", 2)
+    code, out, _ = run(capsys, gpt, "--gpus", 2, "--cluster", "a100-80gb")
     assert code == 0
     assert sorted(os.listdir(f"{gpt}.plan")) == ["config.yaml", "placement.yaml", "plan.json", "schedule.json"]
-    for word in ("pipedream with tessel", "train (the model has a loss)", "a100-80gb", "bubble", "next:"):
+    for word in ("pipedream with tessel", "train, on 2 devices of a100-80gb\n", "bubble", "next:"):
         assert word in out
-    assert "exchanged in a step: " in out
+    assert "communication volume of a step: " in out
     assert "schedule: a step that is proven the shortest" in out
-    assert len(out.splitlines()) < 25
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_answer_has_at_most_twenty_lines(gpt, capsys, monkeypatch, tmp_path, terminal):
+    """Though the plan has eight stages and others to be compared with. On a terminal prose wraps between words."""
+    if terminal:
+        for name, value in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", "80")):
+            monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    words = ("gpt.onnx", "--gpus", 4, "--cluster", "a100-80gb", "--batch-size", 16, "--micro-batches", 2)
+    assert main(["plan", *map(str, words)]) == 0
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = out.splitlines()
+    assert len(lines) <= 20
+    assert all(len(line) <= 80 for line in lines) or not terminal
+    head = ["strategy", "schedule", "micro-batches", "step", "slowdown", "memory"]
+    table = next(number for number, line in enumerate(lines) if line.split() == head)
+    assert [line.startswith("plan in") for line in lines[table + 1 :]].index(True) <= 3
+    told = " ".join(out.split())
+    for part in ("of 8 samples", "lower bound", "samples/s", "peak memory", "the best of other strategies"):
+        assert part in told
+    assert "next: autopipe explain gpt.onnx.plan autopipe show gpt.onnx.plan autopipe codegen gpt.onnx.plan" in told
+    main(["explain", "gpt.onnx.plan"])
+    repeated = set(lines[2:]) & set(capsys.readouterr().out.splitlines())
+    assert not [line for line in repeated if line.split()[0] not in ("strategy", "plan")], "explain tells the rest"
+
+
+def test_quiet_says_nothing_of_what_went_well(gpt, capsys):
+    assert run(capsys, gpt, "--gpus", 2, "-q")[:2] == (0, "")
+    assert main(["codegen", f"{gpt}.plan", "-q"]) == 0
+    assert "".join(capsys.readouterr()) == ""
+
+
+def test_the_devices_of_this_machine_are_the_default(gpt, capsys):
+    here = local_cluster()
+    code, out, _ = run(capsys, gpt)
+    assert code == 0
+    assert f"of {here.preset} ({here.why})" in out.splitlines()[0]
+    summary = open_plan(gpt.parent / "gpt.onnx.plan").plan.summary
+    assert summary.devices == here.count
+    assert f"preset: {here.preset}" in (gpt.parent / "gpt.onnx.plan/config.yaml").read_text()
 
 
 def test_json_is_the_summary_of_the_file(gpt, capsys):
@@ -80,7 +122,7 @@ def test_stages_are_as_many_as_asked_for(gpt, capsys, tmp_path, strategy):
 def test_the_plan_says_whether_the_optimizers_state_is_in_shares(gpt, capsys, tmp_path, asked, shard):
     code, out, _ = run(capsys, gpt, "--gpus", 2, "--strategy", "data_parallel", "-o", tmp_path / "plan", *asked)
     assert code == 0
-    assert ("parameter" in next(line for line in out.splitlines() if line.startswith("exchanged"))) is shard
+    assert ("parameter" in next(line for line in out.splitlines() if line.startswith("communication"))) is shard
     assert f"shard: {str(shard).lower()}" in (tmp_path / "plan/config.yaml").read_text()
     assert open_plan(tmp_path / "plan").problem.optimizer.shard is shard
     assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0

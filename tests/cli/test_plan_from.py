@@ -17,7 +17,7 @@ from tests.cli.command_line import CommandLine
 
 GPT = {"layers": "4", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
 BRANCHES = {"hidden": "32", "heads": "2", "sequence": "8", "loss": "true"}
-FLAGS = ("--gpus", 4, "--batch-size", 16, "--micro-batches", 8)
+FLAGS = ("--cluster", "a100-80gb", "--gpus", 4, "--batch-size", 16, "--micro-batches", 8)
 LATE = "re:/layers.[23]/.*|/norm/.*|/head/.*"
 """The later half of the model, without its loss."""
 

@@ -21,6 +21,7 @@ def folder(tmp_path_factory):
     settings = {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
     build(configure("gpt", settings)).save(path / "gpt.onnx")
     words = ["plan", path / "gpt.onnx", "--gpus", "2", "--strategy", "pipedream", "--schedule", "1f1b"]
+    words += ["--cluster", "a100-80gb"]
     assert main([*map(str, words), "-q", "-o", str(path / "plan")]) == 0
     return path / "plan"
 

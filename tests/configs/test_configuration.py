@@ -76,7 +76,6 @@ REFUSED = {
     "indivisible size": ("micro_batch_size: 3\nbatch_size: 64\n", "c.yaml:1: micro_batch_size 3 does not divide"),
     "both": ("micro_batches: 2\nmicro_batch_size: 4\n", "c.yaml:2: micro_batches and micro_batch_size exclude"),
     "two clusters": ("cluster:\n  preset: summit\n  file: a.yaml\n", "c.yaml:3: cluster.preset and cluster.file"),
-    "no cluster": ("cluster: {preset: null}\n", "c.yaml:1: no cluster is chosen"),
     "cluster's name": (
         "cluster: {preset: sumit}\n",
         "c.yaml:1: no cluster preset is named 'sumit' (did you mean 'summit'?)",
@@ -153,7 +152,7 @@ def test_every_key_arrives(tmp_path: Path) -> None:
 def test_defaults() -> None:
     assert load_configuration() == c.Configuration()
     partial = parse_configuration("cluster: {nodes: 2}\noptimizer: {lr: 1}\nstrategy: {depth: 3}\n", "c.yaml")
-    assert partial.cluster == c.ClusterChoice(preset="a100-80gb", nodes=2)
+    assert partial.cluster == c.ClusterChoice(nodes=2)
     assert partial.optimizer == c.Optimizer(lr=1.0)
     assert (partial.strategy.name, dict(partial.strategy.options)["depth"].value) == ("auto", 3)
 

@@ -65,7 +65,7 @@ def model(tmp_path_factory):
 
 
 def request(model, sizes, scheduler=None, **given):
-    cluster = resolve_cluster(load_configuration(words={"--gpus": str(len(sizes))}))
+    cluster = resolve_cluster(load_configuration(words={"--gpus": str(len(sizes)), "--cluster": "a100-80gb"}))
     return Request(model, cluster, Chooser(sizes), scheduler or KForwardsKBackwards(), **{"batch_size": 16, **given})
 
 

@@ -21,7 +21,7 @@ from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 
 
 def cluster(devices):
-    return resolve_cluster(load_configuration(words={"--gpus": str(devices)}))
+    return resolve_cluster(load_configuration(words={"--gpus": str(devices), "--cluster": "a100-80gb"}))
 
 
 @pytest.fixture(scope="module")

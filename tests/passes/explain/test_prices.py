@@ -37,7 +37,7 @@ def planned(request, tmp_path_factory) -> PlanResult:
     name, settings, strategy, schedule, devices = PLANS[request.param]
     path: Path = tmp_path_factory.mktemp("models") / f"{name}.onnx"
     build(configure(name, settings)).save(path)
-    cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices)}))
+    cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices), "--cluster": "a100-80gb"}))
     return make_plan(Request(path, cluster, strategy_class(strategy)(), scheduler_class(schedule)(), batch_size=16))
 
 

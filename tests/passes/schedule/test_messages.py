@@ -37,7 +37,7 @@ PIPELINES = [[((0,), (1,), (2,)), ((2,), (1,), (0,))], [((0, 1), (2, 3)), ((4,),
 def planned(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "model.onnx"
     build(configure(request.param, {"loss": "true"})).save(path)
-    cluster = resolve_cluster(load_configuration(words={"--gpus": "6"}))
+    cluster = resolve_cluster(load_configuration(words={"--gpus": "6", "--cluster": "a100-80gb"}))
     return make_plan(Request(path, cluster, PipeDream(), OneForwardOneBackward(), batch_size=8, micro_batches=2))
 
 

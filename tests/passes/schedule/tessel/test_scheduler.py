@@ -32,7 +32,7 @@ def gpt(tmp_path_factory):
 
 
 def request(model, scheduler=TESSEL, devices=4, **given):
-    cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices)}))
+    cluster = resolve_cluster(load_configuration(words={"--gpus": str(devices), "--cluster": "a100-80gb"}))
     return Request(model, cluster, PipeDream(), scheduler, **given)
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from autopipe.cli.explain import next_best
 from autopipe.cli.output import group_text
-from autopipe.cli.plan_text import distance_lines, weighed_screen
+from autopipe.cli.plan_text import candidates_screen, distance_lines
 from autopipe.ir.plan import Alternative, Breakdown, Choice
 
 CHOSEN = Alternative(
@@ -22,14 +22,14 @@ ALL = (SLOWER, BOUNDED, TOO_LARGE, SAME, CHOSEN)
 def shown(width: int = 100) -> list[str]:
     console = Console(width=width, markup=False, highlight=False)
     with console.capture() as capture:
-        for part in weighed_screen(ALL, 1.0):
+        for part in candidates_screen(ALL, 1.0):
             console.print(part)
     return capture.get().splitlines()
 
 
 def test_each_strategy_has_a_row_that_says_by_what_it_lost() -> None:
     lines = shown()
-    assert lines[0] == "weighed: 5 plans, 3 of them with a step; of each strategy the best:"
+    assert lines[0] == "5 candidates, 3 of them simulated; the best of each strategy:"
     rows = {line.split()[0]: line for line in lines}
     assert all(
         word in rows["grid"] for word in ("(chunks=2 wave, zero-1)", "zb_v", "1.00 s", "same", "900 ms", "1.00 MiB")
@@ -49,7 +49,17 @@ def test_nothing_is_lost_in_a_narrow_terminal() -> None:
 
 
 def test_nothing_is_shown_where_nothing_was_weighed() -> None:
-    assert list(weighed_screen((), 1.0)) == []
+    assert list(candidates_screen((), 1.0)) == []
+
+
+def test_the_next_best_of_other_strategies_are_told_alone() -> None:
+    console = Console(width=100, markup=False, highlight=False)
+    with console.capture() as capture:
+        for part in candidates_screen(ALL, 1.0, most=3):
+            console.print(part)
+    lines = capture.get().splitlines()
+    assert lines[0] == "5 candidates, 3 of them simulated; the best of other strategies:"
+    assert [line.split()[0] for line in lines[1:]] == ["strategy", "pase"]
 
 
 def test_the_next_best_plan_is_not_the_chosen_one() -> None:
@@ -61,7 +71,7 @@ def test_the_next_best_plan_is_not_the_chosen_one() -> None:
 def test_the_distance_to_the_ideal_is_told_by_its_parts() -> None:
     parts = Breakdown(0.5, bubble_s=0.2, messages_s=0.1, gradients_s=0.15, launches_s=0.0498, update_s=0.0002)
     first, second = distance_lines(parts, 4)
-    assert first == "ideal 500 ms (one device's work at the roofline / 4), the step takes 2.00 times that"
+    assert first == "ideal 500 ms (one device's work at the roofline / 4), the step of 1.00 s takes 2.00 times that"
     assert second == (
         "of the step: ideal 50.0%, communication 25.0% (gradients 15.0%, messages 10.0%), bubble 20.0%, launches 5.0%"
     )
@@ -69,7 +79,7 @@ def test_the_distance_to_the_ideal_is_told_by_its_parts() -> None:
 
 def test_one_device_at_its_best_has_nothing_to_lose() -> None:
     assert list(distance_lines(Breakdown(1.0), 1)) == [
-        "ideal 1.00 s (the device's work at the roofline), the step takes 1.00 times that"
+        "ideal 1.00 s (the device's work at the roofline), the step of 1.00 s takes 1.00 times that"
     ]
 
 

@@ -1,0 +1,130 @@
+"""The devices of this machine, found without torch: its GPUs through NVML, else the cores of its processors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from autopipe.configs.cluster import cluster_preset
+
+_PRESETS = (
+    (r"\bH200\b", "h200"),
+    (r"\bH100\b", "h100-80gb"),
+    (r"\bA100\b", "a100-80gb"),
+    (r"\bV100\b.*-32GB", "v100-32gb"),
+    (r"\bV100\b", "v100-16gb"),
+    (r"\bRTX 4090\b(?! D| Laptop)", "rtx-4090"),
+    (r"\bRTX 2080 Ti\b", "2080ti-pcie"),
+    (r"\bGTX 1080 Ti\b", "1080ti-pcie"),
+)
+"""Product names as NVML gives them, and the preset of a cluster of these."""
+_LEAST_MEMORY = 0.9
+"""Share of a preset's memory below which a GPU of its name is another product, such as an A100 of 40 GB."""
+_CPU = "cpu-local"
+_MOST_CORES = 8
+_NAME_BYTES = 96
+"""NVML_DEVICE_NAME_V2_BUFFER_SIZE; a UUID is shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    """The product's name, such as `NVIDIA H100 80GB HBM3`."""
+    memory_bytes: int
+    uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """The devices that a plan is made for where no cluster is chosen."""
+
+    preset: str
+    count: int
+    why: str
+    """In words, for the first line of a plan."""
+    warning: str = ""
+    """GPUs that were found and are not planned for."""
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+@functools.cache
+def local_cluster() -> LocalCluster:
+    """The preset of the GPUs that a process sees, with as many devices; else `cpu-local` with a device a core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(cores, _MOST_CORES)
+    found = visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not found:
+        return LocalCluster(_CPU, count, "no GPU here; --cluster PRESET plans for others")
+    names = " and ".join(f"{number} {name}" for name, number in Counter(gpu.name for gpu in found).items())
+    presets = {preset_of(gpu) for gpu in found}
+    if len(presets) > 1 or None in presets:
+        what = "of several kinds" if len(presets) > 1 else "of which there is no preset"
+        return LocalCluster(_CPU, count, "the GPUs here match no preset", f"{names}, {what}, are not planned for")
+    return LocalCluster(str(presets.pop()), len(found), f"{names} here")
+
+
+def installed_gpus() -> tuple[Gpu, ...]:
+    """The NVIDIA GPUs of this machine in NVML's order; none where its driver is not installed or does not answer."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2():
+            return ()
+    except (OSError, AttributeError):
+        return ()
+    gpus: list[Gpu] = []
+    count, handle, memory = ctypes.c_uint(), ctypes.c_void_p(), _Memory()
+    name, uuid = (ctypes.create_string_buffer(_NAME_BYTES) for _ in range(2))
+    try:
+        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for index in range(count.value):
+            failed = (
+                library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+                or library.nvmlDeviceGetName(handle, name, _NAME_BYTES)
+                or library.nvmlDeviceGetUUID(handle, uuid, _NAME_BYTES)
+                or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+            )
+            if not failed:
+                texts = (each.value.decode(errors="replace") for each in (name, uuid))
+                gpus.append(Gpu(next(texts), memory.total, next(texts)))
+    except AttributeError:
+        return ()  # An older library.
+    finally:
+        library.nvmlShutdown()
+    return tuple(gpus)
+
+
+def visible(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES, `variable`, leaves: by number or by how a UUID begins, up to the first word
+    that names none."""
+    if variable is None:
+        return gpus
+    found: list[Gpu] = []
+    for word in variable.split(","):
+        word = word.strip()
+        if word.isdecimal():
+            named = list(gpus[int(word) : int(word) + 1])
+        else:
+            named = [gpu for gpu in gpus if word.startswith("GPU-") and gpu.uuid.startswith(word)]
+        if len(named) != 1 or named[0] in found:
+            break
+        found += named
+    return tuple(found)
+
+
+def preset_of(gpu: Gpu) -> str | None:
+    """The preset for a GPU by its name and memory."""
+    for pattern, preset in _PRESETS:
+        if re.search(pattern, gpu.name):
+            device = cluster_preset(preset).device
+            assert device is not None
+            return preset if gpu.memory_bytes >= _LEAST_MEMORY * device.memory else None
+    return None
