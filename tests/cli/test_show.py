@@ -167,6 +167,7 @@ def test_a_plan_follows_the_order_that_another_one_wrote(folder, capsys, tmp_pat
     assert main(["show", str(folder), "--csv", str(order)]) == 0
     model = str(folder.parent / "gpt.onnx")
     words = ["plan", model, "--gpus", "2", "--strategy", "pipedream", "--schedule", "csv"]
+    words += ["--cluster", "a100-80gb"]
     following = [*words, "--set", f"schedule.file={order}", "--micro-batches"]
     assert main([*following, "8", "-q", "-o", str(tmp_path / "again")]) == 0
     first, again = open_prediction(folder), open_prediction(tmp_path / "again")
