@@ -14,10 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError
 
 Record = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
+_FLUSH_S = 10
+"""To write TensorBoard's events out at each step takes longer than a short step."""
 _RATES = ("samples_per_s", "tokens_per_s", "tflops_per_device", "mfu", "bubble_rate")
 
 
@@ -35,7 +38,9 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._last = max((int(step) for step in _steps(path)), default=-1)
+        self._last = max(_steps(path), default=-1)
+        if path.exists():  # A last line of which a part is missing, since the machine stopped, say, is taken off.
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def write(self, record: Record) -> None:
         if record["step"] < self._last or (record["step"] == self._last and "step_time_s" in record):
@@ -45,8 +50,9 @@ class JsonLines:
             file.write(json.dumps(record) + "\n")
 
     def _cut_back(self, step: int) -> None:
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        self._path.write_text("".join(line for line in lines if json.loads(line)["step"] < step), encoding="utf-8")
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        with replacing(self._path) as file:
+            file.writelines(line for line in lines if json.loads(line)["step"] < step)
 
     def close(self) -> None:
         """Each line is in the file already."""
@@ -54,7 +60,7 @@ class JsonLines:
 
 def _steps(path: Path) -> Iterator[int]:
     if path.exists():
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
             try:
                 yield int(json.loads(line)["step"])
             except (ValueError, TypeError, KeyError) as error:
@@ -76,11 +82,10 @@ class TensorBoard:
             self.close()
             # What an earlier start has written of these steps is no longer shown.
             module: Any = import_module("torch.utils.tensorboard")
-            self._writer = module.SummaryWriter(str(self._folder), purge_step=step)
+            self._writer = module.SummaryWriter(str(self._folder), purge_step=step, flush_secs=_FLUSH_S)
         self._last = step
         for name, figure in scalars(record):
             self._writer.add_scalar(name, figure, step)
-        self._writer.flush()
 
     def close(self) -> None:
         if self._writer is not None:

@@ -27,6 +27,8 @@ def test_a_step_that_comes_again_replaces_it_and_later_ones(tmp_path: Path) -> N
     for step in range(4):
         first.write(record(step))
     first.write({"step": 3, "eval_loss": 1.0})
+    with path.open("a") as torn:
+        torn.write('{"step": 4, "lo')
     again = JsonLines(path)
     for step in (2, 3):
         again.write(record(step, loss=9.0))
