@@ -41,7 +41,6 @@ from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output, write_texts
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import DataSettings
-from autopipe.passes.auto.plan_cache import cache_folder
 
 _KEY_BYTES = 32
 _NO_END = 2**40
@@ -349,6 +348,8 @@ class Launch:
         if self.device != "cuda":
             return None
         import torch
+
+        from autopipe.passes.auto.plan_cache import cache_folder
 
         return None if torch.cuda.is_available() else fake_cuda.build(cache_folder())
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -43,6 +42,8 @@ class StepDisplay:
     as a line every N steps."""
 
     def __init__(self, run: Run, output: Output, every: int) -> None:
+        from rich.live import Live
+
         self._run, self._output, self._every = run, output, every
         console = output.stderr if output.as_json else output.stdout
         shown = console.is_terminal and output.verbosity > Verbosity.QUIET

@@ -7,8 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import RenderableType
+from rich.table import Table
+
 from autopipe.cli.drawing.picture import Picture
 from autopipe.cli.drawing.trace import END, Bubble, MeasuredTask, Wait
+from autopipe.cli.output import plain_table, seconds_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +86,47 @@ def predicted_bubbles(picture: Picture) -> dict[tuple[int, str], float]:
 
 def worst_bubbles(bubbles: Iterable[Bubble], count: int) -> list[Bubble]:
     return sorted(bubbles, key=lambda bubble: -bubble.duration)[:count]
+
+
+_WORST = 6
+
+
+def bubble_screen(measured: MeasuredSteps, picture: Picture | None) -> Iterator[RenderableType]:
+    """Tables of the mean step's bubbles by rank, and of the largest bubbles."""
+    steps, predicted = measured.steps, {} if picture is None else predicted_bubbles(picture)
+    which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    yield f"bubbles of {which}: a step's, by rank, and the largest"
+    yield _by_rank(measured.bubbles, len(steps), predicted)
+    table = plain_table("rank", "step", "before", "measured", "predicted", "waited for", right=3, no_wrap=True)
+    table.columns[-1].justify = "left"
+    for bubble in worst_bubbles(measured.bubbles, _WORST):
+        before = "the end" if bubble.before == END else bubble.before
+        expected = _predicted_text(predicted.get((bubble.rank, bubble.before)))
+        row = str(bubble.rank), str(bubble.step), before, seconds_text(bubble.duration / 1e6), expected
+        table.add_row(*row, _blamed(bubble))
+    yield table
+
+
+def _by_rank(bubbles: Sequence[Bubble], steps: int, predicted: Mapping[tuple[int, str], float]) -> Table:
+    """The mean step's bubbles of each rank, and what they went to."""
+    table = plain_table("rank", "bubbles", "predicted", "late messages", "update", "the rest", right=1, no_wrap=True)
+    for rank in sorted({bubble.rank for bubble in bubbles}):
+        own = [bubble for bubble in bubbles if bubble.rank == rank]
+        idle, late = sum(each.duration for each in own), sum(each.late for each in own)
+        update = sum(each.duration for each in own if each.before == END)
+        parts = (seconds_text(each / 1e6 / steps) for each in (late, update, idle - late - update))
+        expected = sum(length for (device, _), length in predicted.items() if device == rank) if predicted else None
+        table.add_row(str(rank), seconds_text(idle / 1e6 / steps), _predicted_text(expected), *parts)
+    return table
+
+
+def _predicted_text(seconds: float | None) -> str:
+    return "" if seconds is None else seconds_text(seconds) if seconds > 1e-9 else "0 s"
+
+
+def _blamed(bubble: Bubble) -> str:
+    if bubble.before == END:
+        return "gradients, the update, other ranks"
+    if (worst := bubble.worst) is None:
+        return ""
+    return f"rank {worst.peer}, channel {worst.channel}: {seconds_text(worst.duration / 1e6)}"
