@@ -68,7 +68,7 @@ class ProfiledSteps:
         if not output.as_json:
             for part in bubble_screen(measured, picture):
                 output.line(part)
-        output.note(f"timeline in {path}, torch's profile of each rank beside it: open them in ui.perfetto.dev")
+        output.note(f"timeline.json, and torch's profile of each rank, in {self.folder}: see ui.perfetto.dev")
 
 
 def _predicted(manifest: Manifest, output: Output) -> Picture | None:
