@@ -166,8 +166,7 @@ class Channel:
     """Messages from one rank to another: one block of each micro-batch of its slice, and its gradient back. `buffers`
     and `gradient_buffers` are how many messages the target, and of gradients the source, holds at once.
 
-    A rank asks for all that another one sends in one order, over one NCCL communicator; only an `own` channel is in no
-    order with the others, and has communicators of its own.
+    A rank asks for all that another one sends in the order in which it does, over one NCCL communicator.
     """
 
     number: Index
@@ -175,7 +174,6 @@ class Channel:
     target_rank: Annotated[Index, At("target")]
     buffers: Index
     gradient_buffers: Index
-    own: Annotated[bool, Sparse()] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +210,14 @@ class Verb(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One verb on one stage and micro-batch. `receive` posts, `forward` and `backward` wait, `send` returns at once. A
-    receive is of what one stage, `source`, sends; of what all stages send where it is None."""
+    receive is of what one stage, `source`, sends; of what all stages send where it is None. Where a micro-batch takes
+    parts of several of the source's, it is of the `part` from those of the slice with this index."""
 
     verb: Verb
     stage: int
     micro_batch: int
     source: int | None = None
+    part: int | None = None
 
     def shifted(self, distance: int) -> Instruction:
         return replace(self, micro_batch=self.micro_batch + distance)

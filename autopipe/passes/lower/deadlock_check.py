@@ -206,8 +206,6 @@ _LETTERS = {Verb.FORWARD: "F", Verb.BACKWARD: "B", Verb.INPUT_GRADIENT: "I", Ver
 class Shared:
     """The ends at which all ranks meet."""
 
-    own: frozenset[int]
-    """Channels that have communicators of their own (`ir.program.Channel`)."""
     channels: dict[tuple[int, bool], ProofChannel] = field(default_factory=dict)
     """By number, and whether they carry gradients."""
     communicators: dict[tuple[int, int], Communicator] = field(default_factory=dict)
@@ -242,19 +240,19 @@ class RankTrace:
         for item in (*rank.warm_up, *rank.repetend, *rank.cool_down):
             loop = item if isinstance(item, Loop) else Loop((item,), 1)
             strides = loop.strides or (loop.stride,) * len(loop.body)
-            actions = [self._action(each.verb, each.stage, each.source) for each in loop.body]
+            actions = [self._action(each.verb, each.stage, each.source, each.part) for each in loop.body]
             for turn in range(loop.count):
                 for action, each, stride in zip(actions, loop.body, strides, strict=True):
                     yield action, each.micro_batch + turn * stride
 
-    def _made(self, verb: Verb, stage: int, source: int | None) -> Action:
+    def _made(self, verb: Verb, stage: int, source: int | None, part: int | None) -> Action:
         receives, sends = self._wired[stage].receives, self._wired[stage].sends
         forward, backward, weights = f"{stage}F", f"{stage}B", f"{stage}W"
         match verb:
             case Verb.RECEIVE:
-                return Action(posts=self._between(receives, False, source))
+                return Action(posts=self._between(receives, False, source, part))
             case Verb.RECEIVE_GRADIENT:
-                return Action(posts=self._between(sends, True, source))
+                return Action(posts=self._between(sends, True, source, part))
             case Verb.SEND:
                 return Action(forward, sends=self._between(sends, False))
             case Verb.SEND_GRADIENT:
@@ -290,11 +288,11 @@ class RankTrace:
                 )
 
     def _between(
-        self, pieces: tuple[MessageBlock, ...], gradient: bool, source: int | None = None
+        self, pieces: tuple[MessageBlock, ...], gradient: bool, source: int | None = None, part: int | None = None
     ) -> ByTurn[ProofChannel]:
         """The channels, between different ranks, of pieces or of their gradients, by this rank's micro-batches.
 
-        With `source` those alone whose other end is that stage.
+        With `source` those alone whose other end is that stage, with `part` a slice of that index.
         """
         return by_turn(
             (
@@ -305,6 +303,7 @@ class RankTrace:
             if piece.source_rank != piece.target_rank
             and (piece.needs_gradient or not gradient)
             and source in (None, piece.target_stage if gradient else piece.source_stage)
+            and part in (None, piece.target_slice.index if gradient else piece.source_slice.index)
         )
 
     def _channel(self, piece: MessageBlock, gradient: bool) -> ProofChannel:
@@ -317,9 +316,7 @@ class RankTrace:
             ]
             (source, stage, sends), (target, _, uses) = ends[::-1] if gradient else ends
             task = f"{stage}{'B' if gradient else 'F'}"
-            communicator = Communicator()
-            if piece.channel not in shared.own:
-                communicator = shared.communicators.setdefault((source, target), communicator)
+            communicator = shared.communicators.setdefault((source, target), Communicator())
             shared.channels[key] = ProofChannel(communicator, piece.channel, source, target, task, sends, uses)
         return shared.channels[key]
 
@@ -335,7 +332,7 @@ def prove(program: Program) -> tuple[RankTrace, ...]:
     are asked for in the order in which they are sent, each is sent and asked for once, each task runs once, and groups
     come to their exchanges in one order. Time and memory grow with the number of instructions.
     """
-    shared = Shared(frozenset(channel.number for channel in program.channels if channel.own))
+    shared = Shared()
     traces = tuple(RankTrace(rank, program, shared) for rank in program.ranks)
     waits: dict[int, Wait] = {}
     awake = [trace.rank for trace in reversed(traces)]

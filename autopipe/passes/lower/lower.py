@@ -156,10 +156,7 @@ def lower(
         shard=shard and loss is not None,
     )
     if proven:
-        traces = prove(program)
-        # With communicators for `own` channels there can be more streams than queues; over gloo it runs all the same.
-        if not any(channel.own for channel in program.channels):
-            check_hardware_queues(program, traces)
+        check_hardware_queues(program, prove(program))
     return program
 
 
@@ -176,7 +173,7 @@ def _split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Sched
 
 
 def _steps(wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]) -> list[RankStep]:
-    orders = SendingOrders(schedule, ratios)
+    orders = SendingOrders(schedule)
 
     @cache  # The ranks of a group mostly do the same.
     def step(tasks: tuple[Task, ...], peers: RankPeers) -> RankStep:
@@ -272,8 +269,8 @@ def _parted(
 
     `units` are the lengths of stages' micro-batches, so that what moves on together moves by one distance.
     """
-    kinds: dict[tuple[int, Verb, int | None], int] = {}
-    keys = ((each.stage, each.verb, each.source) for each in flat)
+    kinds: dict[tuple[int, Verb, int | None, int | None], int] = {}
+    keys = ((each.stage, each.verb, each.source, each.part) for each in flat)
     codes = np.array([kinds.setdefault(key, len(kinds)) for key in keys], np.int32)
     indices = np.array([each.micro_batch * units.get(each.stage, 1) for each in flat], np.int64)
     covered = start = size = distance = 0

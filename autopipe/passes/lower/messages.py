@@ -18,8 +18,8 @@ from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import Channel, Instruction, MessageBlock, Section, StageCode, StageOnRank, Verb
-from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, Task, sharing
-from autopipe.passes.analysis.micro_batches import block_transfers, shared_blocks
+from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, Task
+from autopipe.passes.analysis.micro_batches import Shared, block_transfers, shared_blocks
 from autopipe.passes.lower.shard import ShardedStage
 
 
@@ -30,8 +30,8 @@ def transfer_pieces(
     differentiable: frozenset[str],
     types: Mapping[str, DType],
 ) -> tuple[MessageBlock, ...]:
-    """All pieces that cross between stages, by target stage, source stage, value, turn, and target rank. `types` are
-    those of messages, by value.
+    """All pieces that cross between stages, by target stage, source stage, turns of both, value, and target rank: the
+    order in which a task sends them. `types` are those of messages, by value.
 
     Raises InfeasibleError for values that cannot be shared out among micro-batches of different sizes.
     """
@@ -40,40 +40,72 @@ def transfer_pieces(
     batch = batch_axes_of(graph) if len(set(sizes)) > 1 else BatchAxes(0, (), {})
     pieces: list[MessageBlock] = []
     for target, stage in enumerate(stages):
-        computed = [name for name in stage.inputs if graph.producer(name) is not None]
-        for name in sorted(computed, key=lambda each: producers[stage.code.pipeline, each]):
+        found: list[tuple[int, Shared, str]] = []
+        for name in (name for name in stage.inputs if graph.producer(name) is not None):
             source, need = producers[stage.code.pipeline, name], stage.inputs[name]
-            hold, senders = stages[source].outputs[name], stages[source].code.devices
-            blocks = shared_blocks(graph, batch, name, (sizes[source], hold.shape), (sizes[target], need.shape))
+            hold = stages[source].outputs[name]
             if hold.is_partial:
                 raise CodegenError(f"{name!r} leaves stage {source} as partial sums")
-            for shared in blocks:
-                for sender, receiver, sent, received in block_transfers(
-                    hold, need, senders, stage.code.devices, shared
-                ):
-                    pieces.append(
-                        MessageBlock(
-                            channel=len(pieces),
-                            tensor=name,
-                            source_stage=source,
-                            target_stage=target,
-                            source_rank=sender,
-                            target_rank=receiver,
-                            sent=sent,
-                            received=received,
-                            needs_gradient=name in differentiable,
-                            dtype=types[name],
-                            source_slice=shared.source_slice,
-                            target_slice=shared.target_slice,
-                        )
+            ends = (sizes[source], hold.shape), (sizes[target], need.shape)
+            found += ((source, shared, name) for shared in shared_blocks(graph, batch, name, *ends))
+        found.sort(key=lambda each: (each[0], each[1].target_slice.index, each[1].source_slice.index))
+        for source, shared, name in found:
+            hold, senders = stages[source].outputs[name], stages[source].code.devices
+            for sender, receiver, sent, received in block_transfers(
+                hold, stage.inputs[name], senders, stage.code.devices, shared
+            ):
+                pieces.append(
+                    MessageBlock(
+                        channel=len(pieces),
+                        tensor=name,
+                        source_stage=source,
+                        target_stage=target,
+                        source_rank=sender,
+                        target_rank=receiver,
+                        sent=sent,
+                        received=received,
+                        needs_gradient=name in differentiable,
+                        dtype=types[name],
+                        source_slice=shared.source_slice,
+                        target_slice=shared.target_slice,
                     )
+                )
     return tuple(pieces)
 
 
 _FIRST_USES = {Verb.RECEIVE: (Verb.FORWARD,), Verb.RECEIVE_GRADIENT: (Verb.BACKWARD, Verb.INPUT_GRADIENT)}
 _LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
-_Receive = tuple[int, Verb, int | None]
-"""Stage, verb and source of a receive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a stage receives from another one: values, or gradients of those that it sends."""
+
+    stage: int
+    verb: Verb
+    source: int
+    own: MicroBatchSlice
+    """The stage's micro-batches that take something of it."""
+    sent: MicroBatchSlice
+    """The source's micro-batches that give it."""
+
+    @staticmethod
+    def of(piece: MessageBlock, gradient: bool) -> Arrival:
+        source, target = (piece.source_stage, piece.source_slice), (piece.target_stage, piece.target_slice)
+        if gradient:
+            return Arrival(source[0], Verb.RECEIVE_GRADIENT, target[0], source[1], target[1])
+        return Arrival(target[0], Verb.RECEIVE, source[0], target[1], source[1])
+
+    @property
+    def part(self) -> int | None:
+        return self.sent.index if self.sent.of > 1 else None
+
+    def key(self) -> tuple[int, str, int, int, int]:
+        return self.stage, self.verb.value, self.source, self.own.index, self.sent.index
+
+
+_Receive = tuple[int, Verb, int | None, int | None]
+"""Stage, verb, source and part of a receive."""
 
 
 class HeldMessages:
@@ -89,11 +121,16 @@ class HeldMessages:
             if each.verb in _FIRST_USES:
                 for whole, uses in ((False, _FIRST_USES[each.verb]), (True, _LAST_USES)):
                     end = max(places.get((use, each.stage, each.micro_batch), place) for use in uses)
-                    self._spans[(each.stage, each.verb, each.source), whole].append((each.micro_batch, place, end))
+                    receive = each.stage, each.verb, each.source, each.part
+                    self._spans[receive, whole].append((each.micro_batch, place, end))
 
-    def most(self, stage: int, verb: Verb, source: int, whole: bool, turn: MicroBatchSlice) -> int:
-        """The most held at once of what `stage` receives in `turn` from stage `source`, in whole tensors or blocks."""
-        return max(self._overlapping((stage, verb, each), whole, turn) for each in (source, None))
+    def most(self, arrival: Arrival, whole: bool) -> int:
+        """The most held at once of what a stage receives, in whole tensors or blocks."""
+        stage, verb = arrival.stage, arrival.verb
+        return max(
+            self._overlapping((stage, verb, source, arrival.part), whole, arrival.own)
+            for source in (arrival.source, None)
+        )
 
     def _counted(self, receive: _Receive, whole: bool, turn: MicroBatchSlice) -> int:
         spans = [each[1:] for each in self._spans.get((receive, whole), ()) if turn.has(each[0])]
@@ -117,71 +154,16 @@ def channels_of(
     """The channels between different ranks, from what is sent and received by each and what each does in a step."""
     found = []
     pieces = {each.channel: each for own in wired for stage in own for each in stage.sends}
-    apart = _out_of_order(wired, steps, [each for each in pieces.values() if _is_part(each)])
     for _, piece in sorted(pieces.items()):
         source, target = piece.source_rank, piece.target_rank
         if source == target:
             continue
-        whole = is_whole(stages, piece, gradient=False)
-        buffers = steps[target].held.most(
-            piece.target_stage, Verb.RECEIVE, piece.source_stage, whole, piece.target_slice
-        )
+        buffers = steps[target].held.most(Arrival.of(piece, False), is_whole(stages, piece, gradient=False))
         gradients = 0
         if piece.needs_gradient:
-            verb, turn = Verb.RECEIVE_GRADIENT, piece.source_slice
-            whole = is_whole(stages, piece, gradient=True)
-            gradients = steps[source].held.most(piece.source_stage, verb, piece.target_stage, whole, turn)
-        own = _is_part(piece) and (min(source, target), max(source, target)) in apart
-        found.append(Channel(piece.channel, source, target, buffers, gradients, own))
+            gradients = steps[source].held.most(Arrival.of(piece, True), is_whole(stages, piece, gradient=True))
+        found.append(Channel(piece.channel, source, target, buffers, gradients))
     return tuple(found)
-
-
-def _is_part(piece: MessageBlock) -> bool:
-    """True if a message is a part of a micro-batch of either stage."""
-    return piece.source_slice.of > 1 or piece.target_slice.of > 1
-
-
-def _out_of_order(
-    wired: Sequence[Sequence[StageOnRank]], steps: Sequence[RankStep], parts: Iterable[MessageBlock]
-) -> frozenset[tuple[int, int]]:
-    """Pairs of ranks, the smaller first, of those that exchange `parts` of micro-batches, which do not ask for all that
-    the other one sends in the order in which it does: a receive may ask for several parts, sent by several tasks."""
-    pairs = {(piece.source_rank, piece.target_rank) for piece in parts if piece.source_rank != piece.target_rank}
-    both = pairs | {(target, source) for source, target in pairs}
-    sequences: dict[tuple[int, int, bool], list[tuple[int, bool, int]]] = defaultdict(list)
-    for rank in {rank for pair in both for rank in pair}:
-        stages = {each.stage: each for each in wired[rank]}
-        for each in steps[rank].instructions:
-            if each.verb not in _EXCHANGES:
-                continue
-            receives, backward = _EXCHANGES[each.verb]
-            stage = stages[each.stage]
-            for piece in stage.receives if receives != backward else stage.sends:
-                at_target = receives != backward
-                turn = piece.target_slice if at_target else piece.source_slice
-                other_stage = piece.source_stage if at_target else piece.target_stage
-                other = piece.source_rank if at_target else piece.target_rank
-                if (
-                    other == rank
-                    or not turn.has(each.micro_batch)
-                    or (backward and not piece.needs_gradient)
-                    or each.source not in (None, other_stage)
-                ):
-                    continue
-                ends = (other, rank) if receives else (rank, other)
-                if ends in both:
-                    sequences[(*ends, receives)].append((piece.channel, backward, turn.message(each.micro_batch)))
-    wrong = (pair for pair in both if sequences[(*pair, True)] != sequences[(*pair, False)])
-    return frozenset((min(pair), max(pair)) for pair in wrong)
-
-
-_EXCHANGES = {
-    Verb.RECEIVE: (True, False),
-    Verb.RECEIVE_GRADIENT: (True, True),
-    Verb.SEND: (False, False),
-    Verb.SEND_GRADIENT: (False, True),
-}
-"""By verb, True if it receives, and True if it is about gradients."""
 
 
 def is_whole(stages: Sequence[StageCode], piece: MessageBlock, gradient: bool) -> bool:
@@ -200,30 +182,23 @@ RECEIVED_BY = {
 
 
 class SendingOrders:
-    """The order in which stages send; the devices of a stage run its tasks together, so it has one.
+    """The order in which stages send; the devices of a stage run its tasks together, so it has one."""
 
-    `ratios` are the micro-batches that each stage makes of one of the program's.
-    """
-
-    def __init__(self, schedule: Schedule, ratios: tuple[int, ...]) -> None:
-        self._ratios = ratios
+    def __init__(self, schedule: Schedule) -> None:
         self._places: dict[tuple[int, Verb], dict[int, int]] = defaultdict(dict)
         """By micro-batch, where the task that sends stands in one order of the tasks of all ranks."""
         for place, task in enumerate(_joint_order(dict.fromkeys(schedule.tasks))):
             if task.phase in RECEIVED_BY:
                 self._places[task.stage, RECEIVED_BY[task.phase]][task.micro_batch] = place
 
-    def reaching(self, stage: int, verb: Verb, source: int) -> tuple[tuple[int, int], ...]:
-        """(place, micro-batch of `stage`) in the order in which all is there that they need of `source`.
+    def reaching(self, arrival: Arrival) -> Iterator[tuple[int, int]]:
+        """(place of the task that sends, micro-batch of the stage that receives) of all that comes.
 
         A stage whose pipeline gets no micro-batch, since the step has too few, sends nothing.
         """
-        sent, own, other = self._places.get((source, verb), {}), self._ratios[stage], self._ratios[source]
-        last: dict[int, int] = {}
-        for each, place in sent.items():
-            for reached in (each,) if own == other else sharing(each, other, own):
-                last[reached] = max(place, last.get(reached, 0))
-        return tuple(sorted((place, each) for each, place in last.items()))
+        for micro_batch, place in self._places.get((arrival.source, arrival.verb), {}).items():
+            if arrival.sent.has(micro_batch):
+                yield place, arrival.own.micro_batch(arrival.sent.message(micro_batch))
 
 
 def _joint_order(lists: Collection[tuple[Task, ...]]) -> Iterator[Task]:
@@ -247,32 +222,31 @@ class RankPeers:
 
     sends: frozenset[tuple[int, Verb]]
     """(stage, verb) that send anything."""
-    receives: tuple[tuple[int, Verb, int, frozenset[int]], ...]
-    """(stage, verb, stage that sends, ranks that send) of all that comes from other ranks, in order. Those ranks are
-    numbered as they appear, so that ranks which do the same are equal."""
+    receives: tuple[tuple[Arrival, frozenset[int]], ...]
+    """All that comes from other ranks, in order, and from which. Those ranks are numbered as they appear, so that ranks
+    which do the same are equal."""
 
     @staticmethod
     def of(wired: Iterable[StageOnRank]) -> RankPeers:
         sends: set[tuple[int, Verb]] = set()
-        receives: dict[tuple[int, str, int], set[int]] = defaultdict(set)
+        receives: dict[Arrival, set[int]] = defaultdict(set)
         for stage in wired:
             for piece in (*stage.receives, *stage.sends):
                 if piece.source_rank == piece.target_rank:
                     continue
                 if piece.target_stage == stage.stage:
-                    receives[stage.stage, Verb.RECEIVE.value, piece.source_stage].add(piece.source_rank)
+                    receives[Arrival.of(piece, False)].add(piece.source_rank)
                     if piece.needs_gradient:
                         sends.add((stage.stage, Verb.SEND_GRADIENT))
                 else:
                     sends.add((stage.stage, Verb.SEND))
                     if piece.needs_gradient:
-                        key = stage.stage, Verb.RECEIVE_GRADIENT.value, piece.target_stage
-                        receives[key].add(piece.target_rank)
+                        receives[Arrival.of(piece, True)].add(piece.target_rank)
         numbers: dict[int, int] = {}
         found = []
-        for (number, verb, source), ranks in sorted(receives.items()):
-            places = frozenset(numbers.setdefault(rank, len(numbers)) for rank in sorted(ranks))
-            found.append((number, Verb(verb), source, places))
+        for arrival in sorted(receives, key=Arrival.key):
+            places = frozenset(numbers.setdefault(rank, len(numbers)) for rank in sorted(receives[arrival]))
+            found.append((arrival, places))
         return RankPeers(frozenset(sends), tuple(found))
 
 
@@ -289,15 +263,15 @@ def postings(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders) -> 
         if task.phase in RECEIVED_BY
     }
     due = []
-    for stage, verb, source, ranks in _together(peers, orders):
-        sender = next(each[2] for each in peers.receives if each[:2] == (stage, verb)) if source is None else source
-        for sent, micro_batch in orders.reaching(stage, verb, sender):
-            due.append((sent, stage, Instruction(verb, stage, micro_batch, source), ranks))
-    # A task sends to the stages of a rank in the order of their numbers.
-    due.sort(key=lambda each: each[:2])
+    for arrival, source, ranks in _together(peers, orders):
+        for sent, micro_batch in orders.reaching(arrival):
+            each = Instruction(arrival.verb, arrival.stage, micro_batch, source, arrival.part)
+            due.append((sent, each, ranks))
+    # A task sends to the stages of a rank in the order of their numbers, to each in that of its micro-batches.
+    due.sort(key=lambda each: (each[0], each[1].stage, each[1].micro_batch))
     found: list[list[Instruction]] = [[] for _ in tasks]
     latest: dict[int, int] = {}
-    for _, _, each, ranks in reversed(due):
+    for _, each, ranks in reversed(due):
         last = used[each.stage, each.verb, each.micro_batch]
         position = min(last, *(latest.get(rank, last) for rank in ranks))
         latest.update(dict.fromkeys(ranks, position))
@@ -305,17 +279,30 @@ def postings(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders) -> 
     return [received[::-1] for received in found]
 
 
-def _together(peers: RankPeers, orders: SendingOrders) -> Iterator[tuple[int, Verb, int | None, frozenset[int]]]:
-    """Receives by stage and source; as one, from None, those of a stage from sources that send in one order and whose
-    ranks send nothing else."""
-    senders = Counter(rank for *_, ranks in peers.receives for rank in ranks)
-    sources: dict[tuple[int, Verb], list[tuple[int, frozenset[int]]]] = defaultdict(list)
-    for stage, verb, source, ranks in peers.receives:
-        sources[stage, verb].append((source, ranks))
-    for (stage, verb), several in sources.items():
-        sent = {tuple(each for _, each in orders.reaching(stage, verb, source)) for source, _ in several}
-        ranks = frozenset[int]().union(*(own for _, own in several))
-        if len(several) == 1 or (len(sent) == 1 and all(senders[rank] == 1 for rank in ranks)):
-            yield stage, verb, None, ranks
+def _together(peers: RankPeers, orders: SendingOrders) -> Iterator[tuple[Arrival, int | None, frozenset[int]]]:
+    """What each receive takes, the stage that it is from and the ranks. It is from all sources of a stage, None, where
+    there is one, or they send in one order and their ranks send nothing else."""
+    senders = Counter(
+        rank for rank, *_ in {(rank, *each.key()[:3]) for each, ranks in peers.receives for rank in ranks}
+    )
+    sources: dict[tuple[int, Verb], dict[int, list[tuple[Arrival, frozenset[int]]]]] = defaultdict(dict)
+    for arrival, ranks in peers.receives:
+        sources[arrival.stage, arrival.verb].setdefault(arrival.source, []).append((arrival, ranks))
+    for several in sources.values():
+        first = next(iter(several.values()))
+        ranks = frozenset[int]().union(*(own for arrivals in several.values() for _, own in arrivals))
+        orderly = len({_sequence(arrivals, orders) for arrivals in several.values()}) == 1
+        if len(several) == 1:
+            yield from ((arrival, None, own) for arrival, own in first)
+        elif orderly and all(senders[rank] == 1 for rank in ranks):
+            yield from ((arrival, None, ranks) for arrival, _ in first)
         else:
-            yield from ((stage, verb, source, own) for source, own in several)
+            yield from ((arrival, source, own) for source, each in several.items() for arrival, own in each)
+
+
+def _sequence(
+    arrivals: Iterable[tuple[Arrival, frozenset[int]]], orders: SendingOrders
+) -> tuple[tuple[int, int | None], ...]:
+    """Micro-batch and part of all that comes, in the order in which it is sent."""
+    every = ((place, each, arrival.part) for arrival, _ in arrivals for place, each in orders.reaching(arrival))
+    return tuple((each, part) for _, each, part in sorted(every, key=lambda found: found[:2]))

@@ -101,7 +101,7 @@ class _Builder:
         messages = tuple(self._messages(instruction))
         size = sum(each.bytes for each in messages)
         if verb in _RECEIVES:
-            name = _receive_name(stage, gradient, micro_batch, instruction.source)
+            name = _receive_name(stage, gradient, micro_batch, instruction.source, instruction.part)
             place = self._node(TaskNode("receive", name, stage, micro_batch, size, messages=messages))
             self.received[stage, micro_batch, gradient].append(place)
         else:
@@ -117,13 +117,17 @@ class _Builder:
         gradient, receives = verb in _OF_GRADIENTS, verb in _RECEIVES
         for piece, other, number in self._pieces(stage, instruction.micro_batch, gradient, receives):
             peer = piece.target_rank if piece.source_stage == stage else piece.source_rank
+            turn = piece.target_slice if gradient else piece.source_slice
             if peer == self.code.rank or instruction.source not in (None, other):
+                continue
+            if instruction.part not in (None, turn.index):
                 continue
             if receives:
                 task = f"{other}SEND_{'B' if gradient else 'F'}{number}"
             else:
                 key = peer, Verb.RECEIVE_GRADIENT if gradient else Verb.RECEIVE, other, stage
-                task = _receive_name(other, gradient, number, stage if key in self.source.one_source else None)
+                only, part = stage if key in self.source.one_source else None, turn.index if turn.of > 1 else None
+                task = _receive_name(other, gradient, number, only, part)
             yield MessageEnd(peer, piece.channel, piece.tensor, piece.bytes, task)
 
     def _pieces(
@@ -218,9 +222,11 @@ class _Builder:
         return LoopedTasks("end", start, len(self.nodes), last=start)
 
 
-def _receive_name(stage: int, gradient: bool, micro_batch: int, source: int | None) -> str:
-    """A receive's name: `2RECV_F0`, with `@1` behind it where it is of what stage 1 alone sends."""
-    return f"{stage}RECV_{'B' if gradient else 'F'}{micro_batch}{'' if source is None else f'@{source}'}"
+def _receive_name(stage: int, gradient: bool, micro_batch: int, source: int | None, part: int | None) -> str:
+    """A receive's name: `2RECV_F0`, with `@1` behind it where it is of what stage 1 alone sends, and `.0` where it is
+    the first part of the micro-batch that it takes."""
+    behind = f"{'' if source is None else f'@{source}'}{'' if part is None else f'.{part}'}"
+    return f"{stage}RECV_{'B' if gradient else 'F'}{micro_batch}{behind}"
 
 
 def _memory(cost: StagePrediction, verb: Verb, train: bool) -> tuple[int, int, int]:

@@ -106,6 +106,14 @@ class Machine:
         return micro_batch // turn.of if micro_batch % turn.of == turn.index else None
 
     @staticmethod
+    def takes(instruction: Instruction, piece: MessageBlock, backward: bool) -> bool:
+        """True if a receive is of a piece, or of its gradient."""
+        stage, turn = piece.source_stage, piece.source_slice
+        if backward:
+            stage, turn = piece.target_stage, piece.target_slice
+        return instruction.source in (None, stage) and instruction.part in (None, turn.index)
+
+    @staticmethod
     def incoming(wired: StageOnRank, backward: bool) -> list[MessageBlock]:
         return [piece for piece in wired.sends if piece.needs_gradient] if backward else list(wired.receives)
 
@@ -137,11 +145,7 @@ class Machine:
         backward = verb in (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
         if verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT):
             book = self.posted
-            pieces = [
-                piece
-                for piece in self.incoming(wired, backward)
-                if instruction.source in (None, piece.target_stage if backward else piece.source_stage)
-            ]
+            pieces = [piece for piece in self.incoming(wired, backward) if self.takes(instruction, piece, backward)]
         else:
             book, pieces = self.sent, self.outgoing(wired, backward)
         if verb in (Verb.SEND, Verb.SEND_GRADIENT):

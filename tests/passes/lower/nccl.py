@@ -9,7 +9,7 @@ other end's communicator; a collective ends when all members have started theirs
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from autopipe.ir.program import MessageBlock, Program, RankCode, StageOnRank, Verb
@@ -39,29 +39,14 @@ class Kernel:
     ended: bool = False
 
 
-def by_pair(piece: MessageBlock, gradient: bool) -> Stream:
-    """One communicator for each ordered pair of ranks."""
-    ends = piece.source_rank, piece.target_rank
-    return "pair", *(reversed(ends) if gradient else ends)
-
-
-def by_channel(piece: MessageBlock, gradient: bool) -> Stream:
-    """One communicator for each channel and direction."""
-    return "channel", piece.channel, gradient
-
-
-Communicator = Callable[[MessageBlock, bool], Stream]
-
-
 class Device:
     """The kernels of a rank in the order in which its host launches them."""
 
-    def __init__(self, program: Program, rank: RankCode, communicator: Communicator = by_pair) -> None:
+    def __init__(self, program: Program, rank: RankCode) -> None:
         self.rank = rank.rank
         self.kernels: list[Kernel] = []
         self._wired = {each.stage: each for each in rank.stages}
-        self._program, self._communicator = program, communicator
-        self._own = {channel.number for channel in program.channels if channel.own}
+        self._program = program
         self._receives: dict[Message, Kernel] = {}
         self._last: Kernel | None = None
         """The youngest kernel on the compute stream."""
@@ -71,7 +56,7 @@ class Device:
             wired, backward = self._wired[each.stage], each.verb in (Verb.RECEIVE_GRADIENT, Verb.SEND_GRADIENT)
             if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT):
                 for piece in Machine.incoming(wired, backward):
-                    if each.source in (None, piece.target_stage if backward else piece.source_stage):
+                    if Machine.takes(each, piece, backward):
                         self._message(piece, backward, each.micro_batch, receives=True)
             elif each.verb in (Verb.SEND, Verb.SEND_GRADIENT):
                 for piece in Machine.outgoing(wired, backward):
@@ -101,7 +86,7 @@ class Device:
         source, target = ends[::-1] if backward else ends
         message = piece.channel, backward, number
         kernel = self._launch(
-            by_channel(piece, backward) if piece.channel in self._own else self._communicator(piece, backward),
+            ("pair", source, target),
             f"{'receive' if receives else 'send'} {message}",
             *self._after_compute(),
             members=(source, target),
@@ -133,7 +118,7 @@ class Device:
         groups = {shard.gradient_ranks for shard in rank.shards if shard.home == home}
         for group in sorted(each for each in groups if len(each) > 1):
             self._launch(
-                ("group", group), f"sums {home}", *self._after_compute(), members=group, carries=("sums", home)
+                ("group", *sorted(group)), f"sums {home}", *self._after_compute(), members=group, carries=("sums", home)
             )
 
     @property
@@ -144,13 +129,9 @@ class Device:
 _GIVE_WEIGHTS = (Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
 
 
-def stopped(
-    program: Program,
-    queues: int = 10**6,
-    communicator: Communicator = by_pair,
-) -> list[str]:
+def stopped(program: Program, queues: int = 10**6) -> list[str]:
     """What never ends, with `queues` hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) on each GPU; nothing if all ends."""
-    devices = [Device(program, rank, communicator) for rank in program.ranks]
+    devices = [Device(program, rank) for rank in program.ranks]
     before_in_stream: dict[Kernel, Kernel] = {}
     queue_of: list[dict[int, list[Kernel]]] = []
     at: dict[tuple[Stream, int], list[Kernel]] = defaultdict(list)

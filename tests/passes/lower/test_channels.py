@@ -15,7 +15,7 @@ from tests.distributed.support.builder import mlp
 from tests.distributed.support.drawing import Case, cases
 from tests.distributed.support.drawing_sizes import unequal_cases
 from tests.distributed.support.running import schedule_of
-from tests.passes.lower.machine import unrolled
+from tests.passes.lower.machine import Machine, unrolled
 
 
 def most_held(program: Program) -> dict[tuple[int, bool], int]:
@@ -31,10 +31,9 @@ def most_held(program: Program) -> dict[tuple[int, bool], int]:
             if each.verb in (Verb.RECEIVE, Verb.RECEIVE_GRADIENT):
                 for piece in wired.sends if gradient else wired.receives:
                     ranks = {piece.source_rank, piece.target_rank}
-                    other = piece.target_stage if gradient else piece.source_stage
                     turn = piece.source_slice if gradient else piece.target_slice
                     carries = micro_batch % turn.of == turn.index and (piece.needs_gradient or not gradient)
-                    if len(ranks) == 2 and each.source in (None, other) and carries:
+                    if len(ranks) == 2 and Machine.takes(each, piece, gradient) and carries:
                         here = held.setdefault((piece.channel, gradient), set())
                         here.add(micro_batch)
                         most[piece.channel, gradient] = max(most[piece.channel, gradient], len(here))

@@ -23,7 +23,7 @@ from tests.distributed.support.drawing import Case, cases
 from tests.distributed.support.drawing_sizes import unequal_cases
 from tests.distributed.support.shapes import line, problem_of, scheduled, tied_chain
 from tests.passes.lower.machine import unrolled
-from tests.passes.lower.nccl import communicators, stopped
+from tests.passes.lower.nccl import Device, communicators, stopped
 
 QUEUES = (8, 32)
 """CUDA_DEVICE_MAX_CONNECTIONS as CUDA has it, and as launched ranks have it."""
@@ -47,10 +47,10 @@ def check(case: Case) -> None:
     """Streams and queues end as the proof says, also where queues are so few that some programs stop."""
     program = lower(case.graph, case.placement, case.schedule, case.loss)
     traces = prove(program)
-    even = len({stage.micro_batch_size for stage in case.placement.stages}) == 1
-    assert not (even and stopped(program, 8))
-    for queues in (1, 2, 8, 32):
+    assert not stopped(program, 32)
+    for queues in (1, 2, *QUEUES):
         if stopped(program, queues):
+            assert max(len(Device(program, rank).streams) for rank in program.ranks) > queues
             with pytest.raises(CodegenError, match="would wait for ever"):
                 check_hardware_queues(program, traces, queues)
         else:
@@ -114,7 +114,7 @@ def _with(program: Program, rank: int, flat: list[Instruction]) -> Program:
     return replace(program, ranks=tuple(code if each.rank == rank else each for each in program.ranks))
 
 
-def test_parts_that_are_sent_in_another_order_than_asked_for_have_communicators_of_their_own() -> None:
+def test_parts_are_asked_for_in_the_order_in_which_they_are_sent() -> None:
     """One micro-batch of the second stage takes two of the first, which sends the second halves late."""
     graph, loss = mlp(1)
     placement = Placement((Stage((0,), (0,), 2), Stage((1, 2, 3), (1,), 4)))
@@ -122,13 +122,20 @@ def test_parts_that_are_sent_in_another_order_than_asked_for_have_communicators_
     first = (*forwards, *(Task(0, Phase.BACKWARD, index) for index in range(4)))
     second = tuple(Task(1, phase, index) for phase in (Phase.FORWARD, Phase.BACKWARD) for index in range(2))
     program = lower(graph, placement, Schedule(2, (first, second)), loss)
-    assert {channel.own for channel in program.channels} == {True}
-    assert not stopped(program, 32)
-    shared = replace(program, channels=tuple(replace(channel, own=False) for channel in program.channels))
+    assert communicators(program) == {("pair", 0, 1), ("pair", 1, 0)}
+    asked = [each for each in unrolled(program.ranks[1]) if each.verb is Verb.RECEIVE]
+    assert asked == [Instruction(Verb.RECEIVE, 1, micro_batch, part=part) for part in (0, 1) for micro_batch in (0, 1)]
+    for queues in QUEUES:
+        assert not stopped(program, queues)
+    together = [
+        replace(each, part=None)
+        for each in unrolled(program.ranks[1])
+        if each.verb is not Verb.RECEIVE or each.part == 0
+    ]
     with pytest.raises(
         CodegenError, match="rank 0 sends 0F2 on channel 0 to rank 1 where that asks for 0F1 on channel 1"
     ):
-        prove(shared)
+        prove(_with(program, 1, together))
 
 
 def test_a_rank_that_too_many_others_send_to_is_refused() -> None:

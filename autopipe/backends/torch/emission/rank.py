@@ -45,12 +45,12 @@ def _stage(program: Program, wired: StageOnRank) -> str:
     for block in wired.receives:
         argument, value = inputs[block.tensor]
         ends = _block(block, block.source_rank, block.source_stage)
-        part = _part(block, block.received, value, block.target_slice)
+        part = _part(block, block.received, value, block.target_slice, block.source_slice)
         lines.append(f"    runtime.Receive({argument!r}, {ends}{part}),")
     for block in wired.sends:
         position = outputs.index(block.tensor)
         ends = _block(block, block.target_rank, block.target_stage)
-        part = _part(block, block.sent, code.outputs[position], block.source_slice)
+        part = _part(block, block.sent, code.outputs[position], block.source_slice, block.target_slice)
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
     if program.loss in outputs:
         # Shares of all ranks and micro-batches add up to the step's loss.
@@ -66,10 +66,11 @@ def _block(block: MessageBlock, rank: int, stage: int) -> str:
     return f"rank={rank}, stage={stage}, channel={block.channel}{gradient}"
 
 
-def _part(block: MessageBlock, box: Box, value: Value, turn: MicroBatchSlice) -> str:
+def _part(block: MessageBlock, box: Box, value: Value, turn: MicroBatchSlice, other: MicroBatchSlice) -> str:
     part = "" if block.dtype is value.dtype else f", dtype={block.dtype.value!r}"
     part += "" if box.shape == value.shape else f", box={_slices(box)}"
-    return part if turn.of == 1 else f"{part}, slice=({turn.index}, {turn.of})"
+    part += "" if turn.of == 1 else f", slice=({turn.index}, {turn.of})"
+    return part if other.of == 1 else f"{part}, part={other.index}"
 
 
 def _slices(box: Box) -> str:
@@ -118,7 +119,8 @@ def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) ->
             lines.append([])
             done = False
         source = "" if item.source is None else f", source={item.source}"
-        lines[-1].append(f"s{item.stage}.{item.verb.value}({index}{source})")
+        part = "" if item.part is None else f", part={item.part}"
+        lines[-1].append(f"s{item.stage}.{item.verb.value}({index}{source}{part})")
         done = done or item.verb in _TASKS
     return [indent + "; ".join(calls) for calls in lines]
 

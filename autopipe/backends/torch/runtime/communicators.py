@@ -23,8 +23,8 @@ from autopipe.ir.errors import LaunchError
 from autopipe.ir.gpu_memory import MESSAGE_CTAS
 from autopipe.ir.program import Channel
 
-MessagePath = tuple[int, int, int]
-"""Source and target of messages, and the channel that has a communicator of its own; -1 for all others of the pair."""
+MessagePath = tuple[int, int]
+"""Source and target of messages."""
 
 _MOST_CTAS = 4
 """Of one communicator of messages."""
@@ -32,8 +32,7 @@ _MOST_CTAS = 4
 
 def message_path(channel: Channel, gradient: bool) -> MessagePath:
     ends = channel.source_rank, channel.target_rank
-    source, target = reversed(ends) if gradient else ends
-    return source, target, channel.number if channel.own else -1
+    return ends[::-1] if gradient else ends
 
 
 def message_paths(channels: Iterable[Channel]) -> set[MessagePath]:
@@ -86,13 +85,13 @@ class NcclCommunicators:
 
     def make_message_paths(self, channels: Iterable[Channel]) -> None:
         paths = message_paths(channels)
-        of_rank = Counter(rank for path in paths for rank in path[:2])
-        for path in order_in_rounds({path: path[:2] for path in sorted(paths - self.messages.keys())}):
+        of_rank = Counter(rank for path in paths for rank in path)
+        for path in order_in_rounds({path: path for path in sorted(paths - self.messages.keys())}):
             # Both ends say the same: the least of what either can afford.
-            share = MESSAGE_CTAS // max(of_rank[rank] for rank in path[:2])
-            if (made := self._make(path[:2], most_ctas=max(1, min(_MOST_CTAS, share)))) is not None:
+            share = MESSAGE_CTAS // max(of_rank[rank] for rank in path)
+            if (made := self._make(path, most_ctas=max(1, min(_MOST_CTAS, share)))) is not None:
                 self.messages[path] = made
-                source, target, _ = path
+                source, target = path
                 act, peer = (dist.isend, target) if self._rank == source else (dist.irecv, source)
                 self._first.append(exchange([dist.P2POp(act, torch.zeros(1, device=self._device), peer, made)]))
 

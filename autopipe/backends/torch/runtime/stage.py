@@ -43,8 +43,8 @@ class Data:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Port:
     """A value, or the block `box` of it, on its way between this stage and a stage on `rank`. `slice` is the index and
-    count of the `MicroBatchSlice` of this stage's micro-batches of which it carries something. It travels as `dtype`,
-    which may be narrower than the value's own."""
+    count of the `MicroBatchSlice` of this stage's micro-batches of which it carries something, `part` the index of that
+    of the other stage's. It travels as `dtype`, which may be narrower than the value's own."""
 
     rank: int
     stage: int
@@ -53,6 +53,7 @@ class _Port:
     dtype: str | None = None  # None for the value's own.
     box: Slices | None = None
     slice: tuple[int, int] = (0, 1)
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,9 @@ class Loss:
 
 Port = Data | Receive | Send | Loss
 _Between = TypeVar("_Between", Receive, Send)
+
+_Source = tuple[int | None, int | None]
+"""Stage and part that something comes from; None for all."""
 
 Block = tuple[torch.Tensor, Slices | None]  # A block of a tensor, and where in it; None for all of it.
 
@@ -242,22 +246,20 @@ class Stage:
         ]
 
     def _remote(
-        self, ports: tuple[_Between, ...], micro_batch: int, gradient: bool = False, stage: int | None = None
+        self, ports: tuple[_Between, ...], micro_batch: int, gradient: bool = False, source: _Source = (None, None)
     ) -> list[_Between]:
-        """Ports through which something of a micro-batch goes to or comes from other ranks, all or those of one
-        stage."""
-        due = self._due(ports, micro_batch, gradient)
-        return [port for port in due if port.rank != self._rank.number and stage in (None, port.stage)]
+        """Ports through which something of a micro-batch goes to or comes from other ranks, all or those of a
+        source."""
+        (stage, part), due = source, self._due(ports, micro_batch, gradient)
+        found = (port for port in due if stage in (None, port.stage) and part in (None, port.part))
+        return [port for port in found if port.rank != self._rank.number]
 
     def _exchange(self, act: Callable[[_Between, int], object], ports: list[_Between], micro_batch: int) -> None:
-        """Post or send what goes through ports. Messages to or from one stage on one rank go together, where
-        micro-batches of both stages have one size. Else messages may be parts of one, which one end sends with other
-        messages than the other asks for."""
-        stages = self._rank.manifest.stages
-        batches = defaultdict[tuple[int, ...], list[_Between]](list)
+        """Post or send what goes through ports. What a micro-batch gives to one of another stage, to its part on one
+        rank, goes together."""
+        batches = defaultdict[tuple[int, int, int], list[_Between]](list)
         for port in ports:
-            alike = stages[port.stage].micro_batch_ratio == stages[self.number].micro_batch_ratio
-            batches[(port.rank, port.stage) if alike else (port.channel,)].append(port)
+            batches[port.rank, port.stage, port.part].append(port)
         for together in batches.values():
             with self._rank.transport.batch():
                 for port in together:
@@ -270,16 +272,14 @@ class Stage:
             dtype = torch_dtype(DType(port.dtype))
         return dtype, shape if port.box is None else tuple(stop - start for start, stop in port.box)
 
-    def receive(self, micro_batch: int, source: int | None = None) -> None:
-        """Post the receives of the arguments that come from other ranks, all or those of one stage."""
-        self._exchange(self.post_recv, self._remote(self.receives, micro_batch, stage=source), micro_batch)
+    def receive(self, micro_batch: int, source: int | None = None, part: int | None = None) -> None:
+        """Post the receives of the arguments that come from other ranks, all or those of one stage, or of one part."""
+        self._exchange(self.post_recv, self._remote(self.receives, micro_batch, False, (source, part)), micro_batch)
 
-    def receive_gradient(self, micro_batch: int, source: int | None = None) -> None:
-        """Post the receives of the results' gradients, all or those of one stage."""
+    def receive_gradient(self, micro_batch: int, source: int | None = None, part: int | None = None) -> None:
+        """Post the receives of the results' gradients, all or those of one stage, or of one part."""
         if self._rank.training:
-            self._exchange(
-                self.post_recv, self._remote(self.sends, micro_batch, gradient=True, stage=source), micro_batch
-            )
+            self._exchange(self.post_recv, self._remote(self.sends, micro_batch, True, (source, part)), micro_batch)
 
     def send(self, micro_batch: int) -> None:
         """Start sending the results that other ranks need."""
