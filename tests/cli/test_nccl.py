@@ -75,7 +75,7 @@ def test_a_rank_of_many_has_few_communicators(command_line: CommandLine) -> None
         assert len(streams) <= 8
     paths = Counter(rank for path in message_paths(program.channels) for rank in path[:2])
     assert max(paths.values()) <= 8
-    entries = [StageEntry(each.devices, each.pipeline, meshes_of(each)) for each in program.stages]
+    entries = [StageEntry(each.devices, each.pipeline, meshes_of(each), whole=False) for each in program.stages]
     shards = [each.shards for each in program.ranks]
     made = SimpleNamespace(train=True, stages=entries, shards=shards, parameters=program.parameters)
     groups = Counter(rank for group in groups_of(cast(Manifest, made)) if len(group) > 1 for rank in group)

@@ -47,7 +47,7 @@ def check_hardware_queues(program: Program, traces: Sequence[RankTrace], queues:
                 where=f"rank {code.rank}",
                 hint="place what it reads on fewer ranks",
             )
-    if all(_stream_count(trace, code) <= queues for trace, code in zip(traces, program.ranks, strict=True)):
+    if all(_stream_count(trace, code, program) <= queues for trace, code in zip(traces, program.ranks, strict=True)):
         return
     launched = [list(_kernels(trace, code, program)) for trace, code in zip(traces, program.ranks, strict=True)]
     _join(launched)
@@ -62,9 +62,10 @@ def check_hardware_queues(program: Program, traces: Sequence[RankTrace], queues:
                 )
 
 
-def _stream_count(trace: RankTrace, code: RankCode) -> int:
-    found = {shard.gradient_ranks for shard in code.shards if len(shard.gradient_ranks) > 1}
-    groups = {tuple(sorted(each)) for each in found}
+def _stream_count(trace: RankTrace, code: RankCode, program: Program) -> int:
+    found = {shard.gradient_ranks for shard in code.shards}
+    found |= {tuple(range(program.world_size))} if program.train else set()
+    groups = {tuple(sorted(each)) for each in found if len(each) > 1}
     communicators = set[int]()
     for action, _ in trace.steps:
         if action.barrier is not None:
@@ -77,6 +78,7 @@ def _kernels(trace: RankTrace, code: RankCode, program: Program) -> Iterator[_Ke
     """Yield the kernels that a rank's host launches, in order; no launch waits."""
     newest: dict[Hashable, _Kernel] = {}
     received: dict[tuple[ProofChannel, int], _Kernel] = {}
+    every = tuple(range(program.world_size))
 
     def launch(title: str, stream: Hashable, members: tuple[int, ...] = (), *after: _Kernel) -> _Kernel:
         before = (newest[key] for key in {stream, _COMPUTE} if key in newest)
@@ -113,6 +115,8 @@ def _kernels(trace: RankTrace, code: RankCode, program: Program) -> Iterator[_Ke
             yield launch(f"the sending of {sent}", channel.communicator, (channel.source, channel.target))
     if program.train:
         yield from sums(None)
+        if program.world_size > 1:  # They may exchange a number before the update: a norm, or if fp16 overflowed.
+            yield launch("what all ranks agree on", ("group", *every), every)
 
 
 _COMPUTE = "compute"

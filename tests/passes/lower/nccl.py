@@ -67,6 +67,9 @@ class Device:
                     self._sums(rank, each.stage)
         if program.train:
             self._sums(rank, None)
+            every = tuple(range(program.world_size))
+            if len(every) > 1:  # A norm, or if fp16 overflowed.
+                self._launch(("group", *every), "agree", *self._after_compute(), members=every, carries="agree")
 
     def _launch(self, stream: Stream, title: str, *before: Kernel, **what: object) -> Kernel:
         kernel = Kernel(self.rank, stream, title, list(before), **what)  # type: ignore[arg-type]

@@ -27,14 +27,14 @@ def group_code(axes: MeshAxes, group: int) -> str:
 
 
 def meshes_of(stage: StageCode) -> tuple[MeshAxes, ...]:
-    """The axes along which ranks of a stage exchange anything, but for those of the whole group; each once, sorted."""
-    found: set[MeshAxes] = set()
+    """The axes along which ranks of a stage exchange anything, each once, sorted; one axis where all its ranks do."""
+    whole, found = (MeshAxis(len(stage.devices), 1),), set[MeshAxes]()
     for operation in stage.operations:
         if isinstance(operation, Compute):
             found.update(map(operation.mesh_of, operation.joint))
         elif operation.relayout.kind != "slice":
-            found.add(operation.relayout.over)
-    return tuple(sorted(found - {(), (MeshAxis(len(stage.devices), 1),)}))
+            found.add(operation.relayout.over or whole)
+    return tuple(sorted(found - {()}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.graph import DType
+from autopipe.ir.layout import MeshAxis
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import FORMAT, DataSettings, Program, StageCode
 from autopipe.ir.rounding import Rounding
@@ -92,7 +93,11 @@ def _metrics(provenance: Provenance) -> dict[str, float]:
 
 def _stage(stage: StageCode) -> dict[str, Any]:
     """With the sub-meshes of its group along which its ranks exchange anything."""
-    found: dict[str, Any] = {"ranks": stage.devices, "pipeline": stage.pipeline, "meshes": meshes_of(stage)}
+    meshes, whole = meshes_of(stage), (MeshAxis(len(stage.devices), 1),)
+    parts = tuple(axes for axes in meshes if axes != whole)
+    found: dict[str, Any] = {"ranks": stage.devices, "pipeline": stage.pipeline, "meshes": parts}
+    if len(stage.devices) > 1 and whole not in meshes:
+        found["whole"] = False
     return found if stage.ratio == 1 else found | {"turns": stage.ratio}
 
 

@@ -31,12 +31,15 @@ class StageEntry:
     """Of each its axes, outer to inner, as degree and stride (`autopipe.ir.layout.MeshAxis`)."""
     micro_batch_ratio: Annotated[int, AtLeast(1), At("turns"), Sparse()] = 1
     """Micro-batches that it makes of each of the manifest's."""
+    whole: Annotated[bool, Sparse()] = True
+    """False where the group's ranks exchange along sub-meshes alone, if at all."""
 
     def groups(self) -> set[tuple[int, ...]]:
         """All sets of ranks, ascending, that exchange anything."""
         meshes = [tuple(MeshAxis(*axis) for axis in axes) for axes in self.meshes]
         positions = [members(axes, position) for axes in meshes for position in range(len(self.ranks))]
-        return {tuple(sorted(self.ranks)), *(tuple(sorted(self.ranks[each] for each in group)) for group in positions)}
+        found = {tuple(sorted(self.ranks[each] for each in group)) for group in positions}
+        return found | {tuple(sorted(self.ranks))} if self.whole else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # Makes the backend "fake" known.
 
-from autopipe.backends.torch.runtime.communicators import agree_on_nccl, as_nccl_type, check_sum, order_in_rounds
+from autopipe.backends.torch.runtime.communicators import (
+    NcclCommunicators,
+    agree_on_nccl,
+    as_nccl_type,
+    check_sum,
+    order_in_rounds,
+)
 from autopipe.ir.errors import LaunchError
+from autopipe.ir.program import Channel
 
 
 @pytest.mark.parametrize(
@@ -44,6 +56,48 @@ def test_a_chain_of_ranks_takes_two_rounds() -> None:
     assert sorted(ordered) == sorted(pairs)
     rounds = [list(each) for _, each in groupby(ordered, lambda pair: pair[0] % 2)]
     assert len(rounds) == 2
+
+
+class Untouched(dist.Store):
+    """A store that nobody may use."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise AssertionError("a rank asks the store about groups that it is no member of")
+
+    set = get = add = wait = check = compare_set = _refuse
+
+
+@contextmanager
+def world_of(ranks: int, rank: int, store: dist.Store) -> Iterator[None]:
+    """The default group of one rank of many, of which there are no others."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_of_many_neither_makes_nor_waits_for_communicators_of_others() -> None:
+    """Llama-7B on 1,024 GPUs has 1,920 for messages: who is no member of one passes by."""
+    ends = [(64 * stage + place, 64 * (stage + 1) + place) for stage in range(15) for place in range(64)]
+    channels = [Channel(number, *pair, 1, 1) for number, pair in enumerate(ends)]
+    with world_of(1025, 1024, Untouched()):
+        communicators = NcclCommunicators(1024, torch.device("cuda", 0), timedelta(seconds=1))
+        communicators.make_message_paths(channels)
+        communicators.make_groups(tuple(range(start, start + 8)) for start in range(0, 1024, 8))
+    assert not communicators.messages
+    assert not communicators.groups
+
+
+def test_ranks_make_their_communicators_without_waiting_for_those_of_others() -> None:
+    """A rank makes at most four for messages, and the last is made in the fourth round, however long the pipeline."""
+    ends = [(64 * stage + place, 64 * (stage + 1) + place) for stage in range(15) for place in range(64)]
+    paths = {each: each for source, target in ends for each in ((source, target), (target, source))}
+    made = [0] * 1024
+    for pair in order_in_rounds(dict(sorted(paths.items()))):
+        source, target = pair
+        made[source] = made[target] = 1 + max(made[source], made[target])
+    assert max(made) == 4
 
 
 def test_numbers_that_nccl_has_no_type_for_travel_as_bytes_and_are_not_added_up() -> None:
