@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from autopipe.ir.batch import Samples
 from autopipe.ir.codec import At, Count, FilePath, Fits, Flat, Index, Sparse
 from autopipe.ir.graph import Constant, DType, Parameter, Value
-from autopipe.ir.layout import Box, MeshAxes, Relayout, merged
+from autopipe.ir.layout import Box, MeshAxes, MeshAxis, Relayout, merged
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.schedule import EVERY, MicroBatchSlice
@@ -115,6 +115,16 @@ class StageCode:
     """Micro-batches that it makes of each of the program's, of samples in equal number."""
     deferred: tuple[int, ...] = ()
     segments: tuple[Segment, ...] = ()
+
+    def meshes(self) -> tuple[MeshAxes, ...]:
+        """The axes along which ranks of the group exchange anything, each once, sorted; one axis where all ranks do."""
+        whole, found = (MeshAxis(len(self.devices), 1),), set[MeshAxes]()
+        for operation in self.operations:
+            if isinstance(operation, Compute):
+                found.update(map(operation.mesh_of, operation.joint))
+            elif operation.relayout.kind != "slice":
+                found.add(operation.relayout.over or whole)
+        return tuple(sorted(found - {()}))
 
     def by_segment(self) -> tuple[tuple[Operation, ...], ...]:
         """The operations of each segment, of all where there are none; an exchange goes with what is computed next."""

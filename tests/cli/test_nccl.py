@@ -9,7 +9,6 @@ from typing import cast
 
 import pytest
 
-from autopipe.backends.torch.emission.call import meshes_of
 from autopipe.backends.torch.runtime.communicators import message_paths
 from autopipe.backends.torch.runtime.gradients import groups_of
 from autopipe.backends.torch.runtime.manifest import Manifest, StageEntry
@@ -33,11 +32,10 @@ def program_of(folder: Path, proven: bool = True) -> Program:
 
 def ends(model: str, placement: str, schedule: str) -> None:
     words = ("--gpus", "4", "--batch-size", "32", "--micro-batches", "8", "--schedule", schedule)
-    assert main(["plan", f"{model}.onnx", *PLACEMENTS[placement], *words, "-o", "plan", "-q"]) in (0, 4)
-    if Path("plan").exists():
-        program = program_of(Path("plan"))
-        assert not stopped(program, 8)
-        assert not stopped(program, 32)
+    assert main(["plan", f"{model}.onnx", *PLACEMENTS[placement], *words, "-o", "plan", "-q"]) == 0
+    program = program_of(Path("plan"))
+    assert not stopped(program, 8)
+    assert not stopped(program, 32)
 
 
 @pytest.mark.parametrize("model", ["mt5", "unet"])
@@ -75,7 +73,7 @@ def test_a_rank_of_many_has_few_communicators(command_line: CommandLine) -> None
         assert len(streams) <= 8
     paths = Counter(rank for path in message_paths(program.channels) for rank in path[:2])
     assert max(paths.values()) <= 8
-    entries = [StageEntry(each.devices, each.pipeline, meshes_of(each), whole=False) for each in program.stages]
+    entries = [StageEntry(each.devices, each.pipeline, each.meshes(), whole=False) for each in program.stages]
     shards = [each.shards for each in program.ranks]
     made = SimpleNamespace(train=True, stages=entries, shards=shards, parameters=program.parameters)
     groups = Counter(rank for group in groups_of(cast(Manifest, made)) if len(group) > 1 for rank in group)

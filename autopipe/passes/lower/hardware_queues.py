@@ -9,10 +9,11 @@ rank needs to send that message. Where each stream has a queue of its own, nothi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopipe.ir.errors import CodegenError
+from autopipe.ir.layout import MeshAxes, members
 from autopipe.ir.program import HARDWARE_QUEUES, Program, RankCode
 from autopipe.passes.lower.deadlock_check import ProofChannel, RankTrace
 
@@ -47,9 +48,11 @@ def check_hardware_queues(program: Program, traces: Sequence[RankTrace], queues:
                 where=f"rank {code.rank}",
                 hint="place what it reads on fewer ranks",
             )
-    if all(_stream_count(trace, code, program) <= queues for trace, code in zip(traces, program.ranks, strict=True)):
+    meshes = tuple(stage.meshes() for stage in program.stages)
+    ranks = [(trace, code, _groups(program, meshes, code)) for trace, code in zip(traces, program.ranks, strict=True)]
+    if all(_stream_count(trace, code, program, groups) <= queues for trace, code, groups in ranks):
         return
-    launched = [list(_kernels(trace, code, program)) for trace, code in zip(traces, program.ranks, strict=True)]
+    launched = [list(_kernels(trace, code, program, groups)) for trace, code, groups in ranks]
     _join(launched)
     _run([_queued(kernels, queues) for kernels in launched])
     for kernels in launched:
@@ -62,19 +65,31 @@ def check_hardware_queues(program: Program, traces: Sequence[RankTrace], queues:
                 )
 
 
-def _stream_count(trace: RankTrace, code: RankCode, program: Program) -> int:
+_Groups = Mapping[int, tuple[tuple[int, ...], ...]]
+"""By stage the groups, as ascending ranks, in which a rank exchanges parts of tensors while the stage's tasks run."""
+
+
+def _groups(program: Program, meshes: Sequence[tuple[MeshAxes, ...]], code: RankCode) -> _Groups:
+    found = {}
+    for wired in code.stages:
+        devices = program.stages[wired.stage].devices
+        own = (members(axes, devices.index(code.rank)) for axes in meshes[wired.stage])
+        # In the order of their axes, which is one for all ranks.
+        found[wired.stage] = tuple(dict.fromkeys(tuple(sorted(devices[each] for each in places)) for places in own))
+    return found
+
+
+def _stream_count(trace: RankTrace, code: RankCode, program: Program, groups: _Groups) -> int:
     found = {shard.gradient_ranks for shard in code.shards}
     found |= {tuple(range(program.world_size))} if program.train else set()
-    groups = {tuple(sorted(each)) for each in found if len(each) > 1}
+    every = {tuple(sorted(each)) for each in found if len(each) > 1}.union(*groups.values())
     communicators = set[int]()
     for action, _ in trace.steps:
-        if action.barrier is not None:
-            groups.add(tuple(sorted(action.barrier.ranks)))
         communicators.update(id(each.communicator) for turn in (*action.posts, *(action.sends or ())) for each in turn)
-    return 1 + len(communicators) + len(groups)
+    return 1 + len(communicators) + len(every)
 
 
-def _kernels(trace: RankTrace, code: RankCode, program: Program) -> Iterator[_Kernel]:
+def _kernels(trace: RankTrace, code: RankCode, program: Program, groups: _Groups) -> Iterator[_Kernel]:
     """Yield the kernels that a rank's host launches, in order; no launch waits."""
     newest: dict[Hashable, _Kernel] = {}
     received: dict[tuple[ProofChannel, int], _Kernel] = {}
@@ -86,8 +101,8 @@ def _kernels(trace: RankTrace, code: RankCode, program: Program) -> Iterator[_Ke
         return kernel
 
     def sums(home: int | None) -> Iterator[_Kernel]:
-        groups = {shard.gradient_ranks for shard in code.shards if shard.home == home}
-        for ranks in sorted(each for each in groups if len(each) > 1):
+        summing = {shard.gradient_ranks for shard in code.shards if shard.home == home}
+        for ranks in sorted(each for each in summing if len(each) > 1):
             yield launch("the sum of gradients", ("group", *sorted(ranks)), ranks)
 
     left = Counter(part for action, _ in trace.steps for part in action.completes)
@@ -102,9 +117,9 @@ def _kernels(trace: RankTrace, code: RankCode, program: Program) -> Iterator[_Ke
         if action.completes:
             uses = action.uses[micro_batch % len(action.uses)]
             yield launch(title, _COMPUTE, (), *(received[each, each.uses.message(micro_batch)] for each in uses))
-            if action.barrier is not None:  # The group exchanges parts of tensors while the task runs.
-                ranks = action.barrier.ranks
-                yield (middle := launch(title, ("group", *sorted(ranks)), ranks))
+            # Ranks exchange parts of tensors while the task runs, but for what computes gradients of weights alone.
+            for ranks in groups[int(action.name[:-1])] if action.barrier is not None else ():
+                yield (middle := launch(title, ("group", *ranks), ranks))
                 yield launch(title, _COMPUTE, (), middle)
             for part in action.completes:
                 left[part] -= 1

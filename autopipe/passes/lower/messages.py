@@ -78,8 +78,8 @@ _LAST_USES = (Verb.FORWARD, Verb.BACKWARD, Verb.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """What a stage receives from another one: values, or gradients of those that it sends."""
+class Incoming:
+    """All that a stage receives from another one for some of its micro-batches: values, or gradients of its own."""
 
     stage: int
     verb: Verb
@@ -90,11 +90,11 @@ class Arrival:
     """The source's micro-batches that give it."""
 
     @staticmethod
-    def of(piece: MessageBlock, gradient: bool) -> Arrival:
+    def of(piece: MessageBlock, gradient: bool) -> Incoming:
         source, target = (piece.source_stage, piece.source_slice), (piece.target_stage, piece.target_slice)
         if gradient:
-            return Arrival(source[0], Verb.RECEIVE_GRADIENT, target[0], source[1], target[1])
-        return Arrival(target[0], Verb.RECEIVE, source[0], target[1], source[1])
+            return Incoming(source[0], Verb.RECEIVE_GRADIENT, target[0], source[1], target[1])
+        return Incoming(target[0], Verb.RECEIVE, source[0], target[1], source[1])
 
     @property
     def part(self) -> int | None:
@@ -124,12 +124,12 @@ class HeldMessages:
                     receive = each.stage, each.verb, each.source, each.part
                     self._spans[receive, whole].append((each.micro_batch, place, end))
 
-    def most(self, arrival: Arrival, whole: bool) -> int:
+    def most(self, incoming: Incoming, whole: bool) -> int:
         """The most held at once of what a stage receives, in whole tensors or blocks."""
-        stage, verb = arrival.stage, arrival.verb
+        stage, verb = incoming.stage, incoming.verb
         return max(
-            self._overlapping((stage, verb, source, arrival.part), whole, arrival.own)
-            for source in (arrival.source, None)
+            self._overlapping((stage, verb, source, incoming.part), whole, incoming.own)
+            for source in (incoming.source, None)
         )
 
     def _counted(self, receive: _Receive, whole: bool, turn: MicroBatchSlice) -> int:
@@ -158,10 +158,10 @@ def channels_of(
         source, target = piece.source_rank, piece.target_rank
         if source == target:
             continue
-        buffers = steps[target].held.most(Arrival.of(piece, False), is_whole(stages, piece, gradient=False))
+        buffers = steps[target].held.most(Incoming.of(piece, False), is_whole(stages, piece, gradient=False))
         gradients = 0
         if piece.needs_gradient:
-            gradients = steps[source].held.most(Arrival.of(piece, True), is_whole(stages, piece, gradient=True))
+            gradients = steps[source].held.most(Incoming.of(piece, True), is_whole(stages, piece, gradient=True))
         found.append(Channel(piece.channel, source, target, buffers, gradients))
     return tuple(found)
 
@@ -191,14 +191,14 @@ class SendingOrders:
             if task.phase in RECEIVED_BY:
                 self._places[task.stage, RECEIVED_BY[task.phase]][task.micro_batch] = place
 
-    def reaching(self, arrival: Arrival) -> Iterator[tuple[int, int]]:
+    def reaching(self, incoming: Incoming) -> Iterator[tuple[int, int]]:
         """(place of the task that sends, micro-batch of the stage that receives) of all that comes.
 
         A stage whose pipeline gets no micro-batch, since the step has too few, sends nothing.
         """
-        for micro_batch, place in self._places.get((arrival.source, arrival.verb), {}).items():
-            if arrival.sent.has(micro_batch):
-                yield place, arrival.own.micro_batch(arrival.sent.message(micro_batch))
+        for micro_batch, place in self._places.get((incoming.source, incoming.verb), {}).items():
+            if incoming.sent.has(micro_batch):
+                yield place, incoming.own.micro_batch(incoming.sent.message(micro_batch))
 
 
 def _joint_order(lists: Collection[tuple[Task, ...]]) -> Iterator[Task]:
@@ -222,31 +222,31 @@ class RankPeers:
 
     sends: frozenset[tuple[int, Verb]]
     """(stage, verb) that send anything."""
-    receives: tuple[tuple[Arrival, frozenset[int]], ...]
+    receives: tuple[tuple[Incoming, frozenset[int]], ...]
     """All that comes from other ranks, in order, and from which. Those ranks are numbered as they appear, so that ranks
     which do the same are equal."""
 
     @staticmethod
     def of(wired: Iterable[StageOnRank]) -> RankPeers:
         sends: set[tuple[int, Verb]] = set()
-        receives: dict[Arrival, set[int]] = defaultdict(set)
+        receives: dict[Incoming, set[int]] = defaultdict(set)
         for stage in wired:
             for piece in (*stage.receives, *stage.sends):
                 if piece.source_rank == piece.target_rank:
                     continue
                 if piece.target_stage == stage.stage:
-                    receives[Arrival.of(piece, False)].add(piece.source_rank)
+                    receives[Incoming.of(piece, False)].add(piece.source_rank)
                     if piece.needs_gradient:
                         sends.add((stage.stage, Verb.SEND_GRADIENT))
                 else:
                     sends.add((stage.stage, Verb.SEND))
                     if piece.needs_gradient:
-                        receives[Arrival.of(piece, True)].add(piece.target_rank)
+                        receives[Incoming.of(piece, True)].add(piece.target_rank)
         numbers: dict[int, int] = {}
         found = []
-        for arrival in sorted(receives, key=Arrival.key):
-            places = frozenset(numbers.setdefault(rank, len(numbers)) for rank in sorted(receives[arrival]))
-            found.append((arrival, places))
+        for incoming in sorted(receives, key=Incoming.key):
+            places = frozenset(numbers.setdefault(rank, len(numbers)) for rank in sorted(receives[incoming]))
+            found.append((incoming, places))
         return RankPeers(frozenset(sends), tuple(found))
 
 
@@ -263,9 +263,9 @@ def postings(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders) -> 
         if task.phase in RECEIVED_BY
     }
     due = []
-    for arrival, source, ranks in _together(peers, orders):
-        for sent, micro_batch in orders.reaching(arrival):
-            each = Instruction(arrival.verb, arrival.stage, micro_batch, source, arrival.part)
+    for incoming, source, ranks in _together(peers, orders):
+        for sent, micro_batch in orders.reaching(incoming):
+            each = Instruction(incoming.verb, incoming.stage, micro_batch, source, incoming.part)
             due.append((sent, each, ranks))
     # A task sends to the stages of a rank in the order of their numbers, to each in that of its micro-batches.
     due.sort(key=lambda each: (each[0], each[1].stage, each[1].micro_batch))
@@ -279,30 +279,30 @@ def postings(tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders) -> 
     return [received[::-1] for received in found]
 
 
-def _together(peers: RankPeers, orders: SendingOrders) -> Iterator[tuple[Arrival, int | None, frozenset[int]]]:
-    """What each receive takes, the stage that it is from and the ranks. It is from all sources of a stage, None, where
-    there is one, or they send in one order and their ranks send nothing else."""
+def _together(peers: RankPeers, orders: SendingOrders) -> Iterator[tuple[Incoming, int | None, frozenset[int]]]:
+    """By receive, all that it takes, the stage that it is from and the ranks. It is from all sources of a stage, None,
+    where there is one, or they send in one order and their ranks send nothing else."""
     senders = Counter(
         rank for rank, *_ in {(rank, *each.key()[:3]) for each, ranks in peers.receives for rank in ranks}
     )
-    sources: dict[tuple[int, Verb], dict[int, list[tuple[Arrival, frozenset[int]]]]] = defaultdict(dict)
-    for arrival, ranks in peers.receives:
-        sources[arrival.stage, arrival.verb].setdefault(arrival.source, []).append((arrival, ranks))
+    sources: dict[tuple[int, Verb], dict[int, list[tuple[Incoming, frozenset[int]]]]] = defaultdict(dict)
+    for incoming, ranks in peers.receives:
+        sources[incoming.stage, incoming.verb].setdefault(incoming.source, []).append((incoming, ranks))
     for several in sources.values():
         first = next(iter(several.values()))
-        ranks = frozenset[int]().union(*(own for arrivals in several.values() for _, own in arrivals))
-        orderly = len({_sequence(arrivals, orders) for arrivals in several.values()}) == 1
+        ranks = frozenset[int]().union(*(own for entries in several.values() for _, own in entries))
+        orderly = len({_sequence(entries, orders) for entries in several.values()}) == 1
         if len(several) == 1:
-            yield from ((arrival, None, own) for arrival, own in first)
+            yield from ((incoming, None, own) for incoming, own in first)
         elif orderly and all(senders[rank] == 1 for rank in ranks):
-            yield from ((arrival, None, ranks) for arrival, _ in first)
+            yield from ((incoming, None, ranks) for incoming, _ in first)
         else:
-            yield from ((arrival, source, own) for source, each in several.items() for arrival, own in each)
+            yield from ((incoming, source, own) for source, each in several.items() for incoming, own in each)
 
 
 def _sequence(
-    arrivals: Iterable[tuple[Arrival, frozenset[int]]], orders: SendingOrders
+    entries: Iterable[tuple[Incoming, frozenset[int]]], orders: SendingOrders
 ) -> tuple[tuple[int, int | None], ...]:
     """Micro-batch and part of all that comes, in the order in which it is sent."""
-    every = ((place, each, arrival.part) for arrival, _ in arrivals for place, each in orders.reaching(arrival))
+    every = ((place, each, incoming.part) for incoming, _ in entries for place, each in orders.reaching(incoming))
     return tuple((each, part) for _, each, part in sorted(every, key=lambda found: found[:2]))

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from autopipe.ir.layout import members
 from autopipe.ir.program import MessageBlock, Program, RankCode, StageOnRank, Verb
 from tests.passes.lower.machine import BACKWARDS, Machine, unrolled
 
@@ -108,12 +109,12 @@ class Device:
                 if piece.source_rank != piece.target_rank and number is not None:
                     arrives.append(self._receives[piece.channel, backward, number])
         self._launch(COMPUTE, title, *arrives)
-        group = self._program.stages[wired.stage].devices
-        if len(group) > 1 and verb is not Verb.WEIGHT_GRADIENT:
-            # The group exchanges parts of tensors while the task runs.
-            middle = self._launch(
-                ("group", *sorted(group)), title, *self._after_compute(), members=group, carries=title
-            )
+        code = self._program.stages[wired.stage]
+        for axes in code.meshes() if verb is not Verb.WEIGHT_GRADIENT else ():
+            # Ranks along these axes exchange parts of tensors while the task runs.
+            places = members(axes, code.devices.index(self.rank))
+            group = tuple(sorted(code.devices[place] for place in places))
+            middle = self._launch(("group", *group), title, *self._after_compute(), members=group, carries=title)
             self._launch(COMPUTE, title, middle)
 
     def _sums(self, rank: RankCode, home: int | None) -> None:

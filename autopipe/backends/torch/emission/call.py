@@ -16,7 +16,6 @@ from autopipe.ir.layout import MeshAxes, MeshAxis, merged
 from autopipe.ir.ops import OPERATORS, qualified_name
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
-from autopipe.ir.program import Compute, StageCode
 
 
 def group_code(axes: MeshAxes, group: int) -> str:
@@ -24,17 +23,6 @@ def group_code(axes: MeshAxes, group: int) -> str:
     if axes == (MeshAxis(group, 1),):
         return "p.group"
     return f"p.group.along({', '.join(str(tuple(axis)) for axis in axes)})"
-
-
-def meshes_of(stage: StageCode) -> tuple[MeshAxes, ...]:
-    """The axes along which ranks of a stage exchange anything, each once, sorted; one axis where all its ranks do."""
-    whole, found = (MeshAxis(len(stage.devices), 1),), set[MeshAxes]()
-    for operation in stage.operations:
-        if isinstance(operation, Compute):
-            found.update(map(operation.mesh_of, operation.joint))
-        elif operation.relayout.kind != "slice":
-            found.add(operation.relayout.over or whole)
-    return tuple(sorted(found - {()}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from autopipe.backends.torch.emission.call import meshes_of
 from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_module
 from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.ir.atomic_file import replacing_folder
@@ -93,7 +92,7 @@ def _metrics(provenance: Provenance) -> dict[str, float]:
 
 def _stage(stage: StageCode) -> dict[str, Any]:
     """With the sub-meshes of its group along which its ranks exchange anything."""
-    meshes, whole = meshes_of(stage), (MeshAxis(len(stage.devices), 1),)
+    meshes, whole = stage.meshes(), (MeshAxis(len(stage.devices), 1),)
     parts = tuple(axes for axes in meshes if axes != whole)
     found: dict[str, Any] = {"ranks": stage.devices, "pipeline": stage.pipeline, "meshes": parts}
     if len(stage.devices) > 1 and whole not in meshes:
