@@ -24,18 +24,22 @@ Plan = Callable[..., Path]
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    """`plan(file, tokens, gpus, batch, pipeline=2)` plans for steps that feed up to `tokens` of each sequence."""
+    """`plan(model, tokens, gpus, batch, *flags)` plans for steps that feed up to `tokens` of each sequence."""
 
-    def make(model: Path, tokens: int, gpus: int, batch: int, **grid: int) -> Path:
+    def make(model: Path, tokens: int, gpus: int, batch: int, *flags: str) -> Path:
         folder = tmp_path / f"{gpus}.plan"
-        options = [f"--set=strategy.{name}={value}" for name, value in grid.items()]
         dims = [f"--dim=sequence_length={tokens}", f"--dim=past_sequence_length={max(LENGTHS) + NEW - 2}"]
-        size = ["--gpus", str(gpus), "--batch-size", str(batch), "--micro-batch-size", "2", "--strategy", "grid"]
-        words = ["plan", str(model), "--mode", "infer", "--cluster", "cpu-local", *dims, *size, *options]
+        size = ["--gpus", str(gpus), "--batch-size", str(batch)]
+        words = ["plan", str(model), "--mode", "infer", "--cluster", "cpu-local", *dims, *size, *flags]
         assert main([*words, "-q", "-o", str(folder)]) == 0
         return folder
 
     return make
+
+
+def grid(**degrees: int) -> tuple[str, ...]:
+    options = (f"--set=strategy.{name}={degree}" for name, degree in degrees.items())
+    return "--strategy", "grid", "--micro-batch-size", "2", *options
 
 
 def generated(folder: Path, *flags: str) -> list[list[int]]:
@@ -50,7 +54,7 @@ def generated(folder: Path, *flags: str) -> list[list[int]]:
 
 def test_four_stages_give_the_tokens_of_onnx_runtime(plan: Plan) -> None:
     model = decoder_file("gpt2")
-    found = generated(plan(model, tokens=1, gpus=4, batch=8, pipeline=4), "--max-new-tokens", str(NEW))
+    found = generated(plan(model, 1, 4, 8, *grid(pipeline=4)), "--max-new-tokens", str(NEW))
     assert found == reference_tokens(model, PROMPTS, NEW)
     assert all(len(set(tokens)) > NEW // 8 for tokens in found), "tokens that hardly change say little"
 
@@ -60,7 +64,7 @@ def test_split_stages_take_prompts_in_pieces_and_the_next_where_one_has_ended(pl
     model = decoder_file("llama", "dynamo")
     whole = reference_tokens(model, PROMPTS, NEW)
     eos = whole[0][9]
-    found = generated(plan(model, tokens=4, gpus=4, batch=4, pipeline=2, tensor=2), "--eos", str(eos))
+    found = generated(plan(model, 4, 4, 4, *grid(pipeline=2, tensor=2)), "--eos", str(eos))
     assert found == [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in whole]
     assert len({len(tokens) for tokens in found}) > 2
 
@@ -68,9 +72,33 @@ def test_split_stages_take_prompts_in_pieces_and_the_next_where_one_has_ended(pl
 def test_sampled_tokens_are_the_same_on_any_ranks(plan: Plan) -> None:
     model = decoder_file("llama", "dynamo")
     flags = ("--max-new-tokens", "16", "--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--seed")
-    one = plan(model, tokens=1, gpus=1, batch=2)
-    two = plan(model, tokens=1, gpus=2, batch=8, pipeline=2)
+    one = plan(model, 1, 1, 2, *grid())
+    two = plan(model, 1, 2, 8, *grid(pipeline=2))
     found = generated(one, *flags, "7", "--prefill-chunk", "1")
     assert generated(two, *flags, "7") == found
     assert found != generated(one, *flags, "8")
     assert found != reference_tokens(model, PROMPTS, 16)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("flags", [
+    "--strategy expert --micro-batches 2", "--strategy pase", "--strategy tepdist", "--strategy graphpipe",
+    "--strategy tessel_shapes --set strategy.shape=v", "--strategy auto", "--strategy data_parallel",
+    "--strategy grid --set strategy.pipeline=4 --set strategy.chunks=2 --micro-batches 4 --schedule interleaved_1f1b",
+    "--strategy grid --set strategy.pipeline=4 --micro-batches 4 --schedule chimera",
+])  # fmt: skip
+@pytest.mark.parametrize(("kind", "exporter"), [("gpt2", "dynamo"), ("llama", "torchscript")])
+def test_any_plan_gives_the_tokens_of_onnx_runtime(plan: Plan, kind: str, exporter: str, flags: str) -> None:
+    model = decoder_file(kind, exporter)
+    assert generated(plan(model, 1, 4, 8, *flags.split())) == reference_tokens(model, PROMPTS, NEW)
+
+
+@pytest.mark.sweep
+def test_stages_may_have_groups_of_their_own_size(plan: Plan) -> None:
+    model = decoder_file("gpt2")
+    folder = plan(model, 1, 4, 8, *grid(pipeline=4))
+    placement = folder / "placement.yaml"
+    first, *others = placement.read_text(encoding="utf-8").split("micro_batch_size: 2")
+    placement.write_text(f"{first}micro_batch_size: 1{'micro_batch_size: 2'.join(others)}", encoding="utf-8")
+    assert main(["plan", "--from", str(folder), "-q"]) == 0
+    assert generated(folder) == reference_tokens(model, PROMPTS, NEW)

@@ -131,7 +131,9 @@ def _rows(entry: InputRange) -> int | None:
 def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
     before, behind = past.value.shape, present.value.shape
     where = f"{past.value.name!r} {list(before)}, {present.value.name!r} {list(behind)}"
-    axes = [axis for axis, pair in enumerate(zip(before, behind, strict=False)) if pair[0] != pair[1]]
+    # A stage may have micro-batches of its own size: the output is of those.
+    pairs = enumerate(zip(before, behind, strict=False))
+    axes = [axis for axis, pair in pairs if axis != past.batch_axis and pair[0] != pair[1]]
     grows = len(before) == len(behind) and len(axes) == 1 and before[axes[0]] + length == behind[axes[0]]
     if not grows or past.batch_axis is None or past.batch_axis != present.batch_axis:
         hint = f"a step of {length} tokens makes one axis longer by as many; another one counts samples"
