@@ -58,17 +58,20 @@ class ProfiledSteps:
         from autopipe.cli.drawing.bubbles import bubble_screen, measured_steps
         from autopipe.cli.drawing.trace import chrome_trace
 
-        measured = measured_steps(read_times(times))
+        by_rank = read_times(times)
+        measured = measured_steps(by_rank)
         if not measured.tasks:
             return
         picture = _predicted(manifest, output)
-        path = self.folder / "timeline.json"
+        # Nodes may share the folder, and each knows its own ranks.
+        own = "" if len(by_rank) == manifest.world_size else f"_{min(by_rank):03d}-{max(by_rank):03d}"
+        path = self.folder / f"timeline{own}.json"
         self.folder.mkdir(parents=True, exist_ok=True)
         write_texts({path: chrome_trace(picture, measured.tasks, measured.bubbles)})
         if not output.as_json:
             for part in bubble_screen(measured, picture):
                 output.line(part)
-        output.note(f"timeline.json, and torch's profile of each rank, in {self.folder}: see ui.perfetto.dev")
+        output.note(f"{path.name}, and torch's profile of each rank, in {self.folder}: see ui.perfetto.dev")
 
 
 def _predicted(manifest: Manifest, output: Output) -> Picture | None:

@@ -57,3 +57,6 @@ def test_the_worst_bubbles_are_named_with_what_was_predicted_of_them(tmp_path: P
     assert ("no predicted timeline" in notes) is not with_plan
     events = json.loads((tmp_path / "log" / "profile" / "timeline.json").read_text())["traceEvents"]
     assert any(each["pid"] == 1 for each in events) is with_plan
+    (tmp_path / "times" / "rank_000.jsonl").unlink()
+    ProfiledSteps(3, 3, tmp_path / "node").finish(tmp_path / "times", manifest, output)
+    assert [path.name for path in (tmp_path / "node").iterdir()] == ["timeline_001-001.json"], "a node's own ranks"
