@@ -263,6 +263,10 @@ class Launch:
         `launch_program`, and ConfigurationError for data that does not fit."""
         self._check()
         steps, epochs = self._read_data(output.note)
+        if 0 < steps <= (done := self._position().steps):
+            more = "--steps or --epochs goes further"
+            output.note(f"training has ended: {self.checkpoint} holds {done} steps of {steps}; {more}")
+            return [], []
         self._check_held_out(output.note)
         if self.profiled is not None:
             self.profiled.check(steps)
@@ -298,7 +302,7 @@ class Launch:
     def _read_data(self, note: Callable[[str], None]) -> tuple[int, int | None]:
         """Look at the data as far as the steps read them. Returns the number of steps, and that of epochs where it
         alone says when the data ends."""
-        train, settings, begin = self.manifest.train, self.manifest.data, START
+        train, settings = self.manifest.train, self.manifest.data
         data = settings.path if self.data is None else self.data
         if data is None and (self.epochs is not None or self.shuffle):
             flag = "--shuffle" if self.epochs is None else "--epochs"
@@ -306,10 +310,7 @@ class Launch:
         shuffle = settings.shuffle if self.shuffle is None else self.shuffle
         epochs = self.epochs or (settings.epochs if self.steps is None and train and data is not None else None)
         settings = replace(settings, epochs=epochs, shuffle=shuffle)
-        if self.resume and self.checkpoint is not None and (saved := committed_steps(self.checkpoint)):
-            newest = read_checkpoint(checkpoint_path(self.checkpoint, saved[-1]))
-            begin = Position(newest.step, newest.samples)
-        steps = self.steps or (1 if train and epochs is None else None)
+        steps, begin = self.steps or (1 if train and epochs is None else None), self._position()
         source, unchecked = check_data(self.manifest, data, None if self.resume else steps, settings, begin)
         if source is None:
             return steps or (_NO_END if epochs else 1), epochs
@@ -317,6 +318,13 @@ class Launch:
         for line in filter(None, (*source.notes(steps), unchecked)):
             note(line)
         return steps, None
+
+    def _position(self) -> Position:
+        """How far the run has come that this one goes on from."""
+        if not self.resume or self.checkpoint is None or not (saved := committed_steps(self.checkpoint)):
+            return START
+        newest = read_checkpoint(checkpoint_path(self.checkpoint, saved[-1]))
+        return Position(newest.step, newest.samples)
 
     def _check_held_out(self, note: Callable[[str], None]) -> None:
         """Look at all of the data to validate on."""

@@ -62,6 +62,8 @@ def test_epochs_on_two_ranks_are_those_of_batches_of_just_their_samples(folder: 
     second = launch(exact, *saved, "--steps", 2, "--resume")
     third = launch(padded, *saved, "--steps", 4, "--resume")
     assert [first.code, second.code, third.code] == [0, 0, 0], first.stderr + second.stderr + third.stderr
+    ended = launch(padded, *saved, "--resume")
+    assert ended.code == 0 and ended.losses == [] and "holds 4 steps of 4; --steps or --epochs" in ended.stderr
     assert len(whole.losses) == 4
     assert whole.losses == pytest.approx([*first.losses, *second.losses, *third.losses], abs=1e-6)
 
