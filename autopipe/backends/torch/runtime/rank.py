@@ -72,6 +72,7 @@ class Rank(RankContext):
         self.global_order = GlobalOrder(self) if options.blocking else None
         self.memory_tracker: MemoryTracker | None = None
         self._samples = 0  # Taken by this run; those that only fill a batch up are not counted.
+        self._steps_saved = 0
         self._repeated = False
         self._ended_early = False
         self._captured = False
@@ -210,7 +211,7 @@ class Rank(RankContext):
         saved = self.checkpointer.restore()
         if saved is None:
             return
-        self.steps_done = saved.step
+        self.steps_done = self._steps_saved = saved.step
         self.seed = saved.seed if self.options.seed is None else self.options.seed
         self.reader = BatchReader(self.manifest, self._open_source(Position(saved.step, saved.samples)), self.device)
         if self.evaluator is not None and (best := self.checkpointer.best()) is not None:
@@ -253,10 +254,11 @@ class Rank(RankContext):
             return
         every, done = self.options.checkpoint_every, self.steps_done
         self.heartbeat.task = "checkpoint"
-        if last and (not done or (every and done % every == 0)):
+        if last and done == self._steps_saved:
             return
         if last or asked or self._ended_early or done == self.options.steps or (every and done % every == 0):
             self.reporter.report()  # No later start reports these steps again.
+            self._steps_saved = done
             self.checkpointer.save(Position(done, self.samples_done), self.seed)
         else:
             self.checkpointer.has_ended()
