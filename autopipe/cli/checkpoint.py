@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autopipe.backends.torch.checkpoint import (
+    AVERAGE,
     MANIFEST,
     Checkpoint,
     Reader,
@@ -141,8 +142,9 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
 @click.option("-o", "--output", "target", type=PATH, required=True, help="ONNX or safetensors file to write.")
 @_STEP
 @click.option("--model", type=PATH, metavar="FILE", help="The model [where it was trained].")
+@click.option("--ema", is_flag=True, help="The averages of the weights (training.ema_decay) in their place.")
 @standard_options
-def export(output: Output, folder: Path, target: Path, step: int | None, model: Path | None) -> None:
+def export(output: Output, folder: Path, target: Path, step: int | None, model: Path | None, ema: bool) -> None:
     """Write the model that was trained, as it was given, with the weights of a checkpoint in DIR; or, to a file whose
     name ends in .safetensors, the weights alone.
 
@@ -159,13 +161,17 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
 
     chosen = found_paths(folder, step)[-1]
     held = read_checkpoint(chosen)
+    if ema and not any(AVERAGE in dict(each.state) for each in held.parameters):
+        hint = "plan with training.ema_decay, or leave out --ema"
+        raise ConfigurationError("the checkpoint holds no averages of weights", hint=hint, where=str(chosen))
     check_writable(target)
     with output.progress("reading", total=sum(file.size for file in held.files)) as bar:
         check_checkpoint(chosen, held, bar.advance)
     reader, numbers = Reader(chosen, held), {}
     for each in held.parameters:
         value = Value(each.name, DType(each.value.dtype), each.value.shape)
-        numbers[each.name] = Numbers(value, partial(reader.read, each.value))
+        tensor = dict(each.state).get(AVERAGE, each.value) if ema else each.value
+        numbers[each.name] = Numbers(value, partial(reader.read, tensor))
     size = sum(each.value.bytes for each in numbers.values())
     if target.suffix == ".safetensors":
         with output.progress("writing", total=size) as bar:

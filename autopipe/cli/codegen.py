@@ -17,6 +17,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.program import FORWARD, REFERENCE, Program, RankCode, StageCode
 from autopipe.ir.rounding import Rounding
+from autopipe.passes.analysis.optimized import matrices
 from autopipe.passes.analysis.rounding import rounding_of
 from autopipe.passes.frontend.cleanup import without_dropout
 from autopipe.passes.lower.lower import lower, one_device_program
@@ -94,14 +95,17 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
         optimizer=problem.optimizer,
         precision=problem.precision,
         seed=problem.seed,
-        predicted_step_s=plan.summary.step_time_s,
+        predicted_step_s=plan.summary.step_time_s * problem.training.gradient_accumulation_steps,
         predicted_bubble=plan.summary.bubble_rate,
         rounding=_rounding(planned, program),
         data=planned.request.data,
         evaluation=planned.request.evaluation if problem.train else Evaluation(),
-        model_flops=problem.step_flops,
+        model_flops=problem.step_flops * problem.training.gradient_accumulation_steps,
         peak_flops=sum(problem.cluster.devices[rank].peak(problem.precision) for rank in range(devices)),
         predicted_memory_bytes=max(plan.summary.peak_memory_bytes),
+        lr_scheduler=problem.lr_scheduler,
+        training=problem.training,
+        matrices=matrices(problem.graph) if problem.optimizer.name == "muon" else frozenset(),
     )
     write_program(files, provenance, folder)
     return program

@@ -39,6 +39,7 @@ from autopipe.cli.launch_display import Run, StepDisplay, show_measured
 from autopipe.cli.launch_profile import ProfiledSteps
 from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output, write_texts
+from autopipe.cli.update_text import update_line
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import DataSettings
 
@@ -272,6 +273,11 @@ class Launch:
             self.profiled.check(steps)
         ranks = local_ranks(self.manifest, config)[1]
         output.note(placement_note(self.device, ranks))
+        if self.manifest.train:
+            optimizer = self.manifest.optimizer
+            output.note(
+                update_line(optimizer["name"], optimizer["lr"], self.manifest.lr_scheduler, self.manifest.training)
+            )
         config = replace(config, gpus=visible_gpus(self.device))
         shown = Run(self.manifest, None if steps == _NO_END else steps, ranks, config.gpus)
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
@@ -313,6 +319,9 @@ class Launch:
         steps, begin = self.steps or (1 if train and epochs is None else None), self._position()
         source, unchecked = check_data(self.manifest, data, None if self.resume else steps, settings, begin)
         if source is None:
+            if epochs and self.manifest.lr_scheduler.needs_steps:
+                message = "the learning rate decays over steps whose number nothing says before the data ends"
+                raise ConfigurationError(message, hint="give --steps, or plan with lr_scheduler.total_steps")
             return steps or (_NO_END if epochs else 1), epochs
         steps = steps or source.end or 1
         for line in filter(None, (*source.notes(steps), unchecked)):

@@ -21,6 +21,7 @@ from autopipe.cli.output import (
     plain_table,
     seconds_text,
 )
+from autopipe.cli.update_text import update_line
 from autopipe.ir.codec import encode
 from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.plan_file import plan_digest
@@ -209,6 +210,9 @@ def plan_screen(
         before += [f"{word}: {text}" for word, text in trained_lines(planned.model.tensors, every)]
     elif problem.train:
         before += trained_summary(planned.model.tensors)
+    if problem.train:
+        optimizer = problem.optimizer
+        before.append(f"update: {update_line(optimizer.name, optimizer.lr, problem.lr_scheduler, problem.training)}")
     after: list[RenderableType] = [
         f"{prediction_line(summary)}{_memory_limits(plan)}",
         traffic_line(summary),

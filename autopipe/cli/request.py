@@ -16,6 +16,7 @@ from autopipe.ir.program import is_data_function
 from autopipe.passes.registry import Scheduler, Strategy, scheduler_class, strategy_class, strategy_names
 
 if TYPE_CHECKING:
+    from autopipe.passes.frontend import CrossEntropy
     from autopipe.passes.pipeline import PlanResult, Request
 
 AUTO = "auto"
@@ -93,7 +94,6 @@ def _class_of(choice: Choice, find: Callable[[str], type[Any]]) -> type[Any]:
 def request_of(configuration: Configuration, model: Path) -> Request:
     """The request for a plan of `model`. Raises ConfigurationError or InfeasibleError for what cannot be asked for."""
     from autopipe.passes.cost.measured import measured_cluster
-    from autopipe.passes.frontend import CrossEntropy
     from autopipe.passes.pipeline import Request
 
     if configuration.costs == "pase-paper":
@@ -111,12 +111,15 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         frozen=configuration.model.frozen,
         trainable=configuration.model.trainable,
         mode=None if configuration.mode is None else Mode(configuration.mode),
-        loss=CrossEntropy(loss.cross_entropy.logits, loss.cross_entropy.labels) if isinstance(loss, Loss) else loss,
+        loss=_wanted_loss(configuration),
+        normalize=loss.normalize if isinstance(loss, Loss) else "micro_batches",
         batch_size=configuration.batch_size,
         micro_batches=None if configuration.micro_batches == "auto" else configuration.micro_batches,
         micro_batch_size=configuration.micro_batch_size,
         optimizer=configuration.optimizer.for_problem(),
-        shard_open=configuration.optimizer.shard is None,
+        lr_scheduler=configuration.lr_scheduler,
+        training=configuration.training,
+        shard_open=configuration.optimizer.shard is None and configuration.optimizer.name != "muon",
         precision=configuration.precision,
         compiled=configuration.compile,
         recompute=configuration.recompute,
@@ -135,6 +138,22 @@ def absolute_data(data: str | None) -> str | None:
     return data if data is None or is_data_function(data) else str(Path(data).absolute())
 
 
+_IGNORED = -100
+"""The label that counts for nothing to torch and Hugging Face."""
+
+
+def _wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:
+    from autopipe.passes.frontend import CrossEntropy
+
+    loss = configuration.loss
+    if not isinstance(loss, Loss):
+        return loss
+    if loss.cross_entropy is None:
+        return loss.output
+    ignored = _IGNORED if loss.normalize == "tokens" else None
+    return CrossEntropy(loss.cross_entropy.logits, loss.cross_entropy.labels, ignored)
+
+
 def effective(configuration: Configuration, planned: PlanResult) -> Configuration:
     """The configuration with everything decided that the pipeline chose."""
     problem = planned.problem
@@ -145,7 +164,7 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
         eval=dataclasses.replace(configuration.eval, data=absolute_data(configuration.eval.data)),
         mode=problem.mode.value,
         loss=configuration.loss or problem.loss,
-        optimizer=dataclasses.replace(configuration.optimizer, shard=problem.optimizer.shard),
+        optimizer=configuration.optimizer.settled(problem.optimizer),
         cluster=configuration.cluster.settled(),
         gpus=problem.cluster.size,
         batch_size=problem.batch_size,

@@ -15,13 +15,15 @@ from autopipe.backends.onnxruntime import ReferenceModel, node_of
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
 from autopipe.backends.torch.runtime.data import check_data, filled_rows, open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
+from autopipe.backends.torch.runtime.records import RECORDED_STEPS
 from autopipe.backends.torch.verification import (
     Difference,
     difference,
-    gradient_differences,
     limit_of,
     read_losses,
     read_outputs,
+    tensor_differences,
+    write_whole_gradients,
 )
 from autopipe.cli.launch import COMPILE, DATA, SEED
 from autopipe.cli.options import PATH, flag_words, standard_options
@@ -58,8 +60,8 @@ def verify(
 ) -> None:
     """Check that the ranks of PROGRAM compute what one device computes.
 
-    Training: the loss and every gradient of one step. Inference: every output. Then the forward of one device against
-    ONNX Runtime on the model as it was given.
+    Training: the loss and every gradient of one step, and the parameters after two updates. Inference: every output.
+    Then the forward of one device against ONNX Runtime on the model as it was given.
 
     \b
     Example:
@@ -172,17 +174,25 @@ class Verification:
 
     def run(self, advance: Callable[[], None]) -> Iterator[Check]:
         folder = self.manifest.folder
-        arguments = self._run_arguments("ranks") + flag_words(compile=self.compile)
+        steps = RECORDED_STEPS if self.manifest.train else 1
+        arguments = self._run_arguments("ranks", steps) + flag_words(compile=self.compile)
         launch_program(self.manifest, arguments, LaunchConfig())
         advance()
         if self.manifest.train:
-            run_alone(folder / REFERENCE, self._run_arguments("one"))
+            # One device computes the first step's gradients, and updates by the ranks': where a gradient is all but
+            # zero, optimizers such as AdamW make a whole step of its rounding.
+            replay = self.scratch / "replay"
+            recorded = write_whole_gradients(self.manifest, self.scratch / "ranks", replay)
+            run_alone(folder / REFERENCE, self._run_arguments("one", steps) + flag_words(replay=replay))
             advance()
             ranks, one = self._losses("ranks"), self._losses("one")
             worst = [difference("loss", ranks, one)]
             yield self._check("loss of the ranks", "one device", worst, self._training_responses)
-            pairs = gradient_differences(self.manifest, self.scratch / "ranks", self.scratch / "one")
+            pairs = tensor_differences(self.manifest, self.scratch / "ranks", self.scratch / "one")
             yield self._check("gradients of the ranks", "one device", pairs, self._training_responses)
+            folders = self.scratch / "ranks", self.scratch / "one"
+            pairs = tensor_differences(self.manifest, *folders, "parameters", recorded - 1)
+            yield self._check(f"parameters after {recorded} updates", "one device", pairs, dict)
         forward = read_manifest(folder / FORWARD)
         run_alone(folder / FORWARD, self._run_arguments("forward"))
         advance()
@@ -197,15 +207,16 @@ class Verification:
         yield self._reference_check(forward, averaged)
         advance()
 
-    def _run_arguments(self, name: str) -> list[str]:
-        """Flags of a run of one step that leaves its record under this name."""
+    def _run_arguments(self, name: str, steps: int = 1) -> list[str]:
+        """Flags of a run that leaves its record under this name."""
         folder = self.scratch / name
         folder.mkdir(exist_ok=True)
         files = {"report": folder / "report.jsonl", "outputs": folder / "outputs.npz", "record": folder}
-        return flag_words(steps=1, device=self.device, data=self.data or None, seed=self.seed, **files)
+        return flag_words(steps=steps, device=self.device, data=self.data or None, seed=self.seed, **files)
 
     def _losses(self, name: str) -> np.ndarray:
-        return np.array(read_losses(self.scratch / name / "report.jsonl"))
+        """Of the first step."""
+        return np.array(read_losses(self.scratch / name / "report.jsonl")[:1])
 
     def _outputs(self, name: str) -> dict[str, np.ndarray]:
         return read_outputs(self.scratch / name / "outputs.npz")
@@ -252,7 +263,7 @@ class Verification:
         folder = self.manifest.folder / REFERENCE
         self._run_moved(folder, "one moved")
         loss = difference("loss", self._losses("one moved"), self._losses("one"))
-        gradients = gradient_differences(read_manifest(folder), self.scratch / "one moved", self.scratch / "one")
+        gradients = tensor_differences(read_manifest(folder), self.scratch / "one moved", self.scratch / "one")
         return {each.tensor: each.relative for each in (loss, *gradients)}
 
     def _forward_responses(self) -> dict[str, float]:

@@ -28,11 +28,12 @@ from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, read_file, read_setting, read_text, read_word
 from autopipe.ir import problem
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.codec import Above, AtLeast, FilePath, Index, Origin, Rest, Shape, Sparse, encode, keys, unwrap
+from autopipe.ir.codec import Above, Amount, AtLeast, FilePath, Index, Origin, Rest, Shape, Sparse, encode, keys, unwrap
 from autopipe.ir.errors import ConfigurationError, quote
 from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.problem import Size
 from autopipe.ir.program import DataSettings
+from autopipe.ir.training import LRScheduler, Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +84,56 @@ class CrossEntropy:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss that the graph does not hold itself."""
+    """The loss, and what it is divided by."""
 
-    cross_entropy: CrossEntropy
-    """Mean cross-entropy of logits against labels."""
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("cross_entropy", "output"),)
+    cross_entropy: Annotated[CrossEntropy | None, Sparse()] = None
+    """Mean cross-entropy of logits against labels, which is added to the graph."""
+    output: Annotated[str | None, Sparse()] = None
+    """Name of the scalar output to minimise."""
+    normalize: Annotated[Literal["micro_batches", "tokens"], Sparse()] = "micro_batches"
+    """`micro_batches` averages their losses. `tokens` divides the sum over all labels of the step by the number of
+    those that count, as Hugging Face does; of `cross_entropy`, the label -100 counts for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer(problem.Optimizer):
-    """How parameters are updated, as torch's SGD and AdamW do it."""
+    """How parameters are updated, as torch's optimizers of these names do it."""
 
+    name: Literal["adamw", "adam", "sgd", "lion", "muon"] = "adamw"
+    lr: Amount | None = None  # type: ignore[assignment]
+    """Learning rate; 0.001 where not given, 0.01 for `sgd`, 0.0001 for `lion`."""
+    momentum: Amount | None = None  # type: ignore[assignment]
+    """Momentum of `sgd` and `muon`; 0 and 0.95 where not given."""
+    betas: tuple[Amount, Amount] | None = None  # type: ignore[assignment]
+    """Decay rates of averages, below 1; 0.9 and 0.999 where not given, 0.9 and 0.99 for `lion`."""
+    nesterov: Annotated[bool | None, Sparse()] = None  # type: ignore[assignment]
+    """Nesterov's momentum, of `sgd` and `muon`; where not given `muon` has it."""
     shard: bool | None = None  # type: ignore[assignment]
     """Share out what the optimizer keeps among the devices that hold the same parameters, and the update with it
     (ZeRO-1); `null` leaves it to strategy `auto`, and is `false` under any other."""
 
     def for_problem(self) -> problem.Optimizer:
         """The same as the passes know it, with `shard` off where it is left open."""
-        return problem.Optimizer(**{**dataclasses.asdict(self), "shard": bool(self.shard)})
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        given = {name: value for name, value in own.items() if value is not None}
+        return problem.Optimizer(**{**_DEFAULTS[self.name], "shard": False, **given})
+
+    def settled(self, chosen: problem.Optimizer) -> Optimizer:
+        """The same with all that it left open, as in `chosen`."""
+        left = ["lr", "momentum", "betas", "shard", *(["nesterov"] if self.name == "muon" else [])]
+        return replace(self, **{name: getattr(chosen, name) for name in left if getattr(self, name) is None})
+
+
+_ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999)}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": _ADAM,
+    "adam": _ADAM,
+    "sgd": {"lr": 0.01, "momentum": 0.0},
+    "lion": {"lr": 1e-4, "betas": (0.9, 0.99)},
+    "muon": {**_ADAM, "momentum": 0.95, "nesterov": True},
+}
+"""Of each optimizer what torch, and of Lion the paper, has where nothing is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +208,10 @@ class Configuration:
     """How parameters are updated."""
     eval: Annotated[Evaluation, Sparse()] = field(default=Evaluation())
     """Validation on the way."""
+    lr_scheduler: Annotated[LRScheduler, Sparse()] = field(default=LRScheduler())
+    """The learning rate by step, as a factor of `optimizer.lr`."""
+    training: Annotated[Training, Sparse()] = field(default=Training())
+    """Clipping, accumulation of gradients, averaging of weights."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Precision of products; parameters and their updates stay in fp32. `tf32` rounds operands to 19 bits on GPUs that
     have units for it, and is fp32 elsewhere; `bf16` and `fp16` run the whole forward through torch's autocast."""
@@ -227,17 +265,11 @@ def check(configuration: Configuration, document: Entry) -> None:
     if configuration.compile and configuration.costs != "roofline":
         message = "compile: true prices stages by the roofline, and measured costs are of eager operators"
         raise ConfigurationError(message, "leave out costs, or compile", _place(document, "compile"))
-    for name in {"adamw": ("momentum",), "sgd": ("betas", "eps")}[optimizer.name]:
-        if getattr(optimizer, name) != getattr(Optimizer(), name):
-            message = f"optimizer {optimizer.name} has no {name}"
-            raise ConfigurationError(message, "remove it", _place(document, "optimizer", name))
-    if max(optimizer.betas) >= 1:
-        message, where = f"optimizer.betas are {list(optimizer.betas)}", _place(document, "optimizer", "betas")
-        raise ConfigurationError(message, "each must be below 1", where)
     for key in ("interval", "patience"):
         if getattr(configuration.eval, key) is not None and configuration.eval.data is None:
             message = f"eval.{key} is set, and there is no data to validate on"
             raise ConfigurationError(message, "give eval.data", _place(document, "eval", key))
+    _check_optimizer(optimizer, document)
     for key in ("frozen", "trainable"):
         for index, pattern in enumerate(getattr(configuration.model, key)):
             _check_pattern(pattern, f"model.{key}[{index}]", _place(document, "model", key))
@@ -247,6 +279,38 @@ def check(configuration: Configuration, document: Entry) -> None:
         )
     if choice.preset is not None:
         cluster_preset(choice.preset, where=_place(document, "cluster", "preset"))
+
+
+_LACKS = {
+    "adamw": ("momentum", "nesterov"),
+    "adam": ("momentum", "nesterov"),
+    "sgd": ("betas", "eps"),
+    "lion": ("momentum", "nesterov", "eps"),
+    "muon": (),
+}
+"""Keys that an optimizer has no use for."""
+
+
+def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
+    for name in _LACKS[optimizer.name]:
+        if getattr(optimizer, name) not in (getattr(Optimizer(), name), getattr(problem.Optimizer(), name)):
+            message = f"optimizer {optimizer.name} has no {name}"
+            raise ConfigurationError(message, "remove it", _place(document, "optimizer", name))
+    if optimizer.betas is not None and max(optimizer.betas) >= 1:
+        message, where = f"optimizer.betas are {list(optimizer.betas)}", _place(document, "optimizer", "betas")
+        raise ConfigurationError(message, "each must be below 1", where)
+    if optimizer.name == "sgd" and optimizer.nesterov and not optimizer.momentum:
+        message, where = "optimizer.nesterov without momentum", _place(document, "optimizer", "nesterov")
+        raise ConfigurationError(message, "give optimizer.momentum, such as 0.9", where)
+    if optimizer.name == "muon" and optimizer.shard:
+        message, where = (
+            "optimizer muon needs whole matrices, and shards cut them",
+            _place(document, "optimizer", "shard"),
+        )
+        raise ConfigurationError(message, "leave out optimizer.shard", where)
+    for index, group in enumerate(optimizer.groups):
+        where = _place(document, "optimizer", "groups", index)
+        _check_pattern(group.match, f"optimizer.groups[{index}].match", where)
 
 
 def _check_constraint(constraint: Constraint, gpus: int | None, path: str, where: str) -> None:

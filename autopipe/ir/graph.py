@@ -64,6 +64,9 @@ _ITEMSIZE = {each: max(8, int("0" + "".join(filter(str.isdigit, each.value)))) /
 _FLOATING = frozenset(each for each in DType if "float" in each.value)
 
 
+COUNTED_LABELS = "autopipe/counted_labels"
+"""The output of a graph that is the number of its labels that count, by which the step's loss is divided."""
+
 Whole = Annotated[int, AtLeast(-(2**63))]
 Attribute = Whole | float | str | tuple[Whole, ...] | tuple[float, ...] | tuple[str, ...]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import Above, Amount, AtLeast, AtMost, Index, Sparse
 from autopipe.ir.gpu_memory import nccl_bytes
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import COUNTED_LABELS, Graph
 from autopipe.ir.measured_costs import Costs
+from autopipe.ir.name_pattern import matches
+from autopipe.ir.training import LRScheduler, Training
 
 Size = Annotated[int, AtLeast(1), AtMost(2**40)]
 
@@ -58,29 +60,47 @@ class Work:
 
 
 FIRST_LOSS_SCALE = 2.0**16
+GROUPS = "optimizer.groups"
+"""The key of groups, in errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Settings of the parameters whose names match; of several groups that match the first counts."""
+
+    match: str
+    """A glob over names of parameters, or a regular expression after `re:`."""
+    weight_decay: Annotated[Amount | None, Sparse()] = None
+    """In place of the optimizer's."""
+    lr_factor: Annotated[Amount, Sparse()] = 1.0
+    """Factor of the learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """How parameters are updated, as torch's SGD and AdamW do it."""
+    """How parameters are updated, as torch's optimizers of these names do it."""
 
-    name: Literal["sgd", "adamw"] = "sgd"
-    """The algorithm."""
+    name: Literal["adamw", "adam", "sgd", "lion", "muon"] = "sgd"
+    """The algorithm. `muon` is for matrices that one device holds whole, but for tables; the rest goes by AdamW at the
+    same rate."""
     lr: Amount = 0.01
     """Learning rate."""
     momentum: Amount = 0.0
-    """Momentum of `sgd`."""
+    """Momentum of `sgd` and `muon`."""
+    nesterov: Annotated[bool, Sparse()] = False
+    """Nesterov's momentum, of `sgd` and `muon`."""
     weight_decay: Amount = 0.0
-    """Weight decay: added to the gradient by `sgd`, decoupled from it by `adamw`."""
+    """Weight decay: added to the gradient by `sgd` and `adam`, decoupled from it by the others."""
     betas: tuple[Amount, Amount] = (0.9, 0.999)
-    """Decay rates of `adamw`'s averages, below 1."""
+    """Decay rates of averages, below 1."""
     eps: Annotated[float, Above(0)] = 1e-8
-    """Term added to `adamw`'s denominator."""
+    """Term added to the denominator of `adamw`, `adam`."""
     shard: bool = False
     """True if devices that hold the same block of a parameter keep a share of its state each, and update that share
     (ZeRO-1: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020,
     section 5.1); else each keeps all of it."""
-
+    groups: Annotated[tuple[ParameterGroup, ...], Sparse()] = ()
+    """Parameters with a weight decay or rate of their own, such as `{match: '*.bias', weight_decay: 0}`."""
     loss_scale: Annotated[float, Above(0), Sparse()] = FIRST_LOSS_SCALE
     """First scale of the loss under precision `fp16`, whose small gradients would be zero: halved where a gradient
     overflows, which skips the step, doubled after 2,000 steps without."""
@@ -88,9 +108,16 @@ class Optimizer:
     @property
     def states(self) -> int:
         """fp32 numbers kept for each parameter beside it and its gradient."""
-        if self.name == "adamw":
-            return 2
-        return 1 if self.momentum else 0
+        return {"adamw": 2, "adam": 2, "lion": 1, "muon": 1}.get(self.name, 1 if self.momentum else 0)
+
+    def states_of(self, is_matrix: bool) -> int:
+        """The same of a parameter that is a matrix, or is none."""
+        return 2 if self.name == "muon" and not is_matrix else self.states
+
+    def group_of(self, name: str) -> int | None:
+        """Number of a parameter's group, None where it is in none. Raises ConfigurationError for a pattern that is no
+        regular expression."""
+        return next((index for index, each in enumerate(self.groups) if matches(each.match, name, GROUPS)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +157,8 @@ class Problem:
     mode: Mode
     loss: str | None = None
     optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = field(default=LRScheduler())
+    training: Training = field(default=Training())
     precision: str = "fp32"
     compiled: bool = False
     """True if stages are compiled, so that neighbouring elementwise operators are one kernel."""
@@ -155,6 +184,10 @@ class Problem:
     def train(self) -> bool:
         return self.mode is Mode.TRAIN
 
+    def states_of(self, is_matrix: bool) -> int:
+        """fp32 numbers kept for each number of a parameter that is a matrix, or is none, beside it and its gradient."""
+        return self.optimizer.states_of(is_matrix) + (self.training.ema_decay is not None)
+
     @property
     def step_flops(self) -> float:
         """Operations of the model in a step: each node's forward and, in training, backward, once a micro-batch."""
@@ -169,7 +202,9 @@ class Problem:
     @property
     def wanted(self) -> tuple[str, ...]:
         """The values that a step computes: the loss where it trains, else the graph's outputs."""
-        return (self.loss,) if self.train and self.loss is not None else self.graph.outputs
+        if not self.train or self.loss is None:
+            return self.graph.outputs
+        return (self.loss, COUNTED_LABELS) if self.graph.has(COUNTED_LABELS) else (self.loss,)
 
     def memory_of(self, device: int) -> int:
         """Bytes that tensors may take on a device. On a GPU the context and NCCL's buffers need room beside them."""

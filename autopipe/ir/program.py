@@ -361,6 +361,8 @@ class Program:
     ranks: tuple[RankCode, ...]
     channels: tuple[Channel, ...]
     shard: bool = False
+    labels: int | None = None
+    """Labels of a micro-batch, where the loss is a sum over those that count; None where it is a mean."""
 
     @property
     def roundings(self) -> int:

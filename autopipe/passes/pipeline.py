@@ -31,11 +31,14 @@ from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
 from autopipe.ir.program import DataSettings
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
+from autopipe.ir.training import LRScheduler, Training
 from autopipe.passes.analysis.micro_batches import check_portions
+from autopipe.passes.analysis.optimized import check_groups
 from autopipe.passes.analysis.padding import check_padding
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work
+from autopipe.passes.cost.whole_matrices import check_whole_matrices
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.registry import Scheduler, Strategy
 from autopipe.passes.schedule.boundary_gathers import with_gathers
@@ -61,10 +64,14 @@ class Request:
     mode: Mode | None = None
     loss: str | CrossEntropy | None = None
     """The output to minimise, or a loss to add; the model's own where None."""
+    normalize: str = "micro_batches"
+    """How the loss is averaged over the step: as micro-batches do, or with `tokens` over all labels that count."""
     batch_size: int | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
     optimizer: Optimizer = field(default=Optimizer())
+    lr_scheduler: LRScheduler = field(default=LRScheduler())
+    training: Training = field(default=Training())
     shard_open: bool = True
     """True if the search for the best plan may share out the optimizer's state where `optimizer` does not."""
     precision: str = "fp32"
@@ -213,6 +220,7 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
         batch=micro_batch_size,
         batch_axes=dict(request.batch_axes),
         loss=request.loss,
+        normalize=request.normalize,
         mode=request.mode,
         frozen=request.frozen,
         trainable=request.trainable,
@@ -233,7 +241,8 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
     if model.batch not in (None, batching.micro_batch_size):
         size = batching.micro_batch_size
         model = read(request, runner, size, model.source)
-    settled = request.optimizer, request.precision, request.recompute, request.memory_limit, request.constraints
+    updates = request.optimizer, request.lr_scheduler, request.training
+    settled = *updates, request.precision, request.recompute, request.memory_limit, request.constraints
     key = batching, *settled, request.compiled, request.time_limit, request.seed
     if key not in runner.problems:
         if size not in runner.work:
@@ -254,6 +263,8 @@ def _work(request: Request, model: Model) -> tuple[Work, ...]:
         raise ModelError("nothing in it would be trained", hint, str(model.path))
     if train and request.data.last_batch == "pad":
         check_padding(model.graph, model.loss)
+    if train:
+        check_groups(request.optimizer, model.graph)
     return costed_work(model.graph, request.precision, request.cluster, request.costs, request.compiled)
 
 
@@ -267,6 +278,8 @@ def _problem(request: Request, model: Model, batching: Batching, work: tuple[Wor
         mode=model.mode,
         loss=model.loss or None,
         optimizer=request.optimizer,
+        lr_scheduler=request.lr_scheduler,
+        training=request.training,
         precision=request.precision,
         compiled=request.compiled,
         recompute=request.recompute or "none",
@@ -370,6 +383,7 @@ def predict_placement(model: Model, problem: Problem, placement: Placement, runn
     """Stage and message times of a placement that fits the problem's graph, its stages gathering what that pays for.
     Raises ConfigurationError or InfeasibleError where a stage cannot run on micro-batches of its size."""
     check_portions(problem.graph, placement)
+    check_whole_matrices(problem, placement)
     placement = with_gathers(problem, placement)
     prediction = runner.run("predict", lambda: predict(problem, placement))
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)

@@ -48,7 +48,7 @@ SCHEDULERS = tuple(name for name in scheduler_names() if name != "csv")
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "inference": ("--mode", "infer", "--strategy", "pipedream"),
     "recomputed": ("--set", "recompute=full", "--strategy", "pipedream"),
-    "sharded update": ("--set", "optimizer={name: adamw, shard: true}", "--strategy", "data_parallel"),
+    "sharded update": ("--set", "optimizer={name: adamw, lr: 0.01, shard: true}", "--strategy", "data_parallel"),
     "bf16": ("--set", "precision=bf16", "--strategy", "expert"),
     "frozen": ("--set", "model.frozen=['*embedding*']", "--strategy", "expert"),
     "eight devices of two kinds": ("--cluster", "a100-v100", "--gpus", "8", "--strategy", "pipedream"),
@@ -186,7 +186,8 @@ def digests(model: str, placement: str, schedulers: Iterable[str]) -> dict[str, 
 
 def planned(folder: Path, *words: str, name: str = "plan") -> str:
     """Digests of a plan's files and of its program's, or the exit code of a request that is refused."""
-    if code := main(["plan", *words, *(() if "-o" in words else ("-o", name)), "-q"]):
+    # By SGD, whose state is nothing: what is pinned is the search, not the optimizer.
+    if code := main(["plan", "--set", "optimizer.name=sgd", *words, *(() if "-o" in words else ("-o", name)), "-q"]):
         return f"exit {code}"
     plan = digest(sorted((folder / name).glob("*.*")))
     if code := main(["codegen", name, "-o", "program", "-q"]):

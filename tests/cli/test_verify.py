@@ -12,11 +12,12 @@ from autopipe.backends.torch.verification import Difference
 from autopipe.cli import verify as verification
 from autopipe.cli.main import main
 from autopipe.cli.verify import Check, Verification
+from autopipe.ir.program import DataSettings
 from autopipe.ir.rounding import Rounding
 
 LONG = "/transformer/h.11/attn/c_attn/weight_that_is_called_by_a_name_of_more_than_eighty_characters_in_all"
 
-MANIFEST = SimpleNamespace(rounding=Rounding("float32", 5000), model=Path("model.onnx"))
+MANIFEST = SimpleNamespace(rounding=Rounding("float32", 5000), model=Path("model.onnx"), data=DataSettings())
 LIMIT = "4.2e-06 = 6.0e-08 (float32) x sqrt(5000 roundings)"
 
 

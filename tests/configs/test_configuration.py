@@ -44,8 +44,8 @@ REFUSED = {
     "unknown key": ("mode: train\nbatchsize: 4\n", "c.yaml:2: unknown key 'batchsize' (did you mean 'batch_size'?)"),
     "unknown key within": (
         "optimizer:\n  name: sgd\n  learning: 1\n",
-        "c.yaml:3: unknown key 'learning' in optimizer (known: name, lr, momentum, weight_decay, betas, eps, shard, "
-        "loss_scale)",
+        "c.yaml:3: unknown key 'learning' in optimizer (known: name, lr, momentum, nesterov, weight_decay, betas, eps, "
+        "shard, groups, loss_scale)",
     ),
     "missing key": ("constraints:\n  - {stage: 1}\n", "c.yaml:2: constraints[0] lacks the key 'match'"),
     "no for text": ("loss: no\n", "c.yaml:1: loss is no (which YAML reads as false)"),

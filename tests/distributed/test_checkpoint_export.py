@@ -75,7 +75,7 @@ def planned(model: Path, case: Case, folder: Path) -> Manifest:
     """The program of two ranks, two micro-batches a step."""
     size = ["--batch-size", 2 * case.micro_batch, "--micro-batches", 2]
     arguments = [model, "--gpus", 2, "--strategy", case.strategy, *size, *dimensions(model)]
-    settings = ["--set", "optimizer.lr=0.05"]
+    settings = ["--set", "optimizer={name: sgd, lr: 0.05}"]
     assert main(["plan", *map(str, arguments), *settings, "-o", str(folder), "-q"]) == 0
     assert main(["codegen", str(folder), "-q"]) == 0
     return read_manifest(folder / "program")

@@ -121,7 +121,8 @@ def _trained_here(path: Path, strategy: str, batches: list[Tensors], pools: Pool
     """The exported file after the steps."""
     size = sum(next(iter(each.values())).shape[0] for each in batches)
     plan = ["plan", path, "--gpus", 2, "--cluster", "cpu-local", "--strategy", strategy, "--batch-size", size,
-            "--micro-batches", MICRO_BATCHES, "--set", f"optimizer.lr={RATE}", "-o", folder / "plan", "-q"]  # fmt: skip
+            "--micro-batches", MICRO_BATCHES, "--set", f"optimizer={{name: sgd, lr: {RATE}}}", "-o", folder / "plan",
+            "-q"]  # fmt: skip
     assert main(list(map(str, plan))) == 0
     assert main(["codegen", str(folder / "plan"), "-q"]) == 0
     manifest: Manifest = read_manifest(folder / "plan" / "program")

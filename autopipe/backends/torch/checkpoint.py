@@ -54,6 +54,8 @@ from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import Box, whole
 
 FORMAT = "autopipe.checkpoint/2"
+AVERAGE = "ema"
+"""Name among a parameter's state of its exponential moving average."""
 
 
 @dataclass(frozen=True, slots=True)

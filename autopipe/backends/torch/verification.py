@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.records import record_file
 from autopipe.ir.errors import VerificationError
 
 _ROUNDING = 1e-6
@@ -64,21 +65,26 @@ def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float 
     return Difference(name, distance / norm if norm else distance, norm / scale if scale else 1.0)
 
 
-def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Iterator[Difference]:
-    """One difference a parameter: the worst of its blocks. `recorded` and `expected` are folders of recorded gradients.
-    Raises VerificationError where a trained parameter has no recorded gradient, or no rank has the parameter."""
-    whole = {int(index): array for index, array in _read(expected, 0).items()}
+def tensor_differences(
+    ranks: Manifest, recorded: Path, expected: Path, kind: str = "gradients", step: int = 0
+) -> Iterator[Difference]:
+    """One difference a trained parameter: the worst of its blocks. `recorded` and `expected` are folders of recorded
+    gradients or `parameters` of a step. Raises VerificationError where a trained parameter is not recorded, or no rank
+    has it."""
+    trained = {str(index) for index, each in enumerate(ranks.parameters) if each.trainable}
+    whole = {int(index): array for index, array in _read(expected, kind, step, 0).items() if index in trained}
     scale = float(np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in whole.values())))
     worst: dict[int, Difference] = {}
     for rank, shards in enumerate(ranks.shards):
-        gradients = _read(recorded, rank)
+        tensors = _read(recorded, kind, step, rank)
         for shard in shards:
             entry = ranks.parameters[shard.parameter]
-            if str(shard.parameter) not in gradients or shard.parameter not in whole:
-                if not entry.trainable:
-                    continue
-                raise VerificationError(f"no gradient was recorded for {entry.value.name!r}", where=f"rank {rank}")
-            ours, reference = gradients[str(shard.parameter)], whole[shard.parameter][shard.box.slices]
+            if not entry.trainable:
+                continue
+            if str(shard.parameter) not in tensors or shard.parameter not in whole:
+                message = f"no {kind.removesuffix('s')} was recorded for {entry.value.name!r}"
+                raise VerificationError(message, where=f"rank {rank}")
+            ours, reference = tensors[str(shard.parameter)], whole[shard.parameter][shard.box.slices]
             found = difference(entry.value.name, ours, reference, scale)
             worst[shard.parameter] = max(worst.get(shard.parameter, found), found, key=lambda each: each.relative)
     for index in sorted(whole):
@@ -87,17 +93,36 @@ def gradient_differences(ranks: Manifest, recorded: Path, expected: Path) -> Ite
         yield worst[index]
 
 
-def _read(folder: Path, rank: int) -> dict[str, np.ndarray]:
-    path = folder / f"gradients_{rank:03d}.npz"
+def write_whole_gradients(ranks: Manifest, recorded: Path, target: Path) -> int:
+    """Put the ranks' recorded gradients together, for one device to update by. Returns the number of steps."""
+    target.mkdir(exist_ok=True)
+    steps = 0
+    while record_file(recorded, "gradients", steps, 0).exists():
+        whole: dict[int, np.ndarray] = {}
+        for rank, shards in enumerate(ranks.shards):
+            gradients = _read(recorded, "gradients", steps, rank)
+            for shard in (each for each in shards if str(each.parameter) in gradients):
+                block, shape = gradients[str(shard.parameter)], ranks.parameters[shard.parameter].value.shape
+                whole.setdefault(shard.parameter, np.zeros(shape, block.dtype))[shard.box.slices] = block
+        found = {str(index): array for index, array in whole.items()}
+        np.savez(record_file(target, "gradients", steps, 0), **found)  # type: ignore[arg-type]
+        steps += 1
+    return steps
+
+
+def _read(folder: Path, kind: str, step: int, rank: int) -> dict[str, np.ndarray]:
+    path = record_file(folder, kind, step, rank)
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
     except OSError as error:
-        raise VerificationError("gradients were not recorded", where=str(path)) from error
+        raise VerificationError(f"{kind} were not recorded", where=str(path)) from error
 
 
 def read_losses(report: Path) -> list[float]:
-    return [float(json.loads(line)["loss"]) for line in report.read_text(encoding="utf-8").splitlines()]
+    """Of the steps in a report, in which there may be notes too."""
+    records = map(json.loads, report.read_text(encoding="utf-8").splitlines())
+    return [float(each["loss"]) for each in records if "loss" in each]
 
 
 def read_outputs(path: Path) -> dict[str, np.ndarray]:

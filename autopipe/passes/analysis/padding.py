@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import Graph, Node
+from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
 from autopipe.ir.ops.normalization import reduction
 from autopipe.ir.ops.operator import signature_of
 from autopipe.passes.analysis.input_ranges import input_ranges
@@ -19,17 +19,17 @@ def check_padding(graph: Graph, loss: str) -> None:
     node = _producer(graph, loss)
     while node is not None and node.op in _SAME:
         node = _producer(graph, node.inputs[0])
-    why = ""
+    why, by_label = "", graph.has(COUNTED_LABELS)
     if node is None or node.op not in LOSSES:
         made = "an input" if node is None else f"{node.op} {node.name!r}"
         why = f"the loss comes from {made}, which does not ignore labels"
     elif not node.has("ignore_index"):
         why = f"the loss, {node.op} {node.name!r}, has no ignore_index"
-    elif reduction(signature_of(graph, node)) != "mean" or signature_of(graph, node).present(2):
+    elif (reduction(signature_of(graph, node)) != "mean" and not by_label) or signature_of(graph, node).present(2):
         why = f"the loss, {node.op} {node.name!r}, is no plain mean over labels"
     elif not any(each.ignored is not None and each.batch_axis is not None for each in input_ranges(graph)):
         why = f"the labels of {node.op} {node.name!r} are no input"
-    elif mixing := [each for each in mixing_nodes(graph) if each is not node]:
+    elif mixing := [each for each in mixing_nodes(graph) if each is not node and not (by_label and each.op in LOSSES)]:
         why = f"{mixing[0].op} {mixing[0].name!r} mixes the samples of a batch"
     if why:
         message = f"samples that fill a batch up would count: {why}"

@@ -143,7 +143,9 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
         return None
     cluster = request.cluster
     tensor = max(each for each in divisors(cluster.size) if each <= cluster.devices_per_node)
-    state = sum(parameter.value.bytes for parameter in graph.parameters) * (2 + request.optimizer.states)
+    state = sum(parameter.value.bytes for parameter in graph.parameters) * (
+        2 + request.optimizer.states + (request.training.ema_decay is not None)
+    )
     limit = request.memory_limit or min(device.memory_bytes for device in cluster.devices)
     groups = cluster.size // tensor
     stages = [count for count in divisors(groups) if state / (count * tensor) <= _SHARE * limit]
@@ -242,7 +244,7 @@ class _Variations:
         if not _may_share(self.problem, request):
             return []
         found = [each for each in self._promising() if _has_copies(each)]
-        if self.short and self.problem.optimizer.states:
+        if self.short and self.problem.states_of(False):
             most = "auto" if request.recompute is None else "none"
             found += (each for each in self.search.trials if _is_refused(each) and each.candidate.recompute == most)
         return [replace(each, shard=True) for each in _once(each.candidate for each in found)]

@@ -155,7 +155,7 @@ def answer_key(request: Request, model: Model) -> str:
     fields = (
         field.name
         for field in dataclasses.fields(request)
-        if field.name not in ("model", "time_limit", "data", "evaluation")
+        if field.name not in ("model", "time_limit", "data", "evaluation", "lr_scheduler")
     )
     parts = (
         code_digest(),

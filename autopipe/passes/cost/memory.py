@@ -23,6 +23,7 @@ from autopipe.passes.analysis.gradients import (
     waiting_operands,
 )
 from autopipe.passes.analysis.operators import element_bytes
+from autopipe.passes.analysis.optimized import matrices
 from autopipe.passes.analysis.recompute import cutter
 from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
 
@@ -57,16 +58,15 @@ def state_of(problem: Problem, parts: Iterable[tuple[str, int]], copies: Mapping
     """
     own = gradients = optimizer = tensors = updated = updates = in_shares = 0
     figures, train, shard = _figures(problem.graph), problem.train, problem.optimizer.shard
-    states = problem.optimizer.states * OPTIMIZER_STATE_BYTES
     for name, count in parts:
-        whole, elements, is_trained = figures[name]
+        whole, elements, is_trained, is_matrix = figures[name]
         size = whole // count
         own += size
         if train and is_trained:
             gradients += size
             tensors += 1
             holders = copies.get(name, 1) if shard else 1
-            optimizer += -(-elements // (count * holders)) * states
+            optimizer += -(-elements // (count * holders)) * problem.states_of(is_matrix) * OPTIMIZER_STATE_BYTES
             updated += -(-size // holders)
             updates += holders == 1
             in_shares += size * (holders > 1)
@@ -74,12 +74,13 @@ def state_of(problem: Problem, parts: Iterable[tuple[str, int]], copies: Mapping
 
 
 @remembered(GRAPHS)
-def _figures(graph: Graph) -> dict[str, tuple[int, int, bool]]:
-    """For each parameter its bytes, its elements, and whether it is trained."""
-    return {
-        each.value.name: (each.value.bytes, each.value.elements, each.trainable and each.value.dtype.is_floating)
-        for each in graph.parameters
-    }
+def _figures(graph: Graph) -> dict[str, tuple[int, int, bool, bool]]:
+    """For each parameter its bytes, its elements, whether it is trained, and whether it is a matrix."""
+    found, own = {}, matrices(graph)
+    for each in graph.parameters:
+        value, is_trained = each.value, each.trainable and each.value.dtype.is_floating
+        found[value.name] = value.bytes, value.elements, is_trained, value.name in own
+    return found
 
 
 @remembered(2)

@@ -25,6 +25,8 @@ class CrossEntropy:
 
     logits: str
     labels: str = "labels"
+    ignored: int | None = None
+    """A label that counts for nothing."""
 
 
 def own_loss(graph: Graph) -> str:
@@ -82,7 +84,8 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
     scores = rows(logits, counted[-1]) if len(logits.shape) > 2 else logits.name
     targets = rows(labels) if len(labels.shape) > 1 else labels.name
     loss = added.value("loss", logits.dtype, ())
-    append("SoftmaxCrossEntropyLoss", (scores, targets), loss, ("reduction", "mean"))
+    ignored = () if choice.ignored is None else (("ignore_index", choice.ignored),)
+    append("SoftmaxCrossEntropyLoss", (scores, targets), loss, *ignored, ("reduction", "mean"))
     return dataclasses.replace(added.graph(nodes), outputs=(*graph.outputs, loss)), loss
 
 

@@ -7,9 +7,7 @@ are. A tensor that gradients reach is trained unless it is a running statistic o
 
 from __future__ import annotations
 
-import fnmatch
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +16,7 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
+from autopipe.ir.name_pattern import matches
 from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.elements import stored_numbers
 from autopipe.passes.frontend.merged_parameters import PRODUCER
@@ -269,7 +268,7 @@ class Chosen:
     def trained(self, name: str) -> bool | None:
         """True if a tensor is trained; None where no pattern matches its name."""
         trainable, frozen = (
-            [pattern for pattern in patterns if _matches(key, name, pattern)]
+            [pattern for pattern in patterns if matches(pattern, name, key)]
             for key, patterns in (("model.trainable", self.trainable), ("model.frozen", self.frozen))
         )
         self.matched.update(trainable, frozen)
@@ -284,12 +283,3 @@ class Chosen:
                         f"{key}: no floating-point tensor is called {pattern!r}",
                         hint="autopipe inspect -v lists their names",
                     )
-
-
-def _matches(key: str, name: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.fullmatch(pattern[3:], name) is not None
-        except re.error as error:
-            raise ConfigurationError(f"{key}: {pattern!r} is no regular expression: {error}") from error
-    return fnmatch.fnmatchcase(name, pattern)

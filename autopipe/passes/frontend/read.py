@@ -26,6 +26,7 @@ from autopipe.passes.frontend.model import (
     unsupported_operators,
 )
 from autopipe.passes.frontend.parameters import Chosen, roles_of
+from autopipe.passes.frontend.token_loss import summed_over_labels
 from autopipe.passes.frontend.weights import Weights
 
 
@@ -36,6 +37,7 @@ def read_model(
     batch: int | None = None,
     batch_axes: Mapping[str, int | None] | None = None,
     loss: str | CrossEntropy | None = None,
+    normalize: str = "micro_batches",
     mode: Mode | None = None,
     frozen: tuple[str, ...] = (),
     trainable: tuple[str, ...] = (),
@@ -47,15 +49,15 @@ def read_model(
     `batch_axes` says which axis of an input counts samples where it is not axis 0 (None: no axis does). `loss` is an
     output or a loss to add; without it the model's own is found, if it has one. `mode` defaults to training where
     there is a loss. Parameters whose names match `frozen` (globs, or regular expressions after `re:`) are not trained,
-    tensors whose names match `trainable` are, whatever else speaks against it. Operators without a row are refused,
-    or listed in the result `with_unsupported`. Raises ModelError, naming file and node, for what cannot be read, and
-    ConfigurationError for dimensions, batches and losses that do not fit.
+    tensors whose names match `trainable` are, whatever else speaks against it. `normalize` is `loss.normalize`.
+    Operators without a row are refused, or listed in the result `with_unsupported`. Raises ModelError, naming file and
+    node, for what cannot be read, and ConfigurationError for dimensions, batches and losses that do not fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
     try:
         if source is not file:
             require_readable(source)
-        model = _read(source, dims or {}, batch, batch_axes or {}, loss, mode, Chosen(trainable, frozen))
+        model = _read(source, dims or {}, batch, batch_axes or {}, (loss, normalize), mode, Chosen(trainable, frozen))
         if model.unsupported and not with_unsupported:
             raise refusal(model.unsupported)
     except ModelError as error:
@@ -68,10 +70,11 @@ def _read(
     dims: Mapping[str, int],
     batch: int | None,
     batch_axes: Mapping[str, int | None],
-    loss: str | CrossEntropy | None,
+    losses: tuple[str | CrossEntropy | None, str],
     mode: Mode | None,
     chosen: Chosen,
 ) -> Model:
+    loss, normalize = losses
     initializers = {tensor.name for tensor in source.graph.initializer}
     data = tuple(info for info in source.graph.input if info.name not in initializers)
     inputs = bind_inputs(data, dims, batch, batch_axes)
@@ -84,6 +87,9 @@ def _read(
     mode = mode or (Mode.TRAIN if scalar else Mode.INFER)
     if mode is Mode.INFER and (inferring := at_inference(read)) is not read:
         graph, scalar = _simplified(inferring, loss)
+    by_label = mode is Mode.TRAIN and bool(scalar) and normalize == "tokens"
+    if by_label:
+        graph, scalar = summed_over_labels(graph, scalar)
     if batch is not None and inputs.batch is not None:
         graph = rebatched(graph, batch)
     if mode is Mode.TRAIN and scalar:
@@ -104,7 +110,7 @@ def _read(
         warnings=(
             *source.warnings,
             *weights.warnings(),
-            *(_mixing_warnings(graph) if mode is Mode.TRAIN else ()),
+            *(_mixing_warnings(graph, by_label) if mode is Mode.TRAIN else ()),
             *(trained_warnings(tensors, source.apart, left_out) if mode is Mode.TRAIN else ()),
         ),
         source=source,
@@ -144,8 +150,9 @@ def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def _mixing_warnings(graph: Graph) -> tuple[str, ...]:
-    nodes = mixing_nodes(graph)
+def _mixing_warnings(graph: Graph, by_label: bool) -> tuple[str, ...]:
+    """Of nodes that mix samples; with `by_label` the loss does not, whose labels are counted over the step."""
+    nodes = [node for node in mixing_nodes(graph) if not (by_label and node.op in LOSSES)]
     if not nodes:
         return ()
     more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""

@@ -14,7 +14,7 @@ import numpy as np
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import COUNTED_LABELS, Graph
 from autopipe.ir.layout import degree_of
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import (
@@ -105,8 +105,17 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None,
 
 
 def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
-    """Results of a program: its loss, or all of the graph's outputs."""
-    return (loss,) if loss is not None else tuple(dict.fromkeys(graph.outputs))
+    """Results of a program: its loss, with the number of its labels where that is counted, or all of the graph's
+    outputs."""
+    if loss is None:
+        return tuple(dict.fromkeys(graph.outputs))
+    return (loss, COUNTED_LABELS) if graph.has(COUNTED_LABELS) else (loss,)
+
+
+def labels_of(graph: Graph) -> int | None:
+    """The labels of one evaluation, counted or not; None where they are not counted."""
+    index = graph.producer(COUNTED_LABELS) if graph.has(COUNTED_LABELS) else None
+    return None if index is None else graph.type_of(graph.nodes[index].inputs[0]).elements
 
 
 def lower(
@@ -154,6 +163,7 @@ def lower(
         ),
         channels=channels_of(wired, codes, steps),
         shard=shard and loss is not None,
+        labels=labels_of(graph) if loss is not None else None,
     )
     if proven:
         check_hardware_queues(program, prove(program))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
-from autopipe.backends.torch.verification import Difference, difference, gradient_differences, limit_of, read_outputs
+from autopipe.backends.torch.runtime.records import record_file
+from autopipe.backends.torch.verification import Difference, difference, limit_of, read_outputs, tensor_differences
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.placement import Placement, Split, Stage
 from tests.distributed.support.builder import mlp
@@ -80,7 +81,7 @@ def ranks(tmp_path: Path) -> Manifest:
 def record(folder: Path, gradients: list[dict[str, np.ndarray]]) -> Path:
     folder.mkdir()
     for rank, found in enumerate(gradients):
-        np.savez(folder / f"gradients_{rank:03d}.npz", **found)  # type: ignore[arg-type]
+        np.savez(record_file(folder, "gradients", 0, rank), **found)  # type: ignore[arg-type]
     return folder
 
 
@@ -93,7 +94,7 @@ def parts() -> list[dict[str, np.ndarray]]:
 
 def test_blocks_are_compared_with_their_part_of_the_whole(ranks: Manifest, tmp_path: Path) -> None:
     expected = record(tmp_path / "one", [WHOLE])
-    found = list(gradient_differences(ranks, record(tmp_path / "ranks", parts()), expected))
+    found = list(tensor_differences(ranks, record(tmp_path / "ranks", parts()), expected))
     assert [(each.tensor, each.relative) for each in found] == [("w0", 0.0), ("w1", 0.0)]
 
 
@@ -102,7 +103,7 @@ def test_one_wrong_block_is_found(ranks: Manifest, tmp_path: Path, rank: int, na
     wrong = parts()
     wrong[rank][name][1, 1] += 1
     expected = record(tmp_path / "one", [WHOLE])
-    found = list(gradient_differences(ranks, record(tmp_path / "ranks", wrong), expected))
+    found = list(tensor_differences(ranks, record(tmp_path / "ranks", wrong), expected))
     assert [each.relative > 0.01 for each in found] == [name == "0", name == "1"]
 
 
@@ -111,12 +112,12 @@ def test_gradients_that_are_missing(ranks: Manifest, tmp_path: Path) -> None:
     without = parts()
     del without[1]["0"]
     with pytest.raises(VerificationError, match="no gradient was recorded for 'w0'"):
-        list(gradient_differences(ranks, record(tmp_path / "less", without), expected))
+        list(tensor_differences(ranks, record(tmp_path / "less", without), expected))
     with pytest.raises(VerificationError, match="gradients were not recorded"):
-        list(gradient_differences(ranks, record(tmp_path / "fewer", parts()[:2]), expected))
+        list(tensor_differences(ranks, record(tmp_path / "fewer", parts()[:2]), expected))
     held = Manifest(**{name: getattr(ranks, name) for name in ranks.__slots__} | {"shards": ranks.shards[:2]})
     with pytest.raises(VerificationError, match="no rank holds 'w1'"):
-        list(gradient_differences(held, record(tmp_path / "parts", parts()), expected))
+        list(tensor_differences(held, record(tmp_path / "parts", parts()), expected))
 
 
 def test_outputs_by_name(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +15,7 @@ import torch
 from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import init_shard
+from autopipe.backends.torch.runtime.records import record_file
 from autopipe.backends.torch.verification import Difference, difference, read_losses, read_outputs
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import whole
@@ -22,6 +23,8 @@ from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, micro_batch_ratios, pipelines_of
+from autopipe.ir.training import LRScheduler, Training
+from autopipe.passes.analysis.optimized import matrices
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
@@ -30,6 +33,7 @@ from tests.distributed.support.pool import Pools
 
 SEED = 5
 PLAIN = Optimizer()
+CONSTANT, UNCHANGED = LRScheduler(), Training()
 
 
 def write(
@@ -41,11 +45,15 @@ def write(
     precision: str = "fp32",
     optimizer: Optimizer = PLAIN,
     model: Path = Path("model.onnx"),
+    lr_scheduler: LRScheduler = CONSTANT,
+    training: Training = UNCHANGED,
 ) -> Program:
     """Write the program into `folder`; stored parameters are read from `model`."""
     program = lower(graph, placement, schedule, loss, optimizer.shard, precision=precision)
     titles = tuple("A stage." for _ in program.stages), tuple("A rank." for _ in program.ranks)
     provenance = Provenance(str(model), "", "", optimizer, precision, SEED, 0.1, 0.2)
+    own = matrices(graph) if optimizer.name == "muon" else frozenset[str]()
+    provenance = replace(provenance, lr_scheduler=lr_scheduler, training=training, matrices=own)
     write_program([ProgramFiles("", program, *titles)], provenance, folder)
     return program
 
@@ -170,7 +178,7 @@ def run_step(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray] | None,
     pools.of(manifest.world_size).run(folder, *arguments)
     gradients: dict[int, np.ndarray] = {}
     for rank, shards in enumerate(manifest.shards):
-        with np.load(record / f"gradients_{rank:03d}.npz", allow_pickle=False) as stored:
+        with np.load(record_file(record, "gradients", 0, rank), allow_pickle=False) as stored:
             for shard in shards:
                 entry = manifest.parameters[shard.parameter]
                 if not entry.trainable:

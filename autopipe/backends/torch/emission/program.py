@@ -24,6 +24,7 @@ from autopipe.ir.layout import MeshAxis
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import FORMAT, DataSettings, Program, StageCode
 from autopipe.ir.rounding import Rounding
+from autopipe.ir.training import LRScheduler, Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,20 @@ class Provenance:
     model_flops: float | None = None
     peak_flops: float | None = None
     predicted_memory_bytes: int | None = None
+    lr_scheduler: LRScheduler = field(default=LRScheduler())
+    training: Training = field(default=Training())
+    matrices: frozenset[str] = frozenset()
+    """Parameters that an optimizer of matrices updates as such."""
 
 
 def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[int, ...] = ()) -> dict[str, Any]:
     """The manifest as a JSON object; `autopipe.backends.torch.runtime.manifest` reads it."""
-    optimizer = provenance.optimizer
+    optimizer, settings = provenance.optimizer, {}
+    names = frozenset(provenance.matrices)
+    indices = [index for index, each in enumerate(program.parameters) if each.value.name in names]
+    matrices = {"matrices": indices} if indices else {}
+    if program.train:
+        settings = {name: encode(getattr(provenance, name)) for name in ("lr_scheduler", "training")}
     return {
         "format": FORMAT,
         "model": {"path": provenance.model, "sha256": provenance.model_digest},
@@ -61,7 +71,8 @@ def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[i
         "loss": program.loss,
         "precision": provenance.precision,
         "seed": provenance.seed,
-        "optimizer": encode(optimizer) | {"shard": program.shard},
+        "optimizer": encode(optimizer) | {"shard": program.shard} | matrices,
+        **{name: form for name, form in settings.items() if form},
         "predicted": {"step_s": provenance.predicted_step_s, "bubble": provenance.predicted_bubble},
         "rounding": encode(provenance.rounding),
         "inputs": [encode(each) for each in program.inputs],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from autopipe.ir.graph import Value
+from autopipe.ir.graph import COUNTED_LABELS, Value
 from autopipe.ir.layout import Box
 from autopipe.ir.program import Instruction, Loop, MessageBlock, Program, RankCode, Section, StageOnRank, Verb
 from autopipe.ir.schedule import MicroBatchSlice
@@ -52,12 +52,14 @@ def _stage(program: Program, wired: StageOnRank) -> str:
         ends = _block(block, block.target_rank, block.target_stage)
         part = _part(block, block.sent, code.outputs[position], block.source_slice, block.target_slice)
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
-    if program.loss in outputs:
-        # Shares of all ranks and micro-batches add up to the step's loss.
-        output = next(each for each in program.outputs if each.value.name == program.loss)
-        place = next(each for each in output.places if each.stage == wired.stage)
-        share = 1.0 / (program.micro_batches * code.ratio * place.copies)
-        lines.append(f"    runtime.Loss({outputs.index(program.loss)}, share={share!r}),")
+    # Shares of all ranks and micro-batches add up to the step's loss, and of labels to the part that counts.
+    for kind, name in (("Loss", program.loss), ("Labels", COUNTED_LABELS)):
+        if program.train and name in outputs:
+            output = next(each for each in program.outputs if each.value.name == name)
+            place = next(each for each in output.places if each.stage == wired.stage)
+            weighed = code.ratio if program.labels is None else program.labels
+            share = 1.0 / (program.micro_batches * weighed * place.copies)
+            lines.append(f"    runtime.{kind}({outputs.index(name)}, share={share!r}),")
     return "\n".join([*lines, ")"])
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.rank import Rank
-    from autopipe.backends.torch.runtime.stage import Data, Loss, Receive, Send
+    from autopipe.backends.torch.runtime.stage import Data, Labels, Loss, Receive, Send
 
-__all__ = ["Data", "Loss", "Rank", "Receive", "Send"]
+__all__ = ["Data", "Labels", "Loss", "Rank", "Receive", "Send"]
 
 
 def __getattr__(name: str) -> Any:

@@ -61,7 +61,7 @@ class BatchReader:
 
     def _block(self, step: int, request: BlockRequest) -> torch.Tensor:
         """In host memory, in the type in which the data holds it."""
-        size = self._manifest.batch_size // self._manifest.micro_batches_at(request.stage)
+        size = self._manifest.micro_batch_size // self._manifest.stages[request.stage].micro_batch_ratio
         entry, offset = self._inputs[request.name], request.micro_batch * size
         if offset + size <= self.source.count(step):
             sample = self.source.sample(step) + offset

@@ -145,12 +145,17 @@ class GlobalOrder:
         self._order: list[Event] | None = None
         self._rest: deque[Event] = deque()
 
-    def begin(self, step: Callable[[], None]) -> None:
-        """Begin a step; before the first, walk through it noting its tasks, and agree with the other ranks."""
+    def note(self, step: Callable[[], None]) -> list[Event]:
+        """The order; before the first step walk through it noting its tasks, and agree with the other ranks."""
         if self._order is None:
             step()
             self._order = self._agree()
-        self._rest.extend(self._order if self._rank.training else filter(_is_forward, self._order))
+        return self._order
+
+    def begin(self, step: Callable[[], None]) -> None:
+        """Begin a batch of a step."""
+        order = self.note(step)
+        self._rest.extend(order if self._rank.training else filter(_is_forward, order))
 
     def reach(self, task: Task | None) -> bool:
         """Exchange what comes before a task, or at a step's end (None) behind its last; False if it is only noted."""

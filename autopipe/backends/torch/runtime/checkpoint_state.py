@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from autopipe.backends.torch.checkpoint import Reader, StoredParameter, StoredTensor
+from autopipe.backends.torch.checkpoint import AVERAGE, Reader, StoredParameter, StoredTensor
 from autopipe.backends.torch.runtime.gradients import OptimizerShard, buckets_of_rank, is_reduced
 from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import Manifest
@@ -58,6 +58,7 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
             holders.setdefault((shard.parameter, shard.box), []).append(rank)
     settings = manifest.optimizer
     states = Optimizer(settings["name"], momentum=settings["momentum"]).states
+    states += manifest.training.ema_decay is not None
     sizes = [each.value.dtype.itemsize * (1 + states * each.trainable) for each in manifest.parameters]
     blocks = [
         (parameter, box, ranks, box.elements * sizes[parameter])
@@ -191,7 +192,7 @@ class TrainingState:
             else:
                 index = indices[id(tensor)]
                 stored = self._stored(saved, index)
-                state = {name: _read(reader, each, self._boxes[index]) for name, each in stored.state}
+                state = {name: _read(reader, each, self._boxes[index]) for name, each in self._restored(stored)}
                 state |= _scalars([stored])
             if state:
                 form["state"][position] = state
@@ -200,13 +201,18 @@ class TrainingState:
     def _stored(self, saved: Mapping[str, StoredParameter], parameter: int) -> StoredParameter:
         return saved[self._manifest.parameters[parameter].value.name]
 
+    def _restored(self, stored: StoredParameter) -> Iterator[tuple[str, StoredTensor]]:
+        """State of a parameter that the program keeps: an average of weights only where it makes one."""
+        averages = self._manifest.training.ema_decay is not None
+        return (pair for pair in stored.state if averages or pair[0] != AVERAGE)
+
     def _restored_shard(
         self, reader: Reader, saved: Mapping[str, StoredParameter], shard: OptimizerShard
     ) -> dict[str, torch.Tensor]:
         """State of the runs of a shard's parameters; zeros where one has none, as before the first update."""
         found: dict[str, torch.Tensor] = {}
         for run in shard.runs:
-            for name, tensor in self._stored(saved, run.parameter).state:
+            for name, tensor in self._restored(self._stored(saved, run.parameter)):
                 row = found.setdefault(name, torch.zeros_like(shard.tensor))
                 at = run.at
                 for box in boxes_of(run, self._boxes[run.parameter]):

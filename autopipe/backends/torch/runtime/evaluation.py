@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from autopipe.backends.torch.runtime.batch_reader import BatchReader
 from autopipe.backends.torch.runtime.data import Source, open_source
@@ -23,6 +24,7 @@ from autopipe.backends.torch.runtime.stage import EvaluationStep, RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.program import DataSettings, InputRange
+from autopipe.ir.training import Training
 
 
 def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:
@@ -105,7 +107,8 @@ class Evaluator:
         self._rank = rank
         self._settings = settings
         self._steps = steps
-        self._manifest = replace(rank.manifest, train=False)  # Sources of data then end where the data do.
+        # Sources of data then end where the data do; nothing is accumulated.
+        self._manifest = replace(rank.manifest, train=False, training=Training())
         self.best: tuple[float, int] | None = None
         """The lowest loss so far, and its step."""
         self._failed = 0  # Validations since then.
@@ -129,7 +132,9 @@ class Evaluator:
 
     def run(self, step: Callable[[], None]) -> EvaluationReport:
         """Run a step's forwards over all of the data. Raises LaunchError for a loss of NaN or infinity."""
-        rank, began = self._rank, time.perf_counter()
+        rank, began, by_label = self._rank, time.perf_counter(), self._rank.manifest.counts_labels
+        if by_label:
+            rank.counted = torch.zeros((), dtype=torch.float64, device=rank.device)
         data = self._settings.data
         settings = DataSettings(sequence_length=rank.manifest.data.sequence_length)
         source = EverySample(self._manifest, open_source(self._manifest, data, rank.seed, settings=settings))
@@ -145,7 +150,11 @@ class Evaluator:
         rank.evaluated = None
         if not source.samples:
             raise ConfigurationError("there is no sample to validate on", where=data or "")
-        loss = sum(share for (share,) in rank.transport.gather_numbers([total])) / source.samples
+        counted = float(rank.counted) if by_label and rank.counted is not None else 0.0
+        shares = rank.transport.gather_numbers([total, counted])
+        loss = sum(share for share, _ in shares)
+        labels = sum(share for _, share in shares)
+        loss = loss / source.samples if not by_label else loss / labels if labels else math.nan
         done = rank.steps_done - 1
         if not math.isfinite(loss):
             raise LaunchError(f"the validation loss after step {done} is not a finite number", where=data or "")
@@ -162,6 +171,8 @@ class Evaluator:
             count = self._manifest.micro_batches_at(index)
             size = self._manifest.batch_size // count
             for micro_batch, loss in stage.losses.items():
-                if weight := source.weight(number * self._manifest.batch_size + micro_batch * size, size):
+                if self._rank.manifest.counts_labels:  # A sum, of labels of samples that fill a batch up nothing.
+                    total += float(loss) * stage.loss_share
+                elif weight := source.weight(number * self._manifest.batch_size + micro_batch * size, size):
                     total += float(loss) * stage.loss_share * count * weight
         return total

@@ -50,7 +50,9 @@ class Options:
     profile_from: int = 0
     profile_to: int = -1
     record: Path | None = None
-    """Folder for each rank's losses and gradients of the first step, or outputs; for verification."""
+    """Folder for each rank's gradients and parameters of the first steps, or outputs; for verification."""
+    replay: Path | None = None
+    """Folder of gradients by step, whole, that updates go by in place of the rank's own; for verification."""
     perturb: float = 0.0
     """How much, relative to them, to change every number of inputs and parameters; for verification."""
     report: Path | None = None  # File for one JSON line a step, written by rank 0.

@@ -7,17 +7,18 @@ section 5.1). Updates are element by element, so a share is any part of a bucket
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import groupby
 
 import torch
 
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
-from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.program import Block, Bucket, ElementRange, buckets_of
+from autopipe.ir.program import Block, Bucket, ElementRange, Shard, buckets_of
+
+_ALIKE: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +27,12 @@ class OptimizerShard:
 
     tensor: torch.Tensor
     runs: tuple[ElementRange, ...]
+    start: int = 0
+    """Where the tensor begins in the rank's share of the bucket; its runs are counted from there."""
+
+    @property
+    def part(self) -> slice:
+        return slice(self.start, self.start + self.tensor.numel())
 
 
 class ReducedBucket:
@@ -69,12 +76,26 @@ class ShardedBucket(ReducedBucket):
     """A bucket of which each rank gets a share of the sums, and updates that. Its parameters lie in one row, and the
     share is a part of it: what is gathered after an update is in place."""
 
-    def __init__(self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]) -> None:
+    def __init__(
+        self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor], groups: Mapping[int, int]
+    ) -> None:
         super().__init__(transport, bucket, parameters)
         self._row = parameters[0].detach().new_zeros(bucket.elements)
         for parameter, place in zip(parameters, self._places(self._row), strict=True):
             parameter.data = place.copy_(parameter.detach())
-        self.shard = OptimizerShard(self._own(self._row), tuple(bucket.runs(transport.rank)))
+        self.shards = tuple(self._shards_of(groups))
+
+    def _shards_of(self, groups: Mapping[int, int]) -> Iterator[OptimizerShard]:
+        """The rank's share, in parts whose parameters are updated alike: all of it where these are of one group."""
+        own, runs = self._own(self._row), tuple(self.bucket.runs(self._transport.rank))
+        if len({groups.get(run.parameter, 0) for run in runs}) < 2:
+            yield OptimizerShard(own, runs)
+            return
+        for _, part in groupby(runs, key=lambda run: groups.get(run.parameter, 0)):
+            together = tuple(part)
+            start, last = together[0].at, together[-1]
+            tensor = own[start : last.at + last.stop - last.start]
+            yield OptimizerShard(tensor, tuple(replace(run, at=run.at - start) for run in together), start)
 
     def _own(self, row: torch.Tensor) -> torch.Tensor:
         return row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)]
@@ -94,7 +115,8 @@ class ShardedBucket(ReducedBucket):
         self.pending = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
 
     def _place(self, sums: torch.Tensor) -> None:
-        self.shard.tensor.grad = sums
+        for shard in self.shards:
+            shard.tensor.grad = sums[shard.part]
 
     def gather(self) -> None:
         self._transport.traffic["parameter"] += self._row.nbytes
@@ -102,9 +124,10 @@ class ShardedBucket(ReducedBucket):
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """The gradients by parameter, whole. All of the bucket's ranks together; not counted as a step's."""
-        assert self.shard.tensor.grad is not None
         row = torch.zeros_like(self._row)
-        self._own(row).copy_(self.shard.tensor.grad)
+        for shard in self.shards:
+            assert shard.tensor.grad is not None
+            self._own(row)[shard.part].copy_(shard.tensor.grad)
         self._transport.gather(row, self.bucket.ranks)
         places = zip(self.bucket.blocks, self._places(row), strict=True)
         return {block.parameter: place for block, place in places}
@@ -115,20 +138,43 @@ class GradientReduction:
     with a home stage start as soon as the stage's last backward has their gradients, the others at the end."""
 
     def __init__(
-        self, transport: Transport, parameters: dict[int, torch.Tensor], buckets: Iterable[Bucket], shared: bool
+        self,
+        transport: Transport,
+        parameters: dict[int, torch.Tensor],
+        buckets: Iterable[Bucket],
+        shared: bool,
+        groups: Mapping[int, int] = _ALIKE,
     ) -> None:
-        """With `shared` each rank updates a share of each bucket (ZeRO-1): its parameters move into one row."""
+        """With `shared` each rank updates a share of each bucket (ZeRO-1): its parameters move into one row. `groups`
+        are those of the optimizer, by parameter, 0 where it is not listed."""
         self._parameters = parameters
-        make = partial(ShardedBucket if shared else ReducedBucket, transport)
-        self._buckets = [make(each, [parameters[block.parameter] for block in each.blocks]) for each in buckets]
+        make = partial(ShardedBucket, groups=groups) if shared else ReducedBucket
+        self._buckets = [
+            make(transport, each, [parameters[block.parameter] for block in each.blocks]) for each in buckets
+        ]
         self.shared = [each for each in self._buckets if isinstance(each, ShardedBucket)]
+
+    @property
+    def shards(self) -> list[OptimizerShard]:
+        return [shard for each in self.shared for shard in each.shards]
+
+    @property
+    def updated_parameters(self) -> dict[int, torch.Tensor]:
+        """The parameters that the optimizer updates as they are, not in shards."""
+        in_rows = {id(parameter) for each in self.shared for parameter in each.parameters}
+        trained = {index: each for index, each in self._parameters.items() if each.requires_grad}
+        return {index: each for index, each in trained.items() if id(each) not in in_rows}
 
     @property
     def updated(self) -> list[torch.Tensor]:
         """Tensors that the optimizer updates: parameters, and shards of buckets."""
-        in_rows = {id(parameter) for each in self.shared for parameter in each.parameters}
-        own = [each for each in self._parameters.values() if each.requires_grad and id(each) not in in_rows]
-        return own + [each.shard.tensor for each in self.shared]
+        return [*self.updated_parameters.values(), *(shard.tensor for shard in self.shards)]
+
+    def counted(self, rank: int, shards: Iterable[Shard]) -> list[torch.Tensor]:
+        """The tensors among `updated` that are counted here and on no other rank; `shards` are the rank's blocks."""
+        first = {shard.parameter for shard in shards if min(shard.gradient_ranks, default=rank) == rank}
+        own = [each for index, each in self.updated_parameters.items() if index in first]
+        return own + [shard.tensor for shard in self.shards]
 
     def arm(self, stage: int, times: Mapping[int, int]) -> None:
         """Mark the stage's next backward as its last: buckets start when their gradients are complete. `times` is how
@@ -190,26 +236,3 @@ def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
                 Block(shard.parameter, elements, dtype.value, dtype.itemsize, shard.gradient_ranks, shard.home)
             )
     return buckets_of(found)
-
-
-def make_optimizer(settings: dict[str, Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
-    """The optimizer of a manifest over the rank's trainable blocks; None where the rank has none."""
-    if not parameters:
-        return None
-    # One kernel updates many tensors; on CPUs torch chooses.
-    fused = True if all(each.is_cuda for each in parameters) else None
-    common = {"lr": settings["lr"], "weight_decay": settings["weight_decay"], "fused": fused}
-    if settings["name"] == "sgd":
-        return torch.optim.SGD(parameters, momentum=settings["momentum"], **common)
-    if settings["name"] == "adamw":
-        return torch.optim.AdamW(parameters, betas=tuple(settings["betas"]), eps=settings["eps"], **common)
-    raise ConfigurationError(f"there is no optimizer {settings['name']!r}", hint="sgd or adamw")
-
-
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer make what it keeps, as its first step would: by a step of gradients that are zero."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)

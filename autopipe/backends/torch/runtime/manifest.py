@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, Sparse, decode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.evaluation import Evaluation
-from autopipe.ir.graph import Parameter
+from autopipe.ir.graph import COUNTED_LABELS, Parameter
 from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import MeshAxis, members
 from autopipe.ir.program import FORMAT, Channel, DataSettings, InputRange, Output, Shard
 from autopipe.ir.rounding import Rounding
+from autopipe.ir.training import LRScheduler, Training
 
 _PATH = Coded(str, lambda record: Path(decode(record, str)))
 _TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
@@ -77,10 +78,18 @@ class Manifest:
     """Operations a second that the plan's devices do together at most, in the program's precision."""
     predicted_memory_bytes: Annotated[int | None, At("metrics.memory_bytes"), Sparse()] = None
     """Peak of the rank that needs most."""
+    lr_scheduler: Annotated[LRScheduler, Sparse()] = field(default=LRScheduler())
+    training: Annotated[Training, Sparse()] = field(default=Training())
+
+    @property
+    def counts_labels(self) -> bool:
+        """True if the loss is divided by the number of the step's labels that count."""
+        return self.train and any(output.value.name == COUNTED_LABELS for output in self.outputs)
 
     @property
     def batch_size(self) -> int:
-        return self.micro_batches * self.micro_batch_size
+        """Samples that a step takes, and an update."""
+        return self.micro_batches * self.micro_batch_size * self.training.gradient_accumulation_steps
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -93,7 +102,7 @@ class Manifest:
         return max((length for length in lengths if length > 1), default=None)
 
     def micro_batches_at(self, stage: int) -> int:
-        """The micro-batches, of the size that a stage takes, that a step has."""
+        """The micro-batches, of the size that a stage takes, that a generated step has."""
         return self.micro_batches * self.stages[stage].micro_batch_ratio
 
     def micro_batches_of(self, stage: int) -> range:

@@ -19,28 +19,32 @@ from autopipe.backends.torch.runtime.batch_reader import BatchReader, Prefetchin
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
+from autopipe.backends.torch.runtime.clipping import GradientClipping, scale_gradients
 from autopipe.backends.torch.runtime.compiled import capture_stages, compile_stages
 from autopipe.backends.torch.runtime.data import Source, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.evaluation import Evaluator, evaluation_of
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options, stop_on_signal
 from autopipe.backends.torch.runtime.generation import generate
-from autopipe.backends.torch.runtime.gradients import (
-    GradientReduction,
-    buckets_of_rank,
-    groups_of,
-    make_optimizer,
-    make_state,
-)
+from autopipe.backends.torch.runtime.gradients import GradientReduction, buckets_of_rank, groups_of
 from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.job import variables_of_rank
 from autopipe.backends.torch.runtime.loading import equip_stages
 from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.backends.torch.runtime.optimizers import (
+    average_weights,
+    groups_of_parameters,
+    make_optimizer,
+    make_state,
+    set_learning_rate,
+    tensor_groups,
+)
 from autopipe.backends.torch.runtime.parameters import Arguments, load_parameters
 from autopipe.backends.torch.runtime.precision import set_products
 from autopipe.backends.torch.runtime.profile import StepProfiler
-from autopipe.backends.torch.runtime.report import OutputCollector, Reporter, dump_gradients
+from autopipe.backends.torch.runtime.records import RECORDED_STEPS, dump_tensors, load_gradients
+from autopipe.backends.torch.runtime.report import OutputCollector, Reporter
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
 from autopipe.backends.torch.runtime.step_agreement import SAVE, STOP, StepAgreement
@@ -71,6 +75,7 @@ class Rank(RankContext):
         super().__init__(number, options, manifest, transport, heartbeat)
         self.global_order = GlobalOrder(self) if options.blocking else None
         self.memory_tracker: MemoryTracker | None = None
+        self.clipping: GradientClipping | None = None
         self._samples = 0  # Taken by this run; those that only fill a batch up are not counted.
         self._steps_saved = 0
         self._repeated = False
@@ -147,6 +152,7 @@ class Rank(RankContext):
         if self.train and manifest.precision == "fp16":
             scale = float(manifest.optimizer.get("loss_scale", FIRST_LOSS_SCALE))
             self.loss_scaler = LossScaler(scale, transport)
+        if self.loss_scaler is not None or manifest.counts_labels or manifest.training.max_norm is not None:
             groups.add(tuple(range(manifest.world_size)))
         transport.connect(groups, manifest.channels)
         if self.device.type == "cuda" and manifest.memory_limits:
@@ -156,11 +162,7 @@ class Rank(RankContext):
             for index, tensor in self.parameters.items():
                 tensor.data = perturbed(tensor.data, options.perturb, index)
         equip_stages(self)
-        buckets = buckets_of_rank(manifest, self.number) if self.train else ()
-        self.reduction = GradientReduction(transport, self.parameters, buckets, manifest.optimizer["shard"])
-        self.optimizer = make_optimizer(manifest.optimizer, self.reduction.updated) if self.train else None
-        if options.dry_run and self.optimizer is not None:
-            make_state(self.optimizer)  # The one step shall take what any other takes.
+        self._set_up_update()
         self.checkpointer: Checkpointer | None = None
         self.agreement: StepAgreement | None = None
         if options.checkpoint is not None:
@@ -188,15 +190,28 @@ class Rank(RankContext):
     def _save_in(self, folder: Path) -> None:
         """Be ready to save checkpoints, also when this rank, or another one, is asked to stop."""
         manifest, transport, options = self.manifest, self.transport, self.options
-        shards = [each.shard for each in self.reduction.shared]
-        state = TrainingState(
-            manifest, self.number, self.parameters, self.optimizer, self.device, shards, self.loss_scaler
-        )
+        owned = self.number, self.parameters, self.optimizer, self.device, self.reduction.shards
+        state = TrainingState(manifest, *owned, self.loss_scaler)
         kept = options.keep_latest_k, options.keep_every
         self.checkpointer = Checkpointer(folder, manifest, state, transport.make_control_group(), *kept)
         every_s = 60 * options.checkpoint_minutes
         self.agreement = StepAgreement(transport.store, transport.make_control_group(), every_s)
         stop_on_signal(partial(self.agreement.request, STOP))
+
+    def _set_up_update(self) -> None:
+        """Make the exchanges of gradients, and the optimizer."""
+        manifest, transport, options = self.manifest, self.transport, self.options
+        buckets = buckets_of_rank(manifest, self.number) if self.train else ()
+        shared, groups = manifest.optimizer["shard"], groups_of_parameters(manifest)
+        self.reduction = GradientReduction(transport, self.parameters, buckets, shared, groups)
+        updated = tensor_groups(manifest, self.reduction) if self.train else []
+        self.optimizer = make_optimizer(manifest.optimizer, updated)
+        if options.dry_run and self.optimizer is not None:
+            make_state(self.optimizer)  # The one step shall take what any other takes.
+            self._average()
+        if self.train and (max_norm := manifest.training.max_norm) is not None:
+            counted = self.reduction.counted(self.number, manifest.shards[self.number])
+            self.clipping = GradientClipping(max_norm, transport, counted, self.reduction.updated)
 
     def _restore(self) -> None:
         """Go on from the newest checkpoint, where the options ask for it: from its place in the data, and its seed
@@ -231,7 +246,7 @@ class Rank(RankContext):
         if self.evaluator is None or not self.evaluator.is_due(last):
             return
         self.reporter.report()
-        report = self.evaluator.run(partial(self._run_forwards, step))
+        report = self.evaluator.run(partial(self._run_once, step))
         self.reporter.publish(report)
         if self.checkpointer is not None and report.best_step == report.step:
             self.checkpointer.save(Position(self.steps_done, self.samples_done), self.seed, report.eval_loss)
@@ -239,8 +254,8 @@ class Rank(RankContext):
             self._ended_early = True
             self.reporter.say(f"no lower validation loss than that of step {report.best_step}: the run ends")
 
-    def _run_forwards(self, step: Callable[[], None]) -> None:
-        """Run a step of a validation: in `step` nothing but forwards and their messages does anything."""
+    def _run_once(self, step: Callable[[], None]) -> None:
+        """Run a batch. Of a validation's nothing but forwards and their messages does anything in `step`."""
         if self.global_order is not None:
             self.global_order.begin(step)
         step()
@@ -265,32 +280,23 @@ class Rank(RankContext):
 
     def run(self, step: Callable[[], None]) -> StepData:
         """Run a step, and say what data it took."""
-        if self.global_order is not None:
-            self.global_order.begin(step)
         self.profiler.begin_step(self.steps_done)
-        self.clock.begin_step()
-        step()
-        if self.global_order is not None:
-            self.global_order.reach(None)
+        if self.options.replay is None or self.steps_done == 0:
+            self._compute(step)
+        else:
+            self.clock.begin_step()
         self.heartbeat.task = "update"
         if self.train:
             with self.heartbeat.waiting():
                 self.reduction.finish()
+                self._divide_by_labels()
                 if self.loss_scaler is not None:
                     self.loss_scaler.unscale(self.reduction.updated)
-            if self.options.record is not None and self.steps_done == 0:
-                dump_gradients(self.options.record, self.number, self.reduction.gradients())
-            if self.optimizer is not None:
-                if self.checkpointer is not None:
-                    self.checkpointer.before_update()
-                if self.loss_scaler is None or self.options.dry_run:
-                    self.optimizer.step()
-                else:
-                    self.loss_scaler.update(self.optimizer)
-                self.optimizer.zero_grad(set_to_none=True)
-            with self.heartbeat.waiting():
-                for bucket in self.reduction.shared:
-                    bucket.gather()
+            self._record("gradients")
+            if self.options.replay is not None:
+                load_gradients(self.options.replay, self.steps_done, self.parameters)
+            self._update()
+            self._record("parameters")
         with self.heartbeat.waiting():
             self.transport.finish()
         if self.loss_scaler is not None:
@@ -307,6 +313,58 @@ class Rank(RankContext):
             for line in capture_stages(self.stages, self.transport):
                 self.reporter.say(line)
         return self.reader.end_step(self.steps_done - 1)  # A thread may copy from then on, which no capture allows.
+
+    def _compute(self, step: Callable[[], None]) -> None:
+        """Run the forwards and backwards of all of the step's batches."""
+        if self.global_order is not None:
+            self.global_order.note(step)
+        self.clock.begin_step()
+        if self.manifest.counts_labels:
+            self.counted = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in range(self.manifest.training.gradient_accumulation_steps):
+            self.batch = batch
+            self._run_once(step)
+        self.batch = 0
+
+    def _record(self, kind: str) -> None:
+        """Leave gradients before, or parameters after the update of the first steps, where options ask for them."""
+        if self.options.record is None or self.steps_done >= RECORDED_STEPS:
+            return
+        tensors = self.reduction.gradients() if kind == "gradients" else self.parameters
+        dump_tensors(self.options.record, kind, self.steps_done, self.number, tensors)
+
+    def _divide_by_labels(self) -> None:
+        """Have gradients divided by the labels of all ranks that count, where so far they are by all labels."""
+        if self.counted is not None:
+            batches = self.manifest.training.gradient_accumulation_steps
+            self.counted = self.transport.total(self.counted) / batches
+            scale_gradients(self.reduction.updated, self.counted.reciprocal())
+
+    def _update(self) -> None:
+        """Clip the gradients, and update parameters by them at the step's rate; all ranks together."""
+        if self.clipping is not None:
+            with self.heartbeat.waiting():
+                self.grad_norm = self.clipping.clip()
+        factor = self.manifest.lr_scheduler.factor(self.steps_done, self.options.steps)
+        self.learning_rate = self.manifest.optimizer["lr"] * factor
+        if self.optimizer is not None:
+            set_learning_rate(self.optimizer, self.learning_rate)
+            if self.checkpointer is not None:
+                self.checkpointer.before_update()
+            if self.loss_scaler is None or self.options.dry_run:
+                self.optimizer.step()
+            else:
+                self.loss_scaler.update(self.optimizer)
+            self._average()
+            self.optimizer.zero_grad(set_to_none=True)
+        with self.heartbeat.waiting():
+            for bucket in self.reduction.shared:
+                bucket.gather()
+
+    def _average(self) -> None:
+        decay = self.manifest.training.ema_decay
+        if decay is not None and self.optimizer is not None:
+            average_weights(self.optimizer, decay)
 
 
 def limit_memory(limit: int, device: torch.device) -> None:

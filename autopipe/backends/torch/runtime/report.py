@@ -92,6 +92,7 @@ class _Figures(NamedTuple):
     skipped: float
     grad_norm: float  # NaN where the rank has none, as with the learning rate.
     learning_rate: float
+    counted: float  # The part of all labels by which the loss is divided; 1 where it is by all.
 
 
 _OWN = len(_Figures._fields)
@@ -106,6 +107,7 @@ class _EndedStep:
     times: StepTimes
     losses: torch.Tensor | None  # On the device, [n], in the order of `origins`.
     grad_norm: torch.Tensor | None  # On the device, [1].
+    counted: torch.Tensor | None  # On the device, [1].
     learning_rate: float
     origins: tuple[tuple[int, int], ...]  # Stage and micro-batch of each loss.
     moved: list[float]
@@ -140,8 +142,9 @@ class Reporter:
         moved = [float(rank.transport.traffic[kind]) for kind in KINDS]
         # The row is made before the step's end on the device, so that who waits for that may read it.
         norm = None if rank.grad_norm is None else rank.grad_norm.reshape(1)
-        times = rank.clock.end_step()
-        launched = _EndedStep(rank.steps_done, times, row, norm, self._learning_rate(), origins, moved, scaling)
+        counted = None if rank.counted is None else rank.counted.reshape(1)
+        times, rate = rank.clock.end_step(), math.nan if rank.learning_rate is None else rank.learning_rate
+        launched = _EndedStep(rank.steps_done, times, row, norm, counted, rate, origins, moved, scaling)
         ended: _EndedStep | None = launched
         if self._late:
             ended, self._launched = self._launched, launched
@@ -149,10 +152,6 @@ class Reporter:
             self._keep(ended)
             if len(self._kept) >= self._together:
                 self._report_kept()
-
-    def _learning_rate(self) -> float:
-        optimizer = self._rank.optimizer
-        return math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
     def _keep(self, ended: _EndedStep) -> None:
         with self._rank.heartbeat.waiting():  # on a GPU, for what it has not done yet
@@ -191,10 +190,10 @@ class Reporter:
     def _report_kept(self) -> None:
         kept, self._kept = self._kept, []
         numbers: list[float] = []
-        for ended, (losses, scaling, norm) in zip(kept, self._read(kept), strict=True):
+        for ended, (losses, scaling, norm, counted) in zip(kept, self._read(kept), strict=True):
             busy = sum(span.end - span.start for span in ended.times.spans())
             times = ended.times.seconds, busy
-            own = _Figures(*self._share(ended, losses), *times, *scaling, norm, ended.learning_rate)
+            own = _Figures(*self._share(ended, losses), *times, *scaling, norm, ended.learning_rate, counted)
             numbers += [*own, *ended.moved]
         gathered = self._rank.transport.gather_numbers([float(peak_memory(self._rank.device)), *numbers])
         peaks = tuple(int(peak) for peak, *_ in gathered)
@@ -227,10 +226,11 @@ class Reporter:
         with path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each) + "\n" for each in records))
 
-    def _read(self, kept: Sequence[_EndedStep]) -> list[tuple[list[float], tuple[float, float], float]]:
+    def _read(self, kept: Sequence[_EndedStep]) -> list[tuple[list[float], tuple[float, float], float, float]]:
         """Of each step the losses by micro-batch, its loss scale with 1 if it was skipped (zeros where losses are
-        not scaled), and the norm of its gradients, all in one copy from the device."""
-        rows = [row for ended in kept for row in (ended.losses, ended.scaling, ended.grad_norm) if row is not None]
+        not scaled), the norm of its gradients, and the labels counted, all in one copy from the device."""
+        parts = ((each.losses, each.scaling, each.grad_norm, each.counted) for each in kept)
+        rows = [row for own in parts for row in own if row is not None]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             found = iter(torch.cat(rows).tolist() if rows else ())
         return [
@@ -238,6 +238,7 @@ class Reporter:
                 [next(found) for _ in ended.origins],
                 (0.0, 0.0) if ended.scaling is None else (next(found), next(found)),
                 math.nan if ended.grad_norm is None else next(found),
+                1.0 if ended.counted is None else next(found),
             )
             for ended in kept
         ]
@@ -249,7 +250,7 @@ class Reporter:
             if not math.isfinite(loss):
                 return 0.0, float(number), float(micro_batch)
             total += loss * self._rank.stages[number].loss_share
-        return total, _FINE, _FINE
+        return total / self._rank.manifest.training.gradient_accumulation_steps, _FINE, _FINE
 
     def _report(self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]) -> StepReport:
         by_rank = [_Figures(*own[:_OWN]) for own in numbers]
@@ -265,7 +266,7 @@ class Reporter:
         tokens, flops = manifest.tokens_per_sample, manifest.model_flops
         return StepReport(
             step=step,
-            loss=sum(each.loss for each in by_rank) if self._rank.train else None,
+            loss=sum(each.loss for each in by_rank) / by_rank[0].counted if self._rank.train else None,
             learning_rate=next((each.learning_rate for each in by_rank if not math.isnan(each.learning_rate)), None),
             grad_norm=next((each.grad_norm for each in by_rank if not math.isnan(each.grad_norm)), None),
             step_time_s=seconds,

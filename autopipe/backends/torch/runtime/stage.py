@@ -74,7 +74,16 @@ class Loss:
     share: float
 
 
-Port = Data | Receive | Send | Loss
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The result that is the number of a micro-batch's labels that count; `share` is its weight in the part of the
+    step's labels that do, over all ranks and micro-batches."""
+
+    result: int
+    share: float
+
+
+Port = Data | Receive | Send | Loss | Labels
 _Between = TypeVar("_Between", Receive, Send)
 
 _Source = tuple[int | None, int | None]
@@ -131,7 +140,8 @@ class RankContext:
     """Where a program in fp16 trains."""
     evaluated: EvaluationStep | None = None
     """The step of a validation that runs now, if any: then backwards do nothing."""
-    optimizer: torch.optim.Optimizer | None = None
+    learning_rate: float | None = None
+    """Of the step that was updated last, of parameters in no group."""
     grad_norm: torch.Tensor | None = None
     """Norm of the step's gradients over all ranks, before they are clipped, []; None where nothing computes it."""
     collect: Callable[[int, int, tuple[torch.Tensor, ...]], None]
@@ -153,6 +163,11 @@ class RankContext:
         self.steps_done = 0
         self.step_samples = manifest.batch_size
         """Samples of this step that are data; those behind them fill its batch up."""
+        self.batch = 0
+        """Number of the batch that runs, of those whose gradients the step adds up."""
+        self.counted: torch.Tensor | None = None
+        """The part of the step's labels that count, on the device, []; this rank's share until the step is done. None
+        where none of them are counted."""
         self.stages: dict[int, Stage] = {}
         self.parameters: dict[int, torch.Tensor] = {}
 
@@ -171,9 +186,11 @@ class RankContext:
         batch = self.manifest.batch_size
         if self.step_samples == batch or self.evaluated is not None:  # A validation weighs them itself.
             return 1.0
-        size = batch // self.manifest.micro_batches_at(stage)
+        size = self.manifest.micro_batch_size // self.manifest.stages[stage].micro_batch_ratio
         own = max(0, min(size, self.step_samples - micro_batch * size))
-        return own * self.manifest.micro_batches_at(stage) / self.step_samples
+        if self.manifest.counts_labels:  # Of those that are left out, in a micro-batch that has others.
+            return float(own > 0)
+        return own * (batch // size) / self.step_samples
 
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
         """Read a stage's block of a graph input for one of its micro-batches of this step, on the device."""
@@ -183,7 +200,7 @@ class RankContext:
         found = self.reader.read(self.steps_done, request)
         if not self.options.perturb:
             return found
-        size = self.manifest.batch_size // self.manifest.micro_batches_at(stage)
+        size = self.manifest.micro_batch_size // self.manifest.stages[stage].micro_batch_ratio
         return perturbed(found, self.options.perturb, self.samples_done + micro_batch * size)
 
     def clear_step(self) -> None:
@@ -219,7 +236,8 @@ class Stage:
         self._slices = {port.channel: MicroBatchSlice(*port.slice) for port in (*self.receives, *self.sends)}
         self._loss = next((port for port in ports if isinstance(port, Loss)), None)
         self.loss_share = 0.0 if self._loss is None else self._loss.share
-        """Weight of one micro-batch's loss on this rank in the step's loss; 0 where the stage gives no loss."""
+        """Weight of one micro-batch's loss on this rank in its batch's loss; 0 where the stage gives no loss."""
+        self._labels = next((port for port in ports if isinstance(port, Labels)), None)
         self.function = module.forward
         self.compiled: str | None = None
         """Parts of the stage that run eagerly although it was compiled, "" for none; None where it was not."""
@@ -309,8 +327,9 @@ class Stage:
         rank.heartbeat.task = task = f"{self.number}F{micro_batch}"
         arguments = self._arguments(micro_batch)
         ratio, whole = manifest.stages[self.number].micro_batch_ratio, manifest.micro_batch_size
-        number = rank.steps_done if rank.evaluated is None else rank.evaluated.number
-        self.p.random.begin(rank.seed, number, micro_batch * (whole // ratio), micro_batch // ratio * whole)
+        number = self._of_step(micro_batch)
+        step = rank.steps_done if rank.evaluated is None else rank.evaluated.number
+        self.p.random.begin(rank.seed, step, number * (whole // ratio), number // ratio * whole)
         self.p.training = rank.training
         start = rank.clock.mark()
         graphs = self.graphs if rank.evaluated is None else None
@@ -324,11 +343,18 @@ class Stage:
         for port in self._due(self.sends, micro_batch):
             self._pass_on(port, micro_batch, results[port.result].detach())
         if self._loss is not None:
-            loss, weight = results[self._loss.result].detach(), rank.weight(self.number, micro_batch)
-            self.losses[micro_batch] = loss if weight == 1 else loss * weight
+            loss, weight = results[self._loss.result].detach(), rank.weight(self.number, number)
+            self.losses[number] = loss if weight == 1 else loss * weight
+        if self._labels is not None and rank.counted is not None:
+            share = results[self._labels.result].detach().double() * self._labels.share
+            rank.counted += share * rank.weight(self.number, number)
         if not rank.train:
             counted = rank.steps_done * manifest.micro_batches_at(self.number) + micro_batch
             rank.collect(self.number, counted, results)
+
+    def _of_step(self, micro_batch: int) -> int:
+        """The number of one of the batch's micro-batches among all of the step's."""
+        return self._rank.batch * self._rank.manifest.micro_batches_at(self.number) + micro_batch
 
     def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
         """The results in the types that those who receive them expect: autocast computes in narrower ones."""
@@ -338,7 +364,8 @@ class Stage:
             return tuple(result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True))
 
     def _arguments(self, micro_batch: int) -> Tensors:
-        found = {data.argument: self._rank.read(self.number, micro_batch, data) for data in self.data}
+        number = self._of_step(micro_batch)
+        found = {data.argument: self._rank.read(self.number, number, data) for data in self.data}
         parts = defaultdict[str, list[Block]](list)
         for port, tensor in self._arrived(self.receives, micro_batch):
             parts[port.argument].append((tensor, port.box))
@@ -433,7 +460,9 @@ class Stage:
     def _begins_last(self) -> bool:
         """Count a micro-batch whose gradients of parameters are computed next; True if it is the step's last."""
         self._backwards += 1
-        return self._backwards == len(self._rank.manifest.micro_batches_of(self.number))
+        manifest = self._rank.manifest
+        batches = manifest.training.gradient_accumulation_steps
+        return self._backwards == batches * len(manifest.micro_batches_of(self.number))
 
     def _propagate(self, micro_batch: int, phase: str) -> None:
         """Run autograd; gradients that a split backward defers are left, or computed behind it."""
@@ -465,7 +494,8 @@ class Stage:
         """Where backward starts, and the gradients there; `incoming` are those that come from elsewhere, by result."""
         if self._loss is not None:
             loss = results[self._loss.result]
-            weighed = self._loss.share * self._rank.weight(self.number, micro_batch)
+            weight = self._rank.weight(self.number, self._of_step(micro_batch))
+            weighed = self.loss_share * weight / self._rank.manifest.training.gradient_accumulation_steps
             share = torch.full(loss.form[1], weighed, dtype=loss.form[0], device=loss.device)
             if self._rank.loss_scaler is not None:
                 share.mul_(self._rank.loss_scaler.scale)

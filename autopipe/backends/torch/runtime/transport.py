@@ -518,9 +518,16 @@ class Transport:
 
     def maximum(self, number: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' numbers, on the device, []. Not counted as a step's."""
+        return self._of_all_ranks(number, dist.ReduceOp.MAX)
+
+    def total(self, number: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' numbers, on the device, [], the same on all. Not counted as a step's."""
+        return self._of_all_ranks(number, dist.ReduceOp.SUM)
+
+    def _of_all_ranks(self, number: torch.Tensor, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.world_size == 1:
             return number
-        return start_all_reduce(number, self.group(tuple(range(self.world_size))), dist.ReduceOp.MAX).wait()
+        return start_all_reduce(number, self.group(tuple(range(self.world_size))), how).wait()
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         if self.world_size == 1:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,8 +38,7 @@ class Batches:
     batch_size: int = BATCH
     outputs: tuple[Output, ...] = ()
 
-    def micro_batches_at(self, stage: int) -> int:
-        return self.micro_batches * (1 + stage)
+    stages: tuple[SimpleNamespace, ...] = (SimpleNamespace(micro_batch_ratio=1), SimpleNamespace(micro_batch_ratio=2))
 
 
 WHOLE: Slices = ((0, 2), (0, 3))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopipe.backends.torch.launcher import rank_environment
-from autopipe.backends.torch.runtime.gradients import make_optimizer
+from autopipe.backends.torch.runtime.optimizers import TensorGroup, make_optimizer
 from autopipe.backends.torch.runtime.rank import limit_memory
 
 GIB = 2**30
@@ -56,7 +56,10 @@ def test_an_update_in_one_kernel_gives_the_same_numbers(name: str) -> None:
     torch.manual_seed(0)
     starts = [torch.randn(7, 5), torch.randn(3)]
     there, here = ([kind(each.clone()) for each in starts] for kind in (OnGpu, torch.nn.Parameter))
-    fused, usual = (make_optimizer(SETTINGS[name], list(each)) for each in (there, here))
+    fused, usual = (
+        make_optimizer(SETTINGS[name], [TensorGroup(tuple(each), SETTINGS[name]["weight_decay"])])
+        for each in (there, here)
+    )
     assert fused is not None and usual is not None
     assert fused.defaults["fused"] is True and not usual.defaults["fused"]
     for _ in range(20):

@@ -16,6 +16,7 @@ from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.ir.errors import LaunchError
+from autopipe.ir.training import Training
 from tests.backends.torch.runtime.stand_in_cuda import Device
 
 
@@ -41,13 +42,19 @@ def rank(tmp_path: Path, device: Device) -> Any:
         steps_done=0,
         stages={},
         loss_scaler=None,
-        optimizer=None,
+        learning_rate=None,
         grad_norm=None,
+        counted=None,
         device=torch.device("cpu"),
         heartbeat=AlonePulse(),
         clock=Clock(torch.device("cpu")),
         manifest=SimpleNamespace(
-            batch_size=4, predicted_bubble=0.0, tokens_per_sample=None, model_flops=None, peak_flops=None
+            training=Training(),
+            batch_size=4,
+            predicted_bubble=0.0,
+            tokens_per_sample=None,
+            model_flops=None,
+            peak_flops=None,
         ),
         options=Options(report=tmp_path / "report.jsonl"),
         transport=SimpleNamespace(traffic=Counter(), gather_numbers=lambda numbers: [numbers]),
@@ -114,9 +121,9 @@ def test_times_of_profiled_steps_are_left_with_their_waits(rank: Any, device: De
 def test_rates_norm_and_use_of_the_devices(rank: Any, device: Device) -> None:
     rank.train = True
     rank.manifest = SimpleNamespace(
-        batch_size=4, predicted_bubble=0.0, tokens_per_sample=8, model_flops=1e12, peak_flops=8e12
+        training=Training(), batch_size=4, predicted_bubble=0.0, tokens_per_sample=8, model_flops=1e12, peak_flops=8e12
     )
-    rank.optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.25)
+    rank.learning_rate = 0.25
     rank.grad_norm = torch.tensor(3.0)
     rank.stages = {4: stage(2.0)}
     run(Reporter(rank), rank, device, 1, 0.5)

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
-from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.optimizers import TensorGroup, make_optimizer
 from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
+from autopipe.ir import training
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
 from autopipe.ir.layout import Box, whole
 from autopipe.ir.program import Shard
@@ -53,7 +54,7 @@ def manifest_of(world_size: int) -> Manifest:
         )
         for rank in range(world_size)
     )
-    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ())
+    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ()) | {"training": training.Training()}
     form |= {"folder": Path(), "model": Path("m.onnx"), "model_digest": "model", "plan": "plan"}
     form |= {"train": True, "micro_batches": 1, "micro_batch_size": 1, "optimizer": ADAMW}
     return Manifest(**form | {"world_size": world_size, "parameters": parameters, "shards": shards})
@@ -77,7 +78,7 @@ def save_all_steps(folder: Path, rank: int, world_size: int, store: str, says: C
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=patience)
     manifest, cpu = manifest_of(world_size), torch.device("cpu")
     parameters = {shard.parameter: torch.ones(shard.box.shape, requires_grad=True) for shard in manifest.shards[rank]}
-    optimizer = make_optimizer(ADAMW, list(parameters.values()))
+    optimizer = make_optimizer(ADAMW, [TensorGroup(tuple(parameters.values()), ADAMW["weight_decay"])])
     assert optimizer is not None
     state = TrainingState(manifest, rank, parameters, optimizer, cpu)
     control_group = ControlGroup(rank, world_size, 60.0, Heartbeat())

@@ -20,11 +20,12 @@ from autopipe.backends.torch import checkpoint as shard_file
 from autopipe.backends.torch.checkpoint import MANIFEST, committed_steps, rank_file, read_checkpoint, text_of
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
-from autopipe.backends.torch.runtime.gradients import make_optimizer
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.optimizers import TensorGroup, make_optimizer
 from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
+from autopipe.ir import training
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Parameter
 from autopipe.ir.layout import whole
@@ -49,7 +50,7 @@ BATCH = 8
 def manifest_of(optimizer: dict[str, Any], **changes: Any) -> Manifest:
     parameters = (drawn(HOSTILE, (4, 3)), drawn("frozen", (4, 3), trainable=False))
     shards = (Shard(0, whole((4, 3)), (0,), None), Shard(1, whole((4, 3)), (0,), None))
-    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ())
+    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ()) | {"training": training.Training()}
     form |= {"folder": Path(), "model": Path("m.onnx"), "model_digest": "model", "plan": "plan", "world_size": 1}
     form |= {"train": True, "micro_batches": 2, "micro_batch_size": BATCH // 2, "optimizer": optimizer}
     return Manifest(**form | {"parameters": parameters, "shards": (shards,)} | changes)
@@ -62,7 +63,7 @@ class Training:
         manifest = manifest_of(settings, **changes)
         torch.manual_seed(3)
         self.parameters = {0: torch.randn(4, 3, requires_grad=True), 1: torch.randn(4, 3)}
-        self.optimizer = make_optimizer(settings, [self.parameters[0]])
+        self.optimizer = make_optimizer(settings, [TensorGroup((self.parameters[0],), settings["weight_decay"])])
         cpu = torch.device("cpu")
         state = TrainingState(manifest, 0, self.parameters, self.optimizer, cpu)
         self.saved = Checkpointer(folder, manifest, state, ControlGroup(0, 1, 60.0, Heartbeat()))

@@ -1,0 +1,175 @@
+"""The optimizers of ranks: torch's, Lion, and Muon beside AdamW; groups of parameters, rates, averaged weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopipe.backends.torch.checkpoint import AVERAGE
+from autopipe.backends.torch.runtime.gradients import GradientReduction
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.name_pattern import matches
+from autopipe.ir.problem import GROUPS
+
+
+def groups_of_parameters(manifest: Manifest) -> dict[int, int]:
+    """By parameter the number of its group in `optimizer.groups`, from 1 on; those of none are left out."""
+    patterns = [each["match"] for each in manifest.optimizer.get("groups", ())]
+    found = {}
+    for index, parameter in enumerate(manifest.parameters):
+        own = (number for number, each in enumerate(patterns, 1) if matches(each, parameter.value.name, GROUPS))
+        if number := next(own, 0):
+            found[index] = number
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors that are updated alike: `lr_factor` times the rate of the step, and by Muon if `matrices`."""
+
+    tensors: tuple[torch.Tensor, ...]
+    weight_decay: float
+    lr_factor: float = 1.0
+    matrices: bool = False
+
+    def form(self, lr: float) -> dict[str, Any]:
+        """As torch's optimizers take it."""
+        return {
+            "params": list(self.tensors),
+            "lr": lr * self.lr_factor,
+            "lr_factor": self.lr_factor,
+            "weight_decay": self.weight_decay,
+        }
+
+
+def tensor_groups(manifest: Manifest, reduction: GradientReduction) -> list[TensorGroup]:
+    """All that the rank's optimizer updates."""
+    settings, numbers = manifest.optimizer, groups_of_parameters(manifest)
+    matrices = frozenset(settings.get("matrices", ()))
+    found = defaultdict[tuple[int, bool], list[torch.Tensor]](list)
+    for index, tensor in reduction.updated_parameters.items():
+        found[numbers.get(index, 0), index in matrices].append(tensor)
+    for shard in reduction.shards:
+        found[numbers.get(shard.runs[0].parameter, 0) if shard.runs else 0, False].append(shard.tensor)
+    made = []
+    for (number, is_matrix), tensors in found.items():
+        own = settings["groups"][number - 1] if number else {}
+        decay = own.get("weight_decay")
+        decay = settings["weight_decay"] if decay is None else decay
+        made.append(TensorGroup(tuple(tensors), decay, own.get("lr_factor", 1.0), is_matrix))
+    return made
+
+
+def make_optimizer(settings: dict[str, Any], groups: Sequence[TensorGroup]) -> torch.optim.Optimizer | None:
+    """The optimizer of a manifest over the rank's trainable blocks; None where the rank has none."""
+    if not groups:
+        return None
+    forms = [each.form(settings["lr"]) for each in groups]
+    # One kernel updates many tensors; on CPUs torch chooses.
+    fused = True if all(tensor.is_cuda for each in groups for tensor in each.tensors) else None
+    betas = tuple(settings.get("betas", ()))
+    momentum, nesterov = settings.get("momentum", 0.0), settings.get("nesterov", False)
+    match settings["name"]:
+        case "sgd":
+            return torch.optim.SGD(forms, momentum=momentum, nesterov=nesterov, fused=fused)
+        case "adam":
+            return torch.optim.Adam(forms, betas=betas, eps=settings["eps"], fused=fused)
+        case "adamw":
+            return torch.optim.AdamW(forms, betas=betas, eps=settings["eps"], fused=fused)
+        case "lion":
+            return Lion(forms, betas)
+        case "muon":
+            matrices = [form for form, each in zip(forms, groups, strict=True) if each.matrices]
+            others = [form for form, each in zip(forms, groups, strict=True) if not each.matrices]
+            parts: list[torch.optim.Optimizer] = []
+            if matrices:
+                # Updates as large as AdamW's, whichever way round a matrix lies, so that one rate does for both.
+                how = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
+                parts.append(torch.optim.Muon(matrices, momentum=momentum, **how))
+            if others:
+                parts.append(torch.optim.AdamW(others, betas=betas, eps=settings["eps"], fused=fused))
+            return parts[0] if len(parts) == 1 else JointOptimizer(parts)
+    raise ConfigurationError(f"there is no optimizer {settings['name']!r}")
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2: steps by the sign of an
+    average, with decoupled weight decay."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not updated:
+                continue
+            gradients = [parameter.grad for parameter in updated]
+            for parameter in updated:
+                if "exp_avg" not in self.state[parameter]:
+                    self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+            averages = [self.state[parameter]["exp_avg"] for parameter in updated]
+            first, second = group["betas"]
+            signs = [each.sign_() for each in torch._foreach_lerp(averages, gradients, 1.0 - first)]
+            torch._foreach_mul_(updated, 1.0 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(updated, signs, alpha=-group["lr"])
+            torch._foreach_lerp_(averages, gradients, 1.0 - second)
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers of different tensors as one, whose groups and state are all of theirs."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([{"params": list(group["params"])} for part in parts for group in part.param_groups], {})
+        self._parts = tuple(parts)
+        self.__setstate__(
+            {"state": self.state, "param_groups": [group for part in parts for group in part.param_groups]}
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        first = 0
+        for part in self._parts:
+            count = len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[first : first + count], self.state
+            first += count
+
+    def step(self, closure: Any = None) -> Any:
+        for part in self._parts:
+            part.step()
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make what it keeps, as its first step would: by a step of gradients that are zero."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Have the next step taken at a rate, of each group times its factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_factor"]
+
+
+def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Take the weights into their exponential moving average, as torch's `AveragedModel` does with
+    `get_ema_multi_avg_fn`: the first ones are its beginning."""
+    averages, weights = [], []
+    for tensor in (each for group in optimizer.param_groups for each in group["params"]):
+        state = optimizer.state[tensor]
+        if AVERAGE in state:
+            averages.append(state[AVERAGE])
+            weights.append(tensor.detach())
+        elif state or isinstance(optimizer, torch.optim.SGD):  # Others take an empty state for one to be made.
+            state[AVERAGE] = tensor.detach().clone()
+    if averages:
+        torch._foreach_lerp_(averages, weights, 1.0 - decay)

@@ -1,0 +1,67 @@
+"""How a run trains, besides its optimizer: learning rates by step, clipping, and the like."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from autopipe.ir.codec import Above, AtLeast, AtMost, Index, Sparse
+
+
+@dataclass(frozen=True, slots=True)
+class LRScheduler:
+    """The learning rate by step, as a factor of `optimizer.lr`: it warms up, may stay, and decays."""
+
+    warmup_steps: Annotated[Index, Sparse()] = 0
+    """Steps in which the rate rises in a straight line, from 0 at the first."""
+    decay_type: Annotated[Literal["constant", "linear", "cosine", "sqrt"], Sparse()] = "constant"
+    """How the rate decays after the warm-up: `linear` and `cosine` are transformers' `get_linear_schedule_with_warmup`
+    and `get_cosine_schedule_with_warmup`, `sqrt` is 1 - √progress."""
+    decay_ratio: Annotated[Annotated[float, Above(0), AtMost(1)] | None, Sparse()] = None
+    """Part of all steps, the last ones, in which the rate decays (WSD), as torchtitan counts: a warm-up's first step
+    has 1 / `warmup_steps`. All steps after the warm-up where not given."""
+    min_lr_factor: Annotated[float, AtLeast(0), AtMost(1), Sparse()] = 0.0
+    """Where the decay ends, as a factor of `optimizer.lr`."""
+    total_steps: Annotated[Annotated[int, AtLeast(1)] | None, Sparse()] = None
+    """Steps after which the decay has ended; those of the launch where not given."""
+
+    @property
+    def needs_steps(self) -> bool:
+        """True if the rate depends on how many steps there are in all."""
+        return self.decay_type != "constant" and self.total_steps is None
+
+    def factor(self, step: int, steps: int) -> float:
+        """Of a step, counted from 0, of a launch of `steps` in all."""
+        total = self.total_steps or steps
+        warmup = min(self.warmup_steps, total) if self.decay_ratio is not None else self.warmup_steps
+        # What transformers counts from 0, torchtitan counts from 1, and its rate is never 0.
+        counted = step if self.decay_ratio is None else step + 1
+        if step < warmup:
+            return counted / warmup
+        decay = total - warmup
+        if self.decay_ratio is not None:
+            decay = min(round(total * self.decay_ratio), decay)
+        first = total - decay if self.decay_ratio is None else total + 1 - decay
+        if self.decay_type == "constant" or step < first:
+            return 1.0
+        progress = min(1.0, (counted - first) / max(1, decay))
+        left = {
+            "linear": 1.0 - progress,
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+            "sqrt": 1.0 - math.sqrt(progress),
+        }[self.decay_type]
+        return self.min_lr_factor + (1.0 - self.min_lr_factor) * left
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Clipping, accumulation and averaging: the rest of an update, besides its optimizer."""
+
+    max_norm: Annotated[Annotated[float, Above(0)] | None, Sparse()] = None
+    """Norm of all gradients together above which they are scaled down to it, as torch's `clip_grad_norm_` does."""
+    gradient_accumulation_steps: Annotated[int, AtLeast(1), Sparse()] = 1
+    """Batches whose gradients an update averages: a step takes as many times `batch_size` samples."""
+    ema_decay: Annotated[Annotated[float, AtLeast(0), AtMost(1)] | None, Sparse()] = None
+    """Decay of an exponential moving average of the weights, which checkpoints hold beside them; none where not
+    given."""
