@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,9 +22,13 @@ Work = Callable[[], Answer]
 _CHUNK = 2**16
 
 
+_WITH_THREADS = {"torch", "onnxruntime"}
+"""Libraries whose threads hold locks that nobody would release in a copy of the process."""
+
+
 def free_cores() -> int:
     """Cores that this process may use; 1 where processes cannot be copied."""
-    if not hasattr(os, "fork"):
+    if not hasattr(os, "fork") or _WITH_THREADS & sys.modules.keys():
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
