@@ -363,6 +363,8 @@ class Program:
     shard: bool = False
     labels: int | None = None
     """Labels of a micro-batch, where the loss is a sum over those that count; None where it is a mean."""
+    low_precision: tuple[int, ...] = ()
+    """Parameters, by index, that stages read as a copy in 16 bits."""
 
     @property
     def roundings(self) -> int:

@@ -20,6 +20,7 @@ SHARES = 2
 
 
 @pytest.mark.conformance
+@pytest.mark.timeout(600)  # Of a suite whose other tests take the processors too.
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_all_stays_on_the_device(fake_cuda_library: Path, tmp_path: Path, precision: str, share: int) -> None:

@@ -146,6 +146,7 @@ def test_a_rank_of_64_of_llama_7b(watch: Watch, tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(zoo.SIZES))
 def test_models_of_the_zoo(watch: Watch, tmp_path: Path, name: str) -> None:
     watch(*(planned(name, tmp_path, flags) for flags in STRATEGIES.values()))

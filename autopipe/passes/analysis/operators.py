@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import InfeasibleError, ModelError
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.layout import is_block
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of, qualified_name, signature_of, use_keys
@@ -127,6 +127,32 @@ def narrows(precision: str) -> bool:
     return precision in ("bf16", "fp16")
 
 
+_COPIED_PLACES = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,)}
+"""Operands of products, by operator, that may be parameters in 16 bits."""
+
+
+@remembered(GRAPHS)
+def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
+    """The fp32 parameters of which ranks hold a copy in 16 bits, made once a step, which stands for them wherever they
+    are read: those that nothing reads but products. Of others autocast makes a copy in every forward."""
+    if not narrows(precision):
+        return frozenset()
+    found = {
+        each.value.name
+        for each in graph.parameters
+        if each.value.dtype is DType.FLOAT32 and len(each.value.shape) > 1 and each.value.name not in graph.outputs
+    }
+    read = set()
+    for node in graph.nodes:
+        for place, name in enumerate(node.inputs):
+            # Stacked matrices are multiplied by einsum, which computes more than products.
+            stacked = name in found and node.op == "MatMul" and len(graph.type_of(name).shape) > 2
+            if node.domain or stacked or place not in _COPIED_PLACES.get(node.op, ()):
+                found.discard(name)
+            read.add(name)
+    return frozenset(found & read)
+
+
 @remembered(GRAPHS)
 def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
     """Bytes an element of every value, by name, when the graph runs at `precision`."""
@@ -134,6 +160,7 @@ def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
     widths = {value.name: value.dtype.itemsize for value in (*graph.inputs, *held, *graph.values)}
     if not narrows(precision):
         return widths
+    widths |= dict.fromkeys(low_precision_copies(graph, precision), 2)
     floating = {name for name in widths if graph.type_of(name).dtype.is_floating}
     with_product = frozenset(bias_additions(graph).values())
     for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):

@@ -22,7 +22,7 @@ from autopipe.passes.analysis.gradients import (
     sent_bytes,
     waiting_operands,
 )
-from autopipe.passes.analysis.operators import element_bytes
+from autopipe.passes.analysis.operators import element_bytes, low_precision_copies
 from autopipe.passes.analysis.optimized import matrices
 from autopipe.passes.analysis.recompute import cutter
 from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
@@ -44,10 +44,12 @@ class State:
     """Bytes of the gradients by which the device updates parameters: a share of them where shares are kept."""
     updates: int = 0
     """Number of the tensors that the optimizer updates: parameters, and shares of buckets of them."""
+    low_precision_bytes: int = 0
+    """Bytes of the parameters' copies in 16 bits."""
 
     @property
     def total(self) -> int:
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return self.parameter_bytes + self.low_precision_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 def state_of(problem: Problem, parts: Iterable[tuple[str, int]], copies: Mapping[str, int] = _ALONE) -> State:
@@ -56,12 +58,13 @@ def state_of(problem: Problem, parts: Iterable[tuple[str, int]], copies: Mapping
     `copies` says by name how many devices hold the same part, 1 where it says nothing: what the optimizer keeps of it
     may be shared out among them (`Optimizer.shard`).
     """
-    own = gradients = optimizer = tensors = updated = updates = in_shares = 0
-    figures, train, shard = _figures(problem.graph), problem.train, problem.optimizer.shard
+    own = low = gradients = optimizer = tensors = updated = updates = in_shares = 0
+    figures, train, shard = _figures(problem.graph, problem.precision), problem.train, problem.optimizer.shard
     for name, count in parts:
-        whole, elements, is_trained, is_matrix = figures[name]
+        whole, elements, is_trained, is_matrix, copy = figures[name]
         size = whole // count
         own += size
+        low += copy // count
         if train and is_trained:
             gradients += size
             tensors += 1
@@ -70,16 +73,18 @@ def state_of(problem: Problem, parts: Iterable[tuple[str, int]], copies: Mapping
             updated += -(-size // holders)
             updates += holders == 1
             in_shares += size * (holders > 1)
-    return State(own, gradients, optimizer, tensors, updated, updates + -(-in_shares // BUCKET_BYTES))
+    return State(own, gradients, optimizer, tensors, updated, updates + -(-in_shares // BUCKET_BYTES), low)
 
 
 @remembered(GRAPHS)
-def _figures(graph: Graph) -> dict[str, tuple[int, int, bool, bool]]:
-    """For each parameter its bytes, its elements, whether it is trained, and whether it is a matrix."""
-    found, own = {}, matrices(graph)
+def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bool, int]]:
+    """For each parameter its bytes, its elements, whether it is trained, whether it is a matrix, and the bytes of its
+    copy in 16 bits."""
+    found, own, copies = {}, matrices(graph), low_precision_copies(graph, precision)
     for each in graph.parameters:
         value, is_trained = each.value, each.trainable and each.value.dtype.is_floating
-        found[value.name] = value.bytes, value.elements, is_trained, value.name in own
+        copy = 2 * value.elements * (value.name in copies)
+        found[value.name] = value.bytes, value.elements, is_trained, value.name in own, copy
     return found
 
 

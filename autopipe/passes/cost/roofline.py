@@ -130,6 +130,11 @@ def update_seconds(device: Device, parameter_bytes: float, states: int, tensors:
     return starts + update_line(device, states).seconds(parameter_bytes)
 
 
+def cast_per_byte(device: Device) -> float:
+    """Seconds a byte of a parameter's 16-bit copy: two read for each that is written."""
+    return 3 / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
+
+
 def update_line(device: Device, states: int) -> Affine:
     """The same by bytes: parameter and states read and written, gradient read, in one fused launch."""
     if device.tasks is not None:

@@ -34,6 +34,7 @@ from autopipe.passes.cost.memory import (
 )
 from autopipe.passes.cost.roofline import (
     accumulate_seconds,
+    cast_per_byte,
     factors,
     node_seconds,
     posting_seconds,
@@ -275,7 +276,11 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
         input_gradient_s=whole_backward - weight_gradient,
         weight_gradient_s=weight_gradient,
         split_s=max((each.tasks.waiting_s * deferred for each in devices if each.tasks), default=0.0) if train else 0.0,
-        update_s=max(update_seconds(device, state.updated_bytes, states, state.updates) for device in devices),
+        update_s=max(
+            update_seconds(each, state.updated_bytes, states, state.updates)
+            + cast_per_byte(each) * state.low_precision_bytes
+            for each in devices
+        ),
         parameter_bytes=state.parameter_bytes,
         static_bytes=state.total + buffers,
         kept_bytes=kept,

@@ -38,6 +38,7 @@ from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.passes.analysis.gradients import differentiable_values, message_types, waiting_operands
 from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.analysis.micro_batches import check_portions, micro_batch_size, stage_graphs, stage_micro_batches
+from autopipe.passes.analysis.operators import low_precision_copies
 from autopipe.passes.analysis.recompute import with_segments
 from autopipe.passes.analysis.resharding import torn_parameters
 from autopipe.passes.analysis.stage_nodes import assign_nodes
@@ -146,7 +147,7 @@ def lower(
     check_portions(graph, placement)
     parts = parts_of(graph, placement, schedule.devices, loss, precision)
     codes, batch = tuple(stage.code for stage in parts.stages), batch_axes_of(graph)
-    wired = _wired(graph, parts, schedule.devices)
+    wired, copies = _wired(graph, parts, schedule.devices), low_precision_copies(graph, precision)
     steps = _steps(wired, schedule, tuple(code.ratio for code in codes))
     program = Program(
         world_size=schedule.devices,
@@ -164,6 +165,7 @@ def lower(
         channels=channels_of(wired, codes, steps),
         shard=shard and loss is not None,
         labels=labels_of(graph) if loss is not None else None,
+        low_precision=tuple(index for index, each in enumerate(graph.parameters) if each.value.name in copies),
     )
     if proven:
         check_hardware_queues(program, prove(program))

@@ -207,7 +207,7 @@ class GridSearch:
         problem, state = self.problem, self._state
         copies = degrees.data if problem.optimizer.shard else 1
         parts = degrees.pipeline * degrees.tensor
-        least = (state.parameter_bytes + state.gradient_bytes + state.optimizer_bytes // copies) // parts
+        least = (state.total - state.optimizer_bytes + state.optimizer_bytes // copies) // parts
         try:
             check_least(problem, least, [0], degrees.pipeline)
         except InfeasibleError as error:

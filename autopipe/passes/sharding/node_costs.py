@@ -21,7 +21,7 @@ from autopipe.ir.space import Dimension
 from autopipe.passes.analysis.gradients import SavedTensor, differentiable_values, kept_values
 from autopipe.passes.analysis.operators import OpInstance, element_bytes, sample_axes
 from autopipe.passes.cost.memory import state_of
-from autopipe.passes.cost.roofline import accumulate_per_byte, node_seconds, update_line
+from autopipe.passes.cost.roofline import accumulate_per_byte, cast_per_byte, node_seconds, update_line
 from autopipe.passes.cost.stage_work import exchange_of_gradients, statistics_seconds
 from autopipe.passes.sharding.configurations import (
     Integers,
@@ -161,9 +161,10 @@ class StageContext:
             rates.append(self._rates[cutting])
         # The update's one launch is not counted.
         update = max(update_line(device, self.problem.optimizer.states).per_byte_s for device in kinds)
+        cast = max(map(cast_per_byte, kinds)) * np.array([state.low_precision_bytes for state in states], dtype=float)
         return (
             gradients * np.array(rates),
-            gradients * added + updated * update,
+            gradients * added + updated * update + cast,
             np.array([state.total for state in states], dtype=np.int64),
         )
 

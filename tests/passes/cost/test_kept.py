@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from autopipe.ir.graph import DType
 from autopipe.passes.analysis.gradients import kept_values, scores_in
 from autopipe.passes.cost.roofline import annotate
 from tests.distributed.support.builder import Builder
@@ -24,17 +27,20 @@ def test_of_an_image_read_through_windows_the_rows_that_they_read() -> None:
     assert kept.local_bytes({"o1": 3}) == 8 * row // 2, "three of six columns"
 
 
-def test_autocast_copies_a_value_for_each_product_that_reads_it_and_a_weight_once() -> None:
-    builder = Builder()
+@pytest.mark.parametrize("only_products", [True, False])
+def test_autocast_copies_a_value_for_each_product_that_reads_it_and_a_weight_once(only_products: bool) -> None:
+    """A weight that nothing reads but products is copied once a step, and is no part of what a micro-batch keeps."""
+    builder = Builder(dtype=DType.FLOAT32)
     data, scale = builder.input((8, 16)), builder.parameter((16,))
     read = builder.node("Mul", data, scale)
     weight = builder.parameter((16, 16))
     once, again = builder.node("MatMul", read, weight), builder.node("MatMul", read, weight)
-    graph = builder.graph(builder.mean_square(builder.node("Add", once, again)))
+    last = again if only_products else builder.node("MatMul", again, builder.node("Mul", weight, scale))
+    graph = builder.graph(builder.mean_square(builder.node("Add", once, last)))
     at = {precision: kept_values(graph, precision) for precision in ("fp32", "bf16")}
     copies = {each.key: each.bytes for index in (1, 2) for each in at["bf16"][index]}
-    assert sorted(copies.values()) == sorted([2 * 16 * 16, 2 * 8 * 16, 2 * 8 * 16])
-    assert [each.key for index in (1, 2) for each in at["fp32"][index]] == [(read, 8)] * 2, "no copies"
+    assert sorted(copies.values()) == [2 * 8 * 16] * 2 + [2 * 16 * 16] * (not only_products)
+    assert [each.key for index in (1, 2) for each in at["fp32"][index]] == [(read, 4)] * 2, "no copies"
 
 
 def test_a_bias_that_is_added_with_a_product_leaves_16_bits() -> None:

@@ -88,6 +88,7 @@ def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[i
         **({"memory_limits": memory_limits} if memory_limits else {}),
         **({} if provenance.data == DataSettings() else {"data": encode(provenance.data)}),
         **({"metrics": metrics} if (metrics := _metrics(provenance)) else {}),
+        **({"low_precision": program.low_precision} if program.low_precision else {}),
     }
 
 

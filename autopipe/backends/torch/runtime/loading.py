@@ -26,7 +26,9 @@ def equip_stages(rank: RankContext) -> None:
     """Give all stages their parameters, constants, group and random numbers."""
     names = {name for stage in rank.stages.values() for name in stage.module.CONSTANTS}
     constants = load_constants(rank.manifest.folder, names, rank.device)
-    named = constants | {f"w{index}": tensor for index, tensor in rank.parameters.items()}
+    copies, held = rank.low_precision_copies.tensors, frozenset(rank.manifest.low_precision)
+    read = {index: copies.get(index, tensor) if index in held else tensor for index, tensor in rank.parameters.items()}
+    named = constants | {f"w{index}": tensor for index, tensor in read.items()}
     for number, stage in rank.stages.items():
         for name in (*stage.module.PARAMETERS, *stage.module.CONSTANTS):
             setattr(stage.p, name, named[name])
@@ -52,6 +54,7 @@ def load_second(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[
     channels, and other shapes."""
     context = RankContext(rank.number, rank.options, read_manifest(folder), rank.transport, rank.heartbeat)
     context.parameters = rank.parameters
+    context.low_precision_copies = rank.low_precision_copies
     spec = importlib.util.spec_from_file_location(f"{folder.name}_rank", folder / f"rank_{rank.number:03d}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -78,6 +78,8 @@ class Manifest:
     """Operations a second that the plan's devices do together at most, in the program's precision."""
     predicted_memory_bytes: Annotated[int | None, At("metrics.memory_bytes"), Sparse()] = None
     """Peak of the rank that needs most."""
+    low_precision: Annotated[tuple[Index, ...], Sparse()] = ()
+    """`Program.low_precision`."""
     lr_scheduler: Annotated[LRScheduler, Sparse()] = field(default=LRScheduler())
     training: Annotated[Training, Sparse()] = field(default=Training())
 

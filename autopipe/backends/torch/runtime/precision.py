@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from autopipe.backends.torch.runtime.manifest import Manifest
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -14,6 +17,24 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     """The context of a forward at a program's precision."""
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+class LowPrecisionCopies:
+    """Copies of parameters in 16 bits, which autocast would otherwise make in every forward. To autograd a copy is a
+    cast of its parameter, to which gradients go on and are added in fp32."""
+
+    def __init__(self, parameters: Mapping[int, torch.Tensor], manifest: Manifest) -> None:
+        dtype = _AUTOCAST.get(manifest.precision)
+        held = [index for index in manifest.low_precision if index in parameters]
+        self._parameters = [parameters[index] for index in held]
+        self.tensors = {index: parameters[index].to(dtype) for index in held}
+        """By the parameter's index, for as long as the program runs."""
+
+    def refresh(self) -> None:
+        """Write the parameters' numbers of now; no backward that reads the earlier ones may still be to come."""
+        with torch.no_grad():
+            for copy, parameter in zip(self.tensors.values(), self._parameters, strict=True):
+                copy.detach().copy_(parameter)
 
 
 def set_products(precision: str, exact: bool = False) -> None:

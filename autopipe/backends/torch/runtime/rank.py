@@ -41,7 +41,7 @@ from autopipe.backends.torch.runtime.optimizers import (
     tensor_groups,
 )
 from autopipe.backends.torch.runtime.parameters import Arguments, load_parameters
-from autopipe.backends.torch.runtime.precision import set_products
+from autopipe.backends.torch.runtime.precision import LowPrecisionCopies, set_products
 from autopipe.backends.torch.runtime.profile import StepProfiler
 from autopipe.backends.torch.runtime.records import RECORDED_STEPS, dump_tensors, load_gradients
 from autopipe.backends.torch.runtime.report import OutputCollector, Reporter
@@ -161,6 +161,7 @@ class Rank(RankContext):
         if options.perturb:
             for index, tensor in self.parameters.items():
                 tensor.data = perturbed(tensor.data, options.perturb, index)
+        self.low_precision_copies = LowPrecisionCopies(self.parameters, manifest)
         equip_stages(self)
         self._set_up_update()
         self.checkpointer: Checkpointer | None = None
@@ -228,6 +229,7 @@ class Rank(RankContext):
             return
         self.steps_done = self._steps_saved = saved.step
         self.seed = saved.seed if self.options.seed is None else self.options.seed
+        self.low_precision_copies.refresh()
         self.reader = BatchReader(self.manifest, self._open_source(Position(saved.step, saved.samples)), self.device)
         if self.evaluator is not None and (best := self.checkpointer.best()) is not None:
             self.evaluator.restore(best)
@@ -304,6 +306,8 @@ class Rank(RankContext):
             if self.options.record is not None and self.loss_scaler.was_skipped():
                 self.clear_step()  # To be verified are gradients, and parameters are where they were.
                 return self.run(step)
+        if self.train:
+            self.low_precision_copies.refresh()
         self.reporter.end_step()
         self.profiler.end_step(self.steps_done)
         self.clear_step()

@@ -22,7 +22,7 @@ from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
-from autopipe.backends.torch.runtime.precision import autocast
+from autopipe.backends.torch.runtime.precision import LowPrecisionCopies, autocast
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, compute_all
 from autopipe.ir.graph import DType
@@ -170,6 +170,7 @@ class RankContext:
         where none of them are counted."""
         self.stages: dict[int, Stage] = {}
         self.parameters: dict[int, torch.Tensor] = {}
+        self.low_precision_copies = LowPrecisionCopies({}, manifest)
 
     @property
     def training(self) -> bool:
@@ -399,8 +400,8 @@ class Stage:
         if roots := [result for result in results if result.requires_grad]:
             torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
             compute_all(waiting + self.p.weight_grads.take())
-        for name in self.module.PARAMETERS:
-            getattr(self.p, name).grad = None
+        for tensor in self._rank.parameters.values():
+            tensor.grad = None
 
     def _arrived(
         self, ports: tuple[_Between, ...], micro_batch: int, gradient: bool = False
