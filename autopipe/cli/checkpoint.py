@@ -225,14 +225,22 @@ def _model_of(held: Checkpoint, model: Path | None) -> Path:
     """The ONNX file that was trained: `model`, or the one that the checkpoint names. Raises ConfigurationError where it
     is not there, or is another model."""
     from autopipe.passes.frontend.load import load
+    from autopipe.passes.frontend.training_mode import are_one_model
 
-    path = Path(held.model) if model is None else model
+    trained = Path(held.model)
+    path = trained if model is None else model
     if not path.is_file():
         hint = "give it with --model FILE" if model is None else ""
         raise ConfigurationError("the model that was trained is not there", hint=hint, where=str(path))
-    if load(path).digest != held.model_digest:
+    if (given := load(path)).digest != held.model_digest:
+        source = load(trained) if trained.is_file() else given
+        if source.digest == held.model_digest and are_one_model(source, given):
+            return path
         message = "this is not the model that the checkpoint was trained from"
-        hint = "give the very file that was planned with --model FILE; only its weights may differ"
+        hint = (
+            "give the file that was planned with --model FILE; weights may differ, and an export for evaluation where "
+        )
+        hint += f"{trained} is there too"
         raise ConfigurationError(message, hint, str(path))
     return path
 

@@ -99,6 +99,7 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
         predicted_bubble=plan.summary.bubble_rate,
         rounding=_rounding(planned, program),
         data=planned.request.data,
+        training_graph=planned.request.training_graph,
         evaluation=planned.request.evaluation if problem.train else Evaluation(),
         model_flops=problem.step_flops * problem.training.gradient_accumulation_steps,
         peak_flops=sum(problem.cluster.devices[rank].peak(problem.precision) for rank in range(devices)),

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ from autopipe.backends.torch.metrics import LogSettings, MetricsLog
 from autopipe.backends.torch.runtime.data import check_data
 from autopipe.backends.torch.runtime.heartbeat import Timeouts
 from autopipe.backends.torch.runtime.job import Job, job_of
-from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
+from autopipe.backends.torch.runtime.manifest import Manifest, partial_folder, read_manifest
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.cli.launch_display import Run, StepDisplay, show_measured
 from autopipe.cli.launch_profile import ProfiledSteps
@@ -113,7 +114,8 @@ COMPILE = click.option("--compile", is_flag=True, help="Compile stages with torc
 @click.option("--wandb", metavar="PROJECT", envvar="WANDB_PROJECT", help="With --log: W&B, too [WANDB_PROJECT].")
 @click.option("--profile", metavar="K|K-L", help="With --log: profile steps K to L.")
 @click.option("--trace", type=PATH, metavar="FILE", help="Chrome trace of this node's ranks.")
-@click.option("--outputs", type=PATH, metavar="FILE.npz", help="Outputs of inference.")
+@click.option("--outputs", type=PATH, metavar="FILE.npz|.npy", help="Outputs of inference, under their own names.")
+@click.option("--mode", type=click.Choice(["train", "infer"]), help="Refuse a program of another mode.")
 @COMPILE
 @click.option("--cuda-graphs", is_flag=True, help="Replay compiled stages as CUDA graphs from the second step on.")
 @click.option("--blocking", is_flag=True, help="Overlap no message with a task, to see what that is worth.")
@@ -141,6 +143,7 @@ def launch(
     profile: str | None,
     dry_run: bool,
     rank: int | None,
+    mode: str | None,
     **flags: Any,
 ) -> None:
     """Run the ranks of PROGRAM, a folder that codegen wrote.
@@ -160,6 +163,7 @@ def launch(
     logged = None if log is None else LogSettings(log, log_every, wandb)
     profiled = None if profile is None or log is None else ProfiledSteps.of(profile, log / "profile")
     run = Launch(read_manifest(program.absolute()), logged, log_every, profiled, **flags)
+    _check_mode(run.manifest, mode)
     job = job_of(os.environ) if nnodes is None else None
     if job is None:
         job = Job("", nnodes or "1", None, "")
@@ -200,6 +204,14 @@ def launch(
             output.note(f"to go on: {shlex.join(['autopipe', *words])}")
         raise
     output.result({"program": program, "steps": steps, **({"evaluations": evaluations} if evaluations else {})})
+
+
+def _check_mode(manifest: Manifest, mode: str | None) -> None:
+    """Raise ConfigurationError for a program of another mode than is asked for."""
+    if mode not in (None, "train" if manifest.train else "infer"):
+        other = "train" if mode == "infer" else "infer"
+        hint = f"autopipe plan MODEL --mode {mode}, then autopipe codegen"
+        raise ConfigurationError(f"the program is to {other}", hint, f"--mode {mode}")
 
 
 def _key(path: Path) -> bytes:
@@ -288,6 +300,8 @@ class Launch:
                     follower = ReportFollower(scratch / "report.jsonl", (display.take, log.add))
                     launch_program(self.manifest, arguments, config, display.note, follower.poll)
             finally:
+                if self.outputs is not None:
+                    shutil.rmtree(partial_folder(self.outputs), ignore_errors=True)
                 if self.trace is not None:
                     write_texts({self.trace: json.dumps(chrome_trace(scratch / "spans"))})
             if self.profiled is not None:
@@ -402,6 +416,11 @@ class Launch:
         if self.outputs is not None and train:
             hint = "plan with --mode infer, or leave out --outputs"
             raise ConfigurationError("a program for training collects no outputs", hint=hint)
+        if self.outputs is not None and self.outputs.suffix not in (".npz", ".npy"):
+            raise ConfigurationError(f"outputs do not go to {self.outputs}", hint="name a .npz file, or a .npy file")
+        if self.outputs is not None and self.outputs.suffix == ".npy" and len(self.manifest.outputs) > 1:
+            names = ", ".join(output.value.name for output in self.manifest.outputs)
+            raise ConfigurationError(f"the program has several outputs: {names}", hint="name a .npz file")
         for path in (self.trace, self.outputs):
             if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
                 hint = "name a file in a folder that is there and writable"

@@ -110,6 +110,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         batch_axes=configuration.model.batch_axes,
         frozen=configuration.model.frozen,
         trainable=configuration.model.trainable,
+        training_graph=configuration.model.training,
         mode=None if configuration.mode is None else Mode(configuration.mode),
         loss=_wanted_loss(configuration),
         normalize=loss.normalize if isinstance(loss, Loss) else "micro_batches",

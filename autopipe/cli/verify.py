@@ -219,7 +219,9 @@ class Verification:
         return np.array(read_losses(self.scratch / name / "report.jsonl")[:1])
 
     def _outputs(self, name: str) -> dict[str, np.ndarray]:
-        return read_outputs(self.scratch / name / "outputs.npz")
+        folder = self.manifest.folder
+        manifest = self.manifest if name == "ranks" else read_manifest(folder / FORWARD)
+        return read_outputs(self.scratch / name / "outputs.npz", manifest)
 
     def _check(
         self,
@@ -282,7 +284,7 @@ class Verification:
             if isinstance(entry.storage, Initializer):  # The model's file does not store it.
                 drawn = init_shard(entry, whole(entry.value.shape), seed)
                 weights[entry.value.name] = (drawn.float() if entry.value.dtype is DType.BFLOAT16 else drawn).numpy()
-        model = ReferenceModel(forward.model, weights, self.manifest.train)
+        model = ReferenceModel(forward.model, weights, self.manifest.is_training_graph)
         if model.random:
             reason = f"left out: {', '.join(model.random)} draws other numbers there"
             return Check("outputs of one device", "ONNX Runtime", 0, reason, 0.0, self.manifest.rounding.bound)

@@ -70,6 +70,9 @@ class Model:
     """Parameters that are not trained: globs over their names, or regular expressions after `re:`."""
     trainable: tuple[str, ...] = ()
     """Tensors that are trained whatever the file says, and though `frozen` matches them too: patterns as there."""
+    training: Annotated[bool | None, Sparse()] = None
+    """`false` reads a graph that was exported for training as one for evaluation: nothing is dropped, and
+    BatchNormalization reads its running statistics. `null` does so in mode `infer` alone."""
 
 
 @dataclass(frozen=True, slots=True)

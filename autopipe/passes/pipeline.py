@@ -62,6 +62,9 @@ class Request:
     frozen: tuple[str, ...] = ()
     trainable: tuple[str, ...] = ()
     mode: Mode | None = None
+    training_graph: bool | None = None
+    """True if Dropout drops and BatchNormalization takes the batch's statistics where the file says so; as the mode
+    where None."""
     loss: str | CrossEntropy | None = None
     """The output to minimise, or a loss to add; the model's own where None."""
     normalize: str = "micro_batches"
@@ -222,6 +225,7 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
         loss=request.loss,
         normalize=request.normalize,
         mode=request.mode,
+        training=request.training_graph,
         frozen=request.frozen,
         trainable=request.trainable,
     )

@@ -177,6 +177,22 @@ def test_a_model_that_has_moved(given: Path, capsys: pytest.CaptureFixture[str])
     assert not target.exists()
 
 
+def test_weights_go_into_an_export_for_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = {"w": floats(6, 4), "ratio": np.float32(0.1), "on": np.array(True)}
+    nodes = [node("Dropout", "x ratio on", "kept"), node("MatMul", "kept w", "y")]
+    trained = saved(model(nodes, {"x": [2, 6]}, "y", held), tmp_path)
+    write_checkpoint(tmp_path / "saved", trained, 3, WEIGHT)
+    evaluated = model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": floats(6, 4)})
+    path, target = saved(evaluated, tmp_path, "evaluated.onnx"), tmp_path / "out.onnx"
+    said(capsys, "export", tmp_path / "saved", "-o", target, "--model", path)
+    proto = onnx.load(str(target))
+    assert [each.op_type for each in proto.graph.node] == ["MatMul"]
+    np.testing.assert_array_equal(onh.to_array(proto.graph.initializer[0]), WEIGHT)
+    trained.unlink()
+    error = refused(capsys, 2, "export", tmp_path / "saved", "-o", target, "--model", path)
+    assert "not the model that the checkpoint was trained from" in error and str(trained) in error
+
+
 def test_there_is_no_such_checkpoint(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = given / "empty"
     empty.mkdir()

@@ -27,7 +27,7 @@ from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.placement.tepdist.strategy import TePDist
 from autopipe.passes.placement.tessel_shapes import TesselShapes
 from autopipe.passes.registry import Strategy
-from tests.distributed.support.dropping import graph_with_dropout
+from tests.distributed.support.dropping import graph_with_batch_statistics, graph_with_dropout
 from tests.distributed.support.halves import halved
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.portions import random_order
@@ -115,6 +115,34 @@ def model(pools: Pools) -> Trained:
 @pytest.mark.parametrize("name", FEW)
 def test_a_plan_drops_what_one_device_drops(pools: Pools, model: Trained, tmp_path: Path, name: str) -> None:
     follow(pools, model, FEW[name], tmp_path)
+
+
+RESNET: Mapping[str, Plan] = {
+    **{name: plan for name, plan in TWENTY.items() if not plan.sizes},
+    "expert": Plan(Expert(), 6),
+    "pipeline and data": Plan(Grid(pipeline=2, data=2), 4, shard=True),
+    "drawn once more": Plan(8, 4, recompute=True),
+}
+"""Of a model whose samples mix, every stage has the program's micro-batches."""
+
+
+@pytest.fixture(scope="module")
+def resnet(pools: Pools) -> Trained:
+    graph, loss = graph_with_batch_statistics(SAMPLES)
+    return trained(pools, "resnet with batch statistics", graph, loss, micro_batches=MICRO_BATCHES)
+
+
+@pytest.mark.parametrize("name", ["data, recomputed, shares"])
+def test_batch_statistics_are_those_of_the_micro_batch(
+    pools: Pools, resnet: Trained, tmp_path: Path, name: str
+) -> None:
+    follow(pools, resnet, RESNET[name], tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", RESNET)
+def test_twenty_plans_with_batch_statistics(pools: Pools, resnet: Trained, tmp_path: Path, name: str) -> None:
+    follow(pools, resnet, RESNET[name], tmp_path)
 
 
 @pytest.mark.sweep

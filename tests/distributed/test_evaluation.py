@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.numpy_helper
 import pytest
 
 from autopipe.backends.onnxruntime import ReferenceModel
@@ -14,11 +16,14 @@ from autopipe.backends.torch.checkpoint import committed_steps
 from autopipe.backends.torch.launcher import read_evaluations, read_reports
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.main import main
-from tests.distributed.support.dropping import GPT, save_with_dropout
+from autopipe.passes.frontend import read_model
+from tests.distributed.support.dropping import GPT, save_with_batch_statistics, save_with_dropout
 from tests.distributed.support.pool import Pools
 
 pytestmark = pytest.mark.distributed
 
+TWO_PIPELINES = "[{match: '*', stage: 0, devices: [0], pipeline: 0}, {match: '*', stage: 0, devices: [1], pipeline: 1}]"
+"""The whole model on either device, which take micro-batches in turn."""
 HELD_OUT = 21
 """Samples to validate on: two whole batches of eight, and five, the last micro-batch of one."""
 
@@ -42,7 +47,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     size = ("--batch-size", 8, "--micro-batches", 4)
     evaluated = ("--set", f"eval={{data: {folder / 'held_out.npz'}, interval: 2}}")
     for name, strategy in (("stages", "pipedream"), ("samples", "data_parallel")):
-        words = (folder / "model.onnx", "--gpus", 2, *size, "--strategy", strategy, "--set", "optimizer.lr=0.2")
+        words = (
+            folder / "model.onnx",
+            "--gpus",
+            2,
+            *size,
+            "--strategy",
+            strategy,
+            "--set",
+            "optimizer={name: sgd, lr: 0.2}",
+        )
         assert main(["plan", *map(str, words), *map(str, evaluated), "-o", str(folder / name), "-q"]) == 0
         assert main(["codegen", str(folder / name), "-q"]) == 0
     return folder
@@ -94,3 +108,44 @@ def test_a_run_ends_early_and_knows_its_best_when_it_goes_on(pools: Pools, folde
     assert [each["step"] for each in steps] == [each["step"] for each in found] == [2]
     assert found[0]["best_step"] == 0
     assert committed_steps(tmp_path / "saved") == [2, 3] and committed_steps(tmp_path / "saved" / "best") == [1]
+
+
+def test_batch_statistics_move_alike_on_any_number_of_ranks(pools: Pools, tmp_path: Path) -> None:
+    """A validation normalises by the running ones, which an exported state has too."""
+    model = tmp_path / "model.onnx"
+    save_with_batch_statistics(model, weights="random")
+    inputs = read_model(model, batch=HELD_OUT).graph.inputs
+    draw = np.random.default_rng(0)
+    held_out = {
+        each.name: draw.normal(size=each.shape).astype(np.float32)
+        if each.dtype.is_floating
+        else draw.integers(0, 12, each.shape)
+        for each in inputs
+    }
+    np.savez(tmp_path / "held_out.npz", **held_out)  # type: ignore[arg-type]
+    size = ("--batch-size", 8, "--micro-batches", 2)
+    found = {}
+    for name, words in {
+        "stages": ("--gpus", 2, "--strategy", "pipedream"),
+        "samples": ("--gpus", 2, "--strategy", "data_parallel"),
+        "pipelines": ("--gpus", 2, "--strategy", "manual", "--set", f"constraints={TWO_PIPELINES}"),
+        "one": ("--gpus", 1, "--strategy", "data_parallel"),
+    }.items():
+        words = ("plan", model, *words, *size, "--set", "optimizer={name: sgd, lr: 0.01}", "-o", tmp_path / name, "-q")
+        assert main([*map(str, words)]) == 0
+        assert main(["codegen", str(tmp_path / name), "-q"]) == 0
+        program, report, saved = tmp_path / name / "program", tmp_path / f"{name}.jsonl", tmp_path / f"{name}.saved"
+        data = ("--data", tmp_path / "held_out.npz", "--eval-data", tmp_path / "held_out.npz")
+        flags = ("--device", "cpu", "--steps", 2, "--report", report, "--checkpoint", saved)
+        pools.of(1 if name == "one" else 2).run(program, *data, *flags)
+        (found[name],) = (each["eval_loss"] for each in read_evaluations(report))
+        exported = tmp_path / f"{name}.onnx"
+        assert main(["checkpoint", "export", str(saved / "best"), "-o", str(exported), "-q"]) == 0
+        loss = ReferenceModel(exported, {}, train=False).run(held_out)[str(read_manifest(program).loss)]
+        assert found[name] == pytest.approx(float(loss), rel=1e-5)
+    for name, loss in found.items():
+        assert loss == pytest.approx(found["one"], rel=1e-5), name
+    moved = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(str(exported)).graph.initializer}
+    still = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(str(model)).graph.initializer}
+    means = [each.input[3] for each in onnx.load(str(model)).graph.node if each.op_type == "BatchNormalization"]
+    assert means and not any(np.allclose(moved[name], still[name]) for name in means)

@@ -186,10 +186,10 @@ def test_a_dry_run_counts_what_a_rank_exchanges(tmp_path: Path) -> None:
 
 def test_inference_writes_its_outputs(tmp_path: Path) -> None:
     program = write_chain(tmp_path / "program", train=False)
-    ended = launch(program, "--outputs", tmp_path / "out.npz")
+    ended = launch(program, "--mode", "infer", "--outputs", tmp_path / "out.npy")
     assert ended.code == 0, ended.stderr
-    with np.load(tmp_path / "out.npz") as stored:
-        assert stored["output_0"].shape[0] == MICRO_BATCHES
+    assert np.load(tmp_path / "out.npy").shape[0] == MICRO_BATCHES
+    assert {path.name for path in tmp_path.iterdir()} == {"program", "out.npy"}
 
 
 def test_inference_over_a_file_takes_all_of_it(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_inference_over_a_file_takes_all_of_it(tmp_path: Path) -> None:
     assert re.findall(r"^step +(\d+) ", ended.stdout, re.M)[:2] == ["0", "1"]
     assert "17 samples are 2 batches of 12, the last of 5" in ended.stderr
     with np.load(tmp_path / "out.npz") as outputs:
-        assert outputs["output_0"].shape == (MICRO_BATCHES + 2,)
+        assert {name: array.shape for name, array in outputs.items()} == {"v9": (MICRO_BATCHES + 2,)}
 
 
 def test_training_goes_into_a_next_epoch_and_says_so_once(tmp_path: Path) -> None:

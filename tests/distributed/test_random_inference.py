@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
+from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.verification import difference, read_outputs
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph
@@ -65,4 +66,4 @@ def outputs(pools: Pools, program: Path, ranks: int) -> dict[str, np.ndarray]:
     """What a step of inference gives."""
     target, report = program.with_suffix(".npz"), program.with_suffix(".jsonl")
     pools.of(ranks).run(program, "--device", "cpu", *DRAWN, "--outputs", target, "--report", report)
-    return read_outputs(target)
+    return read_outputs(target, read_manifest(program))

@@ -16,7 +16,7 @@ from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli import verify as verification
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
-from tests.distributed.support.dropping import save_with_dropout
+from tests.distributed.support.dropping import save_with_batch_statistics, save_with_dropout
 from tests.distributed.support.launching import finish, start
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import report_lines
@@ -87,6 +87,24 @@ def test_dropout_is_compared_as_it_is_drawn(
     assert ("gradients of the ranks" in checks) == (mode == "train")
     drops = "operators.dropout" in (tmp_path / "plan" / "program" / "stage_00.py").read_text(encoding="utf-8")
     assert drops == (mode == "train")
+
+
+@pytest.mark.parametrize("training", ["null", "false"])
+def test_batch_statistics_are_the_batchs_or_the_running_ones(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], training: str
+) -> None:
+    model = tmp_path / "resnet.onnx"
+    save_with_batch_statistics(model, weights="random")
+    flags = ("--gpus", "2", "--batch-size", "8", "--micro-batches", "2", "--strategy", "pipedream")
+    asked = ("--set", f"model.training={training}")
+    assert main(["plan", str(model), *flags, *asked, "-o", str(tmp_path / "plan"), "-q"]) == 0
+    capsys.readouterr()
+    assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
+    code, checks = verified(tmp_path / "plan" / "program", capsys)
+    assert code == 0, checks
+    assert set(checks) == {"loss of the ranks", "gradients of the ranks", "outputs of one device"}
+    text = (tmp_path / "plan" / "program" / "stage_00.py").read_text(encoding="utf-8")
+    assert ("p.running" in text) == (training == "null")
 
 
 def test_numbers_of_other_kinds_are_not_compared_with_onnx_runtime(

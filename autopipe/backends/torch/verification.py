@@ -125,7 +125,9 @@ def read_losses(report: Path) -> list[float]:
     return [float(each["loss"]) for each in records if "loss" in each]
 
 
-def read_outputs(path: Path) -> dict[str, np.ndarray]:
+def read_outputs(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     """The outputs of an inference run by name."""
     with np.load(path, allow_pickle=False) as stored:
-        return {str(name): stored[f"output_{index}"] for index, name in enumerate(stored["names"])}
+        return {
+            output.value.name: stored[key] for output, key in zip(manifest.outputs, manifest.output_keys, strict=True)
+        }

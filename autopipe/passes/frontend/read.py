@@ -39,6 +39,7 @@ def read_model(
     loss: str | CrossEntropy | None = None,
     normalize: str = "micro_batches",
     mode: Mode | None = None,
+    training: bool | None = None,
     frozen: tuple[str, ...] = (),
     trainable: tuple[str, ...] = (),
     with_unsupported: bool = False,
@@ -48,16 +49,18 @@ def read_model(
     Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name.
     `batch_axes` says which axis of an input counts samples where it is not axis 0 (None: no axis does). `loss` is an
     output or a loss to add; without it the model's own is found, if it has one. `mode` defaults to training where
-    there is a loss. Parameters whose names match `frozen` (globs, or regular expressions after `re:`) are not trained,
-    tensors whose names match `trainable` are, whatever else speaks against it. `normalize` is `loss.normalize`.
-    Operators without a row are refused, or listed in the result `with_unsupported`. Raises ModelError, naming file and
-    node, for what cannot be read, and ConfigurationError for dimensions, batches and losses that do not fit.
+    there is a loss. Unless `training`, which defaults to the mode, nothing is dropped and BatchNormalization reads its
+    running statistics. Parameters whose names match `frozen` (globs, or regular expressions after `re:`) are not
+    trained, tensors whose names match `trainable` are, whatever else speaks against it. Operators without a row are
+    refused, or listed in the result `with_unsupported`. `normalize` is `loss.normalize`. Raises ModelError, naming file
+    and node, for what cannot be read, and ConfigurationError for dimensions, batches and losses that do not fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
     try:
         if source is not file:
             require_readable(source)
-        model = _read(source, dims or {}, batch, batch_axes or {}, (loss, normalize), mode, Chosen(trainable, frozen))
+        losses = loss, normalize
+        model = _read(source, dims or {}, batch, batch_axes or {}, losses, mode, training, Chosen(trainable, frozen))
         if model.unsupported and not with_unsupported:
             raise refusal(model.unsupported)
     except ModelError as error:
@@ -72,6 +75,7 @@ def _read(
     batch_axes: Mapping[str, int | None],
     losses: tuple[str | CrossEntropy | None, str],
     mode: Mode | None,
+    training: bool | None,
     chosen: Chosen,
 ) -> Model:
     loss, normalize = losses
@@ -85,7 +89,8 @@ def _read(
     read = without_unread(interpreted)
     graph, scalar = _simplified(read, loss)
     mode = mode or (Mode.TRAIN if scalar else Mode.INFER)
-    if mode is Mode.INFER and (inferring := at_inference(read)) is not read:
+    evaluates = mode is Mode.INFER if training is None else not training
+    if evaluates and (inferring := at_inference(read)) is not read:
         graph, scalar = _simplified(inferring, loss)
     by_label = mode is Mode.TRAIN and bool(scalar) and normalize == "tokens"
     if by_label:

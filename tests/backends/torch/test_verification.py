@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.records import record_file
 from autopipe.backends.torch.verification import Difference, difference, limit_of, read_outputs, tensor_differences
 from autopipe.ir.errors import VerificationError
+from autopipe.ir.graph import DType, Value
 from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.program import Output
 from tests.distributed.support.builder import mlp
 from tests.distributed.support.running import schedule_of, write
 
@@ -120,11 +123,14 @@ def test_gradients_that_are_missing(ranks: Manifest, tmp_path: Path) -> None:
         list(tensor_differences(held, record(tmp_path / "parts", parts()), expected))
 
 
-def test_outputs_by_name(tmp_path: Path) -> None:
-    np.savez(tmp_path / "outputs.npz", names=np.array(["b/0", "a"]), output_0=np.ones(2), output_1=np.zeros(3))
-    found = read_outputs(tmp_path / "outputs.npz")
-    assert list(found) == ["b/0", "a"]
-    assert found["a"].shape == (3,)
+def test_outputs_by_name(ranks: Manifest, tmp_path: Path) -> None:
+    names = ("b/0", "a", "../c", "d\\e")
+    outputs = tuple(Output(Value(name, DType.FLOAT32, ()), None, ()) for name in names)
+    manifest = replace(ranks, outputs=outputs)
+    assert manifest.output_keys == ("b/0", "a", "output_2", "output_3")
+    np.savez(tmp_path / "outputs.npz", **{key: np.ones(each) for each, key in enumerate(manifest.output_keys)})
+    found = read_outputs(tmp_path / "outputs.npz", manifest)
+    assert [(name, array.shape) for name, array in found.items()] == [(name, (i,)) for i, name in enumerate(names)]
 
 
 BOUND = 4e-6

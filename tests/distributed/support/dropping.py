@@ -1,4 +1,5 @@
-"""A model of the zoo as an exporter writes it in training mode: with Dropout at the usual places."""
+"""Models of the zoo as an exporter writes them in training mode: with Dropout at the usual places, with batch
+statistics."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from onnx import TensorProto, helper
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.graph import Graph
 from autopipe.passes.frontend import read_model
+from benchmarks.small_models import SIZES
 
 GPT = {
     "layers": "2", "hidden": "24", "heads": "6", "vocabulary": "48", "sequence": "12"
@@ -37,6 +39,27 @@ def save_with_dropout(path: Path, ratio: float = 0.1, weights: str = "none") -> 
     del graph.node[:]
     graph.node.extend(nodes)
     onnx.save(model, str(path))
+
+
+def save_with_batch_statistics(path: Path, weights: str = "none") -> None:
+    """Write a small ResNet with its loss and BatchNormalization in training mode, as torch's exporter does."""
+    build(configure("wide-resnet", {**SIZES["wide-resnet"], "loss": "true", "weights": weights})).save(path)
+    model = onnx.load(str(path), load_external_data=False)
+    for node in model.graph.node:
+        if node.op_type == "BatchNormalization":
+            node.attribute.append(helper.make_attribute("training_mode", 1))
+            node.output.extend(f"{node.output[0]}/{name}" for name in ("mean", "variance"))
+    onnx.save(model, str(path))
+
+
+@lru_cache
+def graph_with_batch_statistics(samples: int) -> tuple[Graph, str]:
+    """The graph of training it on a micro-batch, parameters to be drawn, and its loss."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        save_with_batch_statistics(path)
+        model = read_model(path, batch=samples)
+    return model.graph, model.loss
 
 
 @lru_cache

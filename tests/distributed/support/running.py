@@ -218,7 +218,7 @@ def run_forward(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *op
     np.savez(data, **{f"{name}": array for name, array in batch.items()})
     manifest = read_manifest(folder)
     pools.of(manifest.world_size).run(folder, "--device", "cpu", "--data", data, "--outputs", outputs, *options)
-    return read_outputs(outputs)
+    return read_outputs(outputs, manifest)
 
 
 def report_lines(path: Path) -> list[dict[str, object]]:

@@ -14,6 +14,7 @@ import torch
 
 from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.backends.torch.runtime.random_streams import Random
+from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
 from autopipe.ir.graph import Constant, Graph, Node
 from autopipe.ir.layout import mesh_of
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, space_of
@@ -88,7 +89,9 @@ def computed(
     )
     held = {f"c{index}": to_tensor(each.array) for index, each in enumerate(constants)}
     random = Random(torch.device("cpu"), 0 if member is None else member.position)
-    place = SimpleNamespace(device=torch.device("cpu"), group=member, random=random, training=True, **held)
+    place = SimpleNamespace(
+        device=torch.device("cpu"), group=member, random=random, training=True, running=RunningStatistics(), **held
+    )
     results: Tensors = forward_of(emit_forward(stage).text)(place, *(tensors[name] for name in inputs))
     for value, result in zip(outputs, results, strict=True):
         assert tuple(result.shape) == value.shape

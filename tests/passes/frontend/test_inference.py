@@ -11,6 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend.load import load
+from autopipe.passes.frontend.training_mode import are_one_model
 
 
 def save(path: Path, nodes: list[onnx.NodeProto], outputs: list[str]) -> Path:
@@ -95,3 +97,39 @@ def test_random_operators_are_neither_computed_nor_merged(tmp_path: Path) -> Non
     path = save(tmp_path / "m.onnx", nodes, ["y"])
     assert operators(path, Mode.TRAIN) == ["RandomNormalLike", "RandomNormalLike", "Dropout", "Sum"]
     assert ReferenceModel(path, {}).random == ("RandomNormalLike",)
+
+
+def batch_norm(source: str, *results: str, training: bool) -> onnx.NodeProto:
+    mode = {"training_mode": 1} if training else {}
+    return helper.make_node("BatchNormalization", [source, "bn1", "bn2", "bn3", "bn4"], results, "bn", **mode)
+
+
+def test_a_model_is_trained_as_at_evaluation_where_that_is_asked_for(tmp_path: Path) -> None:
+    nodes = [dropout("x", "a"), batch_norm("a", "b", "mean", "variance", training=True)]
+    nodes.append(helper.make_node("ReduceMean", ["b"], ["y"], "mean", keepdims=0))
+    path = save(tmp_path / "m.onnx", nodes, ["y"])
+    asked = read_model(path, loss="y", training=False).graph
+    assert [node.op for node in asked.nodes] == ["BatchNormalization", "ReduceMean"]
+    assert asked.nodes[0].attributes == ()
+    assert asked.nodes == read_model(path, mode=Mode.INFER).graph.nodes
+    assert operators(path, Mode.TRAIN)[0] == "Dropout"
+    assert read_model(path, mode=Mode.INFER, training=True).graph.nodes[0].op == "Dropout"
+
+
+def test_an_export_for_evaluation_is_the_same_model(tmp_path: Path) -> None:
+    relu = [helper.make_node("Relu", [name], ["y"]) for name in ("b", "bn")]
+    nodes = [dropout("x", "a"), batch_norm("a", "b", "mean", "variance", training=True), relu[0]]
+    one = load(save(tmp_path / "train.onnx", nodes, ["y"]))
+    evaluated = save(tmp_path / "eval.onnx", [batch_norm("x", "bn", training=False), relu[1]], ["y"])
+    model = onnx.load(str(evaluated))
+    del model.graph.initializer[:2]  # An export for evaluation has neither the ratio nor the mode.
+    onnx.save(model, str(evaluated))
+    assert are_one_model(one, load(evaluated)) and are_one_model(load(evaluated), one)
+    for other in (
+        [batch_norm("x", "bn", training=False), helper.make_node("Tanh", ["bn"], ["y"])],
+        [batch_norm("x", "bn", training=False), relu[1], helper.make_node("Relu", ["y"], ["z"])],
+        [helper.make_node("Relu", ["x"], ["a"]), batch_norm("a", "y", training=False)],
+        [helper.make_node("BatchNormalization", ["x", "bn2", "bn1", "bn3", "bn4"], ["bn"]), relu[1]],
+    ):
+        outputs = ["z" if other[-1].output[0] == "z" else "y"]
+        assert not are_one_model(one, load(save(tmp_path / "other.onnx", other, outputs)))

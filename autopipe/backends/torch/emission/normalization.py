@@ -26,10 +26,13 @@ def _batch_norm(call: Call) -> str:
     if not trains(call):
         return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
     group = call.group("n", *_spatial(call))
-    if not group and len(call.node.outputs) == 1:
+    running = "p.running" if mean.startswith("p.w") and variance.startswith("p.w") else None
+    if not group and not any(call.results[1:]):
+        if running is not None:
+            return called("p.running.batch_norm", call.args(5), momentum, epsilon)
         return f"F.batch_norm({x}, None, None, {scale}, {bias}, training=True, eps={epsilon})"
     function = f"operators.batch_norm{'_part' if group else ''}"
-    return call.outputs(called(function, call.args(5), momentum, epsilon, group))
+    return call.outputs(called(function, call.args(5), momentum, epsilon, group, running=running))
 
 
 def _spatial(call: Call) -> list[str]:

@@ -50,6 +50,8 @@ class Provenance:
     training: Training = field(default=Training())
     matrices: frozenset[str] = frozenset()
     """Parameters that an optimizer of matrices updates as such."""
+    training_graph: bool | None = None
+    """As the configuration has `model.training`."""
 
 
 def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -62,7 +64,11 @@ def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[i
         settings = {name: encode(getattr(provenance, name)) for name in ("lr_scheduler", "training")}
     return {
         "format": FORMAT,
-        "model": {"path": provenance.model, "sha256": provenance.model_digest},
+        "model": {
+            "path": provenance.model,
+            "sha256": provenance.model_digest,
+            **({} if provenance.training_graph is None else {"training": provenance.training_graph}),
+        },
         "plan": provenance.plan_digest,
         "world_size": program.world_size,
         "mode": "train" if program.train else "infer",

@@ -27,6 +27,7 @@ from autopipe.backends.torch.runtime.host import keep_freed_memory
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.precision import autocast, set_products
 from autopipe.backends.torch.runtime.random_streams import Random
+from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
 from autopipe.backends.torch.runtime.transport import PendingRecv, Transport
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 from autopipe.ir.errors import CodegenError
@@ -93,7 +94,12 @@ class Runnable:
         path = folder / f"operator_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py"
         path.write_text(text, encoding="utf-8")
         place = Arguments(
-            device=device, group=None, weight_grads=WeightGradQueue(()), random=Random(device), training=True
+            device=device,
+            group=None,
+            weight_grads=WeightGradQueue(()),
+            random=Random(device),
+            running=RunningStatistics(),
+            training=True,
         )
         for index, constant in stage.constants:
             setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))

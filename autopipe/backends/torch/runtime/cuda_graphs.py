@@ -20,6 +20,7 @@ Results = Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, ...]]
 _NEVER = {
     "p.group": "its ranks exchange something inside of it",
     "p.weight_grads": "its backward is split, and what the second half needs is kept in Python",
+    "p.running": "what its batches find is kept in Python",
     "recompute": "segments of it run again, which autograd does in Python",
 }
 """By name in a stage's text, the reason why no graph may hold it."""

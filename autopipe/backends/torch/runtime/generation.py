@@ -33,7 +33,7 @@ from autopipe.backends.torch.runtime.decoder import (
     Slot,
 )
 from autopipe.backends.torch.runtime.loading import load_second
-from autopipe.backends.torch.runtime.report import needed_shards
+from autopipe.backends.torch.runtime.outputs import needed_shards
 from autopipe.backends.torch.runtime.sampling import choose_tokens
 from autopipe.backends.torch.runtime.stage import RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError

@@ -14,6 +14,7 @@ from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants
 from autopipe.backends.torch.runtime.random_streams import Random
+from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 
@@ -34,6 +35,7 @@ def equip_stages(rank: RankContext) -> None:
             setattr(stage.p, name, named[name])
         stage.p.group = Group(rank.manifest.stages[number].ranks, rank.transport)
         stage.p.random = Random(rank.device, stage.p.group.position, getattr(stage.module, "DRAWS", False))
+        stage.p.running = RunningStatistics()
         stage.p.weight_grads = WeightGradQueue(named[name] for name in stage.module.PARAMETERS)
 
 

@@ -71,6 +71,7 @@ class Manifest:
     memory_limits: Annotated[tuple[Index, ...], Sparse()] = ()
     """Bytes that each rank's tensors may take on a GPU; () where that is not limited."""
     data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
+    training_graph: Annotated[bool | None, At("model.training"), Sparse()] = None
     evaluation: Annotated[Evaluation, At("eval"), Sparse()] = field(default=Evaluation())
     model_flops: Annotated[float | None, At("metrics.model_flops"), Sparse()] = None
     """Operations of the model in a step, over all ranks; what recomputation repeats is not counted."""
@@ -87,6 +88,17 @@ class Manifest:
     def counts_labels(self) -> bool:
         """True if the loss is divided by the number of the step's labels that count."""
         return self.train and any(output.value.name == COUNTED_LABELS for output in self.outputs)
+
+    @property
+    def output_keys(self) -> tuple[str, ...]:
+        """Names of the outputs' arrays in an `.npz` file: their own, unless that would be no plain name of a file."""
+        names = (output.value.name for output in self.outputs)
+        return tuple(name if _is_plain(name) else f"output_{index}" for index, name in enumerate(names))
+
+    @property
+    def is_training_graph(self) -> bool:
+        """True if Dropout drops and BatchNormalization takes the batch's statistics, where the model says so."""
+        return self.train if self.training_graph is None else self.training_graph
 
     @property
     def batch_size(self) -> int:
@@ -111,6 +123,17 @@ class Manifest:
         """Micro-batches that the stage runs: m runs on pipeline m mod their number."""
         pipelines = 1 + max(entry.pipeline for entry in self.stages)
         return range(self.stages[stage].pipeline, self.micro_batches_at(stage), pipelines)
+
+
+def partial_folder(path: Path) -> Path:
+    """Where outputs that shall become `path` lie until all are there."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def _is_plain(name: str) -> bool:
+    """True if a name leads nowhere else as a path inside an archive."""
+    parts = name.split("/")
+    return name.isprintable() and "\\" not in name and len(name) < 200 and {"", ".", ".."}.isdisjoint(parts)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -205,5 +205,5 @@ def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[
 
 
 class Arguments(SimpleNamespace):
-    """Argument `p` of a forward: parameters `w…`, constants `c…`, `device`, `group`, `weight_grads`, `random`, and
-    `training`, which is false in a validation."""
+    """Argument `p` of a forward: parameters `w…`, constants `c…`, `device`, `group`, `weight_grads`, `random`,
+    `running`, and `training`, which is false in a validation."""

@@ -40,11 +40,13 @@ from autopipe.backends.torch.runtime.optimizers import (
     set_learning_rate,
     tensor_groups,
 )
+from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_parameters
 from autopipe.backends.torch.runtime.precision import LowPrecisionCopies, set_products
 from autopipe.backends.torch.runtime.profile import StepProfiler
 from autopipe.backends.torch.runtime.records import RECORDED_STEPS, dump_tensors, load_gradients
-from autopipe.backends.torch.runtime.report import OutputCollector, Reporter
+from autopipe.backends.torch.runtime.report import Reporter
+from autopipe.backends.torch.runtime.running_statistics import move, shared_statistics
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
 from autopipe.backends.torch.runtime.step_agreement import SAVE, STOP, StepAgreement
@@ -76,14 +78,13 @@ class Rank(RankContext):
         self.global_order = GlobalOrder(self) if options.blocking else None
         self.memory_tracker: MemoryTracker | None = None
         self.clipping: GradientClipping | None = None
-        self._samples = 0  # Taken by this run; those that only fill a batch up are not counted.
         self._steps_saved = 0
         self._repeated = False
         self._ended_early = False
         self._captured = False
 
     def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
-        wiring = self, number, module, Arguments(device=self.device, training=self.train), ports
+        wiring = self, number, module, Arguments(device=self.device, training=True), ports
         if self.options.dry_run:
             self.stages[number] = DryStage(*wiring)
         elif self.global_order is not None:
@@ -117,7 +118,7 @@ class Rank(RankContext):
                 self._save(last=True)
                 break
             data = self.run(step)
-            self._samples += data.samples
+            self.collector.end_step(data.samples)
             if data.epoch > 1 and not self._repeated:
                 self._repeated, left = True, data.left_over
                 without = f", the last {left} samples left out, which fill no batch" if left else ""
@@ -139,7 +140,7 @@ class Rank(RankContext):
             with self.heartbeat.waiting():
                 self.agreement.close()
         self.heartbeat.task = "end"
-        self.collector.finish(self._samples)
+        self.collector.finish()
         self.transport.stop()
         self.heartbeat.task = ENDED
 
@@ -154,7 +155,7 @@ class Rank(RankContext):
             self.loss_scaler = LossScaler(scale, transport)
         if self.loss_scaler is not None or manifest.counts_labels or manifest.training.max_norm is not None:
             groups.add(tuple(range(manifest.world_size)))
-        transport.connect(groups, manifest.channels)
+        transport.connect(groups | shared_statistics(manifest), manifest.channels)
         if self.device.type == "cuda" and manifest.memory_limits:
             limit_memory(manifest.memory_limits[self.number], self.device)
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.memory_tracker is None)
@@ -297,6 +298,10 @@ class Rank(RankContext):
             self._record("gradients")
             if self.options.replay is not None:
                 load_gradients(self.options.replay, self.steps_done, self.parameters)
+            if self.checkpointer is not None:
+                self.checkpointer.before_update()
+            running = ((number, stage.p.running) for number, stage in self.stages.items())
+            move(self.manifest, self.transport, self.parameters, running)
             self._update()
             self._record("parameters")
         with self.heartbeat.waiting():
@@ -353,8 +358,6 @@ class Rank(RankContext):
         self.learning_rate = self.manifest.optimizer["lr"] * factor
         if self.optimizer is not None:
             set_learning_rate(self.optimizer, self.learning_rate)
-            if self.checkpointer is not None:
-                self.checkpointer.before_update()
             if self.loss_scaler is None or self.options.dry_run:
                 self.optimizer.step()
             else:

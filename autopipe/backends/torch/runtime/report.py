@@ -1,4 +1,4 @@
-"""Files and lines that a rank leaves: figures of each step, outputs of inference, gradients for verification."""
+"""Files and lines that a rank leaves: figures of each step, gradients for verification."""
 
 from __future__ import annotations
 
@@ -12,20 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.clock import StepTimes
 from autopipe.backends.torch.runtime.evaluation import EvaluationReport
-from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.parameters import torch_dtype
 from autopipe.backends.torch.runtime.stage import RankContext
-from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.layout import Box
-from autopipe.ir.program import KINDS, Output, OutputPlace, OutputShard, by_kind
+from autopipe.ir.program import KINDS, by_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,101 +294,3 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return _resident_peak() - _INTERPRETER
-
-
-_TAG = 1 << 20  # Above every channel's tag.
-
-
-class OutputCollector:
-    """Keeps this rank's blocks of inference's outputs, micro-batch by micro-batch; in the end rank 0 joins all ranks'
-    and writes them to an `.npz` file."""
-
-    def __init__(self, manifest: Manifest, transport: Transport, path: Path | None) -> None:
-        self._manifest = manifest
-        self._transport = transport
-        self._path = path
-        self._kept: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        """By output and stage, the results by micro-batch, counted over all steps."""
-
-    def keep(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
-        """Keep what a forward gave, if outputs are to be written; micro-batches are counted over all steps."""
-        if self._path is None:
-            return
-        for index, output in enumerate(self._manifest.outputs):
-            for place in output.places:
-                if place.stage == stage and any(shard.rank == self._transport.rank for shard in needed_shards(place)):
-                    result = results[place.position].detach().cpu().contiguous()
-                    self._kept.setdefault((index, stage), {})[micro_batch] = result
-
-    def finish(self, samples: int) -> None:
-        """Send the blocks to rank 0, which writes the file, whole or not at all: the results of the first `samples`,
-        without those of what filled the last batch up."""
-        if self._path is None or self._manifest.train:
-            return
-        found, steps = {}, -(-samples // self._manifest.batch_size)
-        for index, output in enumerate(self._manifest.outputs):
-            parts = [
-                (place, shard.box, part)
-                for place in output.places
-                for shard in (needed_shards(place) if self._manifest.micro_batches_of(place.stage) else ())
-                if (part := self._fetch(index, place, shard, steps)) is not None
-            ]
-            if self._transport.rank == 0:
-                found[f"output_{index}"] = self._joined(output, parts, samples)
-        if self._transport.rank == 0:
-            names = np.array([output.value.name for output in self._manifest.outputs])
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self._path) as file:
-                np.savez(file, names=names, **found)  # type: ignore[arg-type]
-
-    def _fetch(self, index: int, place: OutputPlace, shard: OutputShard, steps: int) -> torch.Tensor | None:
-        """A rank's blocks of all micro-batches that a place had, stacked, on rank 0; None elsewhere."""
-        own, manifest, heartbeat = self._transport.rank, self._manifest, self._transport.heartbeat
-        if own == shard.rank:
-            stacked = torch.stack([block for _, block in sorted(self._kept[index, place.stage].items())])
-            if own != 0:
-                with heartbeat.waiting():
-                    dist.send(stacked, 0, tag=_TAG + index)
-        elif own == 0:
-            count = steps * len(manifest.micro_batches_of(place.stage))
-            stacked = torch.empty((count, *shard.box.shape), dtype=torch_dtype(manifest.outputs[index].value.dtype))
-            with heartbeat.waiting():
-                dist.recv(stacked, shard.rank, tag=_TAG + index)
-        return stacked if own == 0 else None
-
-    def _joined(
-        self, output: Output, parts: Sequence[tuple[OutputPlace, Box, torch.Tensor]], samples: int
-    ) -> np.ndarray:
-        """An output as users get it, from the blocks of its places: rows of the first `samples`, one after the other;
-        values without samples stacked in front."""
-        manifest, (place, _, part) = self._manifest, parts[0]
-        count = manifest.micro_batches_at(place.stage)
-        steps = len(part) // len(manifest.micro_batches_of(place.stage))
-        whole = torch.zeros((steps, count, *output.value.shape), dtype=part.dtype)
-        for place, box, part in parts:
-            own = manifest.micro_batches_of(place.stage)
-            block = whole[(slice(None), slice(own.start, None, own.step), *box.slices)]
-            if place.combine == "concat":
-                block.copy_(part.reshape(block.shape))
-            else:
-                block.add_(part.reshape(block.shape) / place.copies)
-        axis, size = output.batch_axis, manifest.batch_size // count
-        joined = whole.flatten(0, 1) if axis is None else torch.cat(list(whole.flatten(0, 1)), dim=axis)
-        length = -(-samples // size) if axis is None else output.value.shape[axis] * samples // size
-        joined = joined.narrow(axis or 0, 0, length)
-        return joined.float().numpy() if joined.dtype is torch.bfloat16 else joined.numpy()
-
-
-def needed_shards(place: OutputPlace) -> tuple[OutputShard, ...]:
-    """One holder for each block; all of them where each holds a share of a sum."""
-    if place.combine != "concat":
-        return place.shards
-    return tuple({shard.box: shard for shard in reversed(place.shards)}.values())
-
-
-def dump_gradients(folder: Path, rank: int, gradients: dict[int, torch.Tensor]) -> None:
-    """Write the gradients of the rank's blocks to `gradients_<rank>.npz` by parameter index, as float32 or float64."""
-    folder.mkdir(parents=True, exist_ok=True)
-    wide = {str(i): each if each.dtype is torch.float64 else each.float() for i, each in gradients.items()}
-    found = {index: gradient.cpu().numpy() for index, gradient in wide.items()}
-    np.savez(folder / f"gradients_{rank:03d}.npz", **found)  # type: ignore[arg-type]

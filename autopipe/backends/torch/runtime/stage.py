@@ -331,12 +331,14 @@ class Stage:
         number = self._of_step(micro_batch)
         step = rank.steps_done if rank.evaluated is None else rank.evaluated.number
         self.p.random.begin(rank.seed, step, number * (whole // ratio), number // ratio * whole)
-        self.p.training = rank.training
+        self.p.training = rank.evaluated is None
+        self.p.running.begin(rank.evaluated is None)
         start = rank.clock.mark()
         graphs = self.graphs if rank.evaluated is None else None
         results = self._results(arguments) if graphs is None else graphs.run(micro_batch, arguments)
         rank.clock.add(task, start)
         if rank.training:
+            self.p.running.end(number)
             asking = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
             waiting = self.p.weight_grads.take()
             self._kept[micro_batch] = asking, tuple(map(OutputEdge.of, results)), waiting

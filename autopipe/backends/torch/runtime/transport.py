@@ -529,6 +529,11 @@ class Transport:
             return number
         return start_all_reduce(number, self.group(tuple(range(self.world_size))), how).wait()
 
+    def total_over(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+        """The sum of the ranks' tensors. Not counted as a step's."""
+        with self.heartbeat.waiting():
+            return start_all_reduce(tensor, self.group(ranks)).wait()
+
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         if self.world_size == 1:
             return [numbers]

@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.collectives import Group
+
+if TYPE_CHECKING:
+    from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
 
 
 def once(tensor: Tensor, group: Group) -> Tensor:
@@ -300,10 +303,13 @@ def batch_norm(
     momentum: float,
     epsilon: float,
     group: Group | None = None,
+    running: RunningStatistics | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x normalised by its own statistics, with `group` those of all ranks' samples; the running mean and variance moved
     towards them; and these statistics. Unlike torch, ONNX moves towards the population's variance, and `momentum` is
-    what is left of the old."""
+    what is left of the old. In a validation, of which `running` knows, the running ones are read."""
+    if running is not None and not running.training:
+        return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon), mean, variance, mean, variance
     axes = tuple(axis for axis in range(x.dim()) if axis != 1)
     if group is None:
         y = F.batch_norm(x, None, None, scale, bias, training=True, eps=epsilon)
@@ -312,6 +318,9 @@ def batch_norm(
         y, own_mean, own_variance = _standardized(x, axes, epsilon, group)
         y = _by_channel(y, scale, bias)
         own_mean, own_variance = (each.reshape(-1).to(mean.dtype) for each in (own_mean, own_variance))
+    if running is not None:
+        running.note(mean, own_mean, momentum)
+        running.note(variance, own_variance, momentum)
     moved_mean = mean * momentum + own_mean * (1 - momentum)
     moved_variance = variance * momentum + own_variance * (1 - momentum)
     return y, moved_mean, moved_variance, own_mean, own_variance
