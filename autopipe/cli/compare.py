@@ -139,8 +139,8 @@ def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
     yield row(
         "peak memory", lambda each: bytes_text(max(each.peak_memory_bytes)), lambda each: max(each.peak_memory_bytes)
     )
-    yield row("exchanged", traffic_text)
-    yield row("at best", lambda each: seconds_text(each.lower_bound_s))
+    yield row("communication", traffic_text)
+    yield row("lower bound", lambda each: seconds_text(each.lower_bound_s))
     yield row("search", lambda each: seconds_text(sum(seconds for _, seconds in each.search_time_s)))
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from autopipe.cli.request import effective, request_of
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration
+from autopipe.configs.yaml_source import Dumper
 from autopipe.ir.atomic_file import replacing_folder
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import ConfigurationError
@@ -59,11 +60,8 @@ class _Pairs(dict[str, Any]):
     """A mapping on one line."""
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes block style but for `_Line` and `_Pairs`; what stands twice is written twice."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+class _Dumper(Dumper):
+    """Writes block style but for `_Line` and `_Pairs`."""
 
 
 _Dumper.add_representer(_Line, lambda to, value: to.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))

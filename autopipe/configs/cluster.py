@@ -257,9 +257,11 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def cluster_preset(name: str, where: str = "") -> ClusterDescription:
-    """The preset `name`; raises ConfigurationError, at `where`, with the nearest name where there is none."""
+    """The preset `name`; raises ConfigurationError, at `where`, with the nearest names where there is none."""
     if name not in cluster_names():
-        raise ConfigurationError(f"no cluster preset is named {name!r}", nearest(name, cluster_names()), where)
+        family = [each for each in cluster_names() if each.startswith(f"{name}-")]
+        hint = f"did you mean {' or '.join(map(repr, family))}?" if family else nearest(name, cluster_names())
+        raise ConfigurationError(f"no cluster preset is named {name!r}", hint, where)
     return read_cluster(_HERE / "clusters" / f"{name}.yaml")
 
 

@@ -25,7 +25,17 @@ from autopipe.configs.cluster import (
 )
 from autopipe.configs.local_devices import local_cluster
 from autopipe.configs.schema import convert
-from autopipe.configs.yaml_source import BYTES, SECONDS, Entry, Place, read_file, read_setting, read_text, read_word
+from autopipe.configs.yaml_source import (
+    BYTES,
+    SECONDS,
+    Dumper,
+    Entry,
+    Place,
+    read_file,
+    read_setting,
+    read_text,
+    read_word,
+)
 from autopipe.ir import problem
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import Above, Amount, AtLeast, FilePath, Index, Origin, Rest, Shape, Sparse, encode, keys, unwrap
@@ -221,7 +231,9 @@ class Configuration:
     compile: bool = False
     """Price stages as `autopipe launch --compile` runs them, by the roofline: neighbouring elementwise operators and
     reductions are one pass over memory and one launch."""
-    recompute: Literal["none", "full", "auto"] | None = None
+    recompute: Literal["none", "full", "auto"] | None = field(
+        default=None, metadata={"flag": "--recompute none|full|auto"}
+    )
     """Run each stage's forward again for its backward: never, always, or where memory asks for it; `null` leaves it to
     strategy `auto`, and is `none` under any other."""
     data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
@@ -364,9 +376,11 @@ OPTION_FLAGS = {
         ("strategy", "stages"),
         "N",
         "Pipeline stages to make, where the strategy has an option stages (strategy.stages).",
-    )
+    ),
+    "--optimizer": (("optimizer", "name"), "NAME", "How parameters are updated (optimizer.name)."),
+    "--lr": (("optimizer", "lr"), "RATE", "Learning rate (optimizer.lr)."),
 }
-"""Flags of an option that several strategies have: the path of keys, the value's metavar, and what it does."""
+"""Flags of keys inside others: the path of keys, the value's metavar, and what it does."""
 
 
 def flags() -> dict[str, tuple[str, str]]:
@@ -455,7 +469,8 @@ def effective(documents: Sequence[Entry], given: Sequence[Setting] = ()) -> Conf
 
 def dump_configuration(configuration: Configuration) -> str:
     """The configuration as a YAML file that, loaded, gives the same configuration."""
-    text: str = yaml.safe_dump(encode(configuration), sort_keys=False, width=120, allow_unicode=False)
+    form = encode(configuration)
+    text: str = yaml.dump(form, Dumper=Dumper, sort_keys=False, width=120, allow_unicode=False)
     return text
 
 

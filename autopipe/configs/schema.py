@@ -35,6 +35,8 @@ from autopipe.ir.codec import (
 )
 from autopipe.ir.errors import ConfigurationError, nearest, quote
 
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+
 
 @functools.cache
 def field_docs(schema: type[Dataclass]) -> dict[str, str]:
@@ -146,20 +148,9 @@ class YamlRecord(Record):
             found = text or "nothing"
         elif isinstance(value, str):
             found = quote(value)
-            hint = _number_hint(self.entry, expected) or hint
+            if self.entry.quoted and "number" in expected and _NUMBER.fullmatch(self.entry.text):
+                hint = f"write {self.entry.text} without quotes"
         else:
             found = f"{text} (which YAML reads as {str(value).lower()})" if isinstance(value, bool) else text
             hint += f'; write "{text}" in quotes' if "text" in expected else ""
         return self.error(f"{self.path or 'the file'} is {found}", hint)
-
-
-def _number_hint(entry: Entry, expected: str) -> str:
-    """Suggest a spelling for a number that YAML reads as text; nothing where the text is no number."""
-    if "number" not in expected or not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", entry.text, re.ASCII):
-        return ""
-    if entry.quoted:
-        return f"write {entry.text} without quotes"
-    mantissa, _, exponent = entry.text.lower().partition("e")
-    mantissa = mantissa if "." in mantissa else mantissa + ".0"
-    sign = "" if exponent[:1] in ("-", "+") else "+"
-    return f"YAML reads it as text; write {mantissa}e{sign}{exponent}"

@@ -25,6 +25,8 @@ from autopipe.ir.errors import ConfigurationError, quote
 MOST_BYTES = 2**23
 DEEPEST = 32
 _DECIMAL_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")
+"""Numbers such as 1e-4 and 1.5e3, which YAML 1.1 reads as text, and 1.2 as what they are."""
 _BASE_SIXTY = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
@@ -186,6 +188,17 @@ class _Composer(yaml.SafeLoader):
                 raise ConfigurationError(f"the key {quote(key)} stands twice{first}", "keep one of them", str(place))
             entries[key] = self.entry(value_node, place)
         return entries
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes text in quotes where `_Composer` would read a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _kind in (_Composer, Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))  # type: ignore[no-untyped-call]
 
 
 def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | None:

@@ -186,21 +186,32 @@ def is_quick(planned: PlanResult) -> bool:
 
 
 def granted(planned: PlanResult, what: str, request: Request, again: bool) -> WhatIf:
-    """Result of a change: planned `again` by strategy and scheduler, else the placement as it is, scheduled anew."""
+    """Result of a change: planned `again` by strategy and scheduler, or the placement as it is where that is better.
+
+    A search that is no exact one may end with a worse plan under better conditions: the placement that there is stays
+    its floor, in the plan's own order and in one made anew.
+    """
     problem = planned.problem
     count, size = request.micro_batches or problem.micro_batches, request.batch_size or problem.batch_size
-    try:
-        if again:
-            return WhatIf(what, True, make_plan(request).plan.summary.samples_per_s)
-        if request.cluster.size != problem.cluster.size or size // count != problem.micro_batch_size:
-            reason = "asks for another placement, and this one was long searched for"
-            return WhatIf(what, False, refused=reason)
+    rates: list[float] = []
+    refused = "asks for another placement, and this one was long searched for"
+    if request.cluster.size == problem.cluster.size and size // count == problem.micro_batch_size:
         limit = request.memory_limit
         changed = replace(problem, cluster=request.cluster, memory_limit=limit, micro_batches=count, batch_size=size)
-        placed = predict_placement(planned.model, changed, planned.plan.placement, Runner())
-        return WhatIf(what, False, size / _timeline(planned, placed).end)
-    except REFUSALS as error:
-        return WhatIf(what, again, refused=error.line)
+        try:
+            placed = predict_placement(planned.model, changed, planned.plan.placement, Runner())
+            if count == problem.micro_batches:
+                schedule = planned.plan.schedule
+                rates.append(size / simulate(schedule, placed.graph.stage_devices, placed.prediction).end)
+            rates.append(size / _timeline(planned, placed).end)
+        except REFUSALS as error:
+            refused = error.line
+    if again:
+        try:
+            rates.append(make_plan(request).plan.summary.samples_per_s)
+        except REFUSALS as error:
+            refused = error.line
+    return WhatIf(what, again, max(rates)) if rates else WhatIf(what, again, refused=refused)
 
 
 def _timeline(planned: PlanResult, placed: Placed) -> Timeline:

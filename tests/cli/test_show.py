@@ -45,7 +45,7 @@ def test_no_colours_are_piped(lone_folder, capsys):
     assert main(["show", str(lone_folder)]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
-    assert "repetend ×" in out
+    assert "steady state ×" in out
     assert "█" in out
     assert " of 73.1 GiB" in out
 
@@ -91,7 +91,7 @@ def test_blocks_on_the_screen_and_as_json(blocks, capsys):
     assert main(["show", str(blocks)]) == 0
     out = capsys.readouterr().out
     assert "period 6 (optimal, proven); makespan 60" in out
-    assert "repetend ×6" in out
+    assert "steady state ×6" in out
     assert main(["show", str(blocks), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["file"], document["makespan"]) == (str(blocks), 60)

@@ -57,7 +57,7 @@ def test_options_of_every_type() -> None:
         ("shape: 3", "c.yaml:1: strategy.shape is 3 (expected a list of a whole number)"),
         ("box: [1]", "c.yaml:1: strategy.box: 1 items where 2 are expected"),
         ("weights: {a: b}", "c.yaml:1: strategy.weights.a is 'b' (expected a number)"),
-        ("epsilon: 1e-3", "write 1.0e-3"),
+        ("epsilon: '1e-3'", "write 1e-3 without quotes"),
     ],
 )
 def test_bad_options(options: str, expected: str) -> None:

@@ -276,17 +276,21 @@ def one_of_each(picture: Picture) -> Picture:
     )
 
 
-_HUES = (213, 29, 138, 316, 53, 246, 183, 4, 79, 30)
-_SATURATIONS = (0.72, 0.82, 0.42, 0.58, 0.60, 0.62, 0.48, 0.70, 0.45, 0.28)
-_LIGHTNESS = {Phase.FORWARD: 0.74, Phase.BACKWARD: 0.42, Phase.INPUT_GRADIENT: 0.57, Phase.WEIGHT_GRADIENT: 0.30}
+_HUES = (213, 79, 183, 53, 246, 138, 316, 4, 29, 30)
+_SATURATIONS = (0.72, 0.45, 0.48, 0.60, 0.62, 0.42, 0.58, 0.70, 0.82, 0.28)
+"""In an order in which neighbours differ for those, too, who do not tell red from green."""
+_LIGHTNESS = {Phase.FORWARD: 0.76, Phase.BACKWARD: 0.40, Phase.INPUT_GRADIENT: 0.56, Phase.WEIGHT_GRADIENT: 0.30}
+_LIGHTER = 0.03
+"""Lightness by which even stages are above, and odd ones below, that of the phase."""
 
 
 def stage_colour(stage: int, phase: Phase) -> str:
     """A colour for a stage's tasks as `#rrggbb`; the hues repeat after ten stages. Forwards are light, backwards dark.
     Of the halves of a backward the input gradient is lighter than a whole one, the weight gradient darker and
     greyer."""
-    saturation = _SATURATIONS[stage % len(_HUES)] * (0.45 if phase is Phase.WEIGHT_GRADIENT else 1.0)
-    parts = colorsys.hls_to_rgb(_HUES[stage % len(_HUES)] / 360, _LIGHTNESS[phase], saturation)
+    saturation = _SATURATIONS[stage % len(_HUES)] * (0.6 if phase is Phase.WEIGHT_GRADIENT else 1.0)
+    lightness = _LIGHTNESS[phase] + (-_LIGHTER if stage % 2 else _LIGHTER)
+    parts = colorsys.hls_to_rgb(_HUES[stage % len(_HUES)] / 360, lightness, saturation)
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 

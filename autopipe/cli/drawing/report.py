@@ -10,12 +10,14 @@ from importlib import resources
 from autopipe.cli.drawing.picture import Picture, block_kinds, block_picture, plan_picture, stage_colour, text_colour
 from autopipe.cli.drawing.svg import block_graph_svg, escape, markup_row, markup_table, plan_graph_svg
 from autopipe.cli.output import bytes_text, devices_text, seconds_text
-from autopipe.cli.plan_text import stage_columns
+from autopipe.cli.plan_text import over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
-from autopipe.ir.plan import Plan
+from autopipe.ir.plan import Breakdown, Plan, best_of_each
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import Timeline
 
+_LEAST_SHARE = 5e-4
+"""Share of a step that is worth a row."""
 _MOST_TRANSFERS = 20_000
 """Messages that a page holds; of a step with more, none are drawn."""
 
@@ -31,6 +33,8 @@ class Report:
     pictures: tuple[tuple[str, Picture], ...]
     """Pictures drawn on one time axis, each with its name; one alone needs none."""
     sections: tuple[tuple[str, str], ...]
+    legend: str = ""
+    """Markup below the timeline that says what its colours and letters mean."""
 
 
 def report_page(report: Report) -> str:
@@ -58,11 +62,13 @@ def report_page(report: Report) -> str:
 <section class="figures">{figures}</section>
 <section><h2>Timeline</h2>
 <p class="tools"><button id="nearer" title="zoom in (+)">+</button> <button id="farther" title="zoom out (-)">−</button>
-<button id="all" title="show all (0)">all</button> <button id="repetend" title="show the repetend (r)">repetend</button>
+<button id="all" title="show all (0)">all</button>
+<button id="repetend" title="show the steady state (r)">steady state</button>
 <span id="range"></span>
 <span class="quiet">scroll over the timeline to zoom, drag to move; + − 0 r and the arrows work too</span></p>
 <div id="frame"><canvas id="timeline" tabindex="0" aria-label="timeline of a step"></canvas>
-<div id="tip" hidden></div></div></section>
+<div id="tip" hidden></div></div>
+{report.legend}</section>
 {sections}
 <script type="application/json" id="data">{data}</script>
 <script>
@@ -169,12 +175,95 @@ def comparison_markup(
     return markup_table(("schedule", "", "time", "to the chosen", "bubble", "peak memory"), rows)
 
 
+_PHASES = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.INPUT_GRADIENT: "gradients of inputs",
+    Phase.WEIGHT_GRADIENT: "gradients of weights",
+}
+_MOST_STAGES = 32
+"""Stages in the legend; the hues repeat long before."""
+
+
+def legend_markup(picture: Picture) -> str:
+    """The letters of the phases that `picture` has, each in the shade of its stages, and the stages' hues."""
+    phases = {bar.phase: bar.letter for bar in reversed(picture.bars)}
+    stages = sorted({bar.stage for bar in picture.bars})
+    first = stages[0] if stages else 0
+    entries = [
+        f'<span><i style="background:{stage_colour(first, phase)}"></i>{escape(phases[phase])} {name}</span>'
+        for phase, name in _PHASES.items()
+        if phase in phases
+    ]
+    entries += [
+        f'<span><i style="background:{stage_colour(stage, Phase.FORWARD)}"></i>stage {stage}</span>'
+        for stage in stages[:_MOST_STAGES]
+    ]
+    more = f"<span>and {len(stages) - _MOST_STAGES} more stages</span>" if len(stages) > _MOST_STAGES else ""
+    how = "a task is its stage, its letter and its micro-batch: 2F3; the line below a device is its memory"
+    return f'<p class="legend">{"".join(entries)}{more}<span>{how}</span></p>'
+
+
+_PARTS = {
+    "ideal": "linear speed-up at the roofline",
+    "bubble": "the busiest device waits for others",
+    "imbalance": "devices have less to do than the busiest",
+    "messages": "between stages, as far as nothing hides them",
+    "collectives": "inside stages, where operators are split",
+    "gradients": "summed at the step's end",
+    "recomputation": "forwards run again",
+    "repetition": "operators that several devices compute",
+    "update": "the optimizer, above a device's share",
+    "launches": "launches and starts of tasks",
+}
+
+
+def breakdown_markup(breakdown: Breakdown) -> str:
+    """A row a part of the step, with a bar of its share."""
+    rows = []
+    step_s = breakdown.step_s
+    for name, seconds in (("ideal", breakdown.ideal_s), *breakdown.losses):
+        if step_s and abs(seconds) >= _LEAST_SHARE * step_s:
+            bar = f'<td class="share"><i style="width:{max(0, round(160 * seconds / step_s))}px"></i></td>'
+            cells = (seconds_text(seconds), f"{seconds / step_s:.1%}", _PARTS.get(name, ""))
+            others = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            rows.append(f"<tr><td>{escape(name)}</td>{bar}{others}</tr>")
+    return markup_table(("part of the step", "", "time", "share", ""), rows)
+
+
+def candidates_markup(plan: Plan) -> str:
+    """A row for the best candidate of each strategy, the chosen one marked, then why others have no plan."""
+    rows, chosen_s = [], plan.summary.step_time_s
+    for place, each in enumerate(best_of_each(plan.alternatives)):
+        name = escape(strategy_text(each))
+        if each.step_time_s is None:
+            why = f'<td class="why" colspan="6">{escape(each.refused or "")}</td>'
+            rows.append(f'<tr class="refused"><td>{name}</td>{why}</tr>')
+            continue
+        cells = (
+            each.choice.schedule or "any",
+            str(each.micro_batches),
+            seconds_text(each.step_time_s),
+            over_text(each.step_time_s, chosen_s),
+            "-" if each.lower_bound_s is None else seconds_text(each.lower_bound_s),
+            "-" if each.peak_memory_bytes is None else bytes_text(each.peak_memory_bytes),
+        )
+        mark = "" if place else ' class="chosen"'
+        rows.append(f"<tr{mark}><td>{name}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    heads = ("strategy", "schedule", "micro-batches", "step", "slowdown", "lower bound", "memory")
+    return markup_table(heads, rows)
+
+
 def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult]) -> Report:
     summary, picture = plan.summary, plan_picture(plan, timeline)
     columns = stage_columns(plan, full=True)
     rows = enumerate(zip(*columns.values(), strict=True))
     stages = [markup_row(cells, stage_colour(index, Phase.BACKWARD)) for index, cells in rows]
     sections = [("Stages", plan_graph_svg(plan) + markup_table(list(columns), stages))]
+    if plan.breakdown is not None:
+        sections.append(("Where the step goes", breakdown_markup(plan.breakdown)))
+    if plan.alternatives:
+        sections.append(("Candidates, the best of each strategy", candidates_markup(plan)))
     if results:
         table = comparison_markup(results, picture.limits, seconds_text, bytes_text)
         sections.append(("This placement under every schedule", table))
@@ -186,7 +275,7 @@ def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult
         figures=(
             ("step", seconds_text(summary.step_time_s)),
             ("samples a second", f"{summary.samples_per_s:,.1f}"),
-            ("at best", seconds_text(summary.lower_bound_s)),
+            ("lower bound", seconds_text(summary.lower_bound_s)),
             ("bubble", f"{summary.bubble_rate:.1%}"),
             ("peak memory", bytes_text(max(summary.peak_memory_bytes))),
             ("devices", str(summary.devices)),
@@ -196,6 +285,7 @@ def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult
         ),
         pictures=(("", picture),),
         sections=tuple(sections),
+        legend=legend_markup(picture),
     )
 
 
@@ -227,7 +317,7 @@ def block_report(schedule: BlockSchedule, title: str, subtitle: str, results: Se
             ("period", "none" if schedule.period is None else str(schedule.period)),
             ("no less than", str(schedule.lower_bound)),
             ("gap", "proven optimal" if schedule.optimal else f"{schedule.gap:.1%}"),
-            ("bubble in the repetend", "-" if steady is None else f"{steady:.1%}"),
+            ("bubble in the steady state", "-" if steady is None else f"{steady:.1%}"),
             ("peak memory", str(max(schedule.peak_memory))),
             ("units", str(schedule.units)),
             ("devices", str(graph.devices)),

@@ -62,7 +62,7 @@ def timeline_svg(picture: Picture) -> str:
         first, last = _position(state.start, picture.end), _position(state.end, picture.end)
         place = f'x="{(first + last) / 2:.1f}" y="{below + 20}" text-anchor="middle"'
         parts.append(f'<path class="rule" d="M{first:.1f} {below}v6H{last:.1f}v-6"/>')
-        parts.append(f'<text class="quiet" {place}>repetend ×{state.count}</text>')
+        parts.append(f'<text class="quiet" {place}>steady state ×{state.count}</text>')
     parts.append(f'<text class="quiet" x="{_LEFT}" y="{height - 8}">0</text>')
     parts.append(f'<text class="quiet" x="{right}" y="{height - 8}" text-anchor="end">{end}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -185,7 +185,7 @@ def _bracket(state: SteadyState, axis: Axis) -> str:
         for column in [window.column_of(each) - start - 1 for each in begins if each < window.end]:
             if inside >= 4 * drawn and 0 <= column < inside:
                 line[column] = "┴"
-    texts = (f" repetend ×{state.count}, {drawn} shown ", f" repetend ×{state.count} ", f"×{state.count}")
+    texts = (f" steady state ×{state.count}, {drawn} shown ", f" steady state ×{state.count} ", f"×{state.count}")
     label = next((each for each in texts[drawn == state.count :] if len(each) <= inside), "")
     if label:
         first = (inside - len(label)) // 2

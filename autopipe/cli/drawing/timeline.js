@@ -147,7 +147,7 @@ function paintRepetend() {
   if (stop <= view.to) pen.lineTo(b, head - 8);
   pen.stroke();
   pen.textAlign = "center";
-  pen.fillText(`repetend ×${count}`, Math.min(Math.max((a + b) / 2, left + 40), left + plot() - 40), head - 18);
+  pen.fillText(`steady state ×${count}`, Math.min(Math.max((a + b) / 2, left + 40), left + plot() - 40), head - 18);
 }
 
 function paintLabels(device, y) {

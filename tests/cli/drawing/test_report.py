@@ -10,6 +10,7 @@ import pytest
 
 from autopipe.cli.drawing.picture import stage_colour
 from autopipe.cli.drawing.report import ScheduleResult, block_report, plan_report, report_page
+from autopipe.ir.plan import Alternative, Breakdown, Choice
 from autopipe.ir.schedule import Phase
 from tests.cli.drawing.browser import needs_browser, seen_by
 from tests.cli.drawing.examples import HOSTILE, chain_plan, split_embedding
@@ -67,6 +68,29 @@ def test_rivals_stand_in_order_with_the_chosen_one_marked():
     assert page.index("1f1b (chosen)") < page.index(">gpipe<") < page.index('<td class="why"')
     assert "<td>1.074</td>" in page
     assert "over the limit" not in page
+
+
+def test_colours_and_letters_are_explained_and_so_is_the_step():
+    plan, timeline = chain_plan(4, 6)
+    chosen, other = (
+        Alternative(Choice("piper", schedule="1f1b"), 1.0, 0.9, 6),
+        Alternative(Choice("mcmc"), refused="no"),
+    )
+    plan = dataclasses.replace(plan, breakdown=Breakdown(0.5, bubble_s=0.25), alternatives=(other, chosen))
+    page = report_page(plan_report(plan, timeline, ()))
+    legend = page[page.index('<p class="legend">') : page.index("</p>", page.index('<p class="legend">'))]
+    for stage in range(4):
+        assert f'<i style="background:{stage_colour(stage, Phase.FORWARD)}"></i>stage {stage}<' in legend
+    assert "F forward" in legend and "B backward" in legend and "its micro-batch" in legend
+    assert "W gradients" not in legend, "a phase that the step does not have"
+    parts = page[page.index("Where the step goes") :]
+    assert (
+        parts.index("<td>ideal</td>") < parts.index("<td>bubble</td>") < parts.index("33.3%") < parts.index("</table>")
+    )
+    rows = page[page.index("Candidates, the best of each strategy") :]
+    assert '<tr class="chosen"><td>piper</td>' in rows and '<td class="why" colspan="6">no</td>' in rows
+    tables = page.count("<table>")
+    assert page.count('<div class="wide"><table>') == tables, "each scrolls on a phone"
 
 
 HANDS = """
