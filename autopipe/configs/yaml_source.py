@@ -149,7 +149,7 @@ class _Composer(yaml.SafeLoader):
         self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
+        event = self.peek_event()
         place = str(_at(self.start, event.start_mark))
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise ConfigurationError("anchors and aliases are not taken", hint="write the value out", where=place)
@@ -198,7 +198,7 @@ class Dumper(yaml.SafeDumper):
 
 
 for _kind in (_Composer, Dumper):
-    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))  # type: ignore[no-untyped-call]
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | None:
