@@ -149,7 +149,7 @@ class _Composer(yaml.SafeLoader):
         self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         place = str(_at(self.start, event.start_mark))
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise ConfigurationError("anchors and aliases are not taken", hint="write the value out", where=place)
