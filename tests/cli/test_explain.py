@@ -104,6 +104,9 @@ def test_json_holds_the_breakdown_of_the_step(command_line: CommandLine) -> None
     assert found["breakdown"] == told["breakdown"]
     assert found["next_best"] is None
     assert {each["what"] for each in found["helps"]} >= {"twice the memory", "twice the devices"}
+    rates = {each["what"]: each["samples_per_s"] for each in found["helps"]}
+    better = [rate for what, rate in rates.items() if what.startswith(("twice the bandwidth", "twice the memory"))]
+    assert len(better) >= 2 and min(better) >= found["summary"]["samples_per_s"], "better conditions are never worse"
 
 
 def test_the_screens_of_a_named_strategy(command_line: CommandLine) -> None:
