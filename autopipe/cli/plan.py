@@ -56,7 +56,7 @@ def plan(
       autopipe plan gpt.onnx --gpus 4 --annotate gpt.annotated.onnx
       autopipe plan --from gpt.onnx.plan --schedule gpipe -o gpipe.plan
     """
-    from autopipe.cli.output import check_writable
+    from autopipe.cli.output import check_writable, count_text, devices_text
     from autopipe.cli.plan_folder import check_target, write_plan_folder
     from autopipe.cli.progress import Watcher, names_of
     from autopipe.cli.request import request_of
@@ -105,6 +105,10 @@ def plan(
         "breakdown": plan.breakdown,
         "alternatives": [encode(each) for each in plan.alternatives],
     }
+    size = planned.problem.cluster.size
+    if idle := sorted(set(range(size)).difference(*(stage.devices for stage in planned.plan.placement.stages))):
+        told = f"{count_text(len(idle), 'device')} of {size} idle, without a stage: {devices_text(idle)}"
+        output.warn(told, "--gpus plans for fewer")
     here = local_cluster() if configuration.cluster.is_open else None
     if here is not None and here.warning:
         output.warn(here.warning, "--cluster names a preset or a file")

@@ -76,6 +76,13 @@ def test_quiet_says_nothing_of_what_went_well(gpt, capsys):
     assert "".join(capsys.readouterr()) == ""
 
 
+def test_idle_devices_are_warned_of(gpt, capsys):
+    constraints = "constraints=[{match: '*', stage: 0, devices: [0, 2]}]"
+    code, _, err = run(capsys, gpt, "--gpus", 4, "--cluster", "a100-80gb", "--strategy", "manual", "--set", constraints)
+    assert code == 0
+    assert "warning: 2 devices of 4 idle, without a stage: 1,3 (--gpus plans for fewer)" in err
+
+
 def test_the_devices_of_this_machine_are_the_default(gpt, capsys):
     here = local_cluster()
     code, out, _ = run(capsys, gpt)
