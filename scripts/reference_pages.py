@@ -100,8 +100,8 @@ def commands_page() -> str:
     shared = _shared_options(found)
     parts = [_COMMANDS_INTRODUCTION + "".join(f"| {_flags(each)} | {_cell(each.help)} |\n" for each in shared)]
     parts[0] += _STREAMS
-    names = {str(option.name) for option in shared}
-    parts += [_command_section(command, context, names) for command, context in found]
+    said = {(option.name, option.help) for option in shared}
+    parts += [_command_section(command, context, said) for command, context in found]
     return "\n".join(parts)
 
 
@@ -218,12 +218,13 @@ def _options(command: click.Command) -> list[click.Option]:
     return [parameter for parameter in command.params if isinstance(parameter, click.Option)]
 
 
-def _command_section(command: click.Command, context: click.Context, shared: set[str]) -> str:
+def _command_section(command: click.Command, context: click.Context, said: set[tuple[str | None, str | None]]) -> str:
+    """`said` are the shared options, by their name and help."""
     usage = " ".join([context.command_path, *(each.make_metavar(context) for each in _arguments(command))])
     text, _, example = inspect.cleandoc(command.help or "").partition("\b\n")
     lines = [f"## {usage}\n", text.strip() + "\n"]
     lines += ["```sh", *(line.strip() for line in example.splitlines()[1:] if line), "```\n"]
-    rows = [_option_row(option, context) for option in _options(command) if option.name not in shared]
+    rows = [_option_row(option, context) for option in _options(command) if (option.name, option.help) not in said]
     if rows:
         lines += ["| flag | value | default | meaning |", "|---|---|---|---|", *rows, ""]
     return "\n".join(lines)

@@ -38,8 +38,8 @@ from autopipe.backends.torch.runtime.manifest import Manifest, partial_folder, r
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.cli.launch_display import Run, StepDisplay, show_measured
 from autopipe.cli.launch_profile import ProfiledSteps
-from autopipe.cli.options import PATH, flag_words, standard_options
-from autopipe.cli.output import Output, write_texts
+from autopipe.cli.options import PATH, flag_words, stepwise_options
+from autopipe.cli.output import Output, count_text, write_texts
 from autopipe.cli.update_text import update_line
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import DataSettings
@@ -121,7 +121,7 @@ COMPILE = click.option("--compile", is_flag=True, help="Compile stages with torc
 @click.option("--blocking", is_flag=True, help="Overlap no message with a task, to see what that is worth.")
 @click.option("--dry-run", is_flag=True, help="Run one step of one rank without the others, and say what it does.")
 @click.option("--rank", type=click.IntRange(min=0), help="Which rank --dry-run runs [0].")
-@standard_options
+@stepwise_options
 def launch(
     output: Output,
     /,
@@ -476,12 +476,11 @@ def placement_note(device: str, ranks: int) -> str:
     gpus = visible_gpus(device)
     if not gpus and device == "cuda":
         raise ConfigurationError("no CUDA device is at hand", hint="use --device cpu", where="--device cuda")
+    placed = count_text(ranks, "rank")
     if not gpus:
         why = "" if device == "cpu" else "no CUDA device: "
-        return f"{why}{ranks} ranks on the CPU, over gloo"
-    if ranks <= gpus:
-        return f"{ranks} ranks on {ranks} GPUs"
-    return f"{ranks} ranks share {gpus} GPU{'s' if gpus > 1 else ''}"
+        return f"{why}{placed} on the CPU, over gloo"
+    return f"{placed} on {count_text(ranks, 'GPU')}" if ranks <= gpus else f"{placed} share {count_text(gpus, 'GPU')}"
 
 
 def rehearsal_table(report: Mapping[str, Any]) -> Table:

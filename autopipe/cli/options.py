@@ -62,7 +62,15 @@ def run_command(command: click.Command, *words: object) -> Mapping[str, object]:
 def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
     """Give `command` the options --json, -q, -v and --debug, and an `Output` made of them as its first parameter.
     Stands next to the function, under click's own decorators."""
+    return _with_output(command, "Print one JSON object on stdout and nothing else there.")
 
+
+def stepwise_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
+    """As `standard_options`, of a command that prints a record a step."""
+    return _with_output(command, "Print a JSON object a step on stdout, then one with all of them, and nothing else.")
+
+
+def _with_output(command: Callable[Concatenate[Output, P], R], json_help: str) -> Callable[P, R]:
     @functools.wraps(command)
     def with_output(*args: P.args, **kwargs: P.kwargs) -> R:
         as_json, quiet, verbose = (bool(kwargs.pop(name)) for name in ("as_json", "quiet", "verbose"))
@@ -78,7 +86,7 @@ def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P
         click.option("--debug", is_flag=True, help="Show the traceback of an error."),
         click.option("-v", "--verbose", is_flag=True, help="Say more about what is done."),
         click.option("-q", "--quiet", is_flag=True, help="Only what is asked for, warnings and errors."),
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else there."),
+        click.option("--json", "as_json", is_flag=True, help=json_help),
     ):
         option(with_output)
     return with_output

@@ -18,18 +18,20 @@ def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
 
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
-    ("gpus", "device", "note"),
+    ("gpus", "device", "ranks", "note"),
     [
-        (0, "cpu", "4 ranks on the CPU, over gloo"),
-        (0, "auto", "no CUDA device: 4 ranks on the CPU, over gloo"),
-        (2, "cpu", "4 ranks on the CPU, over gloo"),
-        (4, "auto", "4 ranks on 4 GPUs"),
-        (1, "cuda", "4 ranks share 1 GPU"),
+        (0, "cpu", 4, "4 ranks on the CPU, over gloo"),
+        (0, "auto", 4, "no CUDA device: 4 ranks on the CPU, over gloo"),
+        (2, "cpu", 4, "4 ranks on the CPU, over gloo"),
+        (4, "auto", 4, "4 ranks on 4 GPUs"),
+        (1, "cuda", 4, "4 ranks share 1 GPU"),
+        (0, "cpu", 1, "1 rank on the CPU, over gloo"),
+        (2, "auto", 1, "1 rank on 1 GPU"),
     ],
     indirect=["gpus"],
 )
-def test_the_note_says_where_the_ranks_run(device: str, note: str) -> None:
-    assert placement_note(device, 4) == note
+def test_the_note_says_where_the_ranks_run(device: str, ranks: int, note: str) -> None:
+    assert placement_note(device, ranks) == note
 
 
 @pytest.mark.usefixtures("gpus")

@@ -131,14 +131,17 @@ def _elastic_contained(debug: bool) -> Iterator[None]:
     """Put back the signal handlers that elastic takes for itself, and keep its log lines off the terminal unless
     `debug` wants them."""
     saved = {each: signal.getsignal(each) for each in _TAKEN_SIGNALS}
-    logger = logging.getLogger("torch.distributed.elastic")
-    before = logger.level
+    # Each of its modules has a logger with a level of its own; all hand their lines to this one.
+    logger, nowhere = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    propagate = logger.propagate
     if not debug:
-        logger.setLevel(logging.CRITICAL + 1)
+        logger.addHandler(nowhere)
+        logger.propagate = False
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.propagate = propagate
+        logger.removeHandler(nowhere)
         for each, handler in saved.items():
             signal.signal(each, handler)
 
