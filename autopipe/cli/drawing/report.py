@@ -225,8 +225,8 @@ def breakdown_markup(breakdown: Breakdown) -> str:
     for name, seconds in (("ideal", breakdown.ideal_s), *breakdown.losses):
         if step_s and abs(seconds) >= _LEAST_SHARE * step_s:
             bar = f'<td class="share"><i style="width:{max(0, round(160 * seconds / step_s))}px"></i></td>'
-            cells = (seconds_text(seconds), f"{seconds / step_s:.1%}", _PARTS.get(name, ""))
-            others = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            others = "".join(f"<td>{cell}</td>" for cell in (seconds_text(seconds), f"{seconds / step_s:.1%}"))
+            others += f'<td class="note">{escape(_PARTS.get(name, ""))}</td>'
             rows.append(f"<tr><td>{escape(name)}</td>{bar}{others}</tr>")
     return markup_table(("part of the step", "", "time", "share", ""), rows)
 
