@@ -53,7 +53,7 @@ RANKS = {
     "one_device": r'(?s).*\{{"generated_s": {n}, "hand_written_s": {n}, "ratio": {n}, .*\}}\n',
     "pipeline_step": r'(?s).*\{{"generated_s": {n}, "torch_pipelining_s": {n}, "ratio": {n}\}}\n',
     "blocking": r'\{{"shape": "v", "overlapping": {n}, "blocking": {n}, "ratio": {n}\}}\n',
-    "auto_search": r"case .*\nsmall +{n} s +{n} s +{n} s +{n} s +{n} s  .* on 1 devices of .*\n",
+    "auto_search": r"case .*\nsmall +{n} s +{n} s +{n} s +{n} s +{n} s  .* on 1 device of .*\n",
     "scale": (
         r"\| [\w .]+(?: \| {n}){{5}} \|\n"
         r"(?:\| \d of \d \| \d \| \d+ \| {n} GiB \| {n} GiB \({n} GiB\) \| {n} \|\n){{4}}"
