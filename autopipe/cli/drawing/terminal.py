@@ -107,8 +107,9 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     """Lines of at most `width` characters: the devices' tasks, the repetend's bracket, the scale.
 
     A task is its name as far as it fits, filled with `-` (forward), `=` (backward), `+` or `~` (input or weight
-    gradient); with `colour` on its stage's colour. Where the step does not fit, warm-up, some repetitions and cool-down
-    are drawn, and a last line says what is left out.
+    gradient); with `colour` on its stage's colour. On a device of several stages it is its phase's letter, or without
+    colour its stage's number, and a key stands below. Where the step does not fit, warm-up, some repetitions and
+    cool-down are drawn, and a last line says what is left out.
     """
     margin = len(str(len(picture.memory) - 1)) + 1
     columns = max(20, width - margin)
@@ -119,6 +120,8 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     if picture.steady is not None:
         yield Text(" " * margin + _bracket(picture.steady, axis))
     yield Text(" " * margin + _scale(picture, axis, columns))
+    if any(_letters_repeat(bars) and bars[0].name[:1].isdigit() for bars in rows):
+        yield from _key(picture, colour, width - margin, margin)
     hidden = [part for one, other in pairwise(axis) for part in _hidden(picture, one.end, other.start)]
     if hidden:
         for line in wrap(f"⋯ left out: {', '.join(hidden)}", width - margin):
@@ -140,8 +143,7 @@ def _middle_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None
 
 def _task_row(label: str, bars: list[Bar], axis: Axis, colour: bool) -> Text:
     row = Text(label)
-    # F3 and f3 are two stages that their letters tell apart; of two stages with one letter, names say which.
-    stages = Counter(is_upper for _, is_upper in {(bar.stage, bar.letter.isupper()) for bar in bars})
+    several = _letters_repeat(bars)
     ends = [bar.end for bar in bars]
     position = 0
     for window in axis:
@@ -155,21 +157,60 @@ def _task_row(label: str, bars: list[Bar], axis: Axis, colour: bool) -> Text:
             if end > start:
                 row.append(" " * (start - position))
                 style = Style(color=text_colour(bar.phase), bgcolor=stage_colour(bar.stage, bar.phase))
-                row.append(_cell(bar, end - start, stages[bar.letter.isupper()] > 1), style if colour else "")
+                row.append(_cell(bar, end - start, _names(bar, several, colour)), style if colour else "")
                 position = end
         row.append(" " * (window.column + window.columns - position))
         position = window.column + window.columns
     return row
 
 
-def _cell(bar: Bar, width: int, several: bool) -> str:
-    # 2F0 needs a column behind it: 2F01F0 cannot be told apart.
-    full = bar.name if width > len(bar.name) or not bar.name[0].isdigit() else bar.label
-    names = (full, bar.label, bar.letter) if several else (bar.label, bar.letter)
+def _letters_repeat(bars: list[Bar]) -> bool:
+    """True if a device has several stages whose tasks have the same letters: F3 and f3 tell two stages apart."""
+    stages = Counter(is_upper for _, is_upper in {(bar.stage, bar.letter.isupper()) for bar in bars})
+    return any(count > 1 for count in stages.values())
+
+
+def _names(bar: Bar, several: bool, colour: bool) -> tuple[str, ...]:
+    if not several:
+        return bar.label, bar.letter
+    if not bar.name[:1].isdigit():  # Blocks that somebody gave names to.
+        return bar.name, bar.label, bar.letter
+    return (bar.letter,) if colour else (str(bar.stage),)
+
+
+def _cell(bar: Bar, width: int, names: tuple[str, ...]) -> str:
+    """The first of the names that fits, filled as the phase is."""
     name = next((each for each in names if len(each) <= width), "")
     # A block may be called anything; what is no letter of one column would break the row, or worse.
     told = "".join(letter if letter == "·" or " " < letter <= "~" else "?" for letter in name)
     return told + _FILL[bar.phase] * (width - len(told))
+
+
+_PHASES = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.INPUT_GRADIENT: "gradients of inputs",
+    Phase.WEIGHT_GRADIENT: "gradients of weights",
+}
+
+
+def _key(picture: Picture, colour: bool, width: int, margin: int) -> Iterator[Text]:
+    """The letters and fills, and with `colour` the stages on theirs."""
+    bars = [bar for row in picture.rows for bar in row]
+    found = {bar.phase: bar.letter for bar in bars}
+    told = ", ".join(
+        f"{f'{found[phase]}{_FILL[phase]}' if colour else _FILL[phase]} {name}"
+        for phase, name in _PHASES.items()
+        if phase in found
+    )
+    for line in wrap(told if colour else f"a task is its stage's number; {told}", width):
+        yield Text(" " * margin + line)
+    if colour:
+        line = Text(" " * margin + "stages")
+        for stage in sorted({bar.stage for bar in bars}):
+            style = Style(color=text_colour(Phase.FORWARD), bgcolor=stage_colour(stage, Phase.FORWARD))
+            line.append(" ").append(f" {stage} ", style)
+        yield line
 
 
 def _bracket(state: SteadyState, axis: Axis) -> str:

@@ -99,3 +99,27 @@ def test_colours_stand_for_stages_unless_none_are_wanted(monkeypatch, setting):
     lines = (*draw_timeline(picture, output.width, output.coloured), *draw_memory(picture, 100, output.coloured))
     assert len({str(span.style) for line in lines for span in line.spans} - {"cyan"}) == (0 if setting else 8)
     assert not Output(stdout=Console(file=io.StringIO())).coloured
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_stages_of_one_device_are_told_apart(colour):
+    """Two stages a device, in 80 columns: stages by number, or by letter and colour; a key says so."""
+    phases = ((Phase.FORWARD, "F"), (Phase.BACKWARD, "B"))
+    bars = [
+        Bar(device, 10.0 * turn + device, 10.0 * turn + device + 5, f"{stage}{letter}0", stage, phase, 0, letter)
+        for device in range(2)
+        for turn, (stage, (phase, letter)) in enumerate(
+            (stage, each) for each in phases for stage in (device, device + 2)
+        )
+    ]
+    picture = dataclasses.replace(plan_picture(*chain_plan(2, 1)), bars=tuple(bars), end=40.0)
+    lines = list(draw_timeline(picture, 80, colour))
+    text = "\n".join(line.plain for line in lines)
+    cells = [(each[0], each[-1]) for each in lines[0].plain[2:].split()]
+    letters = ["F", "F", "B", "B"] if colour else ["0", "2", "0", "2"]
+    assert cells == list(zip(letters, "--==", strict=True))
+    if colour:
+        assert "F- forward, B= backward" in text
+        assert text.splitlines()[-1].split() == ["stages", "0", "1", "2", "3"]
+    else:
+        assert "a task is its stage's number; - forward, = backward" in text
