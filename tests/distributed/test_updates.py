@@ -204,7 +204,7 @@ class Runs:
         write(graph, placement, schedule, loss, program, optimizer=self.settings, **how)  # type: ignore[arg-type]
         arguments = ("--device", "cpu", "--data", self.folder / "batch.npz", "--steps", steps, "--report", report)
         self.pools.of(placement.devices).run(program, *arguments, "--checkpoint", saved, *flags)
-        return graph, loss, program, [line for line in report_lines(report) if "loss" in line]
+        return graph, loss, program, report_lines(report)
 
 
 def stored(folder: Path, state: str) -> dict[str, np.ndarray]:

@@ -222,5 +222,6 @@ def run_forward(pools: Pools, folder: Path, batch: Mapping[str, np.ndarray], *op
 
 
 def report_lines(path: Path) -> list[dict[str, object]]:
-    """The lines of a run's report."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The lines of a run's report that are about its steps: others are messages and validations."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if "loss" in line]
