@@ -26,6 +26,12 @@ from tests.distributed.support.zoo import SIZES
 pytestmark = pytest.mark.distributed
 
 SETTINGS = {"layers": "2", "hidden": "16", "heads": "2", "sequence": "8", "vocabulary": "32"}
+OF_TRAINING = {
+    "loss of the ranks",
+    "gradients of the ranks",
+    "parameters after 2 updates",
+    "outputs of one device",
+}
 
 
 @pytest.fixture
@@ -55,9 +61,11 @@ def generated(folder: Path, *flags: str, loss: bool = True) -> Path:
 def test_training(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
     code, checks = verified(generated(tmp_path, *flags), capsys)
     assert code == 0
-    assert set(checks) == {"loss of the ranks", "gradients of the ranks", "outputs of one device"}
+    assert set(checks) == OF_TRAINING
     model = read_manifest(tmp_path / "plan" / "program")
-    assert checks["gradients of the ranks"]["tensors"] == sum(entry.trainable for entry in model.parameters)
+    trained = sum(entry.trainable for entry in model.parameters)
+    assert checks["gradients of the ranks"]["tensors"] == trained
+    assert checks["parameters after 2 updates"]["tensors"] == trained
     assert checks["outputs of one device"]["tensors"] == 1
 
 
@@ -102,7 +110,7 @@ def test_batch_statistics_are_the_batchs_or_the_running_ones(
     assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
     code, checks = verified(tmp_path / "plan" / "program", capsys)
     assert code == 0, checks
-    assert {"gradients of the ranks", "outputs of one device"} <= set(checks)
+    assert set(checks) == OF_TRAINING
     text = (tmp_path / "plan" / "program" / "stage_00.py").read_text(encoding="utf-8")
     assert ("p.running" in text) == (training == "null")
 

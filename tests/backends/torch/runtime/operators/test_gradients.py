@@ -22,7 +22,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "pad edge": (lambda x: operators.pad(x, ((1, 0), (2, 1)), "edge"), ((2, 4),)),
     "pad wrap": (lambda x: operators.pad(x, ((0, 1), (2, -1)), "wrap"), ((2, 4),)),
     "reverse_sequence": (lambda x: operators.reverse_sequence(x, LENGTHS, 0, 1), ((4, 3, 2),)),
-    "compress": (lambda x: operators.compress(x, torch.tensor([True, False, True]), 1), ((2, 3),)),
+    "compress": (lambda x: operators.compress(x, torch.tensor([True, False, True]), 1, 2), ((2, 3),)),
     "col2im": (
         lambda x: operators.col2im(x, (4, 4), (2, 2), dilations=(1, 1), strides=(1, 1), pads=(0, 0, 0, 0)),
         ((1, 8, 9),),
