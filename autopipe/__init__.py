@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from autopipe.ir import VERSION
 
 __version__ = VERSION
 
-
+# Nothing of Python's is imported here: `python -m autopipe` comes here first, and would find a `typing.py` that lies in
+# the current folder.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from autopipe.api import Plan, plan
     from autopipe.backends.torch.exporter import export
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "export", "plan"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Load what planning or torch need when it is first asked for: programs of ranks import the package, too."""
     if name == "export":
         from autopipe.backends.torch.exporter import export
