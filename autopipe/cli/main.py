@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from typing import Final, TextIO
@@ -156,7 +157,11 @@ def _report(error: AutopipeError, as_json: bool) -> None:
     for kind, text in (("error", place + " ".join(error.message.split())), ("hint", error.hint)):
         if text:
             line = text if len(text) <= _MOST_LETTERS else f"{text[:half]} ... {text[-half:]}"
-            click.echo(f"{kind}: {printable(line)}", err=True)
+            told = f"{kind}: {printable(line)}"
+            if sys.stderr.isatty():  # Elsewhere an error is one line.
+                columns = max(20, os.get_terminal_size(sys.stderr.fileno()).columns)
+                told = textwrap.fill(told, columns, break_long_words=False, break_on_hyphens=False)
+            click.echo(told, err=True)
     if as_json:
         parts = {"message": error.message, "hint": error.hint, "where": error.where, "exit_code": error.exit_code}
         click.echo(json.dumps({"error": {"kind": type(error).__name__, **parts}}))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import pytest
@@ -189,3 +195,18 @@ def test_the_module_runs_as_the_command_does() -> None:
 
 def test_bench_says_in_one_line_where_the_benchmarks_are(command_line: CommandLine) -> None:
     command_line.refuses(2, ("bench", "tessel", "--only", "m/4"), "`python -m benchmarks tessel` in a checkout")
+
+
+def test_errors_wrap_between_words_on_a_terminal(tmp_path: Path) -> None:
+    """And nowhere else: what reads them has a line each."""
+    command = [sys.executable, "-m", "autopipe", "plan", str(tmp_path / "no.onnx"), "--set", "optimizer.momentums=1"]
+    piped = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    subprocess.run(command, stderr=follower, check=False)
+    os.close(follower)
+    shown = os.read(leader, 65536).decode().replace("\r\n", "\n")
+    os.close(leader)
+    assert all(len(line) <= 40 or " " not in line for line in shown.splitlines())
+    assert len(shown.splitlines()) > len(piped.splitlines())
+    assert shown.split() == piped.split()
