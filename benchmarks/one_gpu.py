@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from autopipe.backends.torch.launcher import read_reports
 from benchmarks.small_models import SIZES
 
 ROOT = Path(__file__).parents[1]
@@ -124,8 +125,8 @@ class Call:
         return json.loads(self.run(*words).splitlines()[-1])
 
     def autopipe(self, *words: object) -> Any:
-        """The object that a command of autopipe prints."""
-        return json.loads(self.run("-m", "autopipe", *words, "--json"))
+        """The object that a command of autopipe prints at its end."""
+        return self.last_line("-m", "autopipe", *words, "--json")
 
     def program(self, name: str, model: Path, samples: int, gpus: int, *flags: str) -> Path:
         """A plan for the model, and its program."""
@@ -320,7 +321,7 @@ def as_nodes(call: Call, title: str, flags: tuple[str, ...], environment: Mappin
         if _REFUSED in failed[0]:
             return {"refused": failed[0]}
         raise Failed(failed[0])
-    steps = [json.loads(text) for text in report.read_text(encoding="utf-8").splitlines()]
+    steps = read_reports(report)
     return {"losses": [step["loss"] for step in steps], "step_s": steps[-1]["step_time_s"]}
 
 

@@ -162,8 +162,8 @@ def _step_seconds(program: Path, steps: int) -> float:
 
 
 def _run(*words: object) -> dict[str, Any]:
-    """What a command of autopipe says."""
-    found: dict[str, Any] = json.loads(autopipe(*words, "--json"))
+    """What a command of autopipe says at its end."""
+    found: dict[str, Any] = json.loads(autopipe(*words, "--json").splitlines()[-1])
     return found
 
 

@@ -47,6 +47,7 @@ def check(journey: Journey, folder: Path) -> None:
         assert outcome.steps == 2
         assert outcome.loss is not None and outcome.loss <= TOLERANCE
         assert outcome.gradients is not None and outcome.gradients <= TOLERANCE
+        assert outcome.updates is not None and outcome.updates <= TOLERANCE
     else:
         assert outcome.steps == 1
         assert outcome.ranks_outputs is not None and outcome.ranks_outputs <= TOLERANCE

@@ -52,6 +52,7 @@ class Outcome:
     outputs: float | None = None
     loss: float | None = None
     gradients: float | None = None
+    updates: float | None = None
     failure: str = ""
     """The command that failed and its error, "" where all went well."""
 
@@ -113,6 +114,7 @@ _FIELDS = {
     "outputs of one device": "outputs",
     "loss of the ranks": "loss",
     "gradients of the ranks": "gradients",
+    "parameters after 2 updates": "updates",
 }
 """Field of an outcome by what a check of `verify` compares."""
 
@@ -163,7 +165,7 @@ def _launched(journey: Journey, program: Path) -> int:
 
 
 def _command(name: str, *arguments: object, accept_difference: bool = False) -> dict[str, Any]:
-    """What a command prints with --json. With `accept_difference` a failed comparison is a result too.
+    """The last that a command prints with --json. With `accept_difference` a failed comparison is a result too.
 
     The command line's own entry is called in this process: starting Python and torch for each command would take
     longer than all that the commands do. Ranks are processes of their own.
@@ -172,7 +174,9 @@ def _command(name: str, *arguments: object, accept_difference: bool = False) -> 
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(noted):
         code = main([name, *map(str, arguments), "--json"])
     objects = [json.loads(line) for line in printed.getvalue().splitlines()]
-    if code == 0 or (accept_difference and objects and "checks" in objects[0]):
+    if code == 0:
+        return dict(objects[-1])
+    if accept_difference and objects and "checks" in objects[0]:
         return dict(objects[0])
     if objects and "error" in objects[-1]:
         error = objects[-1]["error"]
