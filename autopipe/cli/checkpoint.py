@@ -177,7 +177,7 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
         with output.progress("writing", total=size) as bar:
             write_safetensors(target, list(numbers.values()), bar.advance)
         facts = {"path": target, "files": [target], "step": held.step, "parameters": len(numbers), "bytes": size}
-        output.result(facts, f"{target}: {len(numbers)} parameters after {held.step} steps, {bytes_text(size)}")
+        output.report(facts, f"{target}: {len(numbers)} parameters after {held.step} steps, {bytes_text(size)}")
         return
     path = _model_of(held, model)
     with output.progress("writing", total=size) as bar:
@@ -218,7 +218,7 @@ def import_weights(output: Output, weights: Path, model: Path, target: Path, par
         written = write_trained(model, target, matched.numbers, bar.advance)
     facts = {"path": target, "files": written.files, "parameters": len(matched.numbers)}
     told = f"{target}: {len(matched.numbers)} parameters from {weights}"
-    output.result(facts | {"missing": matched.missing, "unused": matched.unused}, told)
+    output.report(facts | {"missing": matched.missing, "unused": matched.unused}, told)
 
 
 def _model_of(held: Checkpoint, model: Path | None) -> Path:

@@ -28,6 +28,7 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("checkpoint", "inspect"): ("saved",),
     ("checkpoint", "verify"): ("saved",),
     ("checkpoint", "export"): ("saved", "-o", "trained.onnx"),
+    ("checkpoint", "import"): (MODEL, "--model", MODEL, "-o", "started.onnx"),
     ("zoo", "list"): (),
     ("zoo", "build"): ("dlrm", "--set", "weights=none"),
     ("config", "show"): ("--gpus", "4"),
@@ -35,7 +36,7 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("config", "clusters"): (),
 }
 """A command that works without starting ranks, and words to give it."""
-MAKING = {("plan",), ("codegen",), ("profile",), ("checkpoint", "export"), ("zoo", "build")}
+MAKING = {("plan",), ("codegen",), ("profile",), ("checkpoint", "export"), ("checkpoint", "import"), ("zoo", "build")}
 """Commands that are asked for what they make, and say nothing of it with -q."""
 RUNNING = {("launch",), ("generate",), ("verify",), ("bench",)}
 """Commands that start ranks, or only say where others are: what they print is tested where they do."""
