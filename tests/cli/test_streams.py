@@ -18,7 +18,7 @@ from tests.passes.frontend.building import model, node, saved
 
 COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("inspect",): (MODEL,),
-    ("plan",): (MODEL, "--gpus", "2", "-o", "new.plan"),
+    ("plan",): (MODEL, "--gpus", "1", "-o", "new.plan"),
     ("codegen",): ("plan", "-o", "program"),
     ("profile",): (MODEL, "--seconds", "0.5", "--micro-batch-sizes", "1", "-o", "costs.json"),
     ("show",): ("plan",),
