@@ -206,11 +206,11 @@ def _key(picture: Picture, colour: bool, width: int, margin: int) -> Iterator[Te
     for line in wrap(told if colour else f"a task is its stage's number; {told}", width):
         yield Text(" " * margin + line)
     if colour:
-        line = Text(" " * margin + "stages")
+        stages = Text(" " * margin + "stages")
         for stage in sorted({bar.stage for bar in bars}):
             style = Style(color=text_colour(Phase.FORWARD), bgcolor=stage_colour(stage, Phase.FORWARD))
-            line.append(" ").append(f" {stage} ", style)
-        yield line
+            stages.append(" ").append(f" {stage} ", style)
+        yield stages
 
 
 def _bracket(state: SteadyState, axis: Axis) -> str:
