@@ -110,7 +110,7 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
     ),
     "memory": (
         perceptron(trains=True), 4, ("--gpus", "2", "--strategy", "pipedream", "--memory-limit", "1KiB"),
-        ("stage 0 of 2 needs 1.19 KiB", "0.19 KiB over the limit of 1.00 KiB"),
+        ("stage 0 of 2 needs 2.19 KiB", "1.19 KiB over the limit of 1.00 KiB"),
     ),
     "memory of data parallelism": (
         perceptron(trains=True), 4, ("--gpus", "2", "--strategy", "data_parallel", "--memory-limit", "1KiB"),

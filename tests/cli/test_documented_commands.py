@@ -100,6 +100,7 @@ SHORTER = {
     "--ranks 2": "--seconds 0.1 --micro-batch-sizes 1",  # exchanges are measured in test_profile.py
     "--device 3": "--device 1",
     "--rank 2": "--rank 1",
+    "--stage 1": "--stage 0",  # the plan has one
     "--nnodes 2": "--nnodes 1",
     "10.0.0.1:29400": "127.0.0.1:0",
 }
