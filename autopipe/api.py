@@ -17,7 +17,7 @@ from autopipe.cli.options import flag_words, run_command
 from autopipe.cli.plan_folder import check_plan_folder, check_target, open_plan, write_plan_folder
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import effective
-from autopipe.configs.yaml_source import read_file, read_text
+from autopipe.configs.yaml_source import Dumper, read_file, read_text
 from autopipe.ir.plan import Alternative, Breakdown, Summary
 from autopipe.passes.auto.choose import choose
 from autopipe.passes.auto.plan_cache import answers
@@ -49,7 +49,7 @@ def plan(
         settings["cluster"] = {"file" if "." in cluster or "/" in cluster else "preset": cluster}
     elif cluster is not None:
         settings["cluster"] = dict(cluster)
-    given = read_text(yaml.safe_dump(settings), "the arguments of plan()")
+    given = read_text(yaml.dump(settings, Dumper=Dumper), "the arguments of plan()")
     configuration = effective([given] if config is None else [read_file(config), given])
     request = request_of(configuration, Path(model))
     planned = choose(request, None, answers()) if request.strategy is None else make_plan(request)

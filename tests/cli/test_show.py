@@ -87,7 +87,8 @@ def test_a_page_without_the_model_says_that_nothing_is_compared(lone_folder, cap
     assert "under every schedule" not in page.read_text()
 
 
-def test_blocks_on_the_screen_and_as_json(blocks, capsys):
+def test_blocks_on_the_screen_and_as_json(blocks, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["show", str(blocks)]) == 0
     out = capsys.readouterr().out
     assert "period 6 (optimal, proven); makespan 60" in out
