@@ -81,6 +81,7 @@ def try_variations(monkeypatch):
             train=train,
             cluster=search.request.cluster,
             optimizer=search.request.optimizer,
+            states_of=search.request.optimizer.states_of,
             batch_size=BATCH,
             micro_batch_size=BATCH,
             micro_batch_sizes=SIZES,
