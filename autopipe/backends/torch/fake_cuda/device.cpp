@@ -45,6 +45,9 @@ struct CUDAHooks : public CUDAHooksInterface {
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
+  // Torch built for CUDA asks before it chooses an attention kernel; none of cuDNN's is there.
+  long versionCuDNN() const override { return 0; }
+  long versionRuntimeCuDNN() const { return 0; }
   int getNumGPUs() const override { return 1; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
