@@ -3,7 +3,6 @@ beside what was measured."""
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from rich.text import Text
 from autopipe.backends.torch.metrics import mean_of_steps
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.cli.output import Output, Verbosity, bytes_text, plain_table, seconds_text
+from autopipe.ir.cluster import own_cores
 
 Record = Mapping[str, Any]
 
@@ -193,7 +193,7 @@ def measured_table(run: Run, steps: Sequence[Record]) -> Table:
 
 def core_line(run: Run) -> str:
     """How many ranks share a core of this node; "" where each has its own, or a GPU."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = own_cores()
     if run.gpus or run.ranks <= cores:
         return ""
     shared = f"{cores} cores" if cores > 1 else "one core"

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from autopipe.configs.cluster import cluster_preset
+from autopipe.ir.cluster import own_cores
 
 _PRESETS = (
     (r"\bH200\b", "h200"),
@@ -59,7 +60,7 @@ class _Memory(ctypes.Structure):
 @functools.cache
 def local_cluster() -> LocalCluster:
     """The preset of the GPUs that a process sees, with as many devices; else `cpu-local` with a device a core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = own_cores()
     count = min(cores, _MOST_CORES)
     found = visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
@@ -235,3 +236,8 @@ def _filled(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
         found.append(replace(level, size=min(level.size, count)))
         count = -(-count // level.size)
     return tuple(found)
+
+
+def own_cores() -> int:
+    """Cores of this machine that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

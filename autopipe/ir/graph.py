@@ -51,6 +51,11 @@ class DType(enum.Enum):
         return _ITEMSIZE[self]
 
     @property
+    def stored(self) -> np.dtype:
+        """Numpy's type of stored elements: little-endian; of bfloat16, which it does not know, the bits."""
+        return np.dtype("uint16" if self is DType.BFLOAT16 else self.value).newbyteorder("<")
+
+    @property
     def is_floating(self) -> bool:
         return self in _FLOATING
 

@@ -132,10 +132,9 @@ def kept_tensors(
 def stored_tensor(value: Value, place: FileSlice, model: Path) -> Numbers:
     """A tensor that lies at a place of the file `model`, or of a file beside it."""
     path = model.parent / place.file if place.file else model
-    dtype = np.dtype("<u2" if value.dtype is DType.BFLOAT16 else value.dtype.value).newbyteorder("<")
 
     def read(box: Box) -> npt.NDArray[np.generic]:
-        stored = np.memmap(path, dtype, mode="r", offset=place.offset, shape=value.shape or (1,))
+        stored = np.memmap(path, value.dtype.stored, mode="r", offset=place.offset, shape=value.shape or (1,))
         return stored[box.slices].reshape(box.shape)
 
     return Numbers(value, read)

@@ -38,7 +38,7 @@ from autopipe.passes.analysis.padding import check_padding
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work
-from autopipe.passes.cost.whole_matrices import check_whole_matrices
+from autopipe.passes.cost.stage_work import check_whole_matrices
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.registry import Scheduler, Strategy
 from autopipe.passes.schedule.boundary_gathers import with_gathers

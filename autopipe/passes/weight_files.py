@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from autopipe.ir.atomic_file import Progress, replacing
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import DType, FileSlice, Parameter, Value
 from autopipe.ir.layout import Box
+from autopipe.ir.safetensors_header import TAGS, safetensors_header
 from autopipe.passes.export import Numbers, stored_tensor
 from autopipe.passes.frontend.elements import dtype_of, external_slice, stored_numbers
 from autopipe.passes.frontend.load import load, opened
@@ -26,14 +27,9 @@ from autopipe.passes.frontend.parameters import Chosen, roles_of
 from autopipe.passes.frontend.protobuf_scan import strip_weights
 from autopipe.passes.frontend.weights import Weights
 
-_TAGS: Final = {
-    "F64": DType.FLOAT64, "F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16,
-    "I64": DType.INT64, "I32": DType.INT32, "I16": DType.INT16, "I8": DType.INT8,
-    "U64": DType.UINT64, "U32": DType.UINT32, "U16": DType.UINT16, "U8": DType.UINT8, "BOOL": DType.BOOL,
-}  # fmt: skip
+_TYPES = {tag: dtype for dtype, tag in TAGS.items()}
 _MOST_HEADER = 100_000_000
 """Bytes of a header that safetensors allows."""
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +66,12 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
         return replace(numbers, value=value)
     if not own.is_floating or not value.dtype.is_floating or value.dtype is DType.BFLOAT16:
         raise ModelError(f"{value.name!r} is {own.value}, the model's {value.dtype.value}: they are not converted")
-    target = np.dtype(value.dtype.value).newbyteorder("<")
 
     def read(box: Box) -> npt.NDArray[np.generic]:
         block = numbers.read(box)
         if own is DType.BFLOAT16:
             block = (block.astype(np.uint32) << 16).view(np.float32)
-        return block.astype(target)
+        return block.astype(value.dtype.stored)
 
     return Numbers(value, read)
 
@@ -101,9 +96,9 @@ def _entries(path: Path, entries: Any, start: int, size: int) -> Iterable[tuple[
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in _TAGS:
+        if entry["dtype"] not in _TYPES:
             raise ValueError(f"{name!r} has type {entry['dtype']!r}")
-        value = Value(name, _TAGS[entry["dtype"]], tuple(map(_count, entry["shape"])))
+        value = Value(name, _TYPES[entry["dtype"]], tuple(map(_count, entry["shape"])))
         begin, end = map(_count, entry["data_offsets"])
         if end - begin != value.bytes or start + end > size:
             raise ValueError(f"{name!r} does not fit its place")
@@ -139,22 +134,17 @@ def _block(array: npt.NDArray[np.generic], box: Box) -> npt.NDArray[np.generic]:
 def write_safetensors(target: Path, tensors: Sequence[Numbers], progress: Progress = lambda _: None) -> int:
     """Write tensors under their names, whole or not at all. Returns their bytes. Raises ConfigurationError where the
     file cannot be written, or a type is not known to safetensors."""
-    tags = {dtype: tag for tag, dtype in _TAGS.items()}
     ordered = sorted(tensors, key=lambda each: -each.value.dtype.itemsize)  # So that each is aligned.
-    form: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
     for value in (each.value for each in ordered):
-        if value.dtype not in tags:
+        if value.dtype not in TAGS:
             raise ConfigurationError(f"{value.name!r} is {value.dtype.value}, which safetensors does not know")
-        offsets = [end, end := end + value.bytes]
-        form[value.name] = {"dtype": tags[value.dtype], "shape": value.shape, "data_offsets": offsets}
-    text = json.dumps(form).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    listed = ((each.value.name, each.value.dtype, each.value.shape) for each in ordered)
+    header, _, size = safetensors_header(listed, {"format": "pt"})
     try:
         with replacing(target) as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(header)
             for each in ordered:
                 each.write(file, progress)
     except OSError as error:
         raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error
-    return end
+    return size - len(header)

@@ -50,8 +50,10 @@ import numpy as np
 
 from autopipe.ir.codec import Above, At, Fits, Flat, Index, Sparse, decode, encode
 from autopipe.ir.errors import ConfigurationError, LaunchError
+from autopipe.ir.graph import DType
 from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import Box, whole
+from autopipe.ir.safetensors_header import safetensors_header
 
 FORMAT = "autopipe.checkpoint/2"
 AVERAGE = "ema"
@@ -326,19 +328,9 @@ def parsed(document: dict[str, Any], where: str = "") -> Checkpoint:
     return found
 
 
-_STORED_AS = {"bfloat16": "uint16"}
-"""Types of the same width that numpy reads in place of types it does not know."""
-_TAGS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-_PAIRS = {"complex64": "F32", "complex128": "F64"}
-
-
 def numpy_type(dtype: str) -> np.dtype:
-    """The type of stored elements: little-endian, and whole numbers of 16 bits for bfloat16."""
-    return np.dtype(_STORED_AS.get(dtype, dtype)).newbyteorder("<")
+    """The type of stored elements, by ONNX's name. Raises ValueError where there is none."""
+    return DType(dtype).stored
 
 
 def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
@@ -366,7 +358,6 @@ def _joined(pieces: Sequence[StoredParameter]) -> StoredParameter:
 
 
 _CHUNK = 2**22
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -383,15 +374,7 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
     """Write a file, down to the disk. Returns what it is, and each tensor's offset in bytes by key. Raises LaunchError
     where it cannot be written."""
     ordered = sorted(contents, key=lambda each: -numpy_type(each.dtype).itemsize)  # So that each is aligned.
-    form: dict[str, dict[str, Any]] = {}
-    end = 0
-    for each in ordered:
-        pair = _PAIRS.get(each.dtype)  # To safetensors a complex number is two real ones.
-        tag, shape = (pair, (*each.shape, 2)) if pair else (_TAGS[each.dtype], each.shape)
-        form[each.key] = {"dtype": tag, "shape": shape, "data_offsets": [end, end := end + each.data.nbytes]}
-    text = json.dumps(form).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
+    header, offsets, size = safetensors_header((each.key, DType(each.dtype), each.shape) for each in ordered)
     digest = hashlib.sha256()
     with writing(path), path.open("xb", buffering=0) as file:
         for data in (memoryview(header), *(each.data for each in ordered)):
@@ -401,8 +384,7 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
                 while chunk.nbytes:
                     chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
-    offsets = {key: len(header) + entry["data_offsets"][0] for key, entry in form.items()}
-    return StoredFile(path.name, len(header) + end, digest.hexdigest()), offsets
+    return StoredFile(path.name, size, digest.hexdigest()), offsets
 
 
 def verify_file(path: Path, file: StoredFile) -> None:
@@ -485,7 +467,7 @@ def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
     within their files."""
     try:
         size = numpy_type(tensor.dtype).itemsize
-    except TypeError:
+    except ValueError:
         return f"there is no element type {tensor.dtype!r}"
     everything = whole(tensor.shape)
     rank = len(tensor.shape)

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from autopipe.ir.cluster import own_cores
+
 Answer = dict[str, object]  # Lists, dicts and scalars.
 Work = Callable[[], Answer]
 _CHUNK = 2**16
@@ -30,7 +32,7 @@ def free_cores() -> int:
     """Cores that this process may use; 1 where processes cannot be copied."""
     if not hasattr(os, "fork") or _WITH_THREADS & sys.modules.keys():
         return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return own_cores()
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, MeshAxes, merged, mesh_of, replicated
 from autopipe.ir.measured_costs import Affine, TensorCosts
@@ -21,6 +22,7 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import OpInstance, uses_of
+from autopipe.passes.analysis.optimized import matrices
 from autopipe.passes.analysis.resharding import (
     Exchange,
     NodeLayouts,
@@ -246,3 +248,15 @@ def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
     place = {device: index for index, device in enumerate(ranked)}
     levels = tuple(cluster.level(first, second) for first, second in itertools.pairwise(ranked))
     return tuple(cluster.devices[device] for device in devices), tuple(place[device] for device in devices), levels
+
+
+def check_whole_matrices(problem: Problem, placement: Placement) -> None:
+    """Raise InfeasibleError where the optimizer needs matrices that a stage cuts."""
+    if problem.optimizer.name != "muon" or not problem.train:
+        return
+    own = matrices(problem.graph)
+    for number, work in enumerate(stage_work(problem, placement)):
+        for name, parts in work.parameter_parts:
+            if name in own and parts > 1:
+                message = f"optimizer muon needs whole matrices, and stage {number} cuts {name!r} in {parts} parts"
+                raise InfeasibleError(message, hint="pipelines and data parallelism leave them whole")

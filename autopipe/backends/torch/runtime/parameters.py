@@ -171,7 +171,7 @@ def read_block(model: Path, parameter: Parameter, box: Box, seed: int, threads: 
     if not isinstance(storage, FileSlice):
         return init_shard(parameter, box, seed, threads)
     path = model.parent / storage.file if storage.file else model
-    stored = np.dtype("<u2" if dtype is DType.BFLOAT16 else dtype.value).newbyteorder("<")
+    stored = dtype.stored
     rows = storage.rows if isinstance(storage, FoldedSlice) else ()
     extent = (storage.length // stored.itemsize,) if rows else shape or (1,)
     try:

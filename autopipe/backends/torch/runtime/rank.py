@@ -19,7 +19,6 @@ from autopipe.backends.torch.runtime.batch_reader import BatchReader, Prefetchin
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
-from autopipe.backends.torch.runtime.clipping import GradientClipping, scale_gradients
 from autopipe.backends.torch.runtime.compiled import capture_stages, compile_stages
 from autopipe.backends.torch.runtime.data import Source, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
@@ -33,10 +32,12 @@ from autopipe.backends.torch.runtime.loading import equip_stages
 from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.optimizers import (
+    GradientClipping,
     average_weights,
     groups_of_parameters,
     make_optimizer,
     make_state,
+    scale_gradients,
     set_learning_rate,
     tensor_groups,
 )
@@ -155,7 +156,8 @@ class Rank(RankContext):
             self.loss_scaler = LossScaler(scale, transport)
         if self.loss_scaler is not None or manifest.counts_labels or manifest.training.max_norm is not None:
             groups.add(tuple(range(manifest.world_size)))
-        transport.connect(groups | shared_statistics(manifest), manifest.channels)
+        self._shared_statistics = shared_statistics(manifest)
+        transport.connect(groups | self._shared_statistics, manifest.channels)
         if self.device.type == "cuda" and manifest.memory_limits:
             limit_memory(manifest.memory_limits[self.number], self.device)
         self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.memory_tracker is None)
@@ -301,7 +303,7 @@ class Rank(RankContext):
             if self.checkpointer is not None:
                 self.checkpointer.before_update()
             running = ((number, stage.p.running) for number, stage in self.stages.items())
-            move(self.manifest, self.transport, self.parameters, running)
+            move(self.manifest, self.transport, self.parameters, running, self._shared_statistics)
             self._update()
             self._record("parameters")
         with self.heartbeat.waiting():

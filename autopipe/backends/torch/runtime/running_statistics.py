@@ -90,23 +90,26 @@ def move(
     transport: Transport,
     parameters: dict[int, Tensor],
     stages: Iterable[tuple[int, RunningStatistics]],
+    shared: set[tuple[int, ...]],
 ) -> None:
-    """Move the running statistics on a rank, at a step's end, by those of its stages."""
-    indices = {id(tensor): index for index, tensor in parameters.items()}
-    shards = {shard.parameter: shard.gradient_ranks for shard in manifest.shards[transport.rank]}
-    shared = shared_statistics(manifest)
-    totals: defaultdict[int, list[Tensor]] = defaultdict(list)
-    left: dict[int, float] = {}
+    """Move the running statistics on a rank, at a step's end, by those of its stages. `shared` are the manifest's
+    `shared_statistics`."""
+    changed = []
     for number, running in stages:
         count = manifest.micro_batches_at(number) * manifest.training.gradient_accumulation_steps
-        for tensor, factor, added in running.changes(count):
-            index = indices[id(tensor)]
-            holders = shards[index]
-            copies = len(set(holders) & set(manifest.stages[number].ranks)) if holders in shared else 1
-            totals[index].append(added / copies)
-            left[index] = factor
-    if not totals:
+        changed += [(number, *each) for each in running.changes(count)]
+    if not changed:
         return
+    indices = {id(tensor): index for index, tensor in parameters.items()}
+    shards = {shard.parameter: shard.gradient_ranks for shard in manifest.shards[transport.rank]}
+    totals: defaultdict[int, list[Tensor]] = defaultdict(list)
+    left: dict[int, float] = {}
+    for number, tensor, factor, added in changed:
+        index = indices[id(tensor)]
+        holders = shards[index]
+        copies = len(set(holders) & set(manifest.stages[number].ranks)) if holders in shared else 1
+        totals[index].append(added / copies)
+        left[index] = factor
     order = sorted(totals)
     sums = [torch.stack(totals[index]).sum(0) if len(totals[index]) > 1 else totals[index][0] for index in order]
     sums = [

@@ -9,7 +9,6 @@ that waits: who is behind goes on, up to that step, and its thread answers meanw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from threading import Condition, Thread
 
 from torch._C._distributed_c10d import Store
@@ -104,8 +103,7 @@ class StepAgreement:
 
     def _agree(self, mine: int) -> None:
         asked, self._wanted = self._wanted, set()
-        told: Callable[[], list[object]] = lambda: [mine, sorted(asked)]  # noqa: E731 - one line says it
-        answers = self._group.run_collectively("agreement", told)
+        answers = self._group.run_collectively("agreement", lambda: [mine, sorted(asked)])
         with self._changed:
             last = max(steps for steps, _ in answers) + 1
             self._due.setdefault(last, set()).update(what for _, asked in answers for what in asked)
