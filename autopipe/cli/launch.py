@@ -23,11 +23,11 @@ from autopipe.backends.torch.emission.rank import rank_module
 from autopipe.backends.torch.launcher import (
     LaunchConfig,
     ReportFollower,
-    chrome_trace,
     launch_program,
     local_ranks,
     read_evaluations,
     read_reports,
+    read_times,
     run_alone,
 )
 from autopipe.backends.torch.metrics import LogSettings, MetricsLog
@@ -302,13 +302,21 @@ class Launch:
             finally:
                 if self.outputs is not None:
                     shutil.rmtree(partial_folder(self.outputs), ignore_errors=True)
-                if self.trace is not None:
-                    write_texts({self.trace: json.dumps(chrome_trace(scratch / "spans"))})
+                self._write_trace(scratch / "spans")
             if self.profiled is not None:
                 self.profiled.finish(scratch / "profile", self.manifest, output)
             found, evaluations = (read(scratch / "report.jsonl") for read in (read_reports, read_evaluations))
         show_measured(shown, found, output)
         return found, evaluations
+
+    def _write_trace(self, times: Path) -> None:
+        """Write the tasks of this node's ranks, whose times lie in the folder `times`, where a trace is asked for."""
+        if self.trace is None:
+            return
+        from autopipe.cli.drawing.bubbles import measured_steps
+        from autopipe.cli.drawing.trace import chrome_trace
+
+        write_texts({self.trace: chrome_trace(None, measured_steps(read_times(times)).tasks)})
 
     def _open_log(self, output: Output) -> MetricsLog:
         if self.log is None:

@@ -238,19 +238,3 @@ class ReportFollower:
 def read_times(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """By rank, the times of steps that this node's ranks left in `folder` (`runtime/report.py`)."""
     return {int(path.stem.removeprefix("rank_")): read_reports(path) for path in sorted(folder.glob("rank_*.jsonl"))}
-
-
-def chrome_trace(folder: Path) -> dict[str, Any]:
-    """The trace of the times that ranks left in `folder`: one row a rank, times in microseconds."""
-    ranks = read_times(folder)
-    origin = min((step["began"] for steps in ranks.values() for step in steps), default=0.0)
-    events: list[dict[str, Any]] = []
-    for rank, steps in ranks.items():
-        row = {"pid": 0, "tid": rank}
-        events.append({"name": "thread_name", "ph": "M", **row, "args": {"name": f"rank {rank}"}})
-        for step in steps:
-            for span in step["spans"]:
-                start, length = step["began"] - origin + span["start"], span["end"] - span["start"]
-                task = {"name": span["task"], "cat": "measured", "ph": "X", **row, "ts": start * 1e6}
-                events.append(task | {"dur": length * 1e6, "args": {"step": step["step"]}})
-    return {"displayTimeUnit": "ms", "traceEvents": events}
