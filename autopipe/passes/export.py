@@ -122,7 +122,7 @@ def kept_tensors(
         if name in trained or tensor.raw_data or tensor.float_data or tensor.double_data:
             continue
         external = tensor.data_location == tensor.EXTERNAL
-        place = external_slice(tensor, source.path.parent) if external else source.slices.get(name)
+        place = external_slice(tensor, source.path) if external else source.slices.get(name)
         if place is not None:
             value = Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
             (beside if place.file else inside).append(stored_tensor(value, place, source.path))

@@ -119,7 +119,7 @@ def _onnx_tensors(path: Path) -> dict[str, Numbers]:
     for tensor in source.graph.initializer:
         value = Value(tensor.name, dtype_of(tensor.data_type, tensor.name), tuple(tensor.dims))
         external = tensor.data_location == tensor.EXTERNAL
-        place = external_slice(tensor, path.parent) if external else slices.get(tensor.name)
+        place = external_slice(tensor, path) if external else slices.get(tensor.name)
         if place is not None:
             found[tensor.name] = stored_tensor(value, place, path)
         elif (array := stored_numbers(tensor.name, tensor, slices, path)) is not None:

@@ -113,10 +113,11 @@ def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
     raise ModelError(f"attribute {attribute.name!r} is of a kind that is not supported", where=where)
 
 
-def external_slice(tensor: onnx.TensorProto, folder: Path) -> FileSlice | None:
-    """Where an external tensor lies; None where its file is not there.
+def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
+    """Where an external tensor of the file `model` lies; None where its file is not there.
 
-    Raises ModelError for a path that leaves `folder` (absolute, `..`, a link), for one that is no file, and for a
+    Raises ModelError for a path that leaves the model's folder (absolute, `..`), for a link to anywhere but there or
+    beside the file that `model` is a link to (as in the cache of huggingface_hub), for one that is no file, and for a
     file too short for the tensor.
     """
     where = f"tensor {tensor.name!r}"
@@ -127,8 +128,8 @@ def external_slice(tensor: onnx.TensorProto, folder: Path) -> FileSlice | None:
         raise ModelError(f"its data may not lie in {location!r}, only inside the model's folder", where=where)
     if Path(location).drive:
         raise ModelError(f"its data may not lie on another drive: {location!r}", where=where)
-    file = folder / location
-    if not file.resolve().is_relative_to(folder.resolve()):
+    file = model.parent / location
+    if not any(file.resolve().is_relative_to(folder) for folder in (model.parent.resolve(), model.resolve().parent)):
         raise ModelError(f"its data file {location!r} is a link that leaves the model's folder", where=where)
     size = math.prod(tensor.dims) * dtype_of(tensor.data_type, where).itemsize
     offset, length = _number(entries, "offset", 0, where), _number(entries, "length", size, where)
@@ -163,7 +164,7 @@ def stored_numbers(
     dtype = dtype_of(tensor.data_type, repr(name))
     try:
         if tensor.data_location == tensor.EXTERNAL:
-            place = external_slice(tensor, model.parent)
+            place = external_slice(tensor, model)
         else:
             place = slices.get(name)
             if place is None:

@@ -108,6 +108,8 @@ def _nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 OLDEST_OPSET = 7
 """Before opset 7 broadcasting was an attribute of its own."""
 MOST_DOMAINS = 1000
+MOST_NAMED = 5
+"""Models of a folder that a message names."""
 """Operator sets that a file may import: each is handed to the inference of each node."""
 
 
@@ -216,7 +218,8 @@ def opened(path: Path) -> memoryview:
     if not path.exists():
         raise ModelError("no such file")
     if not path.is_file():
-        raise ModelError("not a file", hint="give the .onnx file itself")
+        held = ", ".join(sorted(repr(each.name) for each in path.glob("*.onnx"))[:MOST_NAMED])
+        raise ModelError("not a file", hint="give the .onnx file itself" + (f": {held}" if held else ""))
     try:
         with path.open("rb") as file:
             if path.stat().st_size == 0:

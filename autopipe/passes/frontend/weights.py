@@ -188,7 +188,7 @@ class Weights:
 
     def _place(self, name: str, tensor: onnx.TensorProto) -> FileSlice | None:
         if tensor.data_location == tensor.EXTERNAL:
-            return external_slice(tensor, self.source.path.parent)
+            return external_slice(tensor, self.source.path)
         return self.source.slices.get(name)
 
     def _array(self, name: str, tensor: onnx.TensorProto, where: str) -> np.ndarray:

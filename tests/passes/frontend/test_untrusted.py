@@ -34,6 +34,8 @@ def refused(path: Path, words: str) -> ModelError:
 def test_what_is_no_model(tmp_path: Path) -> None:
     refused(tmp_path / "absent.onnx", "no such file")
     refused(tmp_path, "not a file")
+    (tmp_path / "model.onnx").write_bytes(b"")
+    assert "'model.onnx'" in refused(tmp_path, "not a file").hint
     for name, content, words in (
         ("empty.onnx", b"", "empty"),
         ("text.onnx", b"hello, this is no model at all", "not an ONNX"),
@@ -161,6 +163,19 @@ def test_external_data_behind_a_link(linked: str, tmp_path: Path) -> None:
     (tmp_path / "model" / linked).parent.mkdir(parents=True)
     (tmp_path / "model" / linked).symlink_to(tmp_path / "secret" / linked)
     refused(external(tmp_path / "model", "weights/data.bin"), "link that leaves")
+
+
+def test_external_data_beside_the_file_that_the_model_is_a_link_to(tmp_path: Path) -> None:
+    """As huggingface_hub lays out its cache: links in a snapshot's folder, files with other names in one folder."""
+    for folder in ("blobs", "snapshot/weights"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "blobs/1f").write_bytes(floats(3, 4).tobytes())
+    external(tmp_path / "blobs", "weights/data.bin").rename(tmp_path / "blobs/2e")
+    (tmp_path / "snapshot/weights/data.bin").symlink_to(tmp_path / "blobs/1f")
+    (tmp_path / "snapshot/model.onnx").symlink_to("../blobs/2e")
+    read = read_model(tmp_path / "snapshot/model.onnx")
+    feeds = random_feeds(read.graph)
+    assert_close(run_read(read, feeds), {"y": feeds["x"] @ floats(3, 4)})
 
 
 def test_external_data_that_is_too_short_no_file_or_wrongly_sized(tmp_path: Path) -> None:
