@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -136,20 +136,22 @@ def _grown(operator: str, operands: Sequence[np.ndarray | None]) -> int:
 
 Operands = tuple[Value | None, ...]
 Results = tuple[Value, ...]
-Rule = Callable[[Operands, frozenset[str]], Results]
-"""From the operands' types and the names of the attributes that are set (not zero) to the results' types.
+Flags = Mapping[str, int]
+"""The whole-number attributes of a node that are not zero."""
+Rule = Callable[[Operands, Flags], Results]
+"""From the operands' types and those attributes to the results' types.
 
 Raises ValueError where shapes do not fit or operands are missing.
 """
 
 
-def _like_first(operands: Operands, flags: frozenset[str]) -> Results:
+def _like_first(operands: Operands, flags: Flags) -> Results:
     first = operands[0]
     assert first is not None
     return (first,)
 
 
-def _skip_normalization(operands: Operands, flags: frozenset[str]) -> Results:
+def _skip_normalization(operands: Operands, flags: Flags) -> Results:
     """The result, mean and 1 / deviation, and the sum that was normalised."""
     first = operands[0]
     assert first is not None
@@ -157,7 +159,7 @@ def _skip_normalization(operands: Operands, flags: frozenset[str]) -> Results:
     return first, statistics, statistics, first
 
 
-def _fused_matmul(operands: Operands, flags: frozenset[str]) -> Results:
+def _fused_matmul(operands: Operands, flags: Flags) -> Results:
     left, right = (value for value in operands[:2] if value is not None)
     first, second = left.shape[-2:], right.shape[-2:]
     rows, inner = first[::-1] if "transA" in flags else first
@@ -165,6 +167,20 @@ def _fused_matmul(operands: Operands, flags: frozenset[str]) -> Results:
     if inner != other:
         raise ValueError(f"{inner} and {other}")
     return (Value("", left.dtype, (*np.broadcast_shapes(left.shape[:-2], right.shape[:-2]), rows, columns)),)
+
+
+def _packed_product(operands: Operands, flags: Flags) -> Results:
+    x, weight = (value for value in operands[:2] if value is not None)
+    return (replace(x, shape=(*x.shape[:-1], weight.shape[0])),)
+
+
+def _packed_lookup(operands: Operands, flags: Flags) -> Results:
+    table, places, scales = (value for value in operands[:3] if value is not None)
+    bits = flags.get("bits", 4)
+    if bits not in (2, 4, 8):
+        raise ValueError(f"{bits} bits")
+    width = table.shape[1] * 8 // bits
+    return (Value("", scales.dtype, (*places.shape, width)),)
 
 
 RULES: dict[tuple[str, str], Rule] = {
@@ -176,6 +192,8 @@ RULES: dict[tuple[str, str], Rule] = {
     ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
     ("com.microsoft", "FusedMatMul"): _fused_matmul,
+    ("com.microsoft", "MatMulNBits"): _packed_product,
+    ("com.microsoft", "GatherBlockQuantized"): _packed_lookup,
 }
 """By domain and operator."""
 
@@ -189,8 +207,8 @@ def told_by_rule(node: onnx.NodeProto, operands: Operands, where: str) -> tuple[
     if rule is None or not operands or operands[0] is None:
         return None
     try:
-        told = rule(operands, frozenset(each.name for each in node.attribute if each.i))
-    except ValueError as error:
+        told = rule(operands, {each.name: each.i for each in node.attribute if each.i})
+    except (ValueError, IndexError) as error:
         shapes = ", ".join(str(value.shape) for value in operands if value is not None)
         raise ModelError(f"the shapes {shapes} do not fit: {error}", where=where) from error
     results = itertools.zip_longest(node.output, told[: len(node.output)])

@@ -14,6 +14,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
+from autopipe.passes.frontend.contributed import spelled_out
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, shape_of
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.inference import RANDOM, Inference
@@ -143,6 +144,11 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
             sweep.keep(sweep.weights.missing(sweep.declared(name) or missing.deduced(name)))
     if sweep.sequences.concern(node):
         for each in sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays):
+            _visit(sweep, each)
+        return
+    spelled = spelled_out(node, operands, sweep.types)
+    if spelled is not None and spelled != (node,):
+        for each in spelled:
             _visit(sweep, each)
         return
     standard = node.domain in ("", "ai.onnx")

@@ -47,6 +47,8 @@ SCALES = frozenset(
     | {(operator, slot) for operator, slot in AFFINE_SLOTS if operator.endswith("Normalization")}
 )
 """Operands that are ones or zeros in a new model of torch's."""
+SCALES_OF_WEIGHTS = frozenset({("MatMulNBits", 2), ("MatMulNBits", 3), ("GatherBlockQuantized", 2)})
+"""Operands that say what packed whole numbers mean."""
 SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})
 """Operands that are the scale (a logarithm) and the offset of similarities, in CLIP and SigLIP."""
 RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot in range(4)})
@@ -95,6 +97,8 @@ class Roles:
             return Role(False, "no parameter, as the file states", constant=True)
         if self.signature:
             return self._signed(value, numbers, slots)
+        if slots and slots <= SCALES_OF_WEIGHTS:
+            return Role(False, "scales of quantised weights")
         if any(operator in OPERATORS and slot in OPERATORS[operator].static for operator, slot in slots):
             return Role(False, "an operator's setting", constant=True)
         if in_node and self.from_torch:

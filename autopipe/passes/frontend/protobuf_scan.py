@@ -26,6 +26,8 @@ ATTRIBUTE_TENSOR = 5
 TENSOR_TYPE, TENSOR_FLOATS, TENSOR_NAME, TENSOR_RAW, TENSOR_DOUBLES = 2, 4, 8, 9, 10
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
+BYTES = frozenset({2, 3})
+"""And for uint8 and int8: weights of few bits, not shapes."""
 Piece = bytes | memoryview
 
 
@@ -108,7 +110,8 @@ def _strip_tensor(data: memoryview, tensor: Field, name: str, slices: dict[str, 
     ]
     size = sum(field.end - field.payload for field in numbers)
     whole = bytes(data[tensor.payload : tensor.end]) if size < LARGE_TABLE or len(numbers) != 1 else b""
-    if len(numbers) != 1 or not name or (kind not in FLOATING and size < LARGE_TABLE):
+    least = 0 if kind in FLOATING else LARGE_FLOATS if kind in BYTES else LARGE_TABLE
+    if len(numbers) != 1 or not name or size < least:
         return whole
     found = numbers[0]
     slices[name] = FileSlice("", found.payload, size)

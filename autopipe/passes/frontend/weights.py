@@ -25,6 +25,7 @@ from autopipe.passes.frontend.elements import (
 )
 from autopipe.passes.frontend.folding import Folded, unfolded
 from autopipe.passes.frontend.parameters import Chosen, Role, Roles
+from autopipe.passes.frontend.protobuf_scan import BYTES, LARGE_FLOATS, LARGE_TABLE
 from autopipe.passes.frontend.uses import GATES, Uses
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ SPREAD = 0.02
 """Standard deviation of embeddings and of what no product reads (Radford et al. 2018, GPT, section 4.1)."""
 PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum"})
 SCALES = frozenset(
-    {(f"{kind}Normalization", 1) for kind in ("Batch", "Instance", "Group", "Layer", "RMS")}
+    {(f"{kind}Normalization", 1) for kind in ("Batch", "Instance", "Group", "Layer", "RMS", "SimplifiedLayer")}
     | {("BatchNormalization", 4), ("Mul", 0), ("Mul", 1)}
 )
 
@@ -112,7 +113,7 @@ class Weights:
         """The parameter of this type, whose numbers the file does not hold."""
         shape_of(value.shape, f"parameter {value.name!r}")
         self.absent.append(value.name)
-        return self._parameter(Parameter(value, self._initializer(value.name, value.shape)))
+        return self._parameter(Parameter(value, self._initializer(value)))
 
     def filled(self, value: Value, number: float) -> Parameter:
         """The parameter that a ConstantOfShape node makes."""
@@ -152,7 +153,9 @@ class Weights:
             raise ModelError(f"it has the shape {shape}", where=where)
         value = Value(name, dtype, shape)
         if not dtype.is_floating:
-            if in_node or name not in self.source.slices:
+            apart = tensor.data_location == tensor.EXTERNAL or not (tensor.raw_data or tensor.int32_data)
+            least = LARGE_FLOATS if tensor.data_type in BYTES else LARGE_TABLE
+            if in_node or not (name in self.source.slices or (apart and value.bytes >= least)):
                 return Constant(value, self._array(name, tensor, where))
             return Parameter(value, self._storage(name, tensor, dtype), trainable=False)
         role = self.roles.role(value, lambda: self._numbers(name, tensor), in_node)
@@ -217,13 +220,16 @@ class Weights:
                     "its numbers are stored one by one", hint="save the model again with raw data", where=where
                 )
             self.absent.append(name)
-            return self._initializer(name, shape)
+            return self._initializer(Value(name, dtype, shape))
         if place.length != size:
             raise ModelError(f"it has {place.length} bytes, its shape needs {size}", where=where)
         return place
 
-    def _initializer(self, name: str, shape: tuple[int, ...]) -> Initializer:
-        return self.stated.get(name) or default_initializer(name, shape, self.roles.uses)
+    def _initializer(self, value: Value) -> Initializer:
+        drawn = default_initializer(value.name, value.shape, self.roles.uses)
+        if value.dtype.is_integer and value.dtype.itemsize == 1:
+            drawn = Initializer("uniform", 128.0)
+        return self.stated.get(value.name) or drawn
 
 
 MOST_STEPS = 32

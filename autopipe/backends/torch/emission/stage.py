@@ -19,6 +19,7 @@ from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
 from autopipe.backends.torch.emission.movement import MOVEMENT
 from autopipe.backends.torch.emission.normalization import NORMALIZATION
 from autopipe.backends.torch.emission.products import PRODUCTS
+from autopipe.backends.torch.emission.quantized import QUANTIZED
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Layout, degree_of
@@ -26,7 +27,7 @@ from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 
-EMITTERS: dict[str, Emitter] = {**ELEMENTWISE, **MOVEMENT, **PRODUCTS, **NORMALIZATION, **ATTENTION}
+EMITTERS: dict[str, Emitter] = {**ELEMENTWISE, **MOVEMENT, **PRODUCTS, **NORMALIZATION, **ATTENTION, **QUANTIZED}
 
 LINEAR = "Linear"
 """Operator type of a product and the bias added to it; operands x, weight [in, out], bias [out]."""

@@ -87,6 +87,8 @@ def init_shard(parameter: Parameter, box: Box, seed: int, threads: int = 1) -> t
         for place, words in _pieces(runs, key, thread, sharing):
             unscaled = box_muller_normal(words) if storage.scheme == "normal" else as_uniform(words) * 2.0 - 1.0
             numbers = (unscaled * storage.scale).astype(np.float32)
+            if not block.is_floating_point():  # Bytes: those below zero are counted from the largest.
+                numbers = np.floor(numbers).astype(np.int64).astype(value.dtype.stored)
             flat[place : place + len(numbers)] = torch.from_numpy(numbers)
 
     if sharing == 1:

@@ -1,0 +1,108 @@
+"""Products and lookups of weights that stay packed, a few bits each: they become numbers where they are used, some rows
+at a time, and again in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.backends.torch.runtime.operators.sharded import from_front
+
+_TOGETHER = 1 << 22
+"""Weights that are unpacked at once."""
+
+
+def unpacked(data: Tensor, bits: int) -> Tensor:
+    """The whole numbers from 0 in the bytes of the last dimension, low bits first."""
+    if bits == 8:
+        return data
+    parts = [(data >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, -1).flatten(-2)
+
+
+def _blocks(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
+    """The numbers of blocks of bytes [rows, blocks, bytes], with scales [rows, blocks], as [rows, numbers]."""
+    if points is None:
+        return ((unpacked(data, bits).to(scales.dtype) - (1 << bits - 1)) * scales.unsqueeze(-1)).flatten(-2)
+    if points.dtype == torch.uint8:
+        points = unpacked(points, bits)[..., : scales.shape[-1]]
+    numbers = unpacked(data, bits).to(scales.dtype) - points.to(scales.dtype).unsqueeze(-1)
+    return (numbers * scales.unsqueeze(-1)).flatten(-2)
+
+
+def _rows(data: Tensor, scales: Tensor, points: Tensor | None, bits: int, width: int, groups: Tensor | None) -> Tensor:
+    """The numbers of some rows, `width` each; `groups` says of each column which block's scale is its own."""
+    if groups is None:
+        return _blocks(data, scales, points, bits)[:, :width]
+    if points is not None and points.dtype == torch.uint8:
+        points = unpacked(points, bits)[:, : scales.shape[1]]
+    numbers = unpacked(data, bits).flatten(1)[:, :width].to(scales.dtype)
+    chosen = groups.to(torch.int64)
+    middle = 1 << bits - 1 if points is None else points.to(scales.dtype)[:, chosen]
+    return (numbers - middle) * scales[:, chosen]
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ of packed weights W, which alone are kept."""
+
+    @staticmethod
+    def forward(
+        context: Any, x: Tensor, data: Tensor, scales: Tensor, points: Tensor | None, groups: Tensor | None, bits: int
+    ) -> Tensor:
+        context.save_for_backward(data, scales, points, groups)
+        context.bits, context.width, context.dtype = bits, x.shape[-1], x.dtype
+        step = max(1, _TOGETHER // max(1, x.shape[-1]))
+        found = []
+        for first in range(0, len(data), step):
+            own = slice(first, first + step)
+            part = None if points is None else points[own]
+            weight = _rows(data[own], scales[own], part, bits, x.shape[-1], groups)
+            found.append(F.linear(x, weight.to(x.dtype)))
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        data, scales, points, groups = context.saved_tensors
+        step = max(1, _TOGETHER // max(1, context.width))
+        total: Tensor | None = None
+        for first in range(0, len(data), step):
+            own = slice(first, first + step)
+            part = None if points is None else points[own]
+            weight = _rows(data[own], scales[own], part, context.bits, context.width, groups)
+            share = torch.matmul(gradients[0][..., own], weight.to(gradients[0].dtype))
+            total = share if total is None else total + share
+        return None if total is None else total.to(context.dtype), None, None, None, None, None
+
+
+def matmul_nbits(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    points: Tensor | None = None,
+    groups: Tensor | None = None,
+    *,
+    bits: int,
+) -> Tensor:
+    """x Wᵀ: W are blocks of bytes [rows, blocks, bytes] with scales and zero points (packed where they are bytes,
+    else numbers; the middle where absent). `groups` says of each column of W which block's scale is its own."""
+    found: Tensor = _Product.apply(x, data, scales, points, groups, bits)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gather_blocks(
+    data: Tensor, indices: Tensor, scales: Tensor, points: Tensor | None, group: Group | None = None, *, bits: int
+) -> Tensor:
+    """Rows of a packed table at `indices`; zeros for those out of range and those that other ranks have."""
+    rows = len(data)
+    places = from_front(indices, rows * (1 if group is None else group.size))
+    places = places if group is None else places - group.position * rows
+    mine = (places >= 0) & (places < rows)
+    own = places.masked_fill(~mine, 0).reshape(-1)
+    picked = data.index_select(0, own).unflatten(1, (scales.shape[1], -1))
+    part = None if points is None else points.index_select(0, own)
+    found = _blocks(picked, scales.index_select(0, own), part, bits)
+    return found.reshape(*indices.shape, -1).masked_fill(~mine.unsqueeze(-1), 0)
