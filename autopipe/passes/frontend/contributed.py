@@ -1,83 +1,24 @@
 """ONNX Runtime's own operators (domain com.microsoft) spelled with ONNX's, where that loses nothing, while reading.
 
-What a spelling says is read like any other part of the file: typed, folded, fused. Operators with a row of their own
+Spellings are read like any other part of the file: typed, folded, fused. Operators with a row of their own
 are only given one form: biases apart, scales and zero points of blocks as matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
+from autopipe.passes.frontend.quantized_spellings import QUANTIZED
+from autopipe.passes.frontend.spelling import Spelling
 
 if TYPE_CHECKING:
     import onnx
 
 DOMAIN = "com.microsoft"
-
-
-@dataclass(slots=True)
-class Spelling:
-    """The nodes that stand for one node of the file, in their order."""
-
-    node: onnx.NodeProto
-    operands: tuple[str, ...]
-    """Names of values, "" where one is absent."""
-    types: Mapping[str, Value]
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-
-    def operand(self, index: int) -> str:
-        """The name of an operand, "" where it is absent."""
-        return self.operands[index] if index < len(self.operands) else ""
-
-    def type(self, index: int) -> Value:
-        """The type of an operand; raises ModelError where it is absent."""
-        if not self.operand(index):
-            raise ModelError(f"it lacks operand {index}", where=f"{self.node.op_type} {self.node.name!r}")
-        return self.types[self.operand(index)]
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        return self.type(index).shape
-
-    def integer(self, name: str, default: int = 0) -> int:
-        return next((each.i for each in self.node.attribute if each.name == name), default)
-
-    def number(self, name: str, default: float) -> float:
-        return next((each.f for each in self.node.attribute if each.name == name), default)
-
-    def add(self, operator: str, *operands: str, result: int | None = None, domain: str = "", **attributes: Any) -> str:
-        """Add a node and return the name of its first result: that of result `result` of the node, else a new one."""
-        import onnx.helper
-
-        own = self.node.output[0] or self.node.name
-        name = f"{own}/{len(self.nodes)}" if result is None else self.node.output[result]
-        title = f"{self.node.name or self.node.op_type}/{operator}" if self.nodes or result is None else self.node.name
-        kept = {key: value for key, value in attributes.items() if value is not None}
-        self.nodes.append(onnx.helper.make_node(operator, operands, [name], name=title, domain=domain, **kept))
-        return name
-
-    def own(self, operands: Sequence[str], outputs: Sequence[str]) -> None:
-        """Add the node itself with other operands and results."""
-        import onnx
-
-        node = onnx.NodeProto()
-        node.CopyFrom(self.node)
-        del node.input[:], node.output[:]
-        node.input.extend(operands)
-        node.output.extend(outputs)
-        self.nodes.append(node)
-
-    def integers(self, *values: int) -> str:
-        """A constant of whole numbers."""
-        return self.add("Constant", value_ints=list(values))
-
-    def shaped(self, name: str, *shape: int) -> str:
-        return self.add("Reshape", name, self.integers(*shape))
-
-
 Speller = Callable[[Spelling], None]
 
 
@@ -97,7 +38,135 @@ def _matmul_nbits(spelling: Spelling) -> None:
         spelling.add("Add", product, bias, result=0)
 
 
-SPELLERS: dict[str, Speller] = {"MatMulNBits": _matmul_nbits}
+def _group_norm(spelling: Spelling, skips: bool = False) -> None:
+    """Of channels that come last, and with SiLU behind, unless attributes say otherwise; perhaps of a sum."""
+    x, shape = spelling.operand(0), spelling.shape(0)
+    last, results = spelling.integer("channels_last", 1), len(spelling.node.output)
+    if skips:
+        skip, given = spelling.operand(3), spelling.shape(3)
+        if len(given) == 2:
+            middle = [1] * (len(shape) - 2)
+            extents = [given[0], *middle, given[1]] if last else [*given, *middle]
+            skip = spelling.shaped(skip, *extents)
+        total = spelling.add("Add", x, skip)
+        if bias := spelling.operand(4):
+            total = spelling.add("Add", total, bias if last else spelling.shaped(bias, -1, *[1] * (len(shape) - 2)))
+        x = spelling.add("Identity", total, result=1) if results > 1 and spelling.node.output[1] else total
+    if last:
+        x = spelling.moved(x, len(shape), last=False)
+    settings: dict[str, Any] = {"num_groups": spelling.integer("groups"), "epsilon": spelling.number("epsilon", 1e-5)}
+    active = spelling.integer("activation")
+    ends = last or active
+    x = spelling.add(
+        "GroupNormalization", x, spelling.operand(1), spelling.operand(2), result=None if ends else 0, **settings
+    )
+    if active:
+        x = spelling.add("QuickGelu", x, result=None if last else 0, domain=DOMAIN, alpha=1.0)
+    if last:
+        spelling.moved(x, len(shape), last=True, result=0)
+
+
+def _bias_split_gelu(spelling: Spelling) -> None:
+    """The first half of the sums times Gelu of the second."""
+    half = spelling.shape(0)[-1] // 2
+    total, axis = spelling.add("Add", spelling.operand(0), spelling.operand(1)), spelling.integers(-1)
+    first, second = (
+        spelling.add("Slice", total, spelling.integers(start), spelling.integers(start + half), axis)
+        for start in (0, half)
+    )
+    spelling.add("Mul", first, spelling.add("Gelu", second, domain=DOMAIN), result=0)
+
+
+def _bias_add(spelling: Spelling) -> None:
+    spelling.add("Add", spelling.add("Add", spelling.operand(0), spelling.operand(1)), spelling.operand(2), result=0)
+
+
+def _channels_last(operator: str, spelling: Spelling) -> None:
+    """An operator on images whose channels come last."""
+    rank = len(spelling.shape(0))
+    x = spelling.moved(spelling.operand(0), rank, last=False)
+    found = spelling.add(operator, x, *spelling.operands[1:], **spelling.attributes())
+    spelling.moved(found, rank, last=True, result=0)
+
+
+_PARAMETERS = {"LeakyRelu": ("alpha",), "HardSigmoid": ("alpha", "beta"), "Elu": ("alpha",)}
+
+
+def _activated(spelling: Spelling, x: str, parameters: list[float]) -> None:
+    """Make the node's result by the activation that it names."""
+    activation = spelling.text("activation")
+    if activation == "Clip":
+        low, high = (spelling.add("Constant", value_float=value) for value in parameters)
+        spelling.add("Clip", x, low, high, result=0)
+    elif activation in ("Relu", "Sigmoid", "Tanh", *_PARAMETERS):
+        named: dict[str, Any] = dict(zip(_PARAMETERS.get(activation, ()), parameters, strict=False))
+        spelling.add(activation, x, result=0, **named)
+    elif activation:
+        raise ModelError(
+            f"it has no activation {activation!r}", where=f"{spelling.node.op_type} {spelling.node.name!r}"
+        )
+    else:
+        spelling.add("Identity", x, result=0)
+
+
+def _fused_conv(spelling: Spelling, last: bool = False) -> None:
+    """A convolution, perhaps something added, and an activation."""
+    rank, x = len(spelling.shape(0)), spelling.operand(0)
+    x = spelling.moved(x, rank, last=False) if last else x
+    bias = [spelling.operand(2)] if spelling.operand(2) else []
+    attributes = spelling.attributes("activation", "activation_params")
+    x = spelling.add("Conv", x, spelling.operand(1), *bias, **attributes)
+    x = spelling.moved(x, rank, last=True) if last else x
+    if spelling.operand(3):
+        x = spelling.add("Add", x, spelling.operand(3))
+    _activated(spelling, x, list(spelling.attributes().get("activation_params", [])))
+
+
+def _fused_gemm(spelling: Spelling) -> None:
+    names = "activation", "activation_alpha", "activation_beta", "activation_gamma"
+    x = spelling.add("Gemm", *filter(None, spelling.operands), **spelling.attributes(*names))
+    given = spelling.attributes()
+    _activated(spelling, x, [given[name] for name in names[1:] if name in given])
+
+
+def _embedding(spelling: Spelling) -> None:
+    """Rows of words, positions and segments added up and normalised; how many tokens the mask shows."""
+    samples, length = spelling.shape(0)
+    words = spelling.add("Gather", spelling.operand(2), spelling.operand(0))
+    if spelling.operand(8):
+        places = spelling.add("Gather", spelling.operand(3), spelling.operand(8))
+    else:
+        ends = spelling.integers(0), spelling.integers(length), spelling.integers(0)
+        places = spelling.add("Slice", spelling.operand(3), *ends)
+    total = spelling.add("Add", words, places)
+    if spelling.operand(1):
+        total = spelling.add("Add", total, spelling.add("Gather", spelling.operand(4), spelling.operand(1)))
+    outputs = [*spelling.node.output, "", ""]
+    epsilon = spelling.number("epsilon", 1e-12)
+    if outputs[2]:
+        total = spelling.add("Identity", total, result=2)
+    spelling.add("LayerNormalization", total, spelling.operand(5), spelling.operand(6), result=0, epsilon=epsilon)
+    if outputs[1] and spelling.operand(7):
+        spelling.add("ReduceSum", spelling.operand(7), spelling.integers(1), keepdims=0, result=1)
+    elif outputs[1]:
+        zeros = spelling.add("Cast", spelling.integers(0), to=6)
+        spelling.add("Expand", zeros, spelling.integers(samples), result=1)
+
+
+SPELLERS: dict[str, Speller] = {
+    "MatMulNBits": _matmul_nbits,
+    "GroupNorm": _group_norm,
+    "SkipGroupNorm": partial(_group_norm, skips=True),
+    "BiasSplitGelu": _bias_split_gelu,
+    "BiasAdd": _bias_add,
+    "NhwcConv": partial(_channels_last, "Conv"),
+    "NhwcMaxPool": partial(_channels_last, "MaxPool"),
+    "NhwcFusedConv": partial(_fused_conv, last=True),
+    "FusedConv": _fused_conv,
+    "FusedGemm": _fused_gemm,
+    "EmbedLayerNormalization": _embedding,
+    **QUANTIZED,
+}
 """By operator of the domain."""
 
 
@@ -116,7 +185,7 @@ def spelled_out(
     spelling = Spelling(node, operands, types)
     try:
         SPELLERS[node.op_type](spelling)
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, KeyError) as error:
         shapes = ", ".join(str(types[name].shape) if name else "absent" for name in operands)
         raise ModelError(f"operands {shapes} do not fit", where=f"{node.op_type} {node.name!r}") from error
     return tuple(spelling.nodes)

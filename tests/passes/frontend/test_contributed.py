@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -57,6 +58,18 @@ def model_of(
     return oh.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
+def computed(path: Path, fed: Arrays) -> list[np.ndarray]:
+    """The results of a file as it is read and emitted."""
+    graph = read_model(path, batch_axes=dict.fromkeys(fed)).graph
+    place = SimpleNamespace(
+        device=torch.device("cpu"),
+        **{f"w{index}": to_tensor(parameter_array(each, path)) for index, each in enumerate(graph.parameters)},
+        **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
+    )
+    forward = forward_of(emit_forward(stage_of(graph)).text)
+    return [to_array(each) for each in forward(place, *(to_tensor(fed[each.name]) for each in graph.inputs))]
+
+
 def compare(
     tmp_path: Path,
     operator: str,
@@ -77,15 +90,7 @@ def compare(
     options = ort.SessionOptions()
     options.log_severity_level = 4
     expected = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, fed)
-    graph = read_model(path, batch_axes=dict.fromkeys(fed)).graph
-    place = SimpleNamespace(
-        device=torch.device("cpu"),
-        **{f"w{index}": to_tensor(parameter_array(each, path)) for index, each in enumerate(graph.parameters)},
-        **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
-    )
-    forward = forward_of(emit_forward(stage_of(graph)).text)
-    found = forward(place, *(to_tensor(fed[each.name]) for each in graph.inputs))
-    for ours, theirs in zip(map(to_array, found), expected, strict=True):
+    for ours, theirs in zip(computed(path, fed), expected, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         if theirs.dtype.kind in "iu":
             apart = np.abs(ours.astype(np.int64) - theirs.astype(np.int64))
@@ -156,3 +161,204 @@ def test_lookups_of_packed_rows_in_parts(points: str, tmp_path: Path) -> None:
     operands = [("table", table[1].reshape(24, -1)), ("places", np.array([[1, 5], [23, 0]])), *others]
     settings = {"gather_axis": 0, "quantize_axis": 1, "block_size": 32}
     assert check(use_of(tmp_path, "GatherBlockQuantized", operands, bits=4, **settings), 1e-4, 1e-5) == 4
+
+
+def number(name: str, value: float) -> tuple[str, np.ndarray]:
+    """A scale."""
+    return name, np.array(value, np.float32)
+
+
+def point(name: str, value: int, dtype: str = "uint8") -> tuple[str, np.ndarray]:
+    """A zero point."""
+    return name, np.array(value, dtype)
+
+
+def in_bytes(name: str, *shape: int, scale: float = 0.0517, zero: int = 120, dtype: str = "uint8") -> list[Any]:
+    """A quantised operand, its scale and zero point."""
+    return [(name, whole(*shape, dtype=dtype)), number(f"{name}_scale", scale), point(f"{name}_point", zero, dtype)]
+
+
+def result_of(scale: float = 0.0493, zero: int = 110, dtype: str = "uint8") -> list[Any]:
+    """Scale and zero point of a result."""
+    return [number("y_scale", scale), point("y_point", zero, dtype)]
+
+
+A, IMAGE = in_bytes("a", 2, 3, 8), in_bytes("a", 2, 4, 6, 5)
+SIGNED = in_bytes("a", 2, 3, 8, zero=-3, dtype="int8")
+NARROW = result_of(1 / 256, 0)
+QUANTIZED: list[tuple[str, list[Any], dict[str, Any]]] = [
+    ("QLinearAdd", [*A, *in_bytes("b", 3, 1), *result_of(0.0971)], {}),
+    ("QLinearAdd", [*SIGNED, *in_bytes("b", 8, zero=4, dtype="int8"), *result_of(0.0971, 5, "int8")], {}),
+    ("QLinearMul", [*A, *in_bytes("b", 2, 3, 8, zero=130), *result_of(0.317)], {}),
+    ("QLinearSigmoid", [*A, *NARROW], {}),
+    ("QLinearLeakyRelu", [*A, *result_of()], {"alpha": 0.2}),
+    ("QLinearSoftmax", [*in_bytes("a", 3, 9, scale=0.02), *NARROW], {"opset": 13, "axis": -1}),
+    ("QLinearSoftmax", [*in_bytes("a", 3, 2, 5, scale=0.02), *NARROW], {"opset": 12, "axis": 1}),
+    ("QLinearConcat", [*result_of(), *A, *in_bytes("b", 2, 3, 2, scale=0.04, zero=100)], {"axis": 2}),
+    ("QLinearWhere", [("c", whole(3, 8) > 127), *in_bytes("a", 3, 8), *in_bytes("b", 8, scale=0.04), *result_of()], {}),
+    ("QLinearGlobalAveragePool", [*IMAGE, *result_of(0.0213)], {}),
+    ("QLinearGlobalAveragePool", [*IMAGE, *result_of(0.0213)], {"channels_last": 1}),
+    (
+        "QLinearAveragePool",
+        [*IMAGE, *result_of(0.04)],
+        {"kernel_shape": [3, 2], "pads": [1, 0, 1, 0], "strides": [2, 1]},
+    ),
+    ("QLinearAveragePool", [*IMAGE, *result_of(0.04)], {"kernel_shape": [2, 2], "channels_last": 1}),
+    (
+        "QGemm",
+        [*in_bytes("a", 4, 6), *in_bytes("b", 6, 5), ("c", np.arange(5, dtype=np.int32) * 99), *result_of(0.9)],
+        {},
+    ),
+    ("QGemm", [*in_bytes("a", 6, 4), *in_bytes("b", 5, 6)], {"transA": 1, "transB": 1, "alpha": 0.5}),
+]
+
+
+@pytest.mark.parametrize(
+    ("operator", "operands", "attributes"), QUANTIZED, ids=lambda each: each if isinstance(each, str) else ""
+)
+def test_quantised_operators(operator: str, operands: list[Any], attributes: dict[str, Any], tmp_path: Path) -> None:
+    held = " ".join(each[0] for each in operands if each and "_" in each[0])
+    compare(tmp_path, operator, operands, held, steps=0.02, **attributes)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("per_column", [False, True])
+def test_products_of_bytes(signed: bool, per_column: bool, tmp_path: Path) -> None:
+    dtype, count = "int8" if signed else "uint8", (5,) if per_column else ()
+    b, bias = ("b", whole(6, 5, dtype=dtype)), ("bias", floats(5))
+    scale, zero = ("b_scale", np.abs(floats(*count)) + 0.01), ("b_point", whole(*count, dtype=dtype))
+    compare(
+        tmp_path,
+        "DynamicQuantizeMatMul",
+        [("a", floats(2, 4, 6)), b, scale, zero, bias],
+        "b b_scale b_point bias",
+        rtol=1e-3,
+        atol=1e-3,
+    )
+    a, a_scale, a_point = in_bytes("a", 2, 4, 6)
+    operands = [a, b, a_scale, scale, a_point, zero, bias]
+    compare(tmp_path, "MatMulIntegerToFloat", operands, "b a_scale b_scale a_point b_point bias", rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("settings", ["", "mask", "lengths", "unidirectional", "past"])
+def test_attention_of_bytes(settings: str, tmp_path: Path) -> None:
+    a, scale, zero = in_bytes("a", 2, 4, 8, scale=0.02)
+    past = ("past", floats(2, 2, 2, 3, 4)) if settings == "past" else None
+    mask = {
+        "mask": ("mask", np.array([[1, 1, 1, 0], [1, 0, 1, 1]], np.int32)),
+        "lengths": ("mask", np.array([3, 4], np.int32)),
+    }
+    operands = [
+        a,
+        ("w", whole(8, 24)),
+        ("bias", floats(24)),
+        scale,
+        number("w_scale", 0.01),
+        mask.get(settings),
+        zero,
+        point("w_point", 128),
+        past,
+    ]
+    attributes = {"num_heads": 2, "unidirectional": int(settings in ("unidirectional", "past"))}
+    held = "w bias w_scale w_point a_scale a_point"
+    compare(tmp_path, "QAttention", operands, held, results=2 if past else 1, rtol=1e-3, atol=1e-3, **attributes)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_recurrent_layers_of_bytes(per_row: bool, tmp_path: Path) -> None:
+    scales = (1, 12) if per_row else (1,)
+    operands: list[Any] = [
+        ("x", floats(4, 2, 5)),
+        ("w", whole(1, 5, 12)),
+        ("r", whole(1, 3, 12)),
+        ("b", floats(1, 24, scale=0.1)),
+        None,
+        None,
+        None,
+        None,
+    ]
+    for name in "wr":
+        operands += [
+            (f"{name}_scale", np.full(scales, 0.01, np.float32)),
+            (f"{name}_point", np.full(scales, 128, np.uint8)),
+        ]
+    held = "w r b w_scale w_point r_scale r_point"
+    compare(
+        tmp_path, "DynamicQuantizeLSTM", operands, held, results=3, rtol=0.05, atol=0.02, hidden_size=3
+    )  # It rounds x.
+
+
+@pytest.mark.parametrize("results", [2, 3])
+@pytest.mark.parametrize("given", ["", "segments", "mask", "places"])
+def test_embeddings(given: str, results: int, tmp_path: Path) -> None:
+    def tokens(below: int) -> np.ndarray:
+        return RANDOM.integers(0, below, (2, 4)).astype(np.int32)
+
+    segments = given == "segments"
+    operands: list[Any] = [("ids", tokens(9)), ("segments", tokens(2)) if segments else None, ("words", floats(9, 8))]
+    operands += [
+        ("positions", floats(6, 8)),
+        ("table", floats(2, 8)) if segments else None,
+        ("gamma", floats(8)),
+        ("beta", floats(8)),
+    ]
+    operands += [("mask", np.array([[1, 1, 0, 0], [1, 1, 1, 1]], np.int32)) if given == "mask" else None]
+    operands += [("places", tokens(6)) if given == "places" else None]
+    compare(tmp_path, "EmbedLayerNormalization", operands, "words positions table gamma beta", results, epsilon=1e-5)
+
+
+PIXELS = [("x", floats(2, 4, 5, 5)), ("w", floats(6, 4, 3, 3)), ("b", floats(6))]
+MATRICES = [("x", floats(3, 4)), ("w", floats(5, 4)), ("b", floats(5))]
+
+
+@pytest.mark.parametrize(
+    ("operator", "operands", "attributes"),
+    [
+        ("FusedConv", PIXELS, {"activation": "Relu", "pads": [1] * 4}),
+        ("FusedConv", [*PIXELS, ("z", floats(2, 6, 3, 3))], {"activation": "Relu"}),
+        ("FusedConv", PIXELS[:2], {"activation": "Clip", "activation_params": [0.0, 6.0]}),
+        ("FusedGemm", MATRICES, {"activation": "LeakyRelu", "activation_alpha": 0.1, "transB": 1}),
+        ("DequantizeLinear", in_bytes("a", 3, 4), {}),
+        ("QuantizeLinear", [("a", floats(3, 4)), *result_of()], {}),
+    ],
+)
+def test_other_operators(operator: str, operands: list[Any], attributes: dict[str, Any], tmp_path: Path) -> None:
+    compare(tmp_path, operator, operands, "w b", **attributes)
+
+
+@pytest.mark.parametrize(("last", "active"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("skip", ["", "whole", "one a sample", "flat"])
+def test_group_normalization_which_has_no_kernel_for_cpus(last: int, active: int, skip: str, tmp_path: Path) -> None:
+    x, gamma, beta, bias = floats(2, 8, 3, 5), floats(8), floats(8), floats(8)
+    added = {"": 0.0, "whole": floats(2, 8, 3, 5), "one a sample": floats(2, 8, 1, 1), "flat": floats(2, 8)}[skip]
+    shape = added.reshape(2, 8, 1, 1) if isinstance(added, np.ndarray) and added.ndim == 2 else added
+    total = torch.from_numpy(x + shape + (bias.reshape(8, 1, 1) if skip else 0.0))
+    exact = torch.nn.functional.group_norm(total, 4, torch.from_numpy(gamma), torch.from_numpy(beta), 1e-5)
+    expected = [(torch.nn.functional.silu(exact) if active else exact).numpy(), *([total.numpy()] if skip else [])]
+
+    def placed(array: Any) -> Any:
+        return np.ascontiguousarray(np.moveaxis(array, 1, -1)) if last and array.ndim == 4 else array
+
+    operands: list[Any] = [("x", placed(x)), ("gamma", gamma), ("beta", beta)]
+    operands += [("skip", placed(added)), ("bias", bias)] if skip else []
+    settings = {"groups": 4, "channels_last": last, "activation": active, "epsilon": 1e-5}
+    model = model_of("SkipGroupNorm" if skip else "GroupNorm", operands, {}, len(expected), **settings)
+    onnx.save(model, tmp_path / "model.onnx")
+    for ours, theirs in zip(computed(tmp_path / "model.onnx", dict(operands)), expected, strict=True):
+        np.testing.assert_allclose(ours, placed(theirs), rtol=1e-4, atol=1e-5)
+
+
+def test_sums_and_convolutions_which_have_no_kernel_for_cpus(tmp_path: Path) -> None:
+    x, bias, skip, image, weight = floats(2, 3, 8), floats(8), floats(2, 3, 8), floats(2, 5, 5, 4), floats(6, 4, 3, 3)
+    left, right = torch.from_numpy(x + bias).chunk(2, -1)
+    rows = torch.from_numpy(image).permute(0, 3, 1, 2)
+    convolved = torch.nn.functional.conv2d(rows, torch.from_numpy(weight), padding=1)
+    cases: list[tuple[str, list[Any], Any, dict[str, Any]]] = [
+        ("BiasSplitGelu", [("x", x), ("bias", bias)], left * torch.nn.functional.gelu(right), {}),
+        ("BiasAdd", [("x", x), ("bias", bias), ("skip", skip)], torch.from_numpy(x + bias + skip), {}),
+        ("NhwcConv", [("x", image), ("w", weight)], convolved.permute(0, 2, 3, 1), {"pads": [1] * 4}),
+    ]
+    for operator, operands, expected, attributes in cases:
+        onnx.save(model_of(operator, operands, {}, **attributes), tmp_path / "model.onnx")
+        (found,) = computed(tmp_path / "model.onnx", dict(operands))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
