@@ -164,7 +164,7 @@ def _attention(spelling: Spelling) -> None:
 
 
 def _masks(spelling: Spelling, samples: int, length: int, keys: int) -> list[str]:
-    """What is added to scores [samples, heads, length, keys]."""
+    """The tensors that are added to scores [samples, heads, length, keys]."""
     hidden = spelling.add("Constant", value_float=spelling.number("mask_filter_value", -10000.0))
     zero, places = spelling.add("Constant", value_float=0.0), _counted(spelling, keys)
     found = []
