@@ -143,7 +143,8 @@ class ReferenceModel:
         """Of its Dropouts those that were switched off."""
         used = {each.name for each in proto.graph.output}.union(*(node.input for node in _nodes(proto)))
         batches = 0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
-        changed = bool(weights) or self.dropouts + batches > 0 or _has_bfloat16(proto)
+        changed = bool(weights) or self.dropouts + batches > 0 or _BFLOAT16 in _types_used(proto)
+        changed = _cast_alike(proto) or changed
         self._path = _completed(model, proto, weights, Path(self._scratch.name)) if changed else model
         self._session = _open(self._path)
         self.inputs: dict[str, list[Any]] = {each.name: each.shape for each in self._session.get_inputs()}
@@ -178,18 +179,41 @@ def _loaded(model: Path) -> onnx.ModelProto:
         return onnx.load(str(model), load_external_data=False)
 
 
-_BFLOAT16 = 16
+_FLOAT16, _DOUBLE, _BFLOAT16 = 10, 11, 16
 """By TensorProto's numbers."""
 _TYPES = ("to", "dtype", "output_dtype")
 """Attributes that are the type of a result."""
 
 
-def _has_bfloat16(proto: onnx.ModelProto) -> bool:
+def _types_used(proto: onnx.ModelProto) -> set[int]:
+    """Types of tensors, of values, and of what nodes are told to give."""
     values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
     attributes = [each for node in _nodes(proto) for each in node.attribute]
     tensors = (*proto.graph.initializer, *(each.t for each in attributes if each.HasField("t")))
     used = {tensor.data_type for tensor in tensors} | {value.type.tensor_type.elem_type for value in values}
-    return _BFLOAT16 in used | {each.i for each in attributes if each.name in _TYPES}
+    return used | {each.i for each in attributes if each.name in _TYPES}
+
+
+_MIXED = {"LayerNormalization": _FLOAT16, "RMSNormalization": _FLOAT16, "GridSample": _DOUBLE}
+"""Operators that exporters give operands of two types, which ONNX Runtime refuses, and a type that one of them has."""
+
+
+def _cast_alike(proto: onnx.ModelProto) -> bool:
+    """Give such operators all operands in the type of the first; True if there are any."""
+    import onnx.helper
+
+    used, found = _types_used(proto), False
+    for graph in (proto.graph, *proto.functions):
+        nodes = list(graph.node)
+        del graph.node[:]
+        for node in nodes:
+            if _MIXED.get(node.op_type) in used and node.domain in ("", "ai.onnx"):
+                for place, name in [*enumerate(node.input)][1:]:
+                    node.input[place] = f"{node.output[0]}/operand {place}"
+                    graph.node.append(onnx.helper.make_node("CastLike", [name, node.input[0]], [node.input[place]]))
+                    found = True
+            graph.node.append(node)
+    return found
 
 
 def _widen(proto: onnx.ModelProto) -> None:

@@ -151,6 +151,13 @@ def _like_first(operands: Operands, flags: Flags) -> Results:
     return (first,)
 
 
+def _like_scale(operands: Operands, flags: frozenset[str]) -> Results:
+    """The first operand's shape in the type of the second."""
+    first, scale = (*operands, None)[:2]
+    assert first is not None
+    return (first if scale is None else replace(first, dtype=scale.dtype),)
+
+
 def _skip_normalization(operands: Operands, flags: Flags) -> Results:
     """The result, mean and 1 / deviation, and the sum that was normalised."""
     first = operands[0]
@@ -184,7 +191,8 @@ def _packed_lookup(operands: Operands, flags: Flags) -> Results:
 
 
 RULES: dict[tuple[str, str], Rule] = {
-    **dict.fromkeys((("", name) for name in ("GroupNormalization", "SimplifiedLayerNormalization")), _like_first),
+    **dict.fromkeys((("", name) for name in ("GroupNormalization", "MeanVarianceNormalization")), _like_first),
+    ("", "SimplifiedLayerNormalization"): _like_scale,
     **dict.fromkeys(
         (("com.microsoft", name) for name in ("Gelu", "QuickGelu", "FastGelu", "BiasGelu", "RotaryEmbedding")),
         _like_first,
@@ -215,6 +223,9 @@ def told_by_rule(node: onnx.NodeProto, operands: Operands, where: str) -> tuple[
     return tuple(replace(value, name="") if name and value else None for name, value in results)
 
 
+TYPED_BY = {"LayerNormalization": (0, 17), "RMSNormalization": (1, 23)}
+"""The operand that tells the type of a normalisation's result, where exporters write a scale of another type than the
+operand's, and the opset of its schema: ONNX Runtime writes it in models of older ones."""
 Operand = tuple[Value | None, np.ndarray | None]
 """Type and numbers of an operand; (None, None) where it is absent, no numbers where they are not known."""
 KNOWN_LIMIT = 4096
@@ -274,10 +285,13 @@ class Inference:
             for value in filter(None, told):
                 shape_of(value.shape, where)
             return told
+        opset, typed = opsets.get(node.domain, 1), TYPED_BY.get(node.op_type)
         try:
-            schema = onnx.defs.get_schema(node.op_type, opsets.get(node.domain, 1), node.domain)
+            schema = onnx.defs.get_schema(node.op_type, max(opset, typed[1]) if typed else opset, node.domain)
         except onnx.defs.SchemaError:
             return nothing
+        if typed and len(operands) > typed[0] and (like := operands[typed[0]][0]) is not None:
+            operands = tuple((value and replace(value, dtype=like.dtype), array) for value, array in operands)
         named = zip(node.input, operands, strict=True)
         known = [(name, value, array) for name, (value, array) in named if name and value is not None]
         try:

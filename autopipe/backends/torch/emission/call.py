@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopipe.ir.batch import Samples
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import DType
+from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import MeshAxes, MeshAxis, merged
 from autopipe.ir.ops import OPERATORS, qualified_name
 from autopipe.ir.ops.operator import Signature
@@ -124,7 +124,10 @@ class Call(Signature):
         return text
 
     def stated(self, name: str, default: float) -> str:
-        return number(self.node.number(name, default))
+        """A float attribute, which has single precision: the shortest number, or in double precision the very one."""
+        value = self.node.number(name, default)
+        double = any(each is not None and each.dtype is DType.FLOAT64 for each in self.results)
+        return literal(float(np.float32(value))) if double else number(value)
 
     def flag(self, name: str) -> bool | None:
         """True where the integer attribute `name` is set, else None."""
@@ -173,3 +176,28 @@ def formula(template: str, **defaults: float) -> Emitter:
     return lambda call: template.format(
         *call.codes, **{name: call.stated(name, default) for name, default in defaults.items()}
     )
+
+
+def alike(emit: Emitter) -> Emitter:
+    """`emit` for functions of torch that want one floating type: of several, operands are cast to the widest, and what
+    is computed to the types of the results."""
+
+    def emitted(call: Call) -> str:
+        floating = [each.dtype for each in (*call.operands, *call.results) if each and each.dtype.is_floating]
+        if len(set(floating)) < 2:
+            return emit(call)
+        widest = max(DType.FLOAT32, *floating, key=lambda each: each.itemsize)
+
+        def cast(code: str | None, value: Value | None) -> tuple[str | None, Value | None]:
+            if code is None or value is None or not value.dtype.is_floating or value.dtype is widest:
+                return code, value
+            return f"{code}.to({torch_dtype(widest)})", replace(value, dtype=widest)
+
+        pairs = [cast(*each) for each in zip(call.codes, call.operands, strict=True)]
+        code = emit(replace(call, codes=tuple(pair[0] for pair in pairs), operands=tuple(pair[1] for pair in pairs)))
+        if len(call.results) == 1:
+            return code if call.result().dtype is widest else f"({code}).to({call.dtype})"
+        types = (torch_dtype(each.dtype) if each else "None" for each in call.results)
+        return f"operators.converted({code}, ({', '.join(types)}))"
+
+    return emitted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called
+from autopipe.backends.torch.emission.call import Call, Emitter, alike, called
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.normalization import (
     label_axes,
@@ -218,11 +218,11 @@ def _loss(call: Call, name: str, alone: str) -> str:
 
 
 NORMALIZATION: dict[str, Emitter] = {
-    "BatchNormalization": _batch_norm,
-    "LayerNormalization": _layer_norm,
-    "RMSNormalization": rms_norm,
-    "GroupNormalization": _group_norm,
-    "InstanceNormalization": _instance_norm,
+    "BatchNormalization": lambda call: (_batch_norm if trains(call) else alike(_batch_norm))(call),
+    "LayerNormalization": alike(_layer_norm),
+    "RMSNormalization": alike(rms_norm),
+    "GroupNormalization": alike(_group_norm),
+    "InstanceNormalization": alike(_instance_norm),
     "MeanVarianceNormalization": _variance,
     "LpNormalization": _norm,
     "LRN": _response,

@@ -17,6 +17,11 @@ from autopipe.backends.torch.runtime.operators.sharded import from_front
 from autopipe.backends.torch.runtime.random_streams import Stream
 
 
+def converted(results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> tuple[Tensor, ...]:
+    """Results of an operator in the types that the model has for them."""
+    return tuple(each if dtype is None else each.to(dtype) for each, dtype in zip(results, dtypes, strict=True))
+
+
 def shrink(data: Tensor, threshold: float, bias: float) -> Tensor:
     """Numbers moved towards zero by `bias`, those within `threshold` to zero."""
     below, above = data < -threshold, data > threshold
