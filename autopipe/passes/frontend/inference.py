@@ -285,6 +285,8 @@ class Inference:
             for value in filter(None, told):
                 shape_of(value.shape, where)
             return told
+        if node.op_type == "MaxUnpool" and len(operands) > 2 and operands[0][0] and operands[2][1] is not None:
+            return (replace(operands[0][0], name="", shape=shape_of(operands[2][1].tolist(), where)),)
         opset, typed = opsets.get(node.domain, 1), TYPED_BY.get(node.op_type)
         try:
             schema = onnx.defs.get_schema(node.op_type, max(opset, typed[1]) if typed else opset, node.domain)
