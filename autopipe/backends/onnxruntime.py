@@ -144,7 +144,7 @@ class ReferenceModel:
         used = {each.name for each in proto.graph.output}.union(*(node.input for node in _nodes(proto)))
         batches = 0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
         changed = bool(weights) or self.dropouts + batches > 0 or _BFLOAT16 in _types_used(proto)
-        changed = _cast_alike(proto) or changed
+        changed = _cast_to_one_type(proto) or changed
         self._path = _completed(model, proto, weights, Path(self._scratch.name)) if changed else model
         self._session = _open(self._path)
         self.inputs: dict[str, list[Any]] = {each.name: each.shape for each in self._session.get_inputs()}
@@ -198,7 +198,7 @@ _MIXED = {"LayerNormalization": _FLOAT16, "RMSNormalization": _FLOAT16, "GridSam
 """Operators that exporters give operands of two types, which ONNX Runtime refuses, and a type that one of them has."""
 
 
-def _cast_alike(proto: onnx.ModelProto) -> bool:
+def _cast_to_one_type(proto: onnx.ModelProto) -> bool:
     """Give such operators all operands in the type of the first; True if there are any."""
     import onnx.helper
 

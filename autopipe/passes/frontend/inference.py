@@ -151,7 +151,7 @@ def _like_first(operands: Operands, flags: Flags) -> Results:
     return (first,)
 
 
-def _like_scale(operands: Operands, flags: frozenset[str]) -> Results:
+def _like_scale(operands: Operands, flags: Flags) -> Results:
     """The first operand's shape in the type of the second."""
     first, scale = (*operands, None)[:2]
     assert first is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, alike, called, formula, torch_dtype
+from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, formula, in_one_type, torch_dtype
 from autopipe.backends.torch.emission.normalization import rms_norm
 from autopipe.backends.torch.emission.products import multiply
 from autopipe.ir.graph import DType
@@ -130,7 +130,7 @@ def _skip(function: str, last: int, call: Call) -> str:
 
 
 ATTENTION: dict[str, Emitter] = {
-    "Attention": alike(_attention),
+    "Attention": in_one_type(_attention),
     "RotaryEmbedding": lambda call: _rotary(
         call, [call.arg(1), call.arg(2), call.optional(3)], call.share(call.node.integer("num_heads"), "h")
     ),
@@ -138,8 +138,8 @@ ATTENTION: dict[str, Emitter] = {
     "com.microsoft.QuickGelu": formula("{0} * torch.sigmoid({alpha} * {0})", alpha=1.702),
     "com.microsoft.FastGelu": partial(_gelu, ', approximate="tanh"'),
     "com.microsoft.FusedMatMul": _fused_matmul,
-    "com.microsoft.SkipLayerNormalization": alike(partial(_skip, "skip_layer_norm", 4)),
-    "com.microsoft.SkipSimplifiedLayerNormalization": alike(partial(_skip, "skip_rms_norm", 3)),
+    "com.microsoft.SkipLayerNormalization": in_one_type(partial(_skip, "skip_layer_norm", 4)),
+    "com.microsoft.SkipSimplifiedLayerNormalization": in_one_type(partial(_skip, "skip_rms_norm", 3)),
     "com.microsoft.RotaryEmbedding": _contrib_rotary_embedding,
-    "SimplifiedLayerNormalization": alike(rms_norm),
+    "SimplifiedLayerNormalization": in_one_type(rms_norm),
 }

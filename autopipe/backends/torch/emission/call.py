@@ -178,7 +178,7 @@ def formula(template: str, **defaults: float) -> Emitter:
     )
 
 
-def alike(emit: Emitter) -> Emitter:
+def in_one_type(emit: Emitter) -> Emitter:
     """`emit` for functions of torch that want one floating type: of several, operands are cast to the widest, and what
     is computed to the types of the results."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from autopipe.backends.torch.emission.call import Call, Emitter, alike, called
+from autopipe.backends.torch.emission.call import Call, Emitter, called, in_one_type
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.normalization import (
     label_axes,
@@ -218,11 +218,11 @@ def _loss(call: Call, name: str, alone: str) -> str:
 
 
 NORMALIZATION: dict[str, Emitter] = {
-    "BatchNormalization": lambda call: (_batch_norm if trains(call) else alike(_batch_norm))(call),
-    "LayerNormalization": alike(_layer_norm),
-    "RMSNormalization": alike(rms_norm),
-    "GroupNormalization": alike(_group_norm),
-    "InstanceNormalization": alike(_instance_norm),
+    "BatchNormalization": lambda call: (_batch_norm if trains(call) else in_one_type(_batch_norm))(call),
+    "LayerNormalization": in_one_type(_layer_norm),
+    "RMSNormalization": in_one_type(rms_norm),
+    "GroupNormalization": in_one_type(_group_norm),
+    "InstanceNormalization": in_one_type(_instance_norm),
     "MeanVarianceNormalization": _variance,
     "LpNormalization": _norm,
     "LRN": _response,
