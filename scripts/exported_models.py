@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,42 +26,45 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "exported-models.md"
 sys.path.insert(0, str(ROOT))
 
-from tests.exports.journey import (  # noqa: E402 - needs the path above
+from tests.distributed.support.pool import Pools  # noqa: E402 - needs the path above
+from tests.exports.journey import (  # noqa: E402
     MICRO_BATCHES,
     Journey,
     Outcome,
     all_journeys,
+    ranks_in,
     travel,
 )
 
 PASSES = "passes"
 SMALLEST = "squeezenet-onnx-static-forward"
 PACKAGES = ("torch", "transformers", "onnx", "onnxruntime")
+EXPORTERS = {"torchscript": "dynamo=False", "dynamo": "dynamo=True", "onnx": "light", "hand": "hand"}
 HEADER = (
-    "model", "exporter", "shapes", "outputs", "strategy", "batch", "nodes", "devices of each stage",
+    "model", "exporter", "type", "shapes", "outputs", "strategy", "batch", "nodes", "devices of each stage",
     "outputs, ONNX Runtime", "outputs, one device", "loss, one device", "gradients, one device", "result",
 )  # fmt: skip
 TEXT = """# Exported models, from file to verified ranks
 
-Made by `python scripts/exported_models.py`; rows were run at autopipe's commits up to {commit} ({day}), with
-{versions}.
+Made by `python scripts/exported_models.py`; rows ran at commits up to {commit} ({day}), with {versions}.
 
-Each row is one ONNX file that went through `autopipe plan --gpus 4 --cluster cpu-local`, `codegen`, `launch --device
-cpu` and `verify` on four ranks of one machine's CPU. The files: the nine networks that ship with onnx
-(`onnx/backend/test/data/light`), and small random models of `transformers` and torch in `tests/exports`, through both
-of torch's exporters. `loss`: the loss is in the graph, two steps are trained, and one step's loss and every gradient
-are compared; `forward`: one step of inference. For onnx's networks the loss is a cross-entropy given in YAML, and those
-rows run copies with random weights: as shipped every weight is 0.02, all classes score alike, and there is no gradient
-to compare.
+A row is one file through `autopipe plan --gpus 4 --cluster cpu-local`, `codegen`, `launch --device cpu` and `verify`.
+Files: the networks that ship with onnx (`light`; trained with random weights and a loss in YAML), small random models
+of `transformers` and torch by either exporter (`@13`: with that opset), what optimizers, quantisers and converters make
+of those, and graphs by `hand`, all from `tests/exports`. `loss`: two steps are trained, one step's loss and gradients
+compared; `forward`: one step of inference.
 
-Differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor, in fp32; up to 1e-5 passes. Left: the one-device program's outputs
-against ONNX Runtime on the file as it was given. Then: the four ranks against the one-device program. Batch:
-micro-batches × samples in each, and the samples that the file fixes where those are more. Nodes: in the file →
-planned. Devices of each stage: 1 + 2 + 1 is a pipeline of three stages, whose middle one has two replicas.
+Differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor: one device's outputs against ONNX Runtime's, then four ranks
+against one device. Batch: micro-batches × samples, and the file's samples where more. Nodes: in the file → planned.
+Devices: 1+2+1 is a pipeline whose middle stage has two replicas.
 
-**{passed} of {count} rows pass.** {missing} of the {total} journeys that the script knows have not been run.
+**{passed} of {count} rows pass.** {missing} of {total} journeys are not in the table.
 
 """
+
+
+_POOLS = Pools()
+"""Of one process; what they start ends with it."""
 
 
 def main() -> int:
@@ -96,7 +100,7 @@ def main() -> int:
 def _travelled(journey: Journey) -> tuple[Outcome, float]:
     """The outcome, and the seconds it took."""
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="autopipe-export-") as folder:
+    with tempfile.TemporaryDirectory(prefix="autopipe-export-") as folder, ranks_in(_POOLS):
         outcome = travel(journey, Path(folder))
     return outcome, time.perf_counter() - started
 
@@ -108,11 +112,12 @@ def _row(outcome: Outcome) -> list[str]:
     found = (outcome.outputs, outcome.ranks_outputs, outcome.loss, outcome.gradients)
     return [
         export.model,
-        {"torchscript": "dynamo=False", "dynamo": "dynamo=True", "onnx": "onnx `light`"}[export.exporter],
+        re.sub("^[a-z]+", lambda found: EXPORTERS[found[0]], export.exporter),
+        export.dtype,
         "dynamic" if export.dynamic else "static",
         "loss" if export.loss else "forward",
         journey.strategy,
-        f"{MICRO_BATCHES}×{size}" + (f" (file: {export.batch})" if size != export.batch else ""),
+        f"{MICRO_BATCHES}×{size}" + (f"/{export.batch}" if size != export.batch else ""),
         "{}→{}".format(*outcome.nodes) if outcome.nodes else "",
         "+".join(map(str, outcome.stages)),
         *("" if value is None else f"{value:.1e}" for value in found),
@@ -138,13 +143,13 @@ def _write(rows: dict[str, list[str]], table: Path) -> None:
 
 
 def _former_rows(table: Path) -> dict[str, list[str]]:
-    """The rows that the table holds, by the journey's name: a journey and its row agree in the first six columns."""
+    """The rows that the table holds, by the journey's name: a journey and its row agree in the first seven columns."""
     if not table.exists():
         return {}
     lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("|")][2:]
     rows = [line.removeprefix("|").removesuffix("|").split("|") for line in lines]
-    by_key = {tuple(row[:6]): row for row in rows}
-    keys = {journey.name: tuple(_row(Outcome(journey))[:6]) for journey in all_journeys()}
+    by_key = {tuple(row[:7]): row for row in rows}
+    keys = {journey.name: tuple(_row(Outcome(journey))[:7]) for journey in all_journeys()}
     return {name: by_key[key] for name, key in keys.items() if key in by_key}
 
 

@@ -7,8 +7,9 @@ import os
 import tempfile
 import warnings
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.exports.light import LIGHT, drawn, shipped
 
@@ -26,18 +27,22 @@ class Export:
 
     model: str
     exporter: str
-    """`torchscript` (dynamo=False), `dynamo` (dynamo=True), or `onnx` for a file that ships with onnx."""
+    """`torchscript` (dynamo=False), `dynamo` (dynamo=True), either with `@` and an opset that is not its default,
+    `onnx` for a file that ships with onnx, or `hand`."""
     dynamic: bool
     loss: bool
     """A loss in the graph; for a network that ships with onnx, random weights and the YAML's loss behind its scores."""
     batch: int = BATCH
     """Samples of the traced batch."""
+    dtype: str = "fp32"
+    """Type of the weights: `fp32`, `fp16` or `bf16`."""
 
     @property
     def name(self) -> str:
         """A name for files and for `--only`."""
         shapes = "dynamic" if self.dynamic else "static"
-        return "-".join((self.model, self.exporter, shapes, "loss" if self.loss else "forward"))
+        dtype = () if self.dtype == "fp32" else (self.dtype,)
+        return "-".join((self.model, self.exporter, shapes, "loss" if self.loss else "forward", *dtype))
 
 
 def all_exports() -> tuple[Export, ...]:
@@ -59,13 +64,20 @@ def onnx_file(export: Export, scratch: Path) -> Path:
     """The export's file, made where it is not in the cache yet; `scratch` takes those that are too large to keep."""
     if export.exporter == "onnx":
         return drawn(export.model, scratch) if export.loss else shipped(export.model)
-    sources = (Path(__file__), Path(__file__).with_name("architectures.py"))
-    path = cache(*sources) / f"{export.name}-{export.batch}.onnx"
+    from tests.exports.architectures import ARCHITECTURES
+
+    if export.model in ARCHITECTURES:
+        sources, write = (Path(__file__).with_name("architectures.py"),), _export
+    else:
+        from tests.exports.recent import sources_of, write
+
+        sources = sources_of(export)
+    path = cache(Path(__file__), *sources) / f"{export.name}-{export.batch}.onnx"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as draft:
             made = Path(draft) / path.name
-            _export(export, made)
+            write(export, made)
             made.rename(path)
     return path
 
@@ -106,38 +118,46 @@ def traced(export: Export) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def _export(export: Export, path: Path) -> None:
-    import torch
-
-    from tests.exports.architectures import ARCHITECTURES, Called
+    from tests.exports.architectures import ARCHITECTURES
 
     model, inputs = traced(export)
-    names = tuple(inputs)
     sequences = ARCHITECTURES[export.model].sequences
-    outputs = ["loss", "logits"] if export.loss else ["logits"]
-    axes = {name: {0: "batch", 1: "sequence"} if name in sequences else {0: "batch"} for name in names}
-    shapes = _dynamic(axes)
-    common = {"input_names": list(names), "output_names": outputs, "verbose": False}
+    outputs = ("loss", "logits") if export.loss else ("logits",)
+    write_torch(model, inputs, outputs, path, export, {name: {1: "sequence"} for name in sequences if name in inputs})
+
+
+def write_torch(
+    model: nn.Module,
+    inputs: dict[str, torch.Tensor],
+    outputs: tuple[str, ...],
+    path: Path,
+    export: Export,
+    dynamic: dict[str, dict[int, str]],
+) -> None:
+    """Export with one of torch's exporters; where shapes are dynamic, axis 0 is the batch of every input, and `dynamic`
+    names further axes."""
+    import torch
+
+    axes = {name: {0: "batch", **dynamic.get(name, {})} for name in inputs}
+    exporter, _, opset = export.exporter.partition("@")
+    common: dict[str, Any] = {"input_names": list(inputs), "output_names": list(outputs), "verbose": False}
+    if opset:
+        common["opset_version"] = int(opset)
+    if exporter == "torchscript":
+        training = torch.onnx.TrainingMode.TRAINING if model.training else torch.onnx.TrainingMode.EVAL
+        symbolic = {**axes, **({outputs[-1]: {0: "batch"}} if outputs[-1] != "loss" else {})}
+        common |= {"training": training, "dynamic_axes": symbolic if export.dynamic else None}
+    else:
+        shapes = _dynamic(axes)
+        kinds = {each.kind for each in signature(model.forward).parameters.values()}
+        variadic = Parameter.VAR_POSITIONAL in kinds
+        common |= {
+            "external_data": False,
+            "dynamic_shapes": ((shapes,) if variadic else shapes) if export.dynamic else None,
+        }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if export.exporter == "torchscript":
-            torch.onnx.export(
-                model,
-                tuple(inputs.values()),
-                str(path),
-                dynamo=False,
-                dynamic_axes={**axes, "logits": {0: "batch"}} if export.dynamic else None,
-                **common,
-            )
-        else:
-            torch.onnx.export(
-                model,
-                tuple(inputs.values()),
-                str(path),
-                dynamo=True,
-                external_data=False,
-                dynamic_shapes=((shapes,) if isinstance(model, Called) else shapes) if export.dynamic else None,
-                **common,
-            )
+        torch.onnx.export(model, tuple(inputs.values()), str(path), dynamo=exporter == "dynamo", **common)
 
 
 def _dynamic(axes: dict[str, dict[int, str]]) -> tuple[dict[int, object], ...]:

@@ -6,11 +6,17 @@ import contextlib
 import io
 import json
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.cli.main import main
+from autopipe.ir.errors import LaunchError
+from tests.distributed.support.pool import Pools, RankFailure
 from tests.exports.architectures import SEQUENCE
 from tests.exports.export import Export, onnx_file
 from tests.exports.light import LIGHT
@@ -64,6 +70,7 @@ class CommandError(Exception):
 def all_journeys() -> tuple[Journey, ...]:
     """Every export by the default strategy, and some by others and on parts of a baked batch."""
     from tests.exports.export import all_exports
+    from tests.exports.recent import recent_exports
 
     others = [
         Journey(Export(model, exporter, dynamic, loss, batch=4), strategy, micro_batch)
@@ -81,14 +88,14 @@ def all_journeys() -> tuple[Journey, ...]:
             ("lstm", "torchscript", False, False, "pipedream", 2),
         )
     ]
-    return (*map(Journey, all_exports()), *others)
+    return (*map(Journey, all_exports()), *others, *map(Journey, recent_exports()))
 
 
 def travel(journey: Journey, folder: Path) -> Outcome:
     """Run the four commands in `folder`."""
     seen: dict[str, Any] = {}
     try:
-        path = onnx_file(journey.export, folder)
+        path = _exported(journey.export, folder)
         plan = _command("plan", *_plan_arguments(journey, path, folder), "-o", folder / "plan")
         assert plan["mode"] == ("train" if journey.export.loss else "infer")
         stages = json.loads((folder / "plan" / "plan.json").read_text(encoding="utf-8"))["placement"]["stages"]
@@ -100,13 +107,46 @@ def travel(journey: Journey, folder: Path) -> Outcome:
         seen["steps"] = _launched(journey, program)
         verified = _command("verify", program, "--device", "cpu", accept_difference=True)
     except CommandError as error:
-        return Outcome(journey, **seen, failure=str(error))
+        return Outcome(journey, **seen, failure=re.sub(r"\S*/(\S+\.onnx)", r"\1", str(error)))
     for check in verified["checks"]:
-        field = _FIELDS[check["compared"]]
+        field = _FIELDS[check["compared"].removesuffix(" without Dropout")]
         seen[field] = check["relative_difference"]
     worst = max(verified["checks"], key=lambda check: check["relative_difference"])
     failure = "" if verified["equal"] else f"verify: {worst['compared']} differ, most in {worst['worst']}"
     return Outcome(journey, **seen, failure=failure)
+
+
+def _exported(export: Export, folder: Path) -> Path:
+    """The file. Raises CommandError where its exporter fails, in whatever way."""
+    try:
+        return onnx_file(export, folder)
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise CommandError(f"export: {type(error).__name__}: {lines[0] if lines else ''}") from error
+
+
+@contextlib.contextmanager
+def ranks_in(pools: Pools) -> Iterator[None]:
+    """Ranks of programs run in processes that are kept: to import torch in ten new ones takes longer than a journey."""
+
+    def run(size: int, folder: Path, arguments: list[str]) -> None:
+        try:
+            pools.of(size).run(folder, *arguments)
+        except RankFailure as error:
+            raise LaunchError(str(error).strip().splitlines()[-1], where=folder.name) from error
+
+    def together(manifest: Manifest, arguments: list[str], *_: object) -> None:
+        run(manifest.world_size, manifest.folder, arguments)
+
+    def alone(folder: Path, arguments: list[str]) -> None:
+        run(1, folder, arguments)
+
+    with (
+        mock.patch("autopipe.cli.launch.launch_program", together),
+        mock.patch("autopipe.cli.verify.launch_program", together),
+        mock.patch("autopipe.cli.verify.run_alone", alone),
+    ):
+        yield
 
 
 _FIELDS = {

@@ -146,7 +146,7 @@ class Unet(nn.Module):
         self.register_buffer("frequencies", torch.exp(-torch.arange(4) * 2.0))
 
     def forward(self, image: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        angles = step[:, None].float() * self.frequencies
+        angles = step[:, None] * self.frequencies
         time = self.time(torch.cat([angles.sin(), angles.cos()], dim=1))
         left = self.down(self.entry(image), time)
         hidden = self.middle(self.smaller(left), time)
@@ -174,7 +174,7 @@ class DiffusionTransformer(nn.Module):
 
     def forward(self, image: torch.Tensor, step: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
         hidden = self.patches(image).flatten(2).transpose(1, 2) + self.positions
-        angles = step[:, None].float() * torch.exp(-torch.arange(4) * 2.0)
+        angles = step[:, None] * torch.exp(-torch.arange(4) * 2.0).to(hidden)
         condition = self.time(torch.cat([angles.cos(), angles.sin()], dim=1)) + self.kind(kind)
         for block in self.blocks:
             hidden = block(hidden, condition)
@@ -452,9 +452,9 @@ OTHER: dict[str, WithLoss] = {
         "PoolFormer", "ForImageClassification", _images, hidden_sizes=[8, 16], depths=[1, 1], num_encoder_blocks=2,
         patch_sizes=[7, 3], strides=[4, 2], padding=[2, 1], num_labels=CLASSES, drop_path_rate=0.0,
     ),
-    "clip": hugging_face("CLIP", "Model", _captions, of=_similarity, text_config=_TOWER, vision_config=_TOWER,
-                         projection_dim=12),
-    "siglip": hugging_face("Siglip", "Model", _captions, of=_pairwise,
+    "clip": hugging_face("CLIP", "Model", _captions, of=_similarity, output="logits_per_text", text_config=_TOWER,
+                         vision_config=_TOWER, projection_dim=12),
+    "siglip": hugging_face("Siglip", "Model", _captions, of=_pairwise, output="logits_per_text",
                            text_config={**_TOWER, "max_position_embeddings": SEQUENCE, "projection_size": WIDTH},
                            vision_config=_TOWER),
     "wav2vec2": hugging_face("Wav2Vec2", "ForCTC", _sounds, of=_loudness, **_LISTENER),

@@ -13,7 +13,8 @@ HEADS = 2
 LAYERS = 2
 
 
-def _sentences() -> Tensors:
+def sentences() -> Tensors:
+    """Tokens and what they are to be."""
     return {"input_ids": tokens(), "labels": tokens()}
 
 
@@ -27,7 +28,7 @@ def _pairs() -> Tensors:
     return {"input_ids": tokens(), "decoder_input_ids": tokens(), "labels": tokens()}
 
 
-def _llama_like(name: str, head: str = "ForCausalLM", **settings: Any) -> WithLoss:
+def llama_like(name: str, head: str = "ForCausalLM", **settings: Any) -> WithLoss:
     """Rotary positions, grouped heads and a gated MLP."""
     common = {
         "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": LAYERS,
@@ -47,7 +48,7 @@ def _bert_like(name: str, head: str = "ForMaskedLM", **settings: Any) -> WithLos
     return hugging_face(name, head, _masked, **{**common, **settings})
 
 
-def _bart_like(name: str, **settings: Any) -> WithLoss:
+def bart_like(name: str, **settings: Any) -> WithLoss:
     """An encoder and a decoder that share one table."""
     common = {
         "vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": LAYERS, "decoder_layers": LAYERS,
@@ -69,7 +70,8 @@ def _t5_like(name: str, **settings: Any) -> WithLoss:
     return hugging_face(name, "ForConditionalGeneration", _pairs, **{**common, **settings})
 
 
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
+"""Sizes of a mixture of experts."""
 
 TEXT: dict[str, WithLoss] = {
     "gpt2": hugging_face(
@@ -101,37 +103,37 @@ TEXT: dict[str, WithLoss] = {
         "Falcon", "ForCausalLM", _masked, vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, use_cache=False,
     ),
-    "llama": _llama_like("Llama"),
-    "mistral": _llama_like("Mistral", sliding_window=4),
-    "qwen2": _llama_like("Qwen2"),
-    "qwen3": _llama_like("Qwen3", head_dim=8),
-    "qwen3_moe": _llama_like("Qwen3Moe", num_experts=4, **_EXPERTS),
-    "deepseek_v3": _llama_like(
+    "llama": llama_like("Llama"),
+    "mistral": llama_like("Mistral", sliding_window=4),
+    "qwen2": llama_like("Qwen2"),
+    "qwen3": llama_like("Qwen3", head_dim=8),
+    "qwen3_moe": llama_like("Qwen3Moe", num_experts=4, **EXPERTS),
+    "deepseek_v3": llama_like(
         "DeepseekV3", n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=12,
         n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
         qk_nope_head_dim=4, v_head_dim=8, num_key_value_heads=2,
     ),
-    "mixtral": _llama_like("Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "olmo2": _llama_like("Olmo2"),
-    "olmoe": _llama_like("Olmoe", num_experts=4, num_experts_per_tok=2),
-    "gpt_oss": _llama_like("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8),
-    "phi": _llama_like("Phi", num_key_value_heads=2),
-    "phi3": _llama_like("Phi3"),
-    "gemma2": _llama_like("Gemma2", head_dim=8),
-    "gemma3": _llama_like("Gemma3", configuration="Gemma3TextConfig", head_dim=8, sliding_window=4),
-    "stablelm": _llama_like("StableLm"),
-    "starcoder2": _llama_like("Starcoder2"),
-    "cohere": _llama_like("Cohere"),
+    "mixtral": llama_like("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "olmo2": llama_like("Olmo2"),
+    "olmoe": llama_like("Olmoe", num_experts=4, num_experts_per_tok=2),
+    "gpt_oss": llama_like("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+    "phi": llama_like("Phi", num_key_value_heads=2),
+    "phi3": llama_like("Phi3"),
+    "gemma2": llama_like("Gemma2", head_dim=8),
+    "gemma3": llama_like("Gemma3", configuration="Gemma3TextConfig", head_dim=8, sliding_window=4),
+    "stablelm": llama_like("StableLm"),
+    "starcoder2": llama_like("Starcoder2"),
+    "cohere": llama_like("Cohere"),
     "mamba": hugging_face(
-        "Mamba", "ForCausalLM", _sentences, vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4,
+        "Mamba", "ForCausalLM", sentences, vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4,
         num_hidden_layers=LAYERS, use_cache=False,
     ),
     "mamba2": hugging_face(
-        "Mamba2", "ForCausalLM", _sentences, vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4,
+        "Mamba2", "ForCausalLM", sentences, vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4,
         num_hidden_layers=LAYERS, num_heads=4, head_dim=8, n_groups=1, chunk_size=4, use_cache=False,
     ),
     "rwkv": hugging_face(
-        "Rwkv", "ForCausalLM", _sentences, vocab_size=VOCABULARY, hidden_size=WIDTH, context_length=16,
+        "Rwkv", "ForCausalLM", sentences, vocab_size=VOCABULARY, hidden_size=WIDTH, context_length=16,
         num_hidden_layers=LAYERS, use_cache=False,
     ),
     "bert": _bert_like("Bert"),
@@ -153,17 +155,17 @@ TEXT: dict[str, WithLoss] = {
         n_layers=LAYERS, n_heads=HEADS, hidden_dim=24, dropout=0.0, attention_dropout=0.0,
     ),
     "xlnet": hugging_face(
-        "XLNet", "LMHeadModel", _sentences, vocab_size=VOCABULARY, d_model=WIDTH, n_layer=LAYERS, n_head=HEADS,
+        "XLNet", "LMHeadModel", sentences, vocab_size=VOCABULARY, d_model=WIDTH, n_layer=LAYERS, n_head=HEADS,
         d_inner=24, dropout=0.0,
     ),
     "fnet": hugging_face(
-        "FNet", "ForMaskedLM", _sentences, vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS,
+        "FNet", "ForMaskedLM", sentences, vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS,
         intermediate_size=24, max_position_embeddings=16, hidden_dropout_prob=0.0,
     ),
-    "bart": _bart_like("Bart"),
-    "pegasus": _bart_like("Pegasus"),
-    "marian": _bart_like("Marian"),
-    "m2m_100": _bart_like("M2M100", encoder_layerdrop=0.0, decoder_layerdrop=0.0),
+    "bart": bart_like("Bart"),
+    "pegasus": bart_like("Pegasus"),
+    "marian": bart_like("Marian"),
+    "m2m_100": bart_like("M2M100", encoder_layerdrop=0.0, decoder_layerdrop=0.0),
     "t5": _t5_like("T5"),
     "mt5": _t5_like("MT5"),
     "switch_transformers": _t5_like("SwitchTransformers", num_experts=2, num_sparse_encoder_layers=1,

@@ -1,4 +1,7 @@
-"""Modules that give a loss, and what they are traced with, to compare what is trained here with what torch trains."""
+"""Modules that give a loss, and what they are traced with, to compare what is trained here with what torch trains.
+
+The same module without its loss is what exporters write for inference.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,24 @@ class WithLoss:
     """By name, in the order of the module's arguments."""
     training: bool = False
     """Traced in training mode: the older exporter folds batch normalization into convolutions otherwise."""
+    output: str = "logits"
+    """What is kept of the result of a model of `transformers` that is asked for no loss."""
+
+
+class Called(nn.Module):
+    """A model of `transformers` called with tensors by name, of whose result one field is kept."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...], output: str) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+        self.output = output
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = getattr(
+            self.model(**dict(zip(self.names, tensors, strict=True)), return_dict=True), self.output
+        )
+        return result
 
 
 class Loss(nn.Module):
@@ -51,24 +72,40 @@ def hugging_face(
     of: Callable[[Any], torch.Tensor] | None = None,
     training: bool = False,
     configuration: str = "",
+    output: str = "logits",
+    experts: str = "batched_mm",
     **settings: Any,
 ) -> WithLoss:
     """The model `name + head` of `transformers`; `of` makes a loss of its result.
 
-    It is configured by `configuration`, `name + "Config"` where that is empty.
+    It is configured by `configuration`, `name + "Config"` where that is empty. `experts` is how a mixture of experts is
+    computed.
     """
 
     def build() -> nn.Module:
         import transformers
 
         configured = getattr(transformers, configuration or f"{name}Config")(**settings)
-        experts = {"experts_implementation": "batched_mm"} if "num_experts_per_tok" in settings else {}
-        model = getattr(transformers, f"{name}{head}")._from_config(configured, attn_implementation="eager", **experts)
+        chosen = {"experts_implementation": experts} if "num_experts_per_tok" in settings else {}
+        model = getattr(transformers, f"{name}{head}")._from_config(configured, attn_implementation="eager", **chosen)
         return Loss(model, tuple(inputs()), of)
 
-    return WithLoss(build, inputs, training)
+    return WithLoss(build, inputs, training, output)
 
 
 def tokens(below: int = VOCABULARY, length: int = SEQUENCE) -> torch.Tensor:
     """Random tokens of a batch."""
     return torch.randint(0, below, (BATCH, length))
+
+
+def without_loss(model: WithLoss) -> tuple[nn.Module, Tensors]:
+    """The module inside, with random weights, and its inputs but for what only the loss reads."""
+    module, inputs = model.build(), model.inputs()
+    if isinstance(module, Loss):
+        inputs.pop("labels", None)
+        return Called(module.model, tuple(inputs), model.output), inputs
+    network = getattr(module, "network", None)
+    if isinstance(network, nn.Module):
+        inputs.popitem()
+        return network, inputs
+    return module, inputs
