@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.exports import (
     other_models,
+    recent_caches,
     recent_handmade,
     recent_images,
     recent_rewritten,
@@ -34,6 +35,7 @@ GROUPS: Mapping[ModuleType, Mapping[str, WithLoss]] = {
     recent_images: recent_images.IMAGES,
     recent_sound: recent_sound.SOUND,
     recent_torch: recent_torch.TORCH,
+    recent_caches: recent_caches.CACHES,
 }
 MODELS = {name: model for group in GROUPS.values() for name, model in group.items()}
 """Modules of torch by name."""
@@ -138,6 +140,15 @@ EXPORTS: Mapping[str, str] = {
     "separator": "dynamo-static-loss",
     "graph": "torchscript-dynamic-loss",
     "forecaster": "dynamo-static-loss",
+    "gpt2_step": "torchscript-static-forward dynamo-static-forward",
+    "qwen3_step": "dynamo-static-forward dynamo-static-forward-bf16",
+    "gemma2_step": "torchscript-static-forward",
+    "phi3_step": "dynamo-static-forward-fp16",
+    "falcon_step": "torchscript-static-forward",
+    "bloom_step": "torchscript-static-forward",
+    "whisper_step": "torchscript-static-forward dynamo-static-forward",
+    "bart_step": "dynamo-static-forward",
+    "t5_step": "torchscript-static-forward",
 }
 """By model the files that are made of it: exporter, shapes, outputs, and the type of its weights if not fp32."""
 
