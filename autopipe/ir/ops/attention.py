@@ -33,7 +33,8 @@ def is_positional(signature: Signature) -> bool:
 
 def attention(signature: Signature) -> Space:
     """`b (h r) q d, b h k d, b h k v -> b (h r) q v` with d and k whole. Where masks depend on places, a device with
-    some of the queries knows which they are; all know all keys and values."""
+    some of the queries knows which they are; all know all keys and values. Behind ONNX's operands may stand a score for
+    each head that takes part in the softmax and has no value, a sink (Xiao et al. 2023)."""
     query, key, value = (signature.operand(index).shape for index in range(3))
     q = "q=" if is_positional(signature) or any(value is not None for value in signature.results[1:]) else "q"
     past = signature.operand(4).shape[2] if signature.present(4) else 0
@@ -46,7 +47,7 @@ def attention(signature: Signature) -> Space:
         depth, values = query[2] // heads, value[2] // groups
     scores = (query[0], heads, query[-2], past + key[-2])
     mask = aligned(signature.operand(3).shape if signature.present(3) else (), scores, ["b", "(h r)", "q", "t!"])
-    others, results = [mask, "b h p! d", "b h p v", "b"], [result, "b h t! d", "b h t v", "b (h r) q t"]
+    others, results = [mask, "b h p! d", "b h p v", "b", "(h r)"], [result, "b h t! d", "b h t v", "b (h r) q t"]
     extents = {"h": groups, "r": heads // groups, "d": depth, "v": values}
     return notate(signature, [*first, *others], results, **extents)
 

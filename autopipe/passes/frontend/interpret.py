@@ -14,6 +14,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
+from autopipe.passes.frontend.contrib_attention import is_rewritten, rewritten
 from autopipe.passes.frontend.contributed import spelled_out
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, shape_of
 from autopipe.passes.frontend.folding import Folded
@@ -146,6 +147,9 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         for each in sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays):
             _visit(sweep, each)
         return
+    if is_rewritten(node):
+        _rewritten(sweep, node, operands)
+        return
     spelled = spelled_out(node, operands, sweep.types)
     if spelled is not None and spelled != (node,):
         for each in spelled:
@@ -167,6 +171,18 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         _alias(sweep, node.output[0], operands[0])
     else:
         _operator(sweep, node, operands)
+
+
+def _rewritten(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
+    """A node in terms of others, which are typed already."""
+    rewriting = rewritten(node, operands, sweep.types, sweep.arrays)
+    for name, array in rewriting.constants.items():
+        sweep.hold(name, array, rewriting.made[name].dtype)
+    sweep.types.update(rewriting.made)
+    for each in rewriting.nodes:
+        sweep.nodes.append(replace(each, name=_unique(sweep, each.name)))
+    for name, value in rewriting.results.items():
+        _alias(sweep, name, value)
 
 
 def _alias(sweep: _Sweep, name: str, operand: str) -> None:
@@ -196,7 +212,14 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
         if name:
             sweep.types[name] = _typed(sweep, name, inferred, f"{node.op_type} {node.name!r}")
     sweep.nodes.append(
-        Node(_unique(sweep, node), node.op_type, _trimmed(operands), _trimmed(node.output), attributes, domain)
+        Node(
+            _unique(sweep, node.name or node.op_type),
+            node.op_type,
+            _trimmed(operands),
+            _trimmed(node.output),
+            attributes,
+            domain,
+        )
     )
 
 
@@ -300,9 +323,8 @@ def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
     return not training or (training in sweep.arrays and not sweep.arrays[training].any())
 
 
-def _unique(sweep: _Sweep, node: onnx.NodeProto) -> str:
-    """The node's name, or one made from its type; told apart by a number where it is taken."""
-    base = node.name or node.op_type
+def _unique(sweep: _Sweep, base: str) -> str:
+    """A node's name, told apart by a number where it is taken."""
     name = base
     while name in sweep.names:
         sweep.numbers[base] += 1  # Never tried again: names that were taken stay so.

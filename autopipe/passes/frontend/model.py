@@ -14,6 +14,7 @@ from autopipe.ir.graph import Graph, Value
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
 from autopipe.ir.problem import Mode
+from autopipe.passes.frontend.contrib_attention import is_rewritten
 from autopipe.passes.frontend.contributed import is_spelled
 from autopipe.passes.frontend.device_annotations import Configuration
 from autopipe.passes.frontend.parameters import COMPUTED
@@ -189,7 +190,8 @@ def require_readable(source: Source) -> None:
         name = f"{domain}.{node.op_type}" if domain else node.op_type
         flow = any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute)
         known = onnx.defs.has(node.op_type, opsets.get(domain, 1), domain)
-        read = name in OPERATORS or name in REMOVED or name in SEQUENCE_OPERATORS or is_spelled(node)
+        read = name in OPERATORS or name in REMOVED or name in SEQUENCE_OPERATORS
+        read = read or is_spelled(node) or is_rewritten(node)
         if not read and (flow or not known):
             unreadable.append((name, node.name))
         elif known and name != "Constant":  # whose numbers may have been left in the file

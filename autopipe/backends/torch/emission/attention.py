@@ -40,7 +40,7 @@ def _attention(call: Call) -> str:
 def _is_fused(call: Call) -> bool:
     """True if one call of torch's kernel gives the only result."""
     node = call.node
-    if any(node.outputs[1:]) or any(call.present(index) for index in (4, 5, 6)) or node.number("softcap"):
+    if any(node.outputs[1:]) or any(call.present(index) for index in (4, 5, 6, 7)) or node.number("softcap"):
         return False
     if max(node.integer("left_window_size", -1), node.integer("right_window_size", -1)) >= 0:
         return False
@@ -59,7 +59,7 @@ def _precision(call: Call) -> DType | None:
 
 def _general(call: Call, operands: list[str]) -> str:
     node, outputs = call.node, call.node.outputs
-    words = [*operands, *(call.optional(index) for index in range(3, 7))]
+    words = [*operands, *(call.optional(index) for index in range(3, 8))]
     while words[-1] == "None":
         words.pop()
     window = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))

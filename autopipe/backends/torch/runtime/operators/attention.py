@@ -72,6 +72,7 @@ def attention(
     past_key: Tensor | None = None,
     past_value: Tensor | None = None,
     lengths: Tensor | None = None,
+    sink: Tensor | None = None,
     *,
     scale: float | None = None,
     causal: bool = False,
@@ -86,7 +87,8 @@ def attention(
 
     `past_key` and `past_value` go before the keys and values; `lengths` [b] says how many keys are real. A query at i
     sees keys up to i + offset where `causal`, and from `window[0]` before to `window[1]` behind it (-1: no bound); the
-    offset is the number of past keys, or `lengths` less the queries. Returns the result ([b, s, h * d] with `merge`),
+    offset is the number of past keys, or `lengths` less the queries. `sink` [h] is a score of each head that no value
+    belongs to. Returns the result ([b, s, h * d] with `merge`),
     all keys, all values, and what `capture` asks for: scores as they are (0), capped (1), masked (2), or
     probabilities (3). With `group` the queries are this rank's part of them, and everything else is whole.
     """
@@ -101,11 +103,11 @@ def attention(
     if causal:
         window = window[0], 0  # None behind the query.
     bias = _visible(query, key, mask, offset, window, lengths)
-    if softcap == 0 and precision is None and capture is None:
+    if softcap == 0 and precision is None and capture is None and sink is None:
         result = fused_attention(query, key, value, bias, scale=scale)
         captured = None
     else:
-        result, captured = _spelled_out(query, key, value, bias, scale, softcap, precision, capture)
+        result, captured = _spelled_out(query, key, value, bias, sink, scale, softcap, precision, capture)
     return result.transpose(1, 2).flatten(2) if merge else result, key, value, captured
 
 
@@ -148,6 +150,7 @@ def _spelled_out(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
+    sink: Tensor | None,
     scale: float | None,
     softcap: float,
     precision: torch.dtype | None,
@@ -170,7 +173,10 @@ def _spelled_out(
         blind = hidden.all(-1, keepdim=True)
     captured = scores if capture == 2 else captured
     kept = scores if precision is None else scores.to(precision)
-    if blind is None:
+    if sink is not None:
+        column = sink.to(kept.dtype).reshape(-1, 1, 1).expand(*kept.shape[:-1], 1)
+        probabilities = torch.softmax(torch.cat((kept, column), -1), -1)[..., :-1]
+    elif blind is None:
         probabilities = torch.softmax(kept, -1)
     else:
         # A softmax of nothing but -inf is NaN, and so is its gradient: such rows are blanked before and after.
