@@ -19,6 +19,7 @@ from autopipe.passes.frontend.contributed import spelled_out
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, shape_of
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.inference import RANDOM, Inference
+from autopipe.passes.frontend.selections import Selections
 from autopipe.passes.frontend.sequences import Sequences
 from autopipe.passes.frontend.weights import MissingWeightTypes, Weights
 
@@ -45,6 +46,7 @@ class _Sweep:
     weights: Weights
     inference: Inference
     sequences: Sequences
+    selections: Selections
     stated: dict[str, list[onnx.ValueInfoProto]]
     """Types that the file states of values, by name; of several, the last that is static counts."""
     types: dict[str, Value] = field(default_factory=dict)
@@ -98,7 +100,9 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, 
     stated: dict[str, list[onnx.ValueInfoProto]] = {}
     for info in (*source.graph.value_info, *source.graph.output):
         stated.setdefault(info.name, []).append(info)
-    sweep = _Sweep(source, inputs, weights, Inference(source.opsets), Sequences(source.opset), stated)
+    inference = Inference(source.opsets)
+    selections = Selections(source.nodes, inference, source.opset, weights.roles.uses)
+    sweep = _Sweep(source, inputs, weights, inference, Sequences(source.opset), selections, stated)
     sweep.results = dict.fromkeys(info.name for info in source.graph.output)
     sweep.types.update((value.name, value) for value in inputs.values)
     for held in weights.initializers().values():
@@ -140,11 +144,15 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
 def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
     operands = tuple(sweep.aliases.get(name, name) for name in node.input)
     for name in operands:
-        if name and name not in sweep.types and name not in sweep.sequences:
+        if name and not any(name in each for each in (sweep.types, sweep.sequences, sweep.selections)):
             missing = MissingWeightTypes(sweep.weights.roles.uses, sweep.type_of, tuple(sweep.results))
             sweep.keep(sweep.weights.missing(sweep.declared(name) or missing.deduced(name)))
     if sweep.sequences.concern(node):
         for each in sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays):
+            _visit(sweep, each)
+        return
+    if sweep.selections.concern(node, operands, sweep.arrays, sweep.declared):
+        for each in sweep.selections.made_static(node, operands, sweep.types, sweep.arrays):
             _visit(sweep, each)
         return
     if is_rewritten(node):
@@ -344,6 +352,8 @@ def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
     for info in sweep.source.graph.output:
         if info.name in sweep.sequences:
             raise ModelError(f"output {info.name!r} is a sequence; give its tensors as outputs")
+        if info.name in sweep.selections:
+            raise sweep.selections.refused_output(info.name)
         if info.name not in sweep.types:
             raise ModelError(f"output {info.name!r} is never written")
         if info.name in sweep.aliases:  # the output keeps its name; cleaning renames its source where it can

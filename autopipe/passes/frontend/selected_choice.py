@@ -1,0 +1,143 @@
+"""The operators that choose by data: `NonZero`, `Compress` and `Unique`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import DType, Value
+from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.selected_places import Places
+from autopipe.passes.frontend.selected_rows import ROWS, Rows
+from autopipe.passes.frontend.selected_use import Use, selection_of
+
+if TYPE_CHECKING:
+    import onnx
+
+    from autopipe.passes.frontend.uses import Uses
+
+CHOOSING = frozenset({"Compress", "NonZero", "Unique"})
+_HANDED_ON = frozenset({"Transpose", "Cast", "Identity"})
+_TAKEN_APART = _HANDED_ON | {"Split", "Squeeze", "Unsqueeze", "Reshape", "Gather"}
+
+
+def choose(use: Use, uses: Uses, expanded: Mapping[str, str], masks: dict[str, str]) -> None:
+    """The places or rows that the node chooses. `expanded` has what values of the file are broadcast from, `masks` what
+    numbers are as booleans, so that equal choices are one."""
+    data = use.types[use.operands[0]]
+    match use.node.op_type:
+        case "NonZero":
+            _non_zero(use, data, uses, expanded, masks)
+        case "Compress":
+            _compress(use, data)
+        case _:
+            _unique(use, data)
+
+
+def _non_zero(use: Use, data: Value, uses: Uses, expanded: Mapping[str, str], masks: dict[str, str]) -> None:
+    write, rank, name, result = use.write, len(data.shape), data.name, use.node.output[0]
+    held: tuple[int, ...] = data.shape
+    if name in expanded and expanded[name] in use.types:
+        source = use.types[expanded[name]]
+        held = (*[1] * (rank - len(source.shape)), *source.shape)
+        name = expanded[name] if len(held) == len(source.shape) else write.reshape(expanded[name], held)
+    mask = name if data.dtype is DType.BOOL else masks.get(name) or write.cast(name, DType.BOOL)
+    masks[name] = mask
+    known = _split_into(result, uses) if rank == 1 else 0
+    if known and held == data.shape:
+        _known_many(use, mask, data.shape[0], known, _below(result, uses, use.types))
+        return
+    selection = selection_of(use, mask, held, data.shape)
+    terms = np.concatenate([np.zeros((1, rank)), np.eye(rank)]).astype(np.int64)[..., None]
+    use.found[result] = Places(selection, Value("", DType.INT64, (rank, ROWS)), 1, tuple(terms))
+
+
+def _known_many(use: Use, mask: str, extent: int, count: int, below: int) -> None:
+    """The places of as many true elements as the file says: the experts that its example ran. Where tensors of no more
+    rows are read there, they are all of these rows."""
+    write = use.write
+    places = write.numbers(range(count))
+    if count < min(below, extent):
+        places = write.node("Gather", [write.in_order(mask, extent), places])
+    write.reshape(places, (1, count), use.node.output[0])
+
+
+def _split_into(name: str, uses: Uses) -> int:
+    """How many places a Split takes apart, one each: a loop over them, as traced. 0 where there is none."""
+    found = _readers(name, uses, _HANDED_ON)
+    counts = {len(node.output) for node, _ in found if node.op_type == "Split" and len(node.output) > 1}
+    return counts.pop() if len(counts) == 1 and len(found) == 1 else 0
+
+
+def _below(name: str, uses: Uses, types: Mapping[str, Value]) -> int:
+    """A number that all places are below, since tensors of that extent are read at them."""
+    extents = [1 << 62]
+    for node, slot in _readers(name, uses, _TAKEN_APART):
+        data = types.get(node.input[0])
+        if node.op_type == "Gather" and slot == 1 and data is not None:
+            axis = next((int(each.i) for each in node.attribute if each.name == "axis"), 0)
+            extents.append(data.shape[axis])
+    return min(extents)
+
+
+def _readers(name: str, uses: Uses, through: frozenset[str]) -> list[tuple[onnx.NodeProto, int]]:
+    """Who reads a value, seen through what operators `through` make of their first operand."""
+    found, waiting = [], [name]
+    while waiting:
+        for node, slot in uses.readers.get(waiting.pop(), ()):
+            if node.op_type in through and slot == 0:
+                waiting += node.output
+            else:
+                found.append((node, slot))
+    return found
+
+
+def _compress(use: Use, data: Value) -> None:
+    write, name, shape = use.write, data.name, data.shape
+    axis = positive(use.attribute("axis"), len(shape))
+    if not use.has("axis"):
+        shape = (data.elements,)
+        name = write.reshape(name, shape)
+    (count,) = use.types[use.operands[1]].shape
+    mask = use.operands[1]
+    if count < shape[axis]:
+        name = write.sliced(name, axis, 0, count)
+    elif count > shape[axis]:
+        count = shape[axis]
+        mask = write.sliced(mask, 0, 0, count)
+    selection = selection_of(use, mask, (count,), (count,))
+    type_ = Value("", data.dtype, (*shape[:axis], ROWS, *shape[axis + 1 :]))
+    use.found[use.node.output[0]] = Rows(selection, type_, axis, (0,), name)
+
+
+def _unique(use: Use, data: Value) -> None:
+    """Sorted, equal elements are neighbours; the first of each is chosen."""
+    if use.has("axis") or not use.attribute("sorted", 1):
+        raise ModelError("Unique is supported sorted and without an axis", where=use.where)
+    write, count = use.write, data.elements
+    names = (*use.node.output, "", "", "")[:4]
+    values, places = write.sorted(write.reshape(data.name, (count,)), count)
+    equal = write.node("Equal", [write.sliced(values, 0, 1, count), write.sliced(values, 0, 0, count - 1)])
+    mask = write.node("Concat", [write.cast(write.numbers([1]), DType.BOOL), write.node("Not", [equal])], axis=0)
+    selection = selection_of(use, mask, (count,), (count,))
+    zeros, one = write.expand(write.numbers([0]), (1,), (count,)), write.number(1, DType.INT64)
+    order = write.node("CumSum", [write.cast(mask, DType.INT64), write.number(0, DType.INT64)])
+    rank = write.node("Sub", [order, one])
+    if names[2]:
+        write.node("ScatterElements", [zeros, places, rank], names[2], axis=0)
+    found = {names[0]: values}
+    if names[1]:
+        most = write.node("Add", [zeros, write.number(count, DType.INT64)])
+        first = write.node("ScatterElements", [most, rank, places], axis=0, reduction="min")
+        found[names[1]] = write.node("Gather", [first, rank])
+    if names[3]:
+        ones = write.node("Add", [zeros, one])
+        runs = write.node("ScatterElements", [zeros, rank, ones], axis=0, reduction="add")
+        found[names[3]] = write.node("Gather", [runs, rank])
+    for name, value in found.items():
+        dtype = data.dtype if value == values else DType.INT64
+        use.found[name] = Rows(selection, Value("", dtype, (ROWS,)), 0, (0,), value)
+    use.found.pop("", None)

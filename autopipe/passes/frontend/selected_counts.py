@@ -1,0 +1,147 @@
+"""Numbers of rows that data chooses: shapes made of them, and values cut to or spread over as many rows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from autopipe.ir.graph import DType, Value
+from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.selected_places import Places
+from autopipe.passes.frontend.selected_rows import ROWS, Rows, Selection
+from autopipe.passes.frontend.selected_use import Counted, Packed, Use
+
+OTHER_ROWS = 1_000_033
+"""A second number of rows, to tell how numbers depend on it."""
+_SHAPED = """
+    Add Cast Concat Div Equal Gather Greater Identity Less Max Min Mul Not ReduceMax ReduceMin ReduceProd ReduceSum
+    Reshape Slice Split Squeeze Sub Transpose Unsqueeze Where
+"""
+_OF_SHAPES = frozenset(_SHAPED.split())
+"""Operators of which exporters make shapes."""
+_WHOLE = (6, 7)
+"""Types of shapes, as ONNX counts them: int32 and int64."""
+_MOST_NUMBERS = 1 << 16
+"""Numbers of a known value that are spread as such."""
+
+
+def measure(use: Use) -> None:
+    """Shape and Size."""
+    (held,) = use.held
+    assert held is not None
+    shape = held.numbers[0].shape if isinstance(held, Counted) else held.type.shape
+    start, end = use.attribute("start"), use.attribute("end", len(shape))
+    found = []
+    for count in (ROWS, OTHER_ROWS):
+        extents = np.asarray([count * (each // ROWS) if each % ROWS == 0 else each for each in shape], np.int64)
+        found.append(extents[start:end] if use.node.op_type == "Shape" else np.asarray(extents.prod()))
+    _note(use, use.node.output[0], held.selection, found[0], found[1])
+
+
+def _note(use: Use, name: str, selection: Selection, first: np.ndarray, second: np.ndarray) -> None:
+    """Numbers of a value: known ones if they do not depend on how many rows there are."""
+    if np.array_equal(first, second):
+        flat = use.write.numbers(first.reshape(-1).astype(np.int64).tolist())
+        use.write.cast(use.write.reshape(flat, first.shape), DType(first.dtype.name), name)
+    else:
+        use.found[name] = Counted(selection, (first, second))
+
+
+def compute_count(use: Use) -> None:
+    """A node that reads numbers of rows and nothing else that depends on them."""
+    known, operator = use.numbers(), use.node.op_type
+    selection = next(each.selection for each in use.held if each is not None)
+    complete = all(array is not None for name, array in zip(use.operands, known, strict=True) if name)
+    if operator in ("Expand", "ConstantOfShape"):
+        _spread(use, known[-1], selection)
+    elif operator == "Range" and complete and [int(each) for each in known if each is not None] == [0, ROWS, 1]:
+        _number(use, selection)
+    elif complete and operator in _OF_SHAPES and (operator != "Cast" or use.attribute("to") in _WHOLE):
+        first, second = (use.inference.evaluate(use.node, tuple(use.numbers(version)), ()) for version in (0, 1))
+        if first is None or second is None:
+            raise use.refused()
+        for name, *numbers in zip(use.node.output, first, second, strict=True):
+            _note(use, name, selection, *numbers)
+    else:
+        read = zip(use.operands, use.held, strict=True)
+        names = [_at_run_time(use, each) if isinstance(each, Counted) else name for name, each in read]
+        use.write.again(names, use.node.output)
+
+
+def _at_run_time(use: Use, counted: Counted) -> str:
+    """The numbers, computed from how many elements are chosen, on which they depend linearly."""
+    first, second = counted.numbers
+    slope, uneven = np.divmod(second.astype(np.int64) - first, OTHER_ROWS - ROWS)
+    if uneven.any() or first.dtype.kind != "i":
+        raise use.refused()
+    write, offset = use.write, first - slope * ROWS
+    factor, rest = (write.reshape(write.numbers(each.reshape(-1).tolist()), each.shape) for each in (slope, offset))
+    total = write.node("Add", [write.node("Mul", [write.counted(counted.selection), factor]), rest])
+    return write.cast(total, DType(first.dtype.name))
+
+
+def _spread(use: Use, wanted: np.ndarray | None, selection: Selection) -> None:
+    """A value that is the same for each row."""
+    write, name = use.write, use.node.output[0]
+    operand = use.operands[0] if use.node.op_type == "Expand" else ""
+    if wanted is None or (operand and operand not in use.types):
+        raise use.refused()
+    shape = tuple(wanted.reshape(-1).tolist())
+    if operand:
+        shape = tuple(np.broadcast_shapes(shape, use.types[operand].shape))
+    if shape.count(ROWS) != 1 or max(shape) > ROWS:
+        raise use.refused()
+    axis = shape.index(ROWS)
+    real = (*shape[:axis], 1, *shape[axis + 1 :])
+    array = use.arrays.get(operand)
+    if operand and array is not None and array.dtype.kind == "i" and math.prod(real) <= _MOST_NUMBERS:
+        terms = (np.broadcast_to(array, real), *(np.zeros(real, array.dtype) for _ in selection.shape))
+        use.found[name] = Places(selection, Value("", use.types[operand].dtype, shape), axis, terms)
+        return
+    value = f"{name}/rows"
+    write.again([*([operand] if operand else []), write.numbers(real)], [value])
+    dtype = use.types[operand].dtype if operand else _constant_type(use)
+    use.found[name] = Rows(selection, Value("", dtype, shape), axis, (), value)
+
+
+def _constant_type(use: Use) -> DType:
+    shape = Value("", DType.INT64, (1,))
+    (told,) = use.inference.types(use.node, ((shape, np.ones(1, np.int64)),))
+    if told is None:
+        raise use.refused()
+    return told.dtype
+
+
+def _number(use: Use, selection: Selection) -> None:
+    """The rows counted from 0 on."""
+    write, count = use.write, math.prod(selection.shape)
+    steps = write.node("Range", [write.number(each, DType.INT64) for each in (0, count, 1)])
+    ranks = write.ranked(selection, steps, (count,), 0)
+    use.found[use.node.output[0]] = Rows(selection, Value("", DType.INT64, (ROWS,)), 0, selection.axes, ranks)
+
+
+def cuts(use: Use) -> bool:
+    """True for the first elements of a static value, as many as are chosen."""
+    if use.node.op_type != "Slice" or len(use.held) < 3 or not isinstance(use.held[2], Counted):
+        return False
+    return use.held[0] is None or isinstance(use.held[0], Packed)
+
+
+def cut(use: Use) -> None:
+    """The first elements of a value, as many as are chosen: each chosen place has that of its rank."""
+    source, end = use.held[0], use.held[2] if len(use.held) > 2 else None
+    if not cuts(use) or not isinstance(end, Counted):
+        raise use.refused()
+    if isinstance(source, Packed):
+        name, dtype, shape = source.value, source.type.dtype, source.shape
+    else:
+        name, dtype, shape = use.operands[0], use.types[use.operands[0]].dtype, use.types[use.operands[0]].shape
+    starts, axes, steps = (*use.numbers(), None, None)[1], *(*use.numbers(), None, None)[3:5]
+    axis = 0 if axes is None else positive(int(axes.reshape(-1)[0]), len(shape))
+    first = starts is not None and not starts.any() and end.numbers[0].tolist() == [ROWS]
+    if not first or (steps is not None and (steps != 1).any()):
+        raise use.refused()
+    ranked = use.write.ranked(end.selection, name, shape, axis)
+    type_ = Value("", dtype, (*shape[:axis], ROWS, *shape[axis + 1 :]))
+    use.found[use.node.output[0]] = Rows(end.selection, type_, axis, end.selection.axes, ranked)

@@ -1,0 +1,228 @@
+"""Rows that data chooses, computed for every place that a mask could choose: static shapes, and a mask beside them.
+
+A selection is the true elements of a mask. A value with a row for each of them is held with a row for each element of
+the mask, chosen or not; whoever puts rows together again (a scatter, a sum) leaves out those that were not chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from autopipe.ir.graph import DType, Value
+from autopipe.passes.frontend.elements import NUMBERS
+
+if TYPE_CHECKING:
+    import onnx
+
+ROWS = 1_000_003
+"""Stands for the number of chosen rows in shapes, while they are told and axes are followed: a prime that no file's
+own extents divide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The true elements of a mask, in row-major order."""
+
+    mask: str
+    held: tuple[int, ...]
+    """The mask's shape as it is held: 1 along axes on which its elements do not depend."""
+    shape: tuple[int, ...]
+    node: str = field(compare=False)
+    """Who chooses, for messages: the same elements may be chosen by several."""
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shape)))
+
+    def extent(self, over: Sequence[int]) -> int:
+        return math.prod(self.shape[axis] for axis in over)
+
+    def spread(self, over: Sequence[int]) -> tuple[int, ...]:
+        """The mask's shape with the extents of axes `over`, 1 for all others."""
+        return tuple(extent if axis in over else 1 for axis, extent in enumerate(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A value with a row for each chosen element: `value` holds it along dimension `axis` for all places along the
+    mask's axes `over`, row-major; along the mask's other axes its rows are equal. Each row counts times its number in
+    `weight`, [places along `weighed`], where there is one."""
+
+    selection: Selection
+    type: Value
+    """As the file has it, with `ROWS` for the number of rows."""
+    axis: int
+    over: tuple[int, ...]
+    value: str
+    weight: str = ""
+    weighed: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of `value`."""
+        count = self.selection.extent(self.over)
+        return (*self.type.shape[: self.axis], count, *self.type.shape[self.axis + 1 :])
+
+
+class Writer:
+    """The nodes that stand for one node of the file."""
+
+    def __init__(self, origin: onnx.NodeProto, opset: int) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self._origin, self._opset, self._count = origin, opset, 0
+
+    def node(self, operator: str, operands: Sequence[str], result: str = "", **attributes: Any) -> str:
+        """Write a node; the name of its result."""
+        import onnx.helper
+
+        self._count += 1
+        name = result or f"{next(filter(None, self._origin.output))}/rows/{self._count}"
+        self.nodes.append(onnx.helper.make_node(operator, operands, [name], name=self._origin.name, **attributes))
+        return name
+
+    def again(self, operands: Sequence[str], results: Sequence[str]) -> None:
+        """Write the file's own node with other operands and results."""
+        import onnx
+
+        node = onnx.NodeProto()
+        node.CopyFrom(self._origin)
+        del node.input[:], node.output[:]
+        node.input.extend(operands)
+        node.output.extend(results)
+        self.nodes.append(node)
+
+    def state(self, name: str, number: int) -> None:
+        """An attribute of the last node."""
+        import onnx.helper
+
+        self.nodes[-1].attribute.append(onnx.helper.make_attribute(name, number))
+
+    def numbers(self, values: Sequence[int]) -> str:
+        import onnx.helper
+
+        held = onnx.helper.make_tensor("value", onnx.TensorProto.INT64, [len(values)], [int(each) for each in values])
+        return self.node("Constant", [], value=held)
+
+    def number(self, value: float, dtype: DType, result: str = "") -> str:
+        """A scalar."""
+        whole = math.isfinite(value) and value == int(value)
+        held = self.node("Constant", [], **({"value_int": int(value)} if whole else {"value_float": value}))
+        return self.cast(held, dtype, result)
+
+    def cast(self, name: str, dtype: DType, result: str = "") -> str:
+        return self.node("Cast", [name], result, to=NUMBERS[dtype])
+
+    def reshape(self, name: str, shape: Sequence[int], result: str = "") -> str:
+        return self.node("Reshape", [name, self.numbers(shape)], result)
+
+    def expand(self, name: str, shape: Sequence[int], wanted: Sequence[int]) -> str:
+        """From `shape` to the shape `wanted`."""
+        return name if tuple(shape) == tuple(wanted) else self.node("Expand", [name, self.numbers(wanted)])
+
+    def transpose(self, name: str, order: Sequence[int]) -> str:
+        return name if list(order) == sorted(order) else self.node("Transpose", [name], perm=list(order))
+
+    def summed(self, name: str, axes: Sequence[int]) -> str:
+        """The sum along `axes`, which stay, with extent 1."""
+        if self._opset < 13:
+            return self.node("ReduceSum", [name], axes=list(axes), keepdims=1)
+        return self.node("ReduceSum", [name, self.numbers(axes)], keepdims=1)
+
+    def sliced(self, name: str, axis: int, start: int, end: int, result: str = "") -> str:
+        if self._opset < 10:
+            return self.node("Slice", [name], result, axes=[axis], starts=[start], ends=[end])
+        return self.node("Slice", [name, *(self.numbers([each]) for each in (start, end, axis))], result)
+
+    def sorted(self, name: str, count: int) -> tuple[str, str]:
+        """A vector's numbers from the smallest on, and their places."""
+        import onnx.helper
+
+        self._count += 1
+        values = f"{next(filter(None, self._origin.output))}/rows/{self._count}"
+        operands, results = [name, self.numbers([count])], [values, f"{values}/places"]
+        self.nodes.append(onnx.helper.make_node("TopK", operands, results, name=self._origin.name, axis=0, largest=0))
+        return values, results[1]
+
+    def in_order(self, mask: str, count: int) -> str:
+        """The places of a mask, a vector of `count`: those where it is true, in their order, then the others."""
+        last = self.cast(self.node("Not", [mask]), DType.INT64)
+        steps = self.node("Range", [self.number(each, DType.INT64) for each in (0, count, 1)])
+        ranks = self.node("Add", [self.node("Mul", [last, self.number(count, DType.INT64)]), steps])
+        return self.sorted(ranks, count)[1]
+
+    def chosen(self, selection: Selection, over: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """Where any element of the mask is true along its axes but `over`, and the shape that this is held with: 1
+        along those, and where the mask's own is."""
+        others = [axis for axis in selection.axes if axis not in over and selection.held[axis] > 1]
+        if not others:
+            return selection.mask, selection.held
+        count = self.summed(self.cast(selection.mask, DType.INT32), others)
+        shape = tuple(1 if axis in others else extent for axis, extent in enumerate(selection.held))
+        return self.cast(count, DType.BOOL), shape
+
+    def placed(self, rows: Rows, over: tuple[int, ...]) -> Rows:
+        """The same rows, held for all places along axes `over` and their own."""
+        over = tuple(sorted({*rows.over, *over}))
+        if over == rows.over:
+            return rows
+        before, after = rows.type.shape[: rows.axis], rows.type.shape[rows.axis + 1 :]
+        selection = rows.selection
+        narrow = tuple(selection.shape[axis] if axis in rows.over else 1 for axis in over)
+        wide = tuple(selection.shape[axis] for axis in over)
+        spread = self.expand(
+            self.reshape(rows.value, (*before, *narrow, *after)),
+            (*before, *narrow, *after),
+            (*before, *wide, *after),
+        )
+        return replace(rows, over=over, value=self.reshape(spread, (*before, math.prod(wide), *after)))
+
+    def whole(self, rows: Rows) -> Rows:
+        """The same rows with their weights multiplied in."""
+        if not rows.weight:
+            return rows
+        wide = self.placed(replace(rows, weight="", weighed=()), rows.weighed)
+        type_ = Value("", rows.type.dtype, (ROWS,))
+        weight = self.placed(Rows(rows.selection, type_, 0, rows.weighed, rows.weight), wide.over)
+        ones = [1] * (len(wide.shape) - wide.axis - 1)
+        aligned = self.reshape(weight.value, (*weight.shape, *ones))
+        return replace(wide, value=self.node("Mul", [wide.value, aligned]))
+
+    def filled(self, rows: Rows, number: float, over: tuple[int, ...] | None = None) -> Rows:
+        """The same rows, with `number` in those of places (along `over`, their own if None) that are not chosen."""
+        rows = self.placed(self.whole(rows), rows.over if over is None else over)
+        mask, shape = self.chosen(rows.selection, rows.over)
+        wide = rows.selection.spread(rows.over)
+        flat = self.reshape(self.expand(mask, shape, wide), (math.prod(wide), *[1] * (len(rows.shape) - rows.axis - 1)))
+        kept = self.node("Where", [flat, rows.value, self.number(number, rows.type.dtype)])
+        return replace(rows, value=kept)
+
+    def counted(self, selection: Selection) -> str:
+        """How many elements are chosen, a whole number of 64 bits."""
+        each = self.cast(selection.mask, DType.INT64)
+        total = self.reshape(self.summed(each, selection.axes), ())
+        repeats = math.prod(selection.shape) // math.prod(selection.held)
+        return total if repeats == 1 else self.node("Mul", [total, self.number(repeats, DType.INT64)])
+
+    def ranked(self, selection: Selection, source: str, shape: tuple[int, ...], axis: int) -> str:
+        """A value with the same rows as the first of `source` along `axis`, in the order in which they are chosen:
+        each place of the mask reads the row of its rank among the chosen."""
+        inner = 1  # Along the last axes the mask may be broadcast: those elements are chosen together.
+        held, wide = list(selection.held), list(selection.shape)
+        while held and held[-1] == 1 and shape[axis] % (inner * wide[-1]) == 0:
+            inner *= wide.pop()
+            held.pop()
+        places = math.prod(wide)
+        mask = self.expand(self.reshape(selection.mask, held), held, wide)
+        flags = self.reshape(self.cast(mask, DType.INT64), (places,))
+        order = self.node("CumSum", [flags, self.number(0, DType.INT64)])
+        one = self.number(1, DType.INT64)
+        first = self.node("Max", [self.node("Sub", [order, one]), self.number(0, DType.INT64)])
+        last = self.number(shape[axis] // inner - 1, DType.INT64)
+        rank = self.node("Min", [first, last])
+        before, after = shape[:axis], shape[axis + 1 :]
+        blocks = self.reshape(source, (*before, shape[axis] // inner, inner, *after))
+        found = self.node("Gather", [blocks, rank], axis=axis)
+        return self.reshape(found, (*before, places * inner, *after))

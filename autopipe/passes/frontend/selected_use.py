@@ -1,0 +1,145 @@
+"""A node that reads rows which data chooses, what is known of its operands, and whether it computes each row alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import DType, Node, Value
+from autopipe.ir.ops import OPERATORS, Signature
+from autopipe.ir.space import AxisKind, Space
+from autopipe.passes.frontend.elements import attributes_of
+from autopipe.passes.frontend.selected_places import Places
+from autopipe.passes.frontend.selected_rows import ROWS, Rows, Selection, Writer
+
+if TYPE_CHECKING:
+    import onnx
+
+    from autopipe.passes.frontend.inference import Inference
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Whole numbers that depend on the number of rows: for `ROWS` and for `OTHER_ROWS` of them."""
+
+    selection: Selection
+    numbers: tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Chosen rows flattened, in their order, before others: `value`, of static `shape`."""
+
+    selection: Selection
+    type: Value
+    """As the file has it, with `ROWS` for the number of rows."""
+    value: str
+    shape: tuple[int, ...]
+
+
+Held = Rows | Places | Counted | Packed
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A node, its operands with aliases resolved, and what is known of them; `found` is what its results are."""
+
+    node: onnx.NodeProto
+    operands: tuple[str, ...]
+    held: tuple[Held | None, ...]
+    types: Mapping[str, Value]
+    arrays: Mapping[str, np.ndarray]
+    inference: Inference
+    opset: int
+    write: Writer
+    found: dict[str, Held] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        return f"{self.node.op_type} {self.node.name!r}"
+
+    def attribute(self, name: str, default: int = 0) -> int:
+        return next((int(each.i) for each in self.node.attribute if each.name == name), default)
+
+    def has(self, name: str) -> bool:
+        return any(each.name == name for each in self.node.attribute)
+
+    def refused(self) -> ModelError:
+        """For a node that does something else with rows than compute each, or sum them up."""
+        chooser = next((each.selection.node for each in self.held if each is not None), "data")
+        return ModelError(
+            f"it takes together rows that {chooser} chooses by data, so that its result's shape cannot be told",
+            hint="rows that data chooses may be computed one by one, then summed or put into a tensor",
+            where=self.where,
+        )
+
+    def numbers(self, version: int = 0) -> list[np.ndarray | None]:
+        """Numbers known of each operand where there are `ROWS` or, for `version` 1, `OTHER_ROWS` rows."""
+        return [
+            each.numbers[version] if isinstance(each, Counted) else self.arrays.get(name) if name else None
+            for name, each in zip(self.operands, self.held, strict=True)
+        ]
+
+    def evaluated(self, arrays: Sequence[np.ndarray | None], types: Sequence[Value]) -> tuple[np.ndarray, ...] | None:
+        """The numbers of results of these types where operands have these numbers, for one row."""
+        real = [
+            Value("", each.dtype, tuple(1 if extent == ROWS else extent for extent in each.shape)) for each in types
+        ]
+        return self.inference.evaluate(self.node, tuple(arrays), real)
+
+    def followed(self) -> tuple[list[Value], list[int] | None]:
+        """Types of the results, and the dimension of each that counts rows; None for these where the node does not
+        compute each row alone."""
+        types, known = [*map(self._type, self.operands, self.held)], self.numbers()
+        told = self.inference.types(self.node, tuple(zip(types, known, strict=True)))
+        results = [each for each in told if each is not None]
+        if len(results) < sum(map(bool, self.node.output)):
+            raise self.refused()
+        space = self._space(types, told, known)
+        read = zip(space.operands, self.held, strict=True)
+        names = {dims[each.axis] for dims, each in read if dims is not None and isinstance(each, Rows | Places)}
+        if len(names) != 1:
+            return results, None
+        (name,) = names
+        if len(name) != 1 or space.axis(name[0]).kind is not AxisKind.PARALLEL:
+            return results, None
+        places = [
+            [place for place, each in enumerate(dims) if each == name] for dims in space.results if dims is not None
+        ]
+        return results, [place[0] for place in places] if all(places) else None
+
+    def _type(self, name: str, held: Held | None) -> Value | None:
+        if isinstance(held, Counted):
+            return Value(name, DType.INT64, held.numbers[0].shape)
+        return held.type if held is not None else self.types[name] if name else None
+
+    def _space(
+        self,
+        types: Sequence[Value | None],
+        results: Sequence[Value | None],
+        known: Sequence[np.ndarray | None],
+    ) -> Space:
+        node = self.node
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        row = OPERATORS.get(f"{domain}.{node.op_type}" if domain else node.op_type)
+        if row is None:
+            raise self.refused()
+        known_node = Node(node.name, node.op_type, self.operands, tuple(node.output), attributes_of(node), domain)
+        return row.space(Signature(known_node, tuple(types), tuple(results), tuple(known), self.opset))
+
+
+def is_static(types: Sequence[Value]) -> bool:
+    """True if no shape depends on the number of rows."""
+    return all(extent == 0 or extent % ROWS for value in types for extent in value.shape)
+
+
+def selection_of(use: Use, mask: str, held: Sequence[int], shape: tuple[int, ...]) -> Selection:
+    """The true elements of a mask, chosen by the node."""
+    if not shape or math.prod(shape) == 0:
+        raise ModelError(f"it chooses among no elements: the shape is {list(shape)}", where=use.where)
+    return Selection(mask, tuple(held), shape, use.where)

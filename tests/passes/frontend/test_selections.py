@@ -1,0 +1,190 @@
+"""Values whose extent depends on data: read with static shapes they are what onnxruntime computes of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopipe.ir.errors import ModelError
+from autopipe.passes.frontend import read_model
+from tests.passes.frontend.building import BOOL, FLOAT, INT64, floats, integers, model, node, saved
+from tests.passes.frontend.reference import assert_close, run, run_read
+
+TOKENS, WIDTH, EXPERTS = 6, 4, 3
+
+
+def experts(scatter: str, reduction: str) -> onnx.ModelProto:
+    """Each expert takes its tokens by place, multiplies, weighs and puts them back, as exporters write it."""
+    nodes = [node("Reshape", "weights column", "scores")]
+    total = "zeros"
+    for expert in range(EXPERTS):
+        at = [f"{name}{expert}" for name in ("m", "z", "t", "k", "ki", "x", "h", "y", "w", "v", "sum")]
+        mask, found, token, rank, pair, taken, hidden, result, weight, value, after = at
+        nodes += [
+            node("Equal", f"chosen expert{expert}", mask),
+            node("NonZero", mask, found),
+            node("Split", f"{found} ones", f"{token}/1 {rank}/1", axis=0),
+            node("Transpose", f"{token}/1", token, perm=[1, 0]),
+            node("Squeeze", f"{rank}/1 axis0", rank),
+            node("Squeeze", f"{token}/1 axis0", f"{token}/flat"),
+            node("Mul", f"{token}/flat two", f"{pair}/0"),
+            node("Add", f"{pair}/0 {rank}", pair),
+            node("GatherND", f"x {token}", taken),
+            node("MatMul", f"{taken} up{expert}", hidden),
+            node("Relu", hidden, f"{hidden}/relu"),
+            node("MatMul", f"{hidden}/relu down{expert}", result),
+            node("Gather", f"scores {pair}", weight, axis=0),
+            node("Mul", f"{result} {weight}", value),
+        ]
+        if scatter == "ScatterND":
+            nodes.append(node("ScatterND", f"{total} {token} {value}", after, reduction=reduction))
+        else:
+            nodes += [
+                node("Shape", value, f"{after}/shape"),
+                node("Expand", f"{token} {after}/shape", f"{after}/places"),
+                node("ScatterElements", f"{total} {after}/places {value}", after, axis=0, reduction=reduction),
+            ]
+        total = after
+    held = {f"up{each}": floats(WIDTH, 5, seed=each) for each in range(EXPERTS)}
+    held |= {f"down{each}": floats(5, WIDTH, seed=9 + each) for each in range(EXPERTS)}
+    held |= {f"expert{each}": np.array(each) for each in range(EXPERTS)}
+    held |= {"ones": integers(1, 1), "axis0": integers(0), "two": np.array(2), "column": integers(-1, 1)}
+    held |= {"zeros": np.zeros((TOKENS, WIDTH), np.float32)}
+    inputs = {"x": [TOKENS, WIDTH], "chosen": (INT64, [TOKENS, 2]), "weights": [TOKENS, 2]}
+    return model(nodes, inputs, total, held)
+
+
+def images() -> onnx.ModelProto:
+    """Image features placed into a text, as torch exports `masked_scatter`."""
+    nodes = [
+        node("Equal", "ids token", "is"),
+        node("Unsqueeze", "is last", "column"),
+        node("Expand", "column wide", "mask"),
+        node("NonZero", "mask", "found"),
+        node("Transpose", "found", "places", perm=[1, 0]),
+        node("Reshape", "image flat", "features"),
+        node("Shape", "places", "shape"),
+        node("Gather", "shape first", "count", axis=0),
+        node("Slice", "features first count first", "taken"),
+        node("ScatterND", "text places taken", "y"),
+    ]
+    held = {"token": np.array(9), "last": integers(-1), "wide": integers(2, TOKENS, WIDTH), "flat": integers(-1)}
+    held |= {"first": integers(0)}
+    inputs = {"ids": (INT64, [2, TOKENS]), "text": [2, TOKENS, WIDTH], "image": [2, 5, WIDTH]}
+    return model(nodes, inputs, "y", held)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("chosen")
+    protos = {"nd": experts("ScatterND", "add"), "elements": experts("ScatterElements", "add"), "images": images()}
+    return {name: saved(proto, folder, f"{name}.onnx") for name, proto in protos.items()}
+
+
+def agrees(path: Path, *feeds: dict[str, np.ndarray]) -> None:
+    """A file is read without an operator that chooses or looks up by place, and gives onnxruntime's outputs."""
+    read = read_model(path)
+    assert {each.op for each in read.graph.nodes}.isdisjoint({"NonZero", "Compress", "Unique", "GatherND", "ScatterND"})
+    for each in feeds:
+        assert_close(run_read(read, each), run(path, each))
+
+
+@given(st.lists(st.permutations(range(EXPERTS + 1)), min_size=TOKENS, max_size=TOKENS), st.integers(0, 99))
+def test_experts_of_any_routing(files: dict[str, Path], routing: list[list[int]], seed: int) -> None:
+    """Experts without a token and tokens without an expert (the number behind the last) among them."""
+    chosen = np.array([each[:2] for each in routing])
+    feeds = {"x": floats(TOKENS, WIDTH, seed=seed), "chosen": chosen, "weights": floats(TOKENS, 2, seed=seed + 1)}
+    agrees(files["nd"], feeds)
+    agrees(files["elements"], feeds)
+
+
+@given(st.sets(st.integers(0, 2 * TOKENS - 1), max_size=10))
+def test_images_at_any_places(files: dict[str, Path], places: set[int]) -> None:
+    """At most as many places as there are features, none among them."""
+    ids = np.zeros(2 * TOKENS, np.int64)
+    ids[list(places)] = 9
+    feeds = {"ids": ids.reshape(2, TOKENS), "text": floats(2, TOKENS, WIDTH), "image": floats(2, 5, WIDTH, seed=1)}
+    agrees(files["images"], feeds)
+
+
+KEPT = node("Compress", "x keep", "kept", axis=0)
+TOTAL = node("ReduceSum", "z axis0", "y", keepdims=0)
+SMALL = {
+    "a loss over chosen rows": (
+        [KEPT, node("Compress", "labels keep", "t"), node("SoftmaxCrossEntropyLoss", "kept t", "y")],
+    ),
+    "a mean": ([KEPT, node("Log", "kept", "l"), node("ReduceMean", "l", "y", keepdims=0, axes=[0, 1])], 13),
+    "the largest": ([KEPT, node("ReduceMax", "kept axis0", "y", keepdims=1)],),
+    "a product along the rows": (
+        [KEPT, node("Transpose", "kept", "t", perm=[1, 0]), node("MatMul", "t kept", "y")],
+    ),
+    "a running sum": ([KEPT, node("CumSum", "kept first", "s"), node("Mul", "s kept", "z"), TOTAL],),
+    "how many": (
+        [KEPT, node("Shape", "kept", "s"), node("Cast", "s", "f", to=FLOAT), node("Mul", "f two", "y")],
+    ),
+    "of all elements": ([node("Compress", "x keep", "c"), node("Exp", "c", "z"), TOTAL],),
+    "rows by a flag put behind": (
+        [KEPT, node("NonZero", "keep", "n"), node("Transpose", "n", "p", perm=[1, 0]),
+         node("ScatterND", "x p first_rows", "y")],
+    ),
+    "places as numbers": (
+        [node("NonZero", "x", "n"), node("Cast", "n", "f", to=FLOAT), node("ReduceSum", "f last", "y", keepdims=0)],
+    ),
+    "distinct numbers": (
+        [node("Unique", "labels", "u i v c"), node("Mul", "u c", "p"), node("Add", "p i", "s"),
+         node("ReduceSum", "s axis0", "a", keepdims=1), node("Add", "a v", "y")],
+    ),
+    "put where another tensor says": (
+        [node("Compress", "labels keep", "l"), node("Unsqueeze", "l last", "p"), KEPT,
+         node("ScatterND", "table p kept", "y", reduction="add")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_graphs(name: str, tmp_path: Path) -> None:
+    nodes, *opset = SMALL[name]
+    held = {"axis0": integers(0), "last": integers(-1), "first": np.array(0), "two": floats(2, seed=3)}
+    held |= {"table": floats(5, 4, seed=4), "first_rows": floats(3, 4, seed=5)}
+    read = {operand for each in nodes for operand in each.input}
+    inputs = {"x": [6, 4], "labels": (INT64, [6]), "keep": (BOOL, [6])}
+    path = saved(
+        model(
+            nodes,
+            {each: shape for each, shape in inputs.items() if each in read},
+            "y",
+            {each: array for each, array in held.items() if each in read},
+            *opset,
+        ),
+        tmp_path,
+    )
+    labels, x = np.array([3, 1, 3, 0, 1, 1]), np.abs(floats(6, 4)) + 0.1
+    keep = np.array([True, False, True, False, True, False])
+    x[1] = 0  # Where the logarithm of a row that is not chosen would be infinite.
+    model_read = read_model(path, batch_axes=dict.fromkeys(inputs.keys() & read))
+    feeds = {"x": x, "labels": labels, "keep": keep}
+    assert not {each.op for each in model_read.graph.nodes} & {"NonZero", "Compress", "Unique"}
+    assert_close(run_read(model_read, feeds), run(path, feeds))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "message"),
+    [
+        ([KEPT], "kept", "the shape of output 'kept' cannot be told"),
+        ([KEPT, node("Softmax", "kept", "y", axis=0)], "y", "takes together rows that Compress"),
+        ([KEPT, node("Transpose", "kept", "t", perm=[1, 0]), node("MatMul", "kept t", "y")], "y", "takes together"),
+        ([KEPT, node("Compress", "x other", "b", axis=0), node("Add", "kept b", "y")], "y", "takes together"),
+    ],
+)
+def test_what_takes_rows_together_is_refused(
+    nodes: Sequence[onnx.NodeProto], outputs: str, message: str, tmp_path: Path
+) -> None:
+    inputs = {"x": [6, 4], "keep": (BOOL, [6]), "other": (BOOL, [6])}
+    with pytest.raises(ModelError, match=message):
+        read_model(saved(model(nodes, inputs, outputs), tmp_path))
