@@ -98,7 +98,7 @@ def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) ->
         **(figures if work else dict.fromkeys(figures)),
         "branches": branches,
         "unsupported": [
-            {"operator": each.operator, "count": each.count, "node": each.node, "nearest": each.nearest or None}
+            {"operator": each.operator, "count": each.count, "node": each.node, "reason": each.reason}
             for each in model.unsupported
         ],
         "warnings": list(model.warnings),
@@ -158,11 +158,7 @@ def _rows(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], ev
             for each in branches
         ]
         yield from _several("branches", told or ["none: one chain of work"])
-    told = [
-        f"{each.operator} ({each.count}), first at {each.node!r}"
-        + (f"; {each.nearest} is supported" if each.nearest else "")
-        for each in model.unsupported
-    ]
+    told = [f"{each.operator} ({each.count}), first at {each.node!r}; {each.reason}" for each in model.unsupported]
     yield from _several("not supported", told)
     if not told:
         yield "supported", "every operator"

@@ -104,11 +104,9 @@ def _mismatch() -> onnx.ModelProto:
     return model([node("Add", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(4)})
 
 
-def _quantised() -> onnx.ModelProto:
-    held = {"s": np.float32(0.1), "z": np.uint8(3), "w": np.ones((2, 3), np.uint8)}
-    inputs = ["x", "s", "z", "w", "s", "z", "s", "z"]
-    named = oh.make_node("QLinearAdd", inputs, ["y"], name="quantised", domain="com.microsoft")
-    return model([named], {"x": (onnx.TensorProto.UINT8, [2, 3])}, "y", held, domains=["com.microsoft"])
+def _learnt_before() -> onnx.ModelProto:
+    named = oh.make_node("Scaler", ["x"], ["y"], name="scaler", domain="ai.onnx.ml", offset=[0.0], scale=[1.0])
+    return model([named], {"x": [2, 3]}, "y", domains=["ai.onnx.ml"])
 
 
 def _strings() -> onnx.ModelProto:
@@ -183,15 +181,15 @@ CASES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 """What lies at model.onnx, and what the line says besides its name."""
 
 UNSUPPORTED: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[str, ...]]] = {
-    "domain": (_unknown_domain, ("org.example.Frobnicate (1)",)),
-    "misspelt": (_misspelt, ("Sofmax (1)", "Softmax is supported", "'last'")),
-    "control flow": (_control_flow, ("If (1)", "'choice'")),
+    "domain": (_unknown_domain, ("org.example.Frobnicate (1)", "a custom operator of domain 'org.example'")),
+    "misspelt": (_misspelt, ("Sofmax (1)", "did you mean 'Softmax'?", "'last'")),
+    "control flow": (_control_flow, ("If (1)", "control flow", "'choice'")),
     "sequence": (
         lambda: model([node("SequenceConstruct", "x x", "y")], {"x": [2]}, "y"),
         ("output 'y' is a sequence",),
     ),
     "depends on data": (lambda: model([node("NonZero", "x", "y")], {"x": [2, 3]}, "y"), ("cannot be told", "nonzero")),
-    "quantised": (_quantised, ("com.microsoft.QLinearAdd (1)", "'quantised'")),
+    "other learning": (_learnt_before, ("ai.onnx.ml.Scaler (1)", "'scaler'", "classical machine learning")),
 }
 """Sound models of which something is not supported, and what the line says besides the file's name."""
 

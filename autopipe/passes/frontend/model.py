@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from autopipe.passes.frontend.contributed import is_spelled
 from autopipe.passes.frontend.device_annotations import Configuration
 from autopipe.passes.frontend.parameters import COMPUTED
 from autopipe.passes.frontend.sequences import SEQUENCE_OPERATORS
+from autopipe.passes.frontend.unsupported import reason_for
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
@@ -119,8 +119,8 @@ class Unsupported:
     operator: str
     count: int
     node: str
-    nearest: str
-    """The supported operator with the most similar name, or ""."""
+    reason: str
+    """Why, by what the operator is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def require_readable(source: Source) -> None:
         known = onnx.defs.has(node.op_type, opsets.get(domain, 1), domain)
         read = name in OPERATORS or name in REMOVED or name in SEQUENCE_OPERATORS
         read = read or is_spelled(node) or is_rewritten(node)
-        if not read and (flow or not known):
+        if not read and (flow or domain or not known):
             unreadable.append((name, node.name))
         elif known and name != "Constant":  # whose numbers may have been left in the file
             try:
@@ -207,16 +207,18 @@ def require_readable(source: Source) -> None:
 def refusal(unsupported: tuple[Unsupported, ...]) -> ModelError:
     """The error that names them all with their numbers."""
     names = ", ".join(f"{each.operator} ({each.count})" for each in unsupported)
-    near = [f"{each.nearest} is supported" for each in unsupported if each.nearest]
-    where = repr(unsupported[0].node)
-    return ModelError(f"operators that are not supported: {names}", hint="; ".join(near), where=where)
+    reasons: dict[str, list[str]] = {}
+    for each in unsupported:
+        reasons.setdefault(each.reason, []).append(each.operator)
+    hint = "; ".join(f"{', '.join(operators)}: {reason}" for reason, operators in reasons.items())
+    return ModelError(f"operators that are not supported: {names}", hint=hint, where=repr(unsupported[0].node))
 
 
 def _without_row(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
     counts = Counter(name for name, _ in uses)
     first = dict(reversed(uses))
     return tuple(
-        Unsupported(name, count, first[name], next(iter(difflib.get_close_matches(name, OPERATORS, n=1)), ""))
+        Unsupported(name, count, first[name], reason_for(name))
         for name, count in counts.most_common()
         if name not in OPERATORS
     )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend.unsupported import reason_for
 from tests.passes.frontend.building import floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read
 
@@ -80,7 +81,21 @@ def test_unknown_operators_are_listed_with_their_numbers(tmp_path: Path) -> None
     ]
     error = refused(saved(model(nodes, {"x": [2]}, "y", domains=["org.example"]), tmp_path), "not supported")
     assert "org.example.Frobnicate (2)" in error.message and "Sofmax (1)" in error.message
-    assert "Softmax is supported" in error.hint
+    assert "did you mean 'Softmax'?" in error.hint and "org.example" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("operator", "reason"),
+    [
+        ("ai.onnx.ml.TreeEnsembleClassifier", "classical machine learning"),
+        ("com.microsoft.SoftmaxCrossEntropyLossGrad", "training within the model"),
+        ("ai.onnx.preview.training.Adam", "an optimizer within the model"),
+        ("StringSplit", "text"),
+        ("Sigmid", "did you mean 'Sigmoid'?"),
+    ],
+)
+def test_hints_come_from_what_an_operator_is(operator: str, reason: str) -> None:
+    assert reason in reason_for(operator)
 
 
 def test_control_flow_is_named(tmp_path: Path) -> None:
