@@ -16,9 +16,12 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.contrib_attention import is_rewritten, rewritten
 from autopipe.passes.frontend.contributed import spelled_out
+from autopipe.passes.frontend.control_flow import Known, resolved
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, shape_of
 from autopipe.passes.frontend.folding import Folded
-from autopipe.passes.frontend.inference import RANDOM, Inference
+from autopipe.passes.frontend.inference import RANDOM, Budget, Inference
+from autopipe.passes.frontend.load import MOST_NODES, topological_positions
+from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.selections import Selections
 from autopipe.passes.frontend.sequences import Sequences
 from autopipe.passes.frontend.weights import MissingWeightTypes, Weights
@@ -58,6 +61,8 @@ class _Sweep:
     numbers: Counter[str] = field(default_factory=Counter)
     """How often a name that several nodes have was tried with a number."""
     results: dict[str, None] = field(default_factory=dict)
+    repeated: Budget = field(default_factory=lambda: Budget(MOST_NODES))
+    """Rest of the nodes that bodies of control flow may become."""
 
     def type_of(self, name: str) -> Value | None:
         """The type of a value as computed so far, else as the file states it."""
@@ -76,6 +81,15 @@ class _Sweep:
                 if all(extent >= 0 for extent in shape):
                     return Value(name, dtype_of(tensor.elem_type, repr(name)), shape)
         return None
+
+    def known(self) -> Known:
+        return Known(
+            numbers=lambda name: self.arrays.get(self.aliases.get(name, name)),
+            kind=lambda name: self.types.get(self.aliases.get(name, name)),
+            sequences=self.sequences,
+            order=lambda body: [body.node[place] for place in topological_positions(body)],
+            takes=self.repeated.takes,
+        )
 
     def hold(self, name: str, array: np.ndarray, dtype: DType) -> None:
         self.types[name] = Value(name, dtype, array.shape)
@@ -147,6 +161,10 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         if name and not any(name in each for each in (sweep.types, sweep.sequences, sweep.selections)):
             missing = MissingWeightTypes(sweep.weights.roles.uses, sweep.type_of, tuple(sweep.results))
             sweep.keep(sweep.weights.missing(sweep.declared(name) or missing.deduced(name)))
+    if node.op_type in CONTROL_OPERATORS and node.domain in ("", "ai.onnx"):
+        for each in resolved(node, operands, sweep.known()):
+            _visit(sweep, each)
+        return
     if sweep.sequences.concern(node):
         for each in sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays):
             _visit(sweep, each)

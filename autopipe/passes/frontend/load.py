@@ -9,13 +9,14 @@ import hashlib
 import heapq
 import itertools
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import FileSlice
+from autopipe.passes.frontend.control_flow import hoist, nodes_within, reads
 from autopipe.passes.frontend.device_annotations import Configuration, configurations_of, texts_of
 from autopipe.passes.frontend.elements import stored_numbers
 from autopipe.passes.frontend.merged_parameters import Apart, take_apart
@@ -47,8 +48,6 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
     import onnx.checker
     import onnx.inliner
 
-    if not model.functions:
-        return model
     _require_bounded(model)
     try:
         return onnx.inliner.inline_local_functions(model)
@@ -68,7 +67,7 @@ def _require_bounded(model: onnx.ModelProto) -> None:
         if len(callers) + (extents[key].depth if key in extents else 1) > DEEPEST:
             raise ModelError(f"more than {DEEPEST} of the file's functions call one another in a row", where=where)
         if key not in extents:
-            function, nodes = functions[key], list(_nodes_within(functions[key].node))
+            function, nodes = functions[key], list(nodes_within(functions[key].node))
             called = [extent(each, (*callers, key), where) for each in map(_key, nodes) if each in functions]
             extents[key] = Extent(
                 len(nodes) + sum(each.nodes for each in called),
@@ -79,7 +78,7 @@ def _require_bounded(model: onnx.ModelProto) -> None:
         return extents[key]
 
     nodes = size = 0
-    for call in _nodes_within(model.graph.node):
+    for call in nodes_within(model.graph.node):
         if _key(call) not in functions:
             continue
         where = f"{call.op_type} {call.name!r}"
@@ -94,15 +93,6 @@ def _require_bounded(model: onnx.ModelProto) -> None:
 
 def _key(node: onnx.NodeProto) -> Key:
     return node.domain, node.op_type, node.overload
-
-
-def _nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """The nodes and those of the graphs that they hold."""
-    for node in nodes:
-        yield node
-        for attribute in node.attribute:
-            for graph in itertools.chain((attribute.g,) if attribute.HasField("g") else (), attribute.graphs):
-                yield from _nodes_within(graph.node)
 
 
 OLDEST_OPSET = 7
@@ -173,7 +163,10 @@ def _load(path: Path) -> Source:
     opsets = _opsets(model)
     metadata = {entry.key: entry.value for entry in (*model.graph.metadata_props, *model.metadata_props)}
     apart = take_apart(model, metadata, lambda tensor: stored_numbers(tensor.name, tensor, slices, path))
-    model = inlined(model)
+    hoist(model.graph, slices)
+    if model.functions:
+        model = inlined(model)
+        hoist(model.graph, slices)
     positions = topological_positions(model.graph)
     return Source(
         path=path,
@@ -207,7 +200,7 @@ def _texts(model: onnx.ModelProto) -> Iterator[object]:
     for tensor in graph.initializer:
         yield tensor.name
         yield from itertools.chain.from_iterable((entry.key, entry.value) for entry in tensor.external_data)
-    for node in itertools.chain(graph.node, *(function.node for function in model.functions)):
+    for node in nodes_within(itertools.chain(graph.node, *(function.node for function in model.functions))):
         yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
         yield from (attribute.name for attribute in node.attribute)
     yield from texts_of(model)
@@ -269,7 +262,7 @@ def topological_positions(graph: onnx.GraphProto) -> tuple[int, ...]:
             if name and (name in writer or name in sources):
                 raise ModelError(f"value {name!r} is written twice", where=f"{node.op_type} {node.name!r}")
             writer[name] = index
-    waits: list[set[int]] = [{writer[name] for name in node.input if name and name in writer} for node in graph.node]
+    waits: list[set[int]] = [{writer[name] for name in reads(node) if name in writer} for node in graph.node]
     readers: dict[int, list[int]] = {}
     for index, needed in enumerate(waits):
         for source in needed:

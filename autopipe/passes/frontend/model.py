@@ -15,8 +15,10 @@ from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend.contrib_attention import is_rewritten
 from autopipe.passes.frontend.contributed import is_spelled
+from autopipe.passes.frontend.control_flow import nodes_within
 from autopipe.passes.frontend.device_annotations import Configuration
 from autopipe.passes.frontend.parameters import COMPUTED
+from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.sequences import SEQUENCE_OPERATORS
 from autopipe.passes.frontend.unsupported import reason_for
 
@@ -173,7 +175,7 @@ def unsupported_operators(graph: Graph) -> tuple[Unsupported, ...]:
 
 
 def require_readable(source: Source) -> None:
-    """Raise ModelError, naming every operator that cannot be typed and has no row: control flow, other domains.
+    """Raise ModelError, naming every operator, in bodies too, that cannot be typed and has no row.
 
     Operators that ONNX can type may still be computed while reading, and are judged afterwards; raises too where the
     operands or attributes of one are not what ONNX defines.
@@ -185,8 +187,10 @@ def require_readable(source: Source) -> None:
     context.ir_version = onnx.IR_VERSION
     context.opset_imports = dict(source.opsets)
     opsets, unreadable = dict(source.opsets), []
-    for node in source.nodes:
+    for node in nodes_within(source.nodes):
         domain = "" if node.domain == "ai.onnx" else node.domain
+        if not domain and node.op_type in CONTROL_OPERATORS:
+            continue
         name = f"{domain}.{node.op_type}" if domain else node.op_type
         flow = any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute)
         known = onnx.defs.has(node.op_type, opsets.get(domain, 1), domain)

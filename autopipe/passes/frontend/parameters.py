@@ -18,6 +18,7 @@ from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
 from autopipe.ir.name_pattern import matches
 from autopipe.ir.ops import OPERATORS
+from autopipe.passes.frontend.control_flow import nodes_within
 from autopipe.passes.frontend.elements import stored_numbers
 from autopipe.passes.frontend.merged_parameters import PRODUCER
 from autopipe.passes.frontend.protobuf_scan import FLOATING
@@ -199,7 +200,7 @@ class Roles:
 def roles_of(source: Source) -> Roles:
     """The roles in a file; raises ModelError where its own statement of parameters is not a list of names."""
     signature = Signature.of(source.graph, source.metadata)
-    stated, uses = _stated(source.metadata), Uses(source.nodes)
+    stated, uses = _stated(source.metadata), Uses(nodes_within(source.nodes))
     lifted = [name for name in uses.readers if source.producer == PRODUCER and LIFTED.fullmatch(name)]
     slots = {name: uses.slots(name) for name in lifted}
     return Roles(

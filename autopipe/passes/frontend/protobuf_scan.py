@@ -6,8 +6,10 @@ Whatever is not a large tensor is copied unread, and the real parser judges it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import FileSlice
@@ -22,13 +24,22 @@ VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 MODEL_IR_VERSION, MODEL_GRAPH, MODEL_CONFIGURATION = 1, 7, 26
 GRAPH_NODE, GRAPH_INITIALIZER = 1, 5
 NODE_OUTPUT, NODE_OPERATOR, NODE_ATTRIBUTE, NODE_CONFIGURATION = 2, 4, 5, 10
-ATTRIBUTE_TENSOR = 5
+ATTRIBUTE_TENSOR, ATTRIBUTE_GRAPH = 5, 6
 TENSOR_TYPE, TENSOR_FLOATS, TENSOR_NAME, TENSOR_RAW, TENSOR_DOUBLES = 2, 4, 8, 9, 10
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
 BYTES = frozenset({2, 3})
 """And for uint8 and int8: weights of few bits, not shapes."""
+CONTROL_OPERATORS = frozenset({"If", "Loop", "Scan"})
+"""Operators whose attributes hold graphs."""
+DEEPEST_BODY = 16
+"""Graphs that may lie in one another."""
 Piece = bytes | memoryview
+
+
+def nested(number: int, name: str) -> str:
+    """The key of a tensor in the body `number` of a file, counted as bodies begin in it."""
+    return f"{number}\0{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +60,36 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice]]:
     With it where the numbers of its floating-point tensors are, small ones included, by name of the value.
     """
     slices: dict[str, FileSlice] = {}
+    numbers = itertools.count()
 
     def in_model(field: Field) -> bytes | None:
-        return _rewritten(data, field.payload, field.end, in_graph) if field.number == MODEL_GRAPH else None
+        return in_graph(field, str, 0) if field.number == MODEL_GRAPH else None
 
-    def in_graph(field: Field) -> bytes | None:
-        if field.number == GRAPH_INITIALIZER:
-            return _strip_tensor(data, field, "", slices)
-        return in_node(field) if field.number == GRAPH_NODE and _may_hold_a_tensor(data, field) else None
+    def in_graph(graph: Field, key: Callable[[str], str], depth: int) -> bytes:
+        if depth > DEEPEST_BODY:
+            raise ModelError(f"more than {DEEPEST_BODY} graphs lie in one another")
 
-    def in_node(node: Field) -> bytes | None:
+        def part(field: Field) -> bytes | None:
+            if field.number == GRAPH_INITIALIZER:
+                return _strip_tensor(data, field, "", slices, key)
+            return in_node(field, key, depth) if field.number == GRAPH_NODE and _is_looked_at(data, field) else None
+
+        return _rewritten(data, graph.payload, graph.end, part)
+
+    def in_node(node: Field, key: Callable[[str], str], depth: int) -> bytes | None:
         fields = list(fields_of(data, node.payload, node.end))
         operators = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OPERATOR]
         results = [bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OUTPUT]
-        if operators != [b"Constant"] or len(results) != 1:
+        holds_bodies = len(operators) == 1 and operators[0].decode(errors="replace") in CONTROL_OPERATORS
+        if not holds_bodies and (operators != [b"Constant"] or len(results) != 1):
             return None
-        name = results[0].decode(errors="replace")
+        name = "" if holds_bodies else results[0].decode(errors="replace")
 
         def in_attribute(field: Field) -> bytes | None:
-            return _strip_tensor(data, field, name, slices) if field.number == ATTRIBUTE_TENSOR else None
+            if holds_bodies:
+                inner = partial(nested, next(numbers)) if field.number == ATTRIBUTE_GRAPH else None
+                return in_graph(field, inner, depth + 1) if inner else None
+            return _strip_tensor(data, field, name, slices, key) if field.number == ATTRIBUTE_TENSOR else None
 
         def attribute(field: Field) -> bytes | None:
             is_attribute = field.number == NODE_ATTRIBUTE
@@ -87,13 +109,18 @@ def _rewritten(data: memoryview, start: int, end: int, change: Callable[[Field],
     return b"".join(pieces)
 
 
-def _may_hold_a_tensor(data: memoryview, node: Field) -> bool:
-    """True if a node can be a Constant with numbers; most are known at a glance not to be."""
+def _is_looked_at(data: memoryview, node: Field) -> bool:
+    """True if a node can be a Constant with numbers or hold a graph; most are known at a glance not to."""
     size = node.end - node.payload
-    return size >= LARGE_FLOATS or (size >= SMALLEST_CONSTANT and b"Constant" in bytes(data[node.payload : node.end]))
+    if size >= LARGE_FLOATS:
+        return True
+    content = bytes(data[node.payload : node.end])
+    return (size >= SMALLEST_CONSTANT and b"Constant" in content) or b"body" in content or b"_branch" in content
 
 
-def _strip_tensor(data: memoryview, tensor: Field, name: str, slices: dict[str, FileSlice]) -> bytes:
+def _strip_tensor(
+    data: memoryview, tensor: Field, name: str, slices: dict[str, FileSlice], key: Callable[[str], str]
+) -> bytes:
     fields = list(fields_of(data, tensor.payload, tensor.end))
     kind = 0
     for field in fields:
@@ -114,7 +141,7 @@ def _strip_tensor(data: memoryview, tensor: Field, name: str, slices: dict[str, 
     if len(numbers) != 1 or not name or size < least:
         return whole
     found = numbers[0]
-    slices[name] = FileSlice("", found.payload, size)
+    slices[key(name)] = FileSlice("", found.payload, size)
     if size < LARGE_FLOATS:
         return whole
     return bytes(data[tensor.payload : found.start]) + bytes(data[found.end : tensor.end])

@@ -98,13 +98,6 @@ def test_hints_come_from_what_an_operator_is(operator: str, reason: str) -> None
     assert reason in reason_for(operator)
 
 
-def test_control_flow_is_named(tmp_path: Path) -> None:
-    branch = oh.make_graph([node("Neg", "x", "z")], "branch", [], [oh.make_empty_tensor_value_info("z")])
-    nodes = [oh.make_node("If", ["flag"], ["y"], name="choice", then_branch=branch, else_branch=branch)]
-    proto = model(nodes, {"x": [2], "flag": (onnx.TensorProto.BOOL, [])}, "y")
-    assert "'choice'" in refused(saved(proto, tmp_path), r"If \(1\)").where
-
-
 def test_sequences_and_strings(tmp_path: Path) -> None:
     refused(saved(model([node("SequenceConstruct", "x x", "y")], {"x": [2]}, "y"), tmp_path), "'y' is a sequence")
     text = model([node("Identity", "x", "y")], {"x": (onnx.TensorProto.STRING, [2])}, "y")

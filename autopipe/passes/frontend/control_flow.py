@@ -1,0 +1,343 @@
+"""If, Loop and Scan, resolved while a file is read: branches that are taken, bodies repeated as often as they run.
+
+That takes conditions and numbers of iterations that are known once dimensions are bound. A branch that depends on data
+is computed beside the other, and one of the two results chosen; a Loop that may end early is computed to its end, and
+what it would no longer do is undone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autopipe.ir.errors import ModelError
+from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS, DEEPEST_BODY, nested
+
+if TYPE_CHECKING:
+    import onnx
+
+    from autopipe.ir.graph import FileSlice, Value
+
+MOST_CHOSEN = 512
+"""Nodes of both branches of an If whose condition depends on data: both are computed."""
+
+MOST_UNDONE = 1024
+"""Iterations of a Loop whose end depends on data: all are computed."""
+
+
+def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes and those of the graphs that they hold."""
+    for node in nodes:
+        yield node
+        for graph in bodies_of(node):
+            yield from nodes_within(graph.node)
+
+
+def bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        yield from (attribute.g,) if attribute.HasField("g") else ()
+        yield from attribute.graphs
+
+
+def reads(node: onnx.NodeProto) -> Iterator[str]:
+    """The names that a node reads, those that its bodies read among them, which may be the bodies' own."""
+    yield from (name for name in node.input if name)
+    for graph in bodies_of(node):
+        yield from (each.name for each in graph.output)
+        for inner in graph.node:
+            yield from reads(inner)
+
+
+def _written(graph: onnx.GraphProto, deep: bool) -> Iterator[str]:
+    """The names that a body defines, with `deep` those that the bodies in it define, too."""
+    yield from (each.name for each in itertools.chain(graph.input, graph.initializer))
+    for node in graph.node:
+        yield from filter(None, node.output)
+        if deep:
+            for inner in bodies_of(node):
+                yield from _written(inner, deep)
+
+
+def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice]) -> None:
+    """Give each value of a body a name that is its own in the whole file, and move weights and constants out of bodies.
+
+    Constants are put behind the nodes of `graph`, whose positions stay. `slices` holds where numbers lie in the file,
+    for tensors of bodies under `nested` names; it gets their new ones. Raises ModelError where bodies lie too deep.
+    """
+    if any(node.op_type in CONTROL_OPERATORS for node in graph.node):
+        _Hoist(graph, slices, set(_written(graph, deep=False))).run()
+
+
+@dataclass(slots=True)
+class _Hoist:
+    top: onnx.GraphProto
+    slices: dict[str, FileSlice]
+    taken: set[str]
+
+    def run(self) -> None:
+        numbers, counts = itertools.count(), itertools.count(1)
+
+        def body(graph: onnx.GraphProto, outside: Mapping[str, str], depth: int) -> None:
+            if depth > DEEPEST_BODY:
+                raise ModelError(f"more than {DEEPEST_BODY} bodies of control flow lie in one another")
+            if graph.sparse_initializer:
+                raise ModelError("sparse weights are not supported")
+            number = next(numbers)
+            names = dict(outside)
+            for name in dict.fromkeys(_written(graph, deep=False)):
+                own = name
+                while own in self.taken:
+                    own = f"{name}/{next(counts)}"
+                self.taken.add(own)
+                names[name] = own
+                if (place := self.slices.pop(nested(number, name), None)) is not None:
+                    self.slices[own] = place
+            del graph.value_info[:]
+            for value in itertools.chain(graph.input, graph.output, graph.initializer):
+                value.name = names.get(value.name, value.name)
+            self.top.initializer.extend(graph.initializer)
+            del graph.initializer[:]
+            nodes = list(graph.node)
+            del graph.node[:]
+            for node in nodes:
+                _rename(node, names)
+                visit(node, names, depth)
+                is_constant = node.op_type == "Constant" and node.domain in ("", "ai.onnx")
+                (self.top if is_constant else graph).node.append(node)
+
+        def visit(node: onnx.NodeProto, names: Mapping[str, str], depth: int) -> None:
+            if node.op_type in CONTROL_OPERATORS:
+                for attribute in node.attribute:
+                    if attribute.HasField("g"):
+                        body(attribute.g, names, depth + 1)
+
+        for node in list(self.top.node):
+            visit(node, {}, 0)
+
+
+def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    node.input[:] = [names.get(name, name) for name in node.input]
+    node.output[:] = [names.get(name, name) for name in node.output]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The reader's knowledge of the values so far; names may be other names of values."""
+
+    numbers: Callable[[str], np.ndarray | None]
+    kind: Callable[[str], Value | None]
+    sequences: Mapping[str, tuple[str, ...]]
+    order: Callable[[onnx.GraphProto], list[onnx.NodeProto]]
+    """The nodes of a body in topological order."""
+    takes: Callable[[int], bool]
+    """Counts nodes of bodies; False where they become too many."""
+
+
+def resolved(node: onnx.NodeProto, operands: tuple[str, ...], known: Known) -> Iterator[onnx.NodeProto]:
+    """The nodes that an If, Loop or Scan comes to, each to be read before the next is asked for.
+
+    Raises ModelError, naming the node, where control flow depends on data in a way that cannot be computed for all.
+    """
+    where = f"{node.op_type} {node.name!r}"
+    bodies = {each.name: each.g for each in node.attribute if each.HasField("g")}
+    needed = ("then_branch", "else_branch") if node.op_type == "If" else ("body",)
+    if any(name not in bodies for name in needed) or not node.output:
+        raise ModelError(f"it has no {' or '.join(needed)}", where=where)
+    if node.op_type == "If":
+        return _if(node, operands[0], [bodies[name] for name in needed], known, where)
+    repeat = _Repetition(node, bodies["body"], known, where)
+    return repeat.loop(operands) if node.op_type == "Loop" else repeat.scan(operands)
+
+
+def _if(
+    node: onnx.NodeProto, condition: str, branches: list[onnx.GraphProto], known: Known, where: str
+) -> Iterator[onnx.NodeProto]:
+    for branch in branches:
+        if len(branch.output) != len(node.output) or branch.input:
+            raise ModelError("its branches do not give what it writes", where=where)
+    numbers = known.numbers(condition)
+    if numbers is not None:
+        taken = branches[0 if numbers.all() else 1]
+        yield from known.order(taken)
+        for name, result in zip(node.output, taken.output, strict=True):
+            yield _node(node, "Identity", [result.name], [name])
+        return
+    if sum(1 for branch in branches for _ in nodes_within(branch.node)) > MOST_CHOSEN:
+        raise ModelError(
+            f"it depends on data, and its branches have more than {MOST_CHOSEN} nodes, of which both would be computed",
+            hint="export the model with one of them, or give the condition with --set model.inputs.NAME=true",
+            where=where,
+        )
+    for branch in branches:
+        yield from known.order(branch)
+    for name, first, second in zip(node.output, branches[0].output, branches[1].output, strict=True):
+        yield from _chosen(node, condition, first.name, second.name, name, known, where)
+
+
+def _chosen(
+    node: onnx.NodeProto, condition: str, first: str, second: str, result: str, known: Known, where: str
+) -> Iterator[onnx.NodeProto]:
+    """One of two values of one type, by a condition that is known at run time alone."""
+    kinds = [known.kind(each) for each in (first, second)]
+    asked = known.kind(condition)
+    if None in kinds or asked is None:
+        raise ModelError("it depends on data which sequence it gives", where=where)
+    if len({(each.dtype, each.shape) for each in kinds if each is not None}) > 1:
+        shapes = " or ".join(f"{each.dtype}{list(each.shape)}" for each in kinds if each is not None)
+        raise ModelError(f"it depends on data whether {result!r} is {shapes}", where=where)
+    if asked.shape:
+        yield _node(node, "Constant", [], [f"{result}/scalar"], value_ints=[])
+        yield _node(node, "Reshape", [condition, f"{result}/scalar"], [f"{result}/condition"])
+        condition = f"{result}/condition"
+    yield _node(node, "Where", [condition, first, second], [result])
+
+
+class _Repetition:
+    """The body of a Loop or Scan, run again and again: values of each run have the run's number before their names."""
+
+    def __init__(self, node: onnx.NodeProto, body: onnx.GraphProto, known: Known, where: str) -> None:
+        self.node, self.body, self.known, self.where = node, body, known, where
+        self.title = next(filter(None, node.output))
+        self.nodes = known.order(body)
+        self.size = sum(1 for _ in nodes_within(self.nodes)) + 1
+        self.own = list(_written(body, deep=True))
+        self.runs = 0
+
+    def run(self, inputs: list[str]) -> Iterator[onnx.NodeProto]:
+        """The body's nodes on values of these names; `results` has what they write."""
+        if not self.known.takes(self.size):
+            raise ModelError(
+                f"after {self.runs} times its body of {self.size - 1} nodes, the file has become too many nodes",
+                where=self.where,
+            )
+        if len(inputs) != len(self.body.input):
+            raise ModelError(f"its body takes {len(self.body.input)} values, not {len(inputs)}", where=self.where)
+        names = {name: f"{self.title}/{self.runs}/{name}" for name in self.own}
+        names.update(zip((each.name for each in self.body.input), inputs, strict=True))
+        for each in self.nodes:
+            yield _copied(each, names)
+        self.results = [names.get(each.name, each.name) for each in self.body.output]
+        self.runs += 1
+
+    def loop(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
+        most, condition, *carried = (*operands, "", "")[: max(len(operands), 2)]
+        stacked: list[list[str]] = [[] for _ in self.node.output[len(carried) :]]
+        limit = self._number(most) if most else None
+        going = self._number(condition) if condition else 1
+        if (most and limit is None) or going is None:
+            raise ModelError(
+                "how often its body runs depends on data", hint="export it with a fixed number", where=self.where
+            )
+        alive = ""
+        while going and (limit is None or self.runs < limit):
+            number, still = (f"{self.title}/{self.runs}/{each}" for each in ("number", "going"))
+            yield _node(self.node, "Constant", [], [number], value_int=self.runs)
+            yield _boolean(self.node, still)
+            yield from self.run([number, alive or still, *carried])
+            ends, *results = self.results
+            if len(results) != len(self.node.output):
+                raise ModelError("its body does not give what it writes", where=self.where)
+            if alive:
+                mixed = [f"{alive}/{place}" for place in range(len(carried))]
+                for new, old, name in zip(results, carried, mixed, strict=False):
+                    yield from _chosen(self.node, alive, new, old, name, self.known, self.where)
+                results[: len(carried)] = mixed
+            carried = results[: len(carried)]
+            for found, name in zip(stacked, results[len(carried) :], strict=True):
+                found.append(name)
+            going = self._number(ends)
+            if going is None:
+                if limit is None or limit > MOST_UNDONE or stacked:
+                    raise ModelError(
+                        "how often its body runs depends on data, and nothing bounds it or what it gathers",
+                        where=self.where,
+                    )
+                going, last = 1, alive
+                alive = f"{self.title}/{self.runs}/alive"
+                yield _node(self.node, *(("And", [last, ends]) if last else ("Identity", [ends])), [alive])
+        for name, result in zip(self.node.output, carried, strict=False):
+            if name:
+                yield _node(self.node, "Identity", [result], [name])
+        yield from self._stacks(list(self.node.output[len(carried) :]), stacked, [0] * len(stacked))
+
+    def scan(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
+        stated = {each.name: each.i or list(each.ints) for each in self.node.attribute}
+        count = stated.get("num_scan_inputs", 0)
+        if not isinstance(count, int) or not 0 < count <= len(operands):
+            raise ModelError(f"num_scan_inputs is {count}", where=self.where)
+        carried, scanned = list(operands[:-count]), operands[-count:]
+        gathered = list(self.node.output[len(carried) :])
+        steps = []
+        axes, backward = (_listed(stated, f"scan_input_{each}", count) for each in ("axes", "directions"))
+        for place, (name, axis, back) in enumerate(zip(scanned, axes, backward, strict=True)):
+            parts = f"{self.title}/steps{place}"
+            yield _node(self.node, "SplitToSequence", [name], [parts], axis=axis, keepdims=0)
+            rows = self.known.sequences[parts]
+            steps.append(rows[::-1] if back else rows)
+        if len({len(each) for each in steps}) > 1:
+            raise ModelError("the values that it goes through have different extents", where=self.where)
+        stacked: list[list[str]] = [[] for _ in gathered]
+        for each in zip(*steps, strict=True):
+            yield from self.run([*carried, *each])
+            if len(self.results) != len(self.node.output):
+                raise ModelError("its body does not give what it writes", where=self.where)
+            carried = self.results[: len(carried)]
+            for found, name in zip(stacked, self.results[len(carried) :], strict=True):
+                found.append(name)
+        for name, result in zip(self.node.output, carried, strict=False):
+            if name:
+                yield _node(self.node, "Identity", [result], [name])
+        backward = _listed(stated, "scan_output_directions", len(gathered))
+        for found, back in zip(stacked, backward, strict=True):
+            found[:] = found[::-1] if back else found
+        yield from self._stacks(gathered, stacked, _listed(stated, "scan_output_axes", len(gathered)))
+
+    def _stacks(self, names: list[str], stacked: list[list[str]], axes: list[int]) -> Iterator[onnx.NodeProto]:
+        """Of each of these values, all that the runs have written, along a new axis."""
+        for name, found, axis in zip(names, stacked, axes, strict=True):
+            if name and not found:
+                raise ModelError(f"its body never runs, so that {name!r} is empty", where=self.where)
+            if name:
+                yield _node(self.node, "SequenceConstruct", found, [f"{name}/stack"])
+                yield _node(self.node, "ConcatFromSequence", [f"{name}/stack"], [name], axis=axis, new_axis=1)
+
+    def _number(self, name: str) -> int | None:
+        array = self.known.numbers(name)
+        return None if array is None or array.size != 1 else int(array.reshape(-1)[0])
+
+
+def _listed(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
+    """Numbers of an attribute of Scan, zeros where it is absent."""
+    found = stated.get(name) or [0] * count
+    if len(found) != count:
+        raise ModelError(f"Scan's {name} has {len(found)} numbers, not {count}")
+    return list(found)
+
+
+def _copied(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
+    """The node with other names in it and in its bodies."""
+    copy = type(node)()
+    copy.CopyFrom(node)
+    for each in nodes_within([copy]):
+        _rename(each, names)
+        for graph in bodies_of(each):
+            for value in itertools.chain(graph.input, graph.output):
+                value.name = names.get(value.name, value.name)
+    return copy
+
+
+def _node(origin: onnx.NodeProto, op: str, operands: list[str], results: list[str], **attributes: Any) -> Any:
+    import onnx.helper
+
+    return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
+
+
+def _boolean(origin: onnx.NodeProto, name: str) -> Any:
+    import onnx
+
+    true = onnx.TensorProto(data_type=onnx.TensorProto.BOOL, raw_data=b"\1")
+    return _node(origin, "Constant", [], [name], value=true)

@@ -1,0 +1,182 @@
+"""If, Loop and Scan are resolved while a file is read; ONNX Runtime computes the same as from the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.numpy_helper as onh
+import onnx.parser
+import pytest
+
+from autopipe.ir.errors import ModelError
+from autopipe.passes.frontend import read_model
+from tests.passes.frontend.building import floats
+from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read
+
+WEIGHTS = {"w": floats(4, 4), "v": floats(4, 4, seed=1)}
+READ = {
+    "a branch chosen by a shape": """
+        shape = Shape (x)
+        one = Constant <value_ints = [1]> ()
+        rows = Gather (shape, one)
+        four = Constant <value_ints = [4]> ()
+        c = Equal (rows, four)
+        y = If (c) <then_branch = t () => (float[3,4] a) { a = MatMul (x, w) },
+                    else_branch = e () => (float[3,4] a) { a = Neg (x) }>
+    """,
+    "a branch in a branch": """
+        yes = Constant <value = bool {1}> ()
+        no = Constant <value = bool {0}> ()
+        y = If (yes) <then_branch = t () => (float[3,4] a) {
+              b = MatMul (x, v)
+              a = If (no) <then_branch = tt () => (float[3,4] c) { c = Neg (b) },
+                           else_branch = ee () => (float[3,4] c) { c = MatMul (b, w) }>
+            }, else_branch = e () => (float[3,4] b) { b = Neg (x) }>
+    """,
+    "a branch that data choose": """
+        sum = ReduceSum <keepdims = 0> (x)
+        zero = Constant <value_float = 0.0> ()
+        c = Greater (sum, zero)
+        y = If (c) <then_branch = t () => (float[3,4] a) { a = MatMul (x, w) },
+                    else_branch = e () => (float[3,4] a) { a = Neg (x) }>
+    """,
+    "as often as there are columns": """
+        shape = Shape (x)
+        one = Constant <value = int64 {1}> ()
+        columns = Gather (shape, one)
+        yes = Constant <value = bool {1}> ()
+        last, y = Loop (columns, yes, x) <body = b (int64 i, bool going, float[3,4] h)
+                                                     => (bool still, float[3,4] g, float[3] s) {
+            still = Identity (going)
+            m = MatMul (h, w)
+            g = Tanh (m)
+            s = Gather <axis = 1> (g, i)
+        }>
+    """,
+    "until a number is reached": """
+        yes = Constant <value = bool {1}> ()
+        nil = Constant <value_float = 0.0> ()
+        limit = Constant <value_float = 2.5> ()
+        step = Constant <value_float = 1.0> ()
+        y, count = Loop (, yes, x, nil) <body = b (int64 i, bool going, float[3,4] h, float n)
+                                                    => (bool still, float[3,4] g, float m) {
+            g = MatMul (h, w)
+            m = Add (n, step)
+            still = Less (m, limit)
+        }>
+    """,
+    "until data say so": """
+        most = Constant <value = int64 {6}> ()
+        yes = Constant <value = bool {1}> ()
+        limit = Constant <value_float = 9.0> ()
+        y = Loop (most, yes, x) <body = b (int64 i, bool going, float[3,4] h) => (bool still, float[3,4] g) {
+            g = Add (h, h)
+            a = Abs (g)
+            m = ReduceMax <keepdims = 0> (a)
+            still = Less (m, limit)
+        }>
+    """,
+    "a value that grows": """
+        two = Constant <value = int64 {2}> ()
+        y = Loop (two, , x) <body = b (int64 i, bool going, float[n,4] h) => (bool going, float[k,4] g) {
+            g = Concat <axis = 0> (h, h)
+        }>
+    """,
+    "over rows and back": """
+        z = Constant <value = float[4] {0, 0, 0, 0}> ()
+        end, y = Scan (z, x, x) <num_scan_inputs = 2, scan_input_directions = [1, 0], scan_output_directions = [1],
+                                 scan_output_axes = [-1],
+            body = b (float[4] s, float[4] p, float[4] q) => (float[4] t, float[4] o) {
+            t = Add (s, p)
+            u = Mul (t, q)
+            o = MatMul (u, w)
+        }>
+    """,
+    "over columns": """
+        y = Scan (x) <num_scan_inputs = 1, scan_input_axes = [1], body = b (float[3] p) => (float[3] o) { o = Exp (p) }>
+    """,
+}
+REFUSED = {
+    "it depends on data whether 'y' is": """
+        sum = ReduceSum <keepdims = 0> (x)
+        c = Cast <to = 9> (sum)
+        y = If (c) <then_branch = t () => (float[6,4] a) { a = Concat <axis = 0> (x, x) },
+                    else_branch = e () => (float[3,4] a) { a = Neg (x) }>
+    """,
+    "how often its body runs depends on data": """
+        sum = ReduceSum <keepdims = 0> (x)
+        most = Cast <to = 7> (sum)
+        y = Loop (most, , x) <body = b (int64 i, bool going, float[3,4] h) => (bool going, float[3,4] g) {
+            g = Neg (h)
+        }>
+    """,
+    "nothing bounds it": """
+        yes = Constant <value = bool {1}> ()
+        y = Loop (, yes, x) <body = b (int64 i, bool going, float[3,4] h) => (bool still, float[3,4] g) {
+            g = Neg (h)
+            m = ReduceMax <keepdims = 0> (g)
+            still = Cast <to = 9> (m)
+        }>
+    """,
+    "times its body of 1 nodes, the file has become too many nodes": """
+        most = Constant <value = int64 {9223372036854775807}> ()
+        y = Loop (most, , x) <body = b (int64 i, bool going, float[3,4] h) => (bool going, float[3,4] g) {
+            g = Neg (h)
+        }>
+    """,
+}
+
+
+def written(text: str, folder: Path) -> Path:
+    """The model y = f(x) of these nodes, with weights that lie in the file or, those of the same name, in bodies."""
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : 18]> g (float[3,4] x) => (float y) {{{text}}}'
+    )
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    bodies = [each.g for node in proto.graph.node for each in node.attribute if each.HasField("g")]
+    for name, array in WEIGHTS.items():
+        if f"{name})" in text:
+            holders = [body for body in bodies if any(name in node.input for node in body.node)] or [proto.graph]
+            for graph in holders:
+                graph.initializer.append(onh.from_array(array, name))
+    path = folder / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize("text", READ.values(), ids=READ)
+def test_same_numbers(text: str, tmp_path: Path) -> None:
+    path = written(text, tmp_path)
+    read = read_model(path)
+    for seed in range(4):
+        feeds = random_feeds(read.graph, seed)
+        assert_close(run_read(read, feeds), run(path, feeds))
+
+
+@pytest.mark.parametrize(("reason", "text"), REFUSED.items())
+def test_refused(reason: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=reason):
+        read_model(written(text, tmp_path))
+
+
+def test_weights_of_bodies_are_parameters(tmp_path: Path) -> None:
+    """Those of a body that is repeated are one; of branches with weights of one name, the one that is taken."""
+    read = read_model(written(READ["as often as there are columns"], tmp_path))
+    assert [(each.value.name, each.trainable) for each in read.graph.parameters] == [("w", True)]
+    branch = "{ a = MatMul (x, w) }"
+    text = f"""
+        no = Constant <value = bool {{0}}> ()
+        y = If (no) <then_branch = t () => (float[3,4] a) {branch}, else_branch = e () => (float[3,4] a) {branch}>
+    """
+    path = written(text, tmp_path)
+    proto = onnx.load(path)
+    other = proto.graph.node[1].attribute[1].g.initializer[0]
+    other.CopyFrom(onh.from_array(WEIGHTS["v"], "w"))
+    path.write_bytes(proto.SerializeToString())
+    read = read_model(path)
+    assert len(read.graph.parameters) == 1
+    feeds = {"x": np.ones((3, 4), np.float32)}
+    assert_close(run_read(read, feeds), {"y": feeds["x"] @ WEIGHTS["v"]})
+    assert_close(run_read(read, feeds), run(path, feeds))
