@@ -6,7 +6,7 @@ With static inputs one pass in topological order tells every shape, since all th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -161,25 +161,13 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         if name and not any(name in each for each in (sweep.types, sweep.sequences, sweep.selections)):
             missing = MissingWeightTypes(sweep.weights.roles.uses, sweep.type_of, tuple(sweep.results))
             sweep.keep(sweep.weights.missing(sweep.declared(name) or missing.deduced(name)))
-    if node.op_type in CONTROL_OPERATORS and node.domain in ("", "ai.onnx"):
-        for each in resolved(node, operands, sweep.known()):
-            _visit(sweep, each)
-        return
-    if sweep.sequences.concern(node):
-        for each in sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays):
-            _visit(sweep, each)
-        return
-    if sweep.selections.concern(node, operands, sweep.arrays, sweep.declared):
-        for each in sweep.selections.made_static(node, operands, sweep.types, sweep.arrays):
+    others = _in_other_words(sweep, node, operands)
+    if others is not None:
+        for each in others:
             _visit(sweep, each)
         return
     if is_rewritten(node):
         _rewritten(sweep, node, operands)
-        return
-    spelled = spelled_out(node, operands, sweep.types)
-    if spelled is not None and spelled != (node,):
-        for each in spelled:
-            _visit(sweep, each)
         return
     standard = node.domain in ("", "ai.onnx")
     if standard and node.op_type == "CastLike" and len(operands) == 2:
@@ -197,6 +185,20 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         _alias(sweep, node.output[0], operands[0])
     else:
         _operator(sweep, node, operands)
+
+
+def _in_other_words(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> Iterable[onnx.NodeProto] | None:
+    """The nodes that stand for one, each to be visited before the next is asked for; None where it stays."""
+    if node.op_type in CONTROL_OPERATORS and node.domain in ("", "ai.onnx"):
+        return resolved(node, operands, sweep.known())
+    if sweep.sequences.concern(node):
+        return sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays)
+    if sweep.selections.concern(node, operands, sweep.arrays, sweep.declared):
+        return sweep.selections.made_static(node, operands, sweep.types, sweep.arrays)
+    if is_rewritten(node):
+        return None
+    spelled = spelled_out(node, operands, sweep.types)
+    return None if spelled is None or spelled == (node,) else spelled
 
 
 def _rewritten(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
