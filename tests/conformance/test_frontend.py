@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import numpy_helper
 from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.runner import Runner
 
-from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.load import OLDEST_OPSET
 from autopipe.passes.frontend.read import read_model
-from tests.conformance.adapter import forward_of, stage_of, to_array, to_tensor
 from tests.conformance.cases import all_cases, data_of, model_of, skips, tolerances, unread
-from tests.passes.frontend.reference import parameter_array
+from tests.passes.frontend.evaluated import emitted
 
 
 def _opset(case: TestCase) -> int:
@@ -46,16 +42,9 @@ def test_case(kind: str, name: str, tmp_path: Path) -> None:
     held = {each.name for each in model.graph.initializer}
     given = dict(zip((each.name for each in model.graph.input if each.name not in held), inputs, strict=False))
     onnx.save(_with_known_inputs(model, given), path)
-    graph = read_model(path, batch_axes=dict.fromkeys(_data_inputs(path, held))).graph
-    place = SimpleNamespace(
-        device=torch.device("cpu"),
-        **{f"w{index}": to_tensor(parameter_array(each, path)) for index, each in enumerate(graph.parameters)},
-        **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
-    )
-    forward = forward_of(emit_forward(stage_of(graph)).text)
-    results = forward(place, *(to_tensor(given[each.name]) for each in graph.inputs))
+    read = read_model(path, batch_axes=dict.fromkeys(_data_inputs(path, held)))
     rtol, atol = tolerances().get(name, (case.rtol, case.atol))
-    Runner.assert_similar_outputs(expected, [to_array(result) for result in results], rtol=rtol, atol=atol)
+    Runner.assert_similar_outputs(expected, [*emitted(read, given).values()], rtol=rtol, atol=atol)
 
 
 def _with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> onnx.ModelProto:

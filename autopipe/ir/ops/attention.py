@@ -16,6 +16,7 @@ from autopipe.ir.ops.operator import (
     aligned,
     marked,
     notate,
+    notated,
     per_point,
     per_result,
     per_row,
@@ -73,7 +74,36 @@ def rotary_embedding(signature: Signature) -> Space:
     return _headed(signature, "s", signature.node.integer("num_heads"), *others)
 
 
+def linear_attention(signature: Signature) -> Space:
+    """`b t (h r d), b t (h d), b t (h v), b h d v -> b t (h r v), b h d v` with t and d whole."""
+    node, key, value = signature.node, signature.operand(1).shape, signature.operand(2).shape
+    heads, groups = node.integer("q_num_heads"), node.integer("kv_num_heads")
+    if heads % groups:
+        raise ValueError(f"{heads} heads of queries do not share {groups}")
+    decay, beta = ("" if not signature.present(index) else signature.operand(index).shape[2] for index in (4, 5))
+    others = ["b t! h" if decay == groups else "b t! (h d!)", "b t! h" if beta == groups else "b t! 1"]
+    operands = ["b t! (h r d!)", "b t! (h d!)", "b t! (h v)", "b h d! v", *others]
+    extents = {"h": groups, "r": heads // groups, "d": key[2] // groups, "v": value[2] // groups}
+    return notate(signature, operands, ["b t! (h r v)", "b h d! v"], **extents)
+
+
+def _linear_attention_flops(signature: Signature, space: Space) -> float:
+    """Writing a state and reading it for each query; with the delta rule reading it for each key besides."""
+    axes = space.extents()
+    reads = axes["r"] + 1 + signature.present(5)
+    return 2.0 * reads * axes["b"] * axes["t"] * axes["h"] * axes["d"] * axes["v"]
+
+
 ATTENTION = (
+    Operator("LinearAttention", linear_attention, "matmul", _linear_attention_flops, 2.5, ("*",)),
+    Operator(
+        "CausalConvWithState",
+        notated("b c t!, c 1 1, c, b c s! -> b c t!, b c s!"),
+        "convolution",
+        lambda use, space: 2.0 * use.result().elements * use.operand(1).shape[2],
+        2.0,
+        ("0", "1"),
+    ),
     Operator("Attention", attention, "matmul", _attention_flops, 2.5, ("0", "1", "2", ">0")),
     Operator("RotaryEmbedding", rotary_embedding, "elementwise", per_result(3.0), 1.0, ("1", "2")),
 )

@@ -403,10 +403,33 @@ def _unpacked(to: Rewriting, words: list[str], offsets: str, bounds: str, added:
     to.gives(0, to.add("Gather", [flat, order], (tokens, to.shape(flat)[1]), axis=0))
 
 
+def linear_attention(to: Rewriting) -> None:
+    """ONNX's own operator of that name."""
+    _require_defaults(to, state_window=0)
+    value, groups = to.shape(to.required(2)), to.node.integer("kv_num_heads")
+    size, width = to.shape(to.required(1))[2] // groups, value[2] // groups
+    result = (*value[:2], to.node.integer("q_num_heads") * width)
+    to.itself(result, (value[0], groups, size, width))
+
+
+def causal_convolution(to: Rewriting) -> None:
+    """ONNX's own operator of that name."""
+    _require_defaults(to, state_window=0, channels_last=0, dilation=1, ndim=1)
+    shape, weight = to.shape(to.required(0)), to.shape(to.required(1))
+    to.itself(shape, (*shape[:2], weight[2] - 1))
+
+
+def _require_defaults(to: Rewriting, **defaults: int) -> None:
+    for name, default in defaults.items():
+        to.require(to.node.integer(name, default) == default, f"only {name}={default} is supported")
+
+
 REWRITERS: dict[str, Rewriter] = {
     "Attention": merged_attention,
+    "CausalConvWithState": causal_convolution,
     "DecoderMaskedMultiHeadAttention": decoder_masked_attention,
     "GroupQueryAttention": group_query_attention,
+    "LinearAttention": linear_attention,
     "MultiHeadAttention": multi_head_attention,
     "PackedAttention": packed_attention,
     "PackedMultiHeadAttention": packed_multi_head_attention,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
+from autopipe.passes.frontend.flex_attention import flex_attention
 from autopipe.passes.frontend.quantized_spellings import QUANTIZED
 from autopipe.passes.frontend.spelling import Spelling
 
@@ -170,9 +171,15 @@ SPELLERS: dict[str, Speller] = {
 """By operator of the domain."""
 
 
+def _speller(node: onnx.NodeProto) -> Speller | None:
+    if (node.domain, node.op_type) == ("ai.onnx.preview", "FlexAttention"):
+        return flex_attention
+    return SPELLERS.get(node.op_type) if node.domain == DOMAIN else None
+
+
 def is_spelled(node: onnx.NodeProto) -> bool:
     """True if other nodes stand for this one, or it is given one form."""
-    return node.domain == DOMAIN and node.op_type in SPELLERS
+    return _speller(node) is not None
 
 
 def spelled_out(
@@ -180,11 +187,12 @@ def spelled_out(
 ) -> tuple[onnx.NodeProto, ...] | None:
     """The nodes that stand for this one; None where it stands for itself. Raises ModelError where its operands are not
     what the operator takes."""
-    if not is_spelled(node):
+    speller = _speller(node)
+    if speller is None:
         return None
     spelling = Spelling(node, operands, types)
     try:
-        SPELLERS[node.op_type](spelling)
+        speller(spelling)
     except (ValueError, IndexError, KeyError) as error:
         shapes = ", ".join(str(types[name].shape) if name else "absent" for name in operands)
         raise ModelError(f"operands {shapes} do not fit", where=f"{node.op_type} {node.name!r}") from error

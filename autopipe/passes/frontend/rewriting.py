@@ -99,6 +99,13 @@ class Rewriting:
         self.nodes.append(Node(title, operator, tuple(operands), tuple(names), pairs))
         return base
 
+    def itself(self, *shapes: Sequence[int]) -> None:
+        """ONNX's own operator of the node's name, with its attributes and results of these shapes."""
+        attributes = dict(self.node.attributes)
+        self.add(self.node.op, self.operands, *shapes, dtype=self.type_of(self.operands[0]).dtype, **attributes)
+        for index, name in enumerate(self.nodes[-1].outputs):
+            self.gives(index, name)
+
     def constant(self, array: np.ndarray, dtype: DType | None = None) -> str:
         name = f"{self.node.outputs[0]}/constant_{len(self.constants)}"
         self.made[name] = Value(name, dtype or DType(array.dtype.name), array.shape)

@@ -228,3 +228,20 @@ def test_packed_tokens_are_as_padded_ones(form: str, tmp_path: Path) -> None:
     found = emitted(read_model(path, mode=Mode.INFER, batch_axes=dict.fromkeys(feeds)), feeds)["y"]
     _, expected = both(tmp_path, "MultiHeadAttention", padded, **{**settings, "known": [3, 5]})
     np.testing.assert_allclose(found, expected["y"][real], 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
+def test_linear_attention(rule: str, tmp_path: Path) -> None:
+    """More tokens than a chunk has, behind those of a call before."""
+    tokens, decay, beta = 70, -np.abs(floats(BATCH, 70, GROUPS)), np.abs(np.tanh(floats(BATCH, 70, GROUPS)))
+    query, *words = (floats(BATCH, tokens, each * 8, scale=0.3, seed=each) for each in (HEADS, GROUPS, GROUPS))
+    arrays: list[np.ndarray | None] = [query, *words, floats(BATCH, GROUPS, 8, 8)]
+    arrays += [decay if "gated" in rule else None, beta if "delta" in rule else None]
+    settings = {"q_num_heads": HEADS, "kv_num_heads": GROUPS, "update_rule": rule}
+    check(tmp_path, "LinearAttention", arrays, "y state", **settings)
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_causal_convolution(activation: str, tmp_path: Path) -> None:
+    arrays = [floats(BATCH, 6, 5), floats(6, 1, 4), floats(6), floats(BATCH, 6, 3)]
+    check(tmp_path, "CausalConvWithState", arrays, "y state", known=[1, 2], activation=activation)

@@ -7,6 +7,7 @@ from functools import partial
 from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, formula, in_one_type, torch_dtype
 from autopipe.backends.torch.emission.normalization import rms_norm
 from autopipe.backends.torch.emission.products import multiply
+from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.attention import is_positional
 
@@ -79,6 +80,31 @@ def _general(call: Call, operands: list[str]) -> str:
     return call.outputs(code)
 
 
+def _linear_attention(call: Call) -> str:
+    """Attributes say which operands a rule takes; the others have no meaning."""
+    node = call.node
+    rule = call.choice("update_rule", "gated_delta", ("linear", "gated", "delta", "gated_delta"))
+    needed = {4: "gated" in rule, 5: "delta" in rule}
+    if any(call.present(index) != takes for index, takes in needed.items()):
+        message = f"LinearAttention of rule {rule!r} takes other operands"
+        raise ModelError(message, hint="a gated rule takes a decay, a delta rule a beta", where=repr(node.name))
+    words = [call.arg(0), call.arg(1), call.arg(2), *map(call.optional, range(3, 6))]
+    while words[-1] == "None":
+        words.pop()
+    groups = call.share(node.integer("kv_num_heads"), "h")
+    heads = call.share(call.share(node.integer("q_num_heads"), "h"), "r")
+    scale = call.stated("scale", 0.0) if node.number("scale") else None
+    return call.outputs(called("operators.linear_attention", *words, heads=heads, groups=groups, scale=scale))
+
+
+def _causal_convolution(call: Call) -> str:
+    active = call.choice("activation", "none", ("none", "silu", "swish")) != "none"
+    words = [call.arg(0), call.arg(1), call.optional(2), call.optional(3)]
+    while words[-1] == "None":
+        words.pop()
+    return call.outputs(called("operators.causal_convolution", *words, silu=active or None))
+
+
 def _contrib_rotary_embedding(call: Call) -> str:
     shape, positions = call.operand(0).shape, call.arg(1)
     seq = shape[2] if len(shape) == 4 else shape[1]
@@ -131,6 +157,8 @@ def _skip(function: str, last: int, call: Call) -> str:
 
 ATTENTION: dict[str, Emitter] = {
     "Attention": in_one_type(_attention),
+    "LinearAttention": _linear_attention,
+    "CausalConvWithState": _causal_convolution,
     "RotaryEmbedding": lambda call: _rotary(
         call, [call.arg(1), call.arg(2), call.optional(3)], call.share(call.node.integer("num_heads"), "h")
     ),

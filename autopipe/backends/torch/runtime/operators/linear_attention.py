@@ -1,0 +1,107 @@
+"""Attention that sums keys and values up in a matrix, and the short convolution in front of it, both with a state that
+goes from call to call."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK, NARROW_CHUNK = 64, 16
+"""Tokens that are computed together: with one decay for each head, and with one for each of its features."""
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: Tensor | None = None,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    heads: int,
+    groups: int,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S ← exp(g) S + k uᵀ and y = scale · Sᵀ q, token by token, with u = v or, given `beta`, β (v − exp(g) Sᵀ k).
+
+    Queries, keys and values are [b, t, h · d], `decay` g [b, t, h] or [b, t, h · d], `beta` [b, t, h or 1], the state S
+    [b, h, d, v]; each of `groups` states serves the same number of query `heads`. Tokens are taken in chunks: within
+    one, the u solve a triangular system (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024).
+    """
+    with torch.autocast("cuda" if query.is_cuda else "cpu", enabled=False):
+        q, k, v = _by_head(query, heads), _by_head(key, groups), _by_head(value, groups)
+        g = None if decay is None else _by_head(decay, groups)
+        b = None if beta is None else _by_head(beta, min(groups, beta.shape[2]))
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        q = scale * q.unflatten(1, (groups, -1))
+        state = v.new_zeros(*k.shape[:2], k.shape[3], v.shape[3]) if past is None else past.float()
+        size = CHUNK if g is None or g.shape[-1] == 1 else NARROW_CHUNK
+        parts = []
+        for start in range(0, query.shape[1], size):
+            taken = slice(start, start + size)
+            gates = [None if each is None else each[..., taken, :] for each in (g, b)]
+            part, state = _chunk(state, q[..., taken, :], k[..., taken, :], v[..., taken, :], *gates)
+            parts.append(part)
+        result = torch.cat(parts, 3).flatten(1, 2).transpose(1, 2).flatten(2)
+    return result.to(query.dtype), state.to(query.dtype if past is None else past.dtype)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """[b, t, h · d] as [b, h, t, d] in single precision."""
+    heads_apart: Tensor = x.float().unflatten(2, (heads, -1))
+    return heads_apart.transpose(1, 2)
+
+
+def _chunk(
+    state: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor | None,
+    beta: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The results of a chunk of tokens, and the state behind it."""
+    total = None if decay is None else decay.cumsum(2)
+    if beta is not None:
+        known = torch.matmul(_decayed(key, total), state)
+        mixing = beta * _scores(key, key, total)
+        value = torch.linalg.solve_triangular(mixing, beta * (value - known), upper=False, unitriangular=True)
+    behind = None if total is None else total.unsqueeze(2)
+    scores = _scores(query, key.unsqueeze(2), behind)
+    result = torch.matmul(_decayed(query, behind), state.unsqueeze(2)) + torch.matmul(scores, value.unsqueeze(2))
+    if total is None:
+        return result, state + torch.matmul(key.mT, value)
+    last = total[..., -1:, :]
+    return result, last.exp().mT * state + torch.matmul((key * (last - total).exp()).mT, value)
+
+
+def _decayed(x: Tensor, total: Tensor | None) -> Tensor:
+    return x if total is None else x * total.exp()
+
+
+def _scores(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
+    """Products of each token with itself and those before, decayed by what lies between."""
+    size = left.shape[-2]
+    before = torch.ones(size, size, dtype=torch.bool, device=left.device).tril()
+    if total is None:
+        return torch.matmul(left, right.mT).masked_fill(~before, 0.0)
+    between = total.unsqueeze(-2) - total.unsqueeze(-3)
+    weights = between.masked_fill(~before[..., None], -math.inf).exp()
+    if total.shape[-1] == 1:
+        return torch.matmul(left, right.mT) * weights.squeeze(-1)
+    return (left.unsqueeze(-2) * right.unsqueeze(-3) * weights).sum(-1)
+
+
+def causal_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None, *, silu: bool = False
+) -> tuple[Tensor, Tensor]:
+    """A convolution of each channel of x [b, c, t] with the elements up to each place, and the last of what it read,
+    which are those before x in the next call."""
+    width = weight.shape[2] - 1
+    joined = F.pad(x, (width, 0)) if past is None else torch.cat((past.to(x.dtype), x), 2)
+    result = F.conv1d(joined, weight, bias, groups=x.shape[1])
+    kept = joined.narrow(2, joined.shape[2] - width, width)
+    return F.silu(result) if silu else result, kept
