@@ -10,6 +10,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.ops import operator_of, signature_of
 from autopipe.ir.problem import Mode
+from autopipe.passes.frontend.batch_inputs import told_apart
 from autopipe.passes.frontend.cleanup import at_inference, cleaned, without_unread
 from autopipe.passes.frontend.dimensions import bind_inputs
 from autopipe.passes.frontend.fusion import fused
@@ -81,8 +82,11 @@ def _read(
     loss, normalize = losses
     initializers = {tensor.name for tensor in source.graph.initializer}
     data = tuple(info for info in source.graph.input if info.name not in initializers)
-    inputs = bind_inputs(data, dims, batch, batch_axes)
     roles = roles_of(source)
+    apart = told_apart(
+        data, dims, batch_axes, lambda tried: interpret(source, tried, Weights(source, roles, chosen))[0]
+    )
+    inputs = bind_inputs(data, dims, batch, apart)
     weights = Weights(source, roles, chosen)
     interpreted, aliases = interpret(source, inputs, weights)
     chosen.require_matched()

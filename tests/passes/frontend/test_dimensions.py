@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from autopipe.ir.errors import ConfigurationError, ModelError
@@ -53,6 +54,51 @@ def test_an_unbound_symbol_is_named_with_the_flag_to_add(tmp_path: Path) -> None
         read_model(path, dims={"seq": 0})
 
 
+def _message_passing(nodes: int | str, edges: int | str) -> tuple[list[onnx.NodeProto], dict[str, Shape]]:
+    """Each node of a graph adds up what the edges bring."""
+    made = [
+        node("Gather", "edges zero", "source", axis=0),
+        node("Gather", "edges one", "target", axis=0),
+        node("Gather", "x source", "sent", axis=0),
+        node("Unsqueeze", "target last", "places"),
+        node("ScatterND", "x places sent", "y", reduction="add"),
+    ]
+    return made, {"x": [nodes, 3], "edges": (INT64, [2, edges])}
+
+
+def _attention(*positions: int | str) -> tuple[list[onnx.NodeProto], dict[str, Shape]]:
+    """Positions of one sequence are added to those of a batch; then attention."""
+    made = [node("Add", "x positions", "q"), node("Attention", "q x x", "y", q_num_heads=1, kv_num_heads=1)]
+    return made, {"x": ["batch", "seq", 3], "positions": [*positions, 3]}
+
+
+def _regions() -> tuple[list[onnx.NodeProto], dict[str, Shape]]:
+    made = [node("RoiAlign", "x regions images", "y", output_height=2, output_width=2)]
+    return made, {"x": [2, 3, 8, 8], "regions": [5, 4], "images": (INT64, [5])}
+
+
+@pytest.mark.parametrize(
+    ("made", "axes"),
+    [
+        (_message_passing(12, 40), ()),
+        (_message_passing("nodes", "edges"), ()),
+        (_attention(16), (("x", 0),)),
+        (_attention("seq"), (("x", 0),)),
+        (_regions(), (("regions", 0), ("images", 0))),
+    ],
+)
+def test_inputs_without_samples_are_told_by_where_their_axes_go(
+    made: tuple[list[onnx.NodeProto], dict[str, Shape]], axes: object, tmp_path: Path
+) -> None:
+    nodes, shapes = made
+    held = {"zero": integers(0).reshape(()), "one": integers(1).reshape(()), "last": integers(-1)}
+    used = {name: array for name, array in held.items() if any(name in each.input for each in nodes)}
+    path = saved(model(nodes, shapes, "y", used, opset=23), tmp_path)
+    dims = {"nodes": 12, "edges": 40, "seq": 16}
+    stated = {each for shape in shapes.values() for each in (shape[1] if isinstance(shape, tuple) else shape)}
+    assert read_model(path, dims={name: dims[name] for name in stated & dims.keys()}).graph.batch_axes == axes
+
+
 def test_the_batch_axis_may_be_another_or_none(tmp_path: Path) -> None:
     path = chain(tmp_path, {"a": [5, "n", 3], "b": [5, 1, 3]})
     read = read_model(path, batch=2, batch_axes={"a": 1, "b": None})
@@ -69,7 +115,8 @@ def test_an_input_of_extent_one_is_broadcast(tmp_path: Path) -> None:
 
 
 def test_inputs_that_disagree(tmp_path: Path) -> None:
-    path = saved(model([node("MatMul", "x z", "y")], {"x": [6, 4], "z": [4, 3]}, "y"), tmp_path)
+    nodes = [node("Neg", "x", "y"), node("Neg", "z", "u")]
+    path = saved(model(nodes, {"x": [6, 4], "z": [4, 3]}, "y u"), tmp_path)
     with pytest.raises(ModelError, match="'z' has 4 where others have 6") as caught:
         read_model(path)
     assert "z: null" in caught.value.hint
