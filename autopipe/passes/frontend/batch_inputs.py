@@ -50,8 +50,10 @@ def told_apart(
     try:
         graph = read(bind_inputs(inputs, {**tried, **dims}, None, none))
         mixing = {extent: _mixing(graph, names) for extent, names in classes.items()}
-    except AutopipeError:  # Whatever it is, the model as the user binds it shows it too, or has none of it.
-        return stated
+    except AutopipeError:
+        if tried.keys() <= dims.keys():
+            raise
+        return stated  # What is wrong with the extents that were tried need not be wrong with the user's.
     least = min(filter(None, mixing.values()), default=None)
     apart = [name for extent, found in mixing.items() if found is None or found != least for name in classes[extent]]
     return {**stated, **dict.fromkeys(apart)}
