@@ -159,7 +159,7 @@ def _row(path: str, key: Key, doc: str) -> str:
     kind = default = ""
     if key.name != "…":
         kind, default = (
-            _ENDLESS.sub("", describe(key.hint)),
+            _ENDLESS.sub("", describe(key.hint)).removeprefix("a "),
             "needed" if key.required else f"`{json.dumps(encode_as(key.default, key.hint))}`",
         )
         if any(isinstance(key.default, inner) for inner, _ in _inner(key.hint)):

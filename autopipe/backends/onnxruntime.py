@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,11 +133,18 @@ _INLINE_LIMIT = 2**30
 class ReferenceModel:
     """An ONNX file opened for execution, with numbers for the weights it lacks, and without Dropout."""
 
-    def __init__(self, model: Path, weights: Mapping[str, np.ndarray], train: bool = True) -> None:
-        """`weights` are parameters that the file names without storing. Unless `train`, batches are normalised by
-        running statistics. Raises ModelError where it cannot be opened."""
+    def __init__(
+        self,
+        model: Path,
+        weights: Mapping[str, np.ndarray],
+        train: bool = True,
+        fixed: Mapping[str, bool | int | float] = MappingProxyType({}),
+    ) -> None:
+        """`weights` are parameters that the file names without storing, `fixed` inputs that are one number. Unless
+        `train`, batches are normalised by running statistics. Raises ModelError where it cannot be opened."""
         self._scratch = tempfile.TemporaryDirectory()
         proto = _loaded(model)
+        self._fixed = {each.name: _full(each, fixed[each.name]) for each in proto.graph.input if each.name in fixed}
         self.random = tuple(sorted({node.op_type for node in _nodes(proto)} & _RANDOM))
         """Operators of it that draw numbers, which are none of ours."""
         self.dropouts = sum(map(_switch_off_dropout, _nodes(proto)))
@@ -152,12 +160,21 @@ class ReferenceModel:
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """All outputs by name for one evaluation."""
-        known = {name: array for name, array in feeds.items() if name in self.inputs}
+        known = {name: array for name, array in (self._fixed | dict(feeds)).items() if name in self.inputs}
         return dict(zip(self.outputs, self._session.run(None, known), strict=True))
 
     def optimize(self) -> None:
         """From now on, run as ONNX Runtime does by itself, with its fusions."""
         self._session = _open(self._path, optimized=True)
+
+
+def _full(info: onnx.ValueInfoProto, number: float) -> np.ndarray:
+    """An input full of one number; what is symbolic of its shape is one."""
+    from onnx import helper
+
+    kind = info.type.tensor_type
+    shape = [each.dim_value or 1 for each in kind.shape.dim]
+    return np.full(shape, number, helper.tensor_dtype_to_np_dtype(kind.elem_type))
 
 
 def node_of(model: Path, tensors: Collection[str], last: bool = False) -> tuple[str, str]:

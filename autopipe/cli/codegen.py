@@ -100,6 +100,7 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
         rounding=_rounding(planned, program),
         data=planned.request.data,
         training_graph=planned.request.training_graph,
+        fixed_inputs=planned.request.fixed_inputs,
         evaluation=planned.request.evaluation if problem.train else Evaluation(),
         model_flops=problem.step_flops * problem.training.gradient_accumulation_steps,
         peak_flops=sum(problem.cluster.devices[rank].peak(problem.precision) for rank in range(devices)),

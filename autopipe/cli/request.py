@@ -108,6 +108,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         scheduler=chosen_scheduler(configuration),
         dims=configuration.model.dims,
         batch_axes=configuration.model.batch_axes,
+        fixed_inputs=configuration.model.inputs,
         frozen=configuration.model.frozen,
         trainable=configuration.model.trainable,
         training_graph=configuration.model.training,

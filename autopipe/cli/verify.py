@@ -284,7 +284,9 @@ class Verification:
             if isinstance(entry.storage, Initializer):  # The model's file does not store it.
                 drawn = init_shard(entry, whole(entry.value.shape), seed)
                 weights[entry.value.name] = (drawn.float() if entry.value.dtype is DType.BFLOAT16 else drawn).numpy()
-        model = ReferenceModel(forward.model, weights, self.manifest.is_training_graph)
+        model = ReferenceModel(
+            forward.model, weights, self.manifest.is_training_graph, dict(self.manifest.fixed_inputs)
+        )
         if model.random:
             reason = f"left out: {', '.join(model.random)} draws other numbers there"
             return Check("outputs of one device", "ONNX Runtime", 0, reason, 0.0, self.manifest.rounding.bound)

@@ -59,6 +59,7 @@ class Request:
     scheduler: Scheduler | None
     dims: tuple[tuple[str, int], ...] = ()
     batch_axes: tuple[tuple[str, int | None], ...] = ()
+    fixed_inputs: tuple[tuple[str, bool | int | float], ...] = ()
     frozen: tuple[str, ...] = ()
     trainable: tuple[str, ...] = ()
     mode: Mode | None = None
@@ -222,6 +223,7 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
         dims=dict(request.dims),
         batch=micro_batch_size,
         batch_axes=dict(request.batch_axes),
+        fixed_inputs=dict(request.fixed_inputs),
         loss=request.loss,
         normalize=request.normalize,
         mode=request.mode,

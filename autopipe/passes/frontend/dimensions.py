@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from autopipe.ir.errors import ConfigurationError, ModelError
-from autopipe.ir.graph import Value
+from autopipe.ir.graph import DType, Value
 from autopipe.ir.kv_cache import MASK, TOKENS, is_cache_input
 from autopipe.passes.frontend.elements import dtype_of, shape_of
 
 if TYPE_CHECKING:
     import onnx
+
+MOST_FIXED = 1 << 16
+"""Elements of an input that is always the same number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,23 @@ def bind_inputs(
                 hint=f"say which axis counts samples: model.batch_axes: {{{value.name}: null}} if none does",
             )
     return Inputs(values, tuple(axes.items()), symbols, size if axes else None)
+
+
+def fixed_numbers(
+    inputs: Mapping[str, onnx.ValueInfoProto], fixed: Mapping[str, bool | int | float]
+) -> dict[str, np.ndarray]:
+    """Inputs full of one number each; what is symbolic of their shapes is one. Raises ConfigurationError for others."""
+    found = {}
+    for name, number in fixed.items():
+        if name not in inputs:
+            hint = f"the inputs are {', '.join(map(repr, inputs))}"
+            raise ConfigurationError(f"model.inputs names {name!r}, which is no input", hint=hint)
+        shape = shape_of([each.dim_value or 1 for each in _dimensions(inputs[name])], f"input {name!r}")
+        kind = dtype_of(inputs[name].type.tensor_type.elem_type, f"input {name!r}")
+        if math.prod(shape) > MOST_FIXED or kind is DType.BFLOAT16:
+            raise ConfigurationError(f"model.inputs: {name!r} is {kind}{list(shape)}, not a few numbers")
+        found[name] = np.full(shape, number).astype(kind.value)
+    return found
 
 
 def _bind_sums(

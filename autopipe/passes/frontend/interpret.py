@@ -6,7 +6,7 @@ With static inputs one pass in topological order tells every shape, since all th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -103,10 +103,14 @@ class _Sweep:
         self.parameters[held.value.name] = held
 
 
-def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, dict[str, str]]:
-    """The graph of `source` with inputs of these shapes. What is read but never written is an absent weight.
+def interpret(
+    source: Source, inputs: Inputs, weights: Weights, fixed: Mapping[str, np.ndarray]
+) -> tuple[Graph, dict[str, str]]:
+    """The graph of `source` with inputs of these shapes, and with those of `fixed` as constants.
 
-    With it the values of the file that are but other names of values, by name.
+    What is read but never written is an absent weight.
+
+    With it come the values of the file that are but other names of values, by name.
 
     Raises ModelError, naming the node, where shapes do not fit, where they depend on data, and for tensors, types and
     attributes that are not supported.
@@ -119,6 +123,8 @@ def interpret(source: Source, inputs: Inputs, weights: Weights) -> tuple[Graph, 
     sweep = _Sweep(source, inputs, weights, inference, Sequences(source.opset), selections, stated)
     sweep.results = dict.fromkeys(info.name for info in source.graph.output)
     sweep.types.update((value.name, value) for value in inputs.values)
+    for name, array in fixed.items():
+        sweep.hold(name, array, DType(array.dtype.name))
     for held in weights.initializers().values():
         if isinstance(held, Folded):
             _folded(sweep, held)

@@ -12,7 +12,7 @@ from autopipe.ir.ops import operator_of, signature_of
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend.batch_inputs import told_apart
 from autopipe.passes.frontend.cleanup import at_inference, cleaned, without_unread
-from autopipe.passes.frontend.dimensions import bind_inputs
+from autopipe.passes.frontend.dimensions import bind_inputs, fixed_numbers
 from autopipe.passes.frontend.fusion import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
@@ -37,6 +37,7 @@ def read_model(
     dims: Mapping[str, int] | None = None,
     batch: int | None = None,
     batch_axes: Mapping[str, int | None] | None = None,
+    fixed_inputs: Mapping[str, bool | int | float] | None = None,
     loss: str | CrossEntropy | None = None,
     normalize: str = "micro_batches",
     mode: Mode | None = None,
@@ -48,20 +49,22 @@ def read_model(
     """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on `batch` samples.
 
     Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name.
-    `batch_axes` says which axis of an input counts samples where it is not axis 0 (None: no axis does). `loss` is an
-    output or a loss to add; without it the model's own is found, if it has one. `mode` defaults to training where
-    there is a loss. Unless `training`, which defaults to the mode, nothing is dropped and BatchNormalization reads its
-    running statistics. Parameters whose names match `frozen` (globs, or regular expressions after `re:`) are not
-    trained, tensors whose names match `trainable` are, whatever else speaks against it. Operators without a row are
-    refused, or listed in the result `with_unsupported`. `normalize` is `loss.normalize`. Raises ModelError, naming file
-    and node, for what cannot be read, and ConfigurationError for dimensions, batches and losses that do not fit.
+    `fixed_inputs` are inputs that are one number, whatever is computed. `batch_axes` says which axis of an input
+    counts samples where it is not axis 0 (None: no axis does). `loss` is an output or a loss to add; without it the
+    model's own is found, if it has one. `mode` defaults to training where there is a loss. Unless `training`, which
+    defaults to the mode, nothing is dropped and BatchNormalization reads its running statistics. Parameters whose
+    names match `frozen` (globs, or regular expressions after `re:`) are not trained, tensors whose names match
+    `trainable` are, whatever else speaks against it. Operators without a row are refused, or listed in the result
+    `with_unsupported`. `normalize` is `loss.normalize`. Raises ModelError, naming file and node, for what cannot be
+    read, and ConfigurationError for dimensions, batches and losses that do not fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
     try:
         if source is not file:
             require_readable(source)
         losses = loss, normalize
-        model = _read(source, dims or {}, batch, batch_axes or {}, losses, mode, training, Chosen(trainable, frozen))
+        asked = dims or {}, batch, batch_axes or {}, fixed_inputs or {}
+        model = _read(source, asked, losses, mode, training, Chosen(trainable, frozen))
         if model.unsupported and not with_unsupported:
             raise refusal(model.unsupported)
     except ModelError as error:
@@ -71,24 +74,24 @@ def read_model(
 
 def _read(
     source: Source,
-    dims: Mapping[str, int],
-    batch: int | None,
-    batch_axes: Mapping[str, int | None],
+    asked: tuple[Mapping[str, int], int | None, Mapping[str, int | None], Mapping[str, bool | int | float]],
     losses: tuple[str | CrossEntropy | None, str],
     mode: Mode | None,
     training: bool | None,
     chosen: Chosen,
 ) -> Model:
-    loss, normalize = losses
+    (dims, batch, batch_axes, fixed), (loss, normalize) = asked, losses
     initializers = {tensor.name for tensor in source.graph.initializer}
-    data = tuple(info for info in source.graph.input if info.name not in initializers)
+    offered = {info.name: info for info in source.graph.input if info.name not in initializers}
+    numbers = fixed_numbers(offered, fixed)
+    data = tuple(info for name, info in offered.items() if name not in fixed)
     roles = roles_of(source)
     apart = told_apart(
-        data, dims, batch_axes, lambda tried: interpret(source, tried, Weights(source, roles, chosen))[0]
+        data, dims, batch_axes, lambda tried: interpret(source, tried, Weights(source, roles, chosen), numbers)[0]
     )
     inputs = bind_inputs(data, dims, batch, apart)
     weights = Weights(source, roles, chosen)
-    interpreted, aliases = interpret(source, inputs, weights)
+    interpreted, aliases = interpret(source, inputs, weights, numbers)
     chosen.require_matched()
     read = without_unread(interpreted)
     graph, scalar = _simplified(read, loss)

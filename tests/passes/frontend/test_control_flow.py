@@ -10,7 +10,7 @@ import onnx.numpy_helper as onh
 import onnx.parser
 import pytest
 
-from autopipe.ir.errors import ModelError
+from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.passes.frontend import read_model
 from tests.passes.frontend.building import floats
 from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read
@@ -129,10 +129,10 @@ REFUSED = {
 }
 
 
-def written(text: str, folder: Path) -> Path:
+def written(text: str, folder: Path, inputs: str = "") -> Path:
     """The model y = f(x) of these nodes, with weights that lie in the file or, those of the same name, in bodies."""
     proto = onnx.parser.parse_model(
-        f'<ir_version: 9, opset_import: ["" : 18]> g (float[3,4] x) => (float y) {{{text}}}'
+        f'<ir_version: 9, opset_import: ["" : 18]> g (float[3,4] x{inputs}) => (float y) {{{text}}}'
     )
     proto.graph.output[0].type.tensor_type.ClearField("shape")
     bodies = [each.g for node in proto.graph.node for each in node.attribute if each.HasField("g")]
@@ -159,6 +159,26 @@ def test_same_numbers(text: str, tmp_path: Path) -> None:
 def test_refused(reason: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=reason):
         read_model(written(text, tmp_path))
+
+
+MERGED = """
+    y = If (c) <then_branch = t () => (float[3,4] a) { a = MatMul (x, w) },
+                else_branch = e () => (float[3,4] a) { b = MatMul (x, v)
+                                                       a = Relu (b) }>
+"""
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_an_input_that_is_always_one_number(chosen: bool, tmp_path: Path) -> None:
+    """As decoders are merged: one branch with a cache, one without."""
+    path = written(MERGED, tmp_path, ", bool[1] c")
+    read = read_model(path, fixed_inputs={"c": chosen})
+    assert [each.name for each in read.graph.inputs] == ["x"]
+    assert [each.value.name for each in read.graph.parameters] == ["w" if chosen else "v"]
+    feeds = random_feeds(read.graph)
+    assert_close(run_read(read, feeds), run(path, feeds | {"c": np.full(1, chosen)}))
+    with pytest.raises(ConfigurationError, match="'d', which is no input"):
+        read_model(path, fixed_inputs={"d": True})
 
 
 def test_weights_of_bodies_are_parameters(tmp_path: Path) -> None:

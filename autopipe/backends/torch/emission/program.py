@@ -52,6 +52,8 @@ class Provenance:
     """Parameters that an optimizer of matrices updates as such."""
     training_graph: bool | None = None
     """As the configuration has `model.training`."""
+    fixed_inputs: tuple[tuple[str, bool | int | float], ...] = ()
+    """As the configuration has `model.inputs`."""
 
 
 def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[i
             "path": provenance.model,
             "sha256": provenance.model_digest,
             **({} if provenance.training_graph is None else {"training": provenance.training_graph}),
+            **({"inputs": dict(provenance.fixed_inputs)} if provenance.fixed_inputs else {}),
         },
         "plan": provenance.plan_digest,
         "world_size": program.world_size,

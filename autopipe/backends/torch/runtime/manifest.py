@@ -72,6 +72,7 @@ class Manifest:
     """Bytes that each rank's tensors may take on a GPU; () where that is not limited."""
     data: Annotated[DataSettings, Sparse()] = field(default=DataSettings())
     training_graph: Annotated[bool | None, At("model.training"), Sparse()] = None
+    fixed_inputs: Annotated[tuple[tuple[str, bool | int | float], ...], At("model.inputs"), Sparse()] = ()
     evaluation: Annotated[Evaluation, At("eval"), Sparse()] = field(default=Evaluation())
     model_flops: Annotated[float | None, At("metrics.model_flops"), Sparse()] = None
     """Operations of the model in a step, over all ranks; what recomputation repeats is not counted."""
