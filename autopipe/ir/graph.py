@@ -45,6 +45,16 @@ class DType(enum.Enum):
     BOOL = "bool"
     COMPLEX64 = "complex64"
     COMPLEX128 = "complex128"
+    FLOAT8E4M3FN = "float8_e4m3fn"
+    FLOAT8E4M3FNUZ = "float8_e4m3fnuz"
+    FLOAT8E5M2 = "float8_e5m2"
+    FLOAT8E5M2FNUZ = "float8_e5m2fnuz"
+    FLOAT8E8M0 = "float8_e8m0fnu"
+    FLOAT4E2M1 = "float4_e2m1fn"
+    INT4 = "int4"
+    UINT4 = "uint4"
+    INT2 = "int2"
+    UINT2 = "uint2"
 
     @property
     def itemsize(self) -> int:
@@ -52,8 +62,26 @@ class DType(enum.Enum):
 
     @property
     def stored(self) -> np.dtype:
-        """Numpy's type of stored elements: little-endian; of bfloat16, which it does not know, the bits."""
-        return np.dtype("uint16" if self is DType.BFLOAT16 else self.value).newbyteorder("<")
+        """Numpy's type of stored elements: little-endian; of types that it does not know, the bits."""
+        bits = "uint16" if self is DType.BFLOAT16 else "uint8" if self.is_eighth else self.held
+        return np.dtype(bits).newbyteorder("<")
+
+    @property
+    def packed_bits(self) -> int:
+        """Bits of an element where a byte of a file has several, else 0."""
+        return _PACKED.get(self, 0)
+
+    @property
+    def held(self) -> str:
+        """Torch's name of the type of elements in memory: those of less than a byte take one, float4 for its code."""
+        if not self.packed_bits:
+            return self.value
+        return "int8" if self.value.startswith("int") else "uint8"
+
+    @property
+    def is_eighth(self) -> bool:
+        """True if these are floating-point numbers of 8 bits, with which nothing is computed."""
+        return self.value.startswith("float8")
 
     @property
     def is_floating(self) -> bool:
@@ -65,8 +93,10 @@ class DType(enum.Enum):
         return self.value.startswith(("int", "uint"))
 
 
-_ITEMSIZE = {each: max(8, int("0" + "".join(filter(str.isdigit, each.value)))) // 8 for each in DType}
-_FLOATING = frozenset(each for each in DType if "float" in each.value)
+_BITS = {each: int("0" + "".join(filter(str.isdigit, each.value.partition("_")[0]))) for each in DType}
+_ITEMSIZE = {each: max(8, bits) // 8 for each, bits in _BITS.items()}
+_PACKED = {each: bits for each, bits in _BITS.items() if 0 < bits < 8}
+_FLOATING = frozenset(each for each, bits in _BITS.items() if "float" in each.value and bits > 8)
 
 
 COUNTED_LABELS = "autopipe/counted_labels"

@@ -16,7 +16,7 @@ from onnx.backend.base import Backend, BackendRep
 
 from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.backends.torch.runtime import operators
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import signature_of, space_of
 from autopipe.ir.program import Compute, StageCode
 from tests.conformance.importer import import_model
@@ -46,11 +46,21 @@ def to_tensor(array: np.ndarray, device: str | torch.device = "cpu") -> torch.Te
     """A tensor of the array's numbers and type."""
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).to(device)
+    dtype = DType(array.dtype.name)
+    if dtype.is_eighth:
+        return torch.from_numpy(array.view(np.uint8).copy()).view(getattr(torch, dtype.held)).to(device)
+    if dtype.packed_bits:
+        array = array.view(np.uint8) if dtype is DType.FLOAT4E2M1 else array.astype(dtype.held)
     return torch.from_numpy(np.array(array, order="C")).to(device)
 
 
-def to_array(tensor: torch.Tensor) -> np.ndarray:
-    """The numbers of a tensor."""
+def to_array(tensor: torch.Tensor, dtype: DType | None = None) -> np.ndarray:
+    """The numbers of a tensor, which is how numbers of `dtype` are held."""
+    if dtype is DType.FLOAT4E2M1 or (dtype is not None and dtype.is_eighth):
+        assert tensor.dtype == getattr(torch, dtype.held)
+        return tensor.cpu().contiguous().view(torch.uint8).numpy().view(getattr(ml_dtypes, dtype.value))
+    if dtype is not None and dtype.packed_bits:
+        return tensor.cpu().numpy().astype(getattr(ml_dtypes, dtype.value))
     plain = tensor.detach().cpu().contiguous()
     if plain.dtype == torch.bfloat16:
         return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -81,7 +91,9 @@ class Deferred(BackendRep):
         results = forward(held, *(to_tensor(given[name], self.device) for name in names))
         for name, result in zip(graph.outputs, results, strict=True):
             assert tuple(result.shape) == graph.type_of(name).shape, f"{name}: inferred {graph.type_of(name).shape}"
-        return tuple(to_array(result) for result in results)
+        return tuple(
+            to_array(each, graph.type_of(name).dtype) for name, each in zip(graph.outputs, results, strict=True)
+        )
 
 
 def fed_names(model: onnx.ModelProto, arrays: Sequence[np.ndarray]) -> list[str]:

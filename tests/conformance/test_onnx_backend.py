@@ -47,9 +47,9 @@ def test_case(kind: str, name: str, device: str) -> None:
         Runner.assert_similar_outputs(expected, found, rtol=rtol, atol=atol)
 
 
-def test_a_thousand_node_cases_are_run() -> None:
+def test_most_node_cases_are_run() -> None:
     run = [name for kind, name in all_cases() if kind == "node" and name not in skips()]
-    assert len(run) >= 1000
+    assert len(run) >= 1650
 
 
 def test_skips_name_cases_that_exist() -> None:

@@ -125,9 +125,14 @@ SAMPLING = (
 
 
 def linear(signature: Signature) -> Space:
-    """`*x, scale, zero point -> *x`: one scale for all, one a slice of `axis`, or one a block along it (kept whole)."""
+    """`*x, scale, zero point -> *x`: one scale for all, one a slice of `axis`, or one a block along it, which stays
+    whole."""
     words, axis = signature.words, signature.axis(1)
     blocked = signature.node.integer("block_size")
+    if blocked and signature.operand(0).shape[axis] == blocked * signature.operand(1).shape[axis]:
+        blocks = replaced(words, [axis], f"({words[axis]} j!)")
+        others = [words if value and value.shape else [] for value in signature.operands[1:]]
+        return notate(signature, [blocks, *others], [blocks], j=blocked)
 
     def scales(scale: tuple[int, ...]) -> list[str]:
         if blocked:
@@ -138,7 +143,16 @@ def linear(signature: Signature) -> Space:
     return notate(signature, [marked(words, [axis] if blocked else [], "!"), *others], [words])
 
 
+def _unpacked(signature: Signature) -> Space:
+    """`*d (n p) <- *d n`: bytes of p elements each; others, packed without regard to rows, stay whole."""
+    words, shape, per = signature.words, signature.result().shape, 8 // (signature.result().dtype.packed_bits or 8)
+    if shape[:-1] != signature.operand(0).shape[:-1] or shape[-1] != per * signature.operand(0).shape[-1]:
+        return opaque(signature)
+    return notate(signature, [words], [[*words[:-1], f"({words[-1]} p!)"]], p=per)
+
+
 QUANTIZATION = (
+    Operator("autopipe.Unpack", _unpacked, "memory", per_result(2.0), differentiable=False),
     Operator("QuantizeLinear", linear, "elementwise", per_result(4.0), differentiable=False),
     Operator("DequantizeLinear", linear, "elementwise", per_result(2.0), differentiable=False),
     Operator("DynamicQuantizeLinear", notated("*d! -> *d, ,"), "reduction", per_result(6.0), differentiable=False),

@@ -24,6 +24,10 @@ _LOOKS = 8
 GATHERS = frozenset({"Gather", "GatherND"})
 
 
+TAKEN_APART = frozenset({"Unpack", "DequantizeLinear"})
+"""Operators that make numbers of packed and quantised parameters."""
+
+
 class Additions:
     """Values and constants that are added to a graph, under names that it has not."""
 
@@ -142,9 +146,42 @@ def _rows(
     return shape[:axis], rows, shape[axis + len(limits) :]
 
 
+def with_late_weights(graph: Graph) -> Graph:
+    """Weights become numbers where they are used: what only takes packed or quantised parameters apart stands right
+    before its first reader. Files name all of it at their beginning, where it would be held at once."""
+    held = {each.value.name for each in (*graph.parameters, *graph.constants)} | {""}
+    waiting: dict[str, Node] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        own = node.op in TAKEN_APART or not waiting.keys().isdisjoint(node.inputs)
+        if own and all(name in held or name in waiting for name in node.inputs) and len(node.outputs) == 1:
+            waiting[node.outputs[0]] = node
+            continue
+        nodes.extend(_taken(waiting, node.inputs))
+        nodes.append(node)
+    nodes.extend(_taken(waiting, graph.outputs))
+    return with_nodes(graph, nodes) if tuple(nodes) != graph.nodes else graph
+
+
+def _taken(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
+    """The nodes that make values, and those before them, in order; they wait no longer."""
+    found: list[Node] = []
+    stack = [name for name in names if name in waiting]
+    while stack:
+        node = waiting.get(stack[-1])
+        before = [] if node is None else [name for name in node.inputs if name in waiting]
+        if node is not None and not before:
+            found.append(waiting.pop(stack[-1]))
+        if node is None or not before:
+            stack.pop()
+        stack.extend(before)
+    return found
+
+
 def cleaned(graph: Graph) -> Graph:
     """The same function with fewer nodes; parameters that matter are kept as they are."""
-    return without_unread(without_repeats(merged_constants(with_plain_gathers(with_named_outputs(graph)))))
+    plain = without_repeats(merged_constants(with_plain_gathers(with_named_outputs(graph))))
+    return with_late_weights(without_unread(plain))
 
 
 def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 DTYPES: dict[int, DType] = {
     1: DType.FLOAT32, 2: DType.UINT8, 3: DType.INT8, 4: DType.UINT16, 5: DType.INT16, 6: DType.INT32, 7: DType.INT64,
     9: DType.BOOL, 10: DType.FLOAT16, 11: DType.FLOAT64, 12: DType.UINT32, 13: DType.UINT64, 14: DType.COMPLEX64,
-    15: DType.COMPLEX128, 16: DType.BFLOAT16,
+    15: DType.COMPLEX128, 16: DType.BFLOAT16, 17: DType.FLOAT8E4M3FN, 18: DType.FLOAT8E4M3FNUZ, 19: DType.FLOAT8E5M2,
+    20: DType.FLOAT8E5M2FNUZ, 21: DType.UINT4, 22: DType.INT4, 23: DType.FLOAT4E2M1, 24: DType.FLOAT8E8M0,
+    25: DType.UINT2, 26: DType.INT2,
 }  # fmt: skip
 """By the number that TensorProto.DataType gives them."""
 NUMBERS: dict[DType, int] = {dtype: number for number, dtype in DTYPES.items()}
@@ -44,7 +46,7 @@ def shape_of(extents: Sequence[int], where: str) -> tuple[int, ...]:
 
 
 def dtype_of(number: int, where: str) -> DType:
-    """Our element type for ONNX's number; raises ModelError for strings, float8, 4-bit types and unknown numbers."""
+    """Our element type for ONNX's number; raises ModelError for strings and unknown numbers."""
     if number not in DTYPES:
         import onnx
 
@@ -69,9 +71,27 @@ def array_of(tensor: onnx.TensorProto, where: str) -> np.ndarray:
 def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
     import onnx
 
+    if dtype.packed_bits:
+        import onnx.numpy_helper
+
+        return onnx.numpy_helper.from_array(array)
     return onnx.TensorProto(
         data_type=NUMBERS[dtype], dims=list(array.shape), raw_data=np.ascontiguousarray(array).tobytes()
     )
+
+
+def stored_bytes(dtype: DType, shape: Sequence[int]) -> int:
+    """Bytes that a tensor takes in a file."""
+    elements = math.prod(shape)
+    return -(-elements * dtype.packed_bits // 8) if dtype.packed_bits else elements * dtype.itemsize
+
+
+def packed_value(value: Value) -> Value:
+    """The bytes of a tensor of which several elements lie in each: in rows where those fill bytes, else in one row."""
+    size, last = stored_bytes(value.dtype, value.shape), value.shape[-1:]
+    per = 8 // value.dtype.packed_bits
+    shape = (*value.shape[:-1], last[0] // per) if last and last[0] % per == 0 else (size,)
+    return Value(value.name, DType.UINT8, shape)
 
 
 def type_proto(value: Value) -> onnx.TypeProto:
@@ -131,7 +151,7 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
     file = model.parent / location
     if not any(file.resolve().is_relative_to(folder) for folder in (model.parent.resolve(), model.resolve().parent)):
         raise ModelError(f"its data file {location!r} is a link that leaves the model's folder", where=where)
-    size = math.prod(tensor.dims) * dtype_of(tensor.data_type, where).itemsize
+    size = stored_bytes(dtype_of(tensor.data_type, where), tensor.dims)
     offset, length = _number(entries, "offset", 0, where), _number(entries, "length", size, where)
     if length < size:
         raise ModelError(f"its data has {length} bytes, its shape needs {size}", where=where)

@@ -17,7 +17,7 @@ from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.contrib_attention import is_rewritten, rewritten
 from autopipe.passes.frontend.contributed import spelled_out
 from autopipe.passes.frontend.control_flow import Known, resolved
-from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, shape_of
+from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, packed_value, shape_of
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.inference import RANDOM, Budget, Inference
 from autopipe.passes.frontend.load import MOST_NODES, topological_positions
@@ -55,6 +55,8 @@ class _Sweep:
     types: dict[str, Value] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
+    packed: dict[str, Value] = field(default_factory=dict)
+    """Types of the elements of parameters that are packed in bytes and have not been read yet."""
     aliases: dict[str, str] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
@@ -99,8 +101,19 @@ class _Sweep:
         if isinstance(held, Constant):
             self.hold(held.value.name, held.array, held.value.dtype)
             return
-        self.types[held.value.name] = held.value
-        self.parameters[held.value.name] = held
+        value = held.value
+        if value.dtype.packed_bits:
+            self.packed[value.name], value = value, packed_value(value)
+        self.types[value.name] = value
+        self.parameters[value.name] = replace(held, value=value)
+
+    def unpack(self, name: str) -> None:
+        """Add the node that takes a packed parameter apart, which from now on is read in its place."""
+        value, result = self.packed.pop(name), f"{name}/unpacked"
+        self.types[result] = replace(value, name=result)
+        self.aliases[name] = result
+        self.names.add(result)
+        self.nodes.append(Node(result, "Unpack", (name,), (result,), domain="autopipe"))
 
 
 def interpret(
@@ -162,6 +175,8 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
 
 
 def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
+    for name in sweep.packed.keys() & set(node.input):
+        sweep.unpack(name)
     operands = tuple(sweep.aliases.get(name, name) for name in node.input)
     for name in operands:
         if name and not any(name in each for each in (sweep.types, sweep.sequences, sweep.selections)):

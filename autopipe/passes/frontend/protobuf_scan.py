@@ -28,8 +28,8 @@ ATTRIBUTE_TENSOR, ATTRIBUTE_GRAPH = 5, 6
 TENSOR_TYPE, TENSOR_FLOATS, TENSOR_NAME, TENSOR_RAW, TENSOR_DOUBLES = 2, 4, 8, 9, 10
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
-BYTES = frozenset({2, 3})
-"""And for uint8 and int8: weights of few bits, not shapes."""
+BYTES = frozenset({2, 3, *range(17, 27)})
+"""And for types of 8 bits and less, which hold weights, not shapes."""
 CONTROL_OPERATORS = frozenset({"If", "Loop", "Scan"})
 """Operators whose attributes hold graphs."""
 DEEPEST_BODY = 16

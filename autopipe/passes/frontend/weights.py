@@ -21,6 +21,7 @@ from autopipe.passes.frontend.elements import (
     dtype_of,
     external_slice,
     shape_of,
+    stored_bytes,
     stored_numbers,
 )
 from autopipe.passes.frontend.folding import Folded, unfolded
@@ -155,7 +156,7 @@ class Weights:
         if not dtype.is_floating:
             apart = tensor.data_location == tensor.EXTERNAL or not (tensor.raw_data or tensor.int32_data)
             least = LARGE_FLOATS if tensor.data_type in BYTES else LARGE_TABLE
-            if in_node or not (name in self.source.slices or (apart and value.bytes >= least)):
+            if in_node or not (name in self.source.slices or (apart and stored_bytes(dtype, shape) >= least)):
                 return Constant(value, self._array(name, tensor, where))
             return Parameter(value, self._storage(name, tensor, dtype), trainable=False)
         role = self.roles.role(value, lambda: self._numbers(name, tensor), in_node)
@@ -210,7 +211,7 @@ class Weights:
 
     def _storage(self, name: str, tensor: onnx.TensorProto, dtype: DType) -> Storage:
         shape, where = tuple(tensor.dims), f"initializer {name!r}"
-        size = math.prod(shape) * dtype.itemsize
+        size = stored_bytes(dtype, shape)
         place = self._place(name, tensor)
         if place is None:
             if tensor.data_location != tensor.EXTERNAL and (

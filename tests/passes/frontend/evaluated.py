@@ -66,7 +66,8 @@ def emitted(model: Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]
     forward = forward_of(emit_forward(stage_of(graph)).text)
     results = forward(held, *(to_tensor(feeds[value.name]) for value in graph.inputs))
     results = results if isinstance(results, tuple) else (results,)
-    return dict(zip(graph.outputs, map(to_array, results), strict=True))
+    pairs = zip(graph.outputs, results, strict=True)
+    return {name: to_array(result, graph.type_of(name).dtype) for name, result in pairs}
 
 
 def both(

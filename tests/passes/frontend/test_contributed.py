@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,9 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.passes.frontend.read import read_model
-from tests.conformance.adapter import forward_of, stage_of, to_array, to_tensor
 from tests.ir.ops.splitting import Use, check
-from tests.passes.frontend.reference import parameter_array
+from tests.passes.frontend.evaluated import emitted
 
 Arrays = dict[str, np.ndarray]
 RANDOM = np.random.default_rng(0)
@@ -60,14 +57,7 @@ def model_of(
 
 def computed(path: Path, fed: Arrays) -> list[np.ndarray]:
     """The results of a file as it is read and emitted."""
-    graph = read_model(path, batch_axes=dict.fromkeys(fed)).graph
-    place = SimpleNamespace(
-        device=torch.device("cpu"),
-        **{f"w{index}": to_tensor(parameter_array(each, path)) for index, each in enumerate(graph.parameters)},
-        **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
-    )
-    forward = forward_of(emit_forward(stage_of(graph)).text)
-    return [to_array(each) for each in forward(place, *(to_tensor(fed[each.name]) for each in graph.inputs))]
+    return [*emitted(read_model(path, batch_axes=dict.fromkeys(fed)), fed).values()]
 
 
 def compare(

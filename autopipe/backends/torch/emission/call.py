@@ -162,7 +162,7 @@ def number(value: float) -> str:
 
 
 def torch_dtype(dtype: DType) -> str:
-    return f"torch.{dtype.value}"
+    return f"torch.{dtype.held}"
 
 
 PRECISIONS = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}

@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 
+from autopipe.backends.torch.emission import narrow
 from autopipe.backends.torch.emission.call import (
-    PRECISIONS,
     Call,
     Emitter,
     called,
@@ -261,19 +261,6 @@ def _affine_grid(call: Call) -> str:
     return called("F.affine_grid", call.arg(0), size, align_corners=bool(call.node.integer("align_corners")))
 
 
-def _linear(function: str, call: Call) -> str:
-    node, precision = call.node, call.node.integer("precision")
-    return called(
-        f"operators.{function}",
-        call.args(2),
-        call.optional(2),
-        call.dtype,
-        axis=node.integer("axis", 1) if call.operand(1).elements > 1 else None,
-        block_size=node.integer("block_size") or None,
-        precision=torch_dtype(PRECISIONS[precision]) if precision else None,
-    )
-
-
 def _dft(call: Call) -> str:
     length = call.scalar(1) if call.present(1) else None
     flags = {name: call.flag(name) for name in ("inverse", "onesided")}
@@ -340,7 +327,7 @@ ELEMENTWISE: dict[str, Emitter] = {
     "IsInf": _is_inf,
     "Where": _where,
     "Clip": _clip,
-    **dict.fromkeys(("Cast", "CastLike"), lambda call: f"{call.arg(0)}.to({call.dtype})"),
+    **dict.fromkeys(("Cast", "CastLike"), narrow.cast),
     "BitCast": lambda call: f"{call.arg(0)}.view({call.dtype})",
     "Neg": formula("-{0}"),
     "Gelu": _gelu,
@@ -372,8 +359,9 @@ ELEMENTWISE: dict[str, Emitter] = {
     "MelWeightMatrix": lambda call: called("operators.mel_weights", *map(call.scalar, range(5)), _made(call)),
     "GridSample": in_one_type(_grid_sample),
     "AffineGrid": _affine_grid,
-    "QuantizeLinear": partial(_linear, "quantize_linear"),
-    "DequantizeLinear": partial(_linear, "dequantize_linear"),
+    "QuantizeLinear": narrow.quantize,
+    "DequantizeLinear": narrow.dequantize,
+    "autopipe.Unpack": narrow.unpack,
     "DynamicQuantizeLinear": formula("operators.dynamic_quantize_linear({0})"),
     "DFT": _dft,
     "STFT": _stft,

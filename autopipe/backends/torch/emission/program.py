@@ -19,7 +19,7 @@ from autopipe.ir.atomic_file import replacing_folder
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.evaluation import Evaluation
-from autopipe.ir.graph import DType
+from autopipe.ir.graph import Constant, DType
 from autopipe.ir.layout import MeshAxis
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import FORMAT, DataSettings, Program, StageCode
@@ -168,11 +168,22 @@ def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, fold
                 (inside / name).write_text(text, encoding="utf-8")
             stored: dict[str, Any] = {}
             for index, constant in (pair for stage in each.program.stages for pair in stage.constants):
-                narrow = constant.value.dtype is DType.BFLOAT16  # Which numpy does not know: it stores the two bytes.
-                stored[f"c{index}"] = constant.array.view("V2") if narrow else constant.array
+                stored[f"c{index}"] = _stored(constant)
             np.savez(inside / "constants.npz", **stored)
 
     replace_folder(folder, write)
+
+
+def _stored(constant: Constant) -> np.ndarray:
+    """The numbers as numpy writes them: of types that it does not know, the bits, in a field with the type's name."""
+    dtype, array = constant.value.dtype, constant.array
+    if dtype is DType.FLOAT4E2M1:
+        return array.view(np.uint8)
+    if dtype.packed_bits:
+        return array.astype(dtype.held)
+    if dtype is DType.BFLOAT16 or dtype.is_eighth:
+        return array.view([(dtype.value, dtype.stored)])
+    return array
 
 
 def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopipe.backends.torch.emission.attention import ATTENTION
-from autopipe.backends.torch.emission.call import Call, Emitter, called, group_code, literal
+from autopipe.backends.torch.emission.call import Call, Emitter, called, group_code, literal, torch_dtype
 from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
 from autopipe.backends.torch.emission.movement import MOVEMENT
 from autopipe.backends.torch.emission.normalization import NORMALIZATION
@@ -322,5 +322,5 @@ def _imports(text: str) -> str:
 
 def _types(names: Names, values: tuple[Value, ...]) -> str:
     pairs = zip(names, values, strict=True)
-    lines = [f"    {name!r}: (torch.{value.dtype.value}, {value.shape!r}),\n" for name, value in pairs]
+    lines = [f"    {name!r}: ({torch_dtype(value.dtype)}, {value.shape!r}),\n" for name, value in pairs]
     return f"{{\n{''.join(lines)}}}" if lines else "{}"

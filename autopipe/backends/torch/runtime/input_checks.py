@@ -37,7 +37,7 @@ def sample_blocks(samples: np.ndarray, entry: InputRange, manifest: Manifest) ->
 
 
 def numpy_dtype(entry: InputRange) -> np.dtype:
-    return np.dtype("float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.value)
+    return np.dtype("float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.held)
 
 
 def region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:

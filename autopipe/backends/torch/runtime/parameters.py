@@ -129,7 +129,7 @@ def _pieces(runs: ContiguousRanges, key: Words, thread: int, threads: int) -> It
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    found = getattr(torch, dtype.value)
+    found = getattr(torch, dtype.held)
     assert isinstance(found, torch.dtype)
     return found
 
@@ -140,9 +140,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A tensor on the array's memory; of `bfloat16`, which numpy does not know, the array holds the bits."""
-    if dtype == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    """A tensor on the array's memory; of types that numpy does not know, the array holds the bits."""
+    if dtype == "bfloat16" or dtype.startswith("float8"):
+        bits = torch.from_numpy(array.view(np.int16 if dtype == "bfloat16" else np.uint8))
+        return bits.view(torch_dtype(DType(dtype)))
     return torch.from_numpy(array)
 
 
@@ -201,7 +202,7 @@ def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[
     with np.load(folder / "constants.npz", allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in sorted(names)}
     return {
-        name: tensor_of(array, "bfloat16" if array.dtype.kind == "V" else array.dtype.name).to(device)
+        name: tensor_of(array, array.dtype.names[0] if array.dtype.names else array.dtype.name).to(device)
         for name, array in arrays.items()
     }
 

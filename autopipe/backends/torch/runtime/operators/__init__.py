@@ -5,6 +5,7 @@ from autopipe.backends.torch.runtime.operators.attention import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.images import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.linear_attention import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.misc import *  # noqa: F403
+from autopipe.backends.torch.runtime.operators.narrow import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.quantized import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.recurrent import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.sharded import *  # noqa: F403

@@ -201,14 +201,22 @@ def quantize_linear(
     axis: int = 1,
     block_size: int = 0,
     precision: torch.dtype | None = None,
+    limits: tuple[int, int] | None = None,
 ) -> Tensor:
-    """`saturate(round(x / scale) + zero_point)`, halves to even; one scale a tensor, a slice of `axis`, or a block."""
-    spread = _spread(scale, x, axis, block_size)
-    ratio = x / spread if precision is None else x.to(precision) / spread.to(precision)
-    rounded = torch.round(ratio.float())
+    """`saturate(round(x / scale) + zero_point)`, halves to even; one scale a tensor, a slice of `axis`, or a block.
+    `limits` are those of the type, where it has less than 8 bits."""
+    rounded = torch.round(scaled_down(x, scale, axis, block_size, precision))
     if zero_point is not None:
         rounded = rounded + _spread(zero_point, x, axis, block_size).float()
-    return _saturate(rounded, dtype)
+    return _saturate(rounded, dtype) if limits is None else rounded.clamp(*limits).to(dtype)
+
+
+def scaled_down(
+    x: Tensor, scale: Tensor, axis: int = 1, block_size: int = 0, precision: torch.dtype | None = None
+) -> Tensor:
+    """`x / scale`, with scales as in `quantize_linear`."""
+    spread = _spread(scale, x, axis, block_size)
+    return (x / spread if precision is None else x.to(precision) / spread.to(precision)).float()
 
 
 def dequantize_linear(
