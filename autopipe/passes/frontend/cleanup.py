@@ -149,7 +149,7 @@ def _rows(
 def with_late_weights(graph: Graph) -> Graph:
     """Weights become numbers where they are used: what only takes packed or quantised parameters apart stands right
     before its first reader. Files name all of it at their beginning, where it would be held at once."""
-    held = {each.value.name for each in (*graph.parameters, *graph.constants)} | {""}
+    held = {each.value.name for each in graph.parameters} | {each.value.name for each in graph.constants} | {""}
     waiting: dict[str, Node] = {}
     nodes: list[Node] = []
     for node in graph.nodes:

@@ -13,10 +13,10 @@ def cast(call: Call) -> str:
     node, source = call.node, call.operand(0).dtype
     code = f"operators.from_float4({call.arg(0)})" if source is DType.FLOAT4E2M1 else call.arg(0)
     saturates = bool(node.integer("saturate", 1))
-    return narrowed(code, call.result().dtype, saturates, call.choice("round_mode", "up", ("up", "down", "nearest")))
+    return cast_to(code, call.result().dtype, saturates, call.choice("round_mode", "up", ("up", "down", "nearest")))
 
 
-def narrowed(code: str, dtype: DType, saturate: bool = True, rounding: str = "up") -> str:
+def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up") -> str:
     """The cast of `code` to a type."""
     kept = None if saturate else False
     if dtype is DType.FLOAT4E2M1:
@@ -34,7 +34,7 @@ def quantize(call: Call) -> str:
     target = call.result().dtype
     if target is DType.FLOAT4E2M1 or target.is_eighth:
         ratio = _linear("scaled_down", call, call.args(2))
-        return narrowed(ratio, target, bool(call.node.integer("saturate", 1)))
+        return cast_to(ratio, target, bool(call.node.integer("saturate", 1)))
     limits = None
     if target.packed_bits:
         lowest = -(1 << target.packed_bits - 1) if target.held == "int8" else 0
