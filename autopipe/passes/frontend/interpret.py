@@ -175,8 +175,9 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
 
 
 def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
-    for name in sweep.packed.keys() & set(node.input):
-        sweep.unpack(name)
+    for name in node.input:
+        if name in sweep.packed:
+            sweep.unpack(name)
     operands = tuple(sweep.aliases.get(name, name) for name in node.input)
     for name in operands:
         if name and not any(name in each for each in (sweep.types, sweep.sequences, sweep.selections)):
