@@ -156,12 +156,16 @@ class ReferenceModel:
         self._path = _completed(model, proto, weights, Path(self._scratch.name)) if changed else model
         self._session = _open(self._path)
         self.inputs: dict[str, list[Any]] = {each.name: each.shape for each in self._session.get_inputs()}
-        self.outputs: list[str] = [each.name for each in self._session.get_outputs()]
+        self._outputs = [each.name for each in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """All outputs by name for one evaluation."""
+        """All outputs by name for one evaluation, the tensors of a sequence as NAME/0 and so on."""
         known = {name: array for name, array in (self._fixed | dict(feeds)).items() if name in self.inputs}
-        return dict(zip(self.outputs, self._session.run(None, known), strict=True))
+        found: dict[str, np.ndarray] = {}
+        for name, result in zip(self._outputs, self._session.run(None, known), strict=True):
+            is_sequence = isinstance(result, list)
+            found |= {f"{name}/{place}": each for place, each in enumerate(result)} if is_sequence else {name: result}
+        return found
 
     def optimize(self) -> None:
         """From now on, run as ONNX Runtime does by itself, with its fusions."""

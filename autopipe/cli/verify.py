@@ -318,7 +318,7 @@ class Verification:
         ]
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
         found = {}
-        for name in (each for each in model.outputs if each in axes):
+        for name in (each for each in evaluations[0] if each in axes):
             parts, axis = [each[name] for each in evaluations], axes[name]
             if axis is None:
                 found[name] = np.asarray(np.mean(np.stack(parts), axis=0))

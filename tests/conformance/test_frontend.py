@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.runner import Runner
 
 from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.load import OLDEST_OPSET
 from autopipe.passes.frontend.read import read_model
-from tests.conformance.cases import all_cases, data_of, model_of, skips, tolerances, unread
+from autopipe.passes.frontend.sequences import SEQUENCE_OPERATORS
+from tests.conformance.cases import all_cases, data_of, model_of, resolved, skips, tolerances, unread
 from tests.passes.frontend.evaluated import emitted
 
 
@@ -29,7 +31,8 @@ def _versioned(case: TestCase) -> bool:
 READ = [
     (kind, name)
     for (kind, name), case in all_cases().items()
-    if name not in skips() and name not in unread() and _versioned(case) and _opset(case) >= OLDEST_OPSET
+    if name not in skips().keys() - resolved() and name not in unread()
+    if _versioned(case) and _opset(case) >= OLDEST_OPSET
 ]
 
 
@@ -37,14 +40,38 @@ READ = [
 @pytest.mark.parametrize(("kind", "name"), READ)
 def test_case(kind: str, name: str, tmp_path: Path) -> None:
     case = all_cases()[kind, name]
-    model, path = model_of(case), tmp_path / "model.onnx"
+    path = tmp_path / "model.onnx"
     inputs, expected = next(data_of(case))
+    model, given = _of_tensors(model_of(case), inputs)
     held = {each.name for each in model.graph.initializer}
-    given = dict(zip((each.name for each in model.graph.input if each.name not in held), inputs, strict=False))
     onnx.save(_with_known_inputs(model, given), path)
     read = read_model(path, batch_axes=dict.fromkeys(_data_inputs(path, held)))
     rtol, atol = tolerances().get(name, (case.rtol, case.atol))
-    Runner.assert_similar_outputs(expected, [*emitted(read, given).values()], rtol=rtol, atol=atol)
+    tensors = [part for each in expected for part in (each if isinstance(each, list) else [each])]
+    Runner.assert_similar_outputs(tensors, [*emitted(read, given).values()], rtol=rtol, atol=atol)
+
+
+def _of_tensors(model: onnx.ModelProto, inputs: list[Any]) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """The model with sequences and Optionals among its inputs made of tensors that are, and these by name."""
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    held = {each.name for each in model.graph.initializer}
+    infos = [each for each in model.graph.input if each.name not in held]
+    given: dict[str, np.ndarray] = {}
+    for info, value in zip(infos, inputs, strict=False):
+        if info.type.HasField("tensor_type"):
+            given[info.name] = value
+            continue
+        parts = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+        named = {f"{info.name} {place}": each for place, each in enumerate(parts)}
+        operator = "SequenceConstruct" if isinstance(value, list) else "Optional"
+        found.graph.node.insert(0, helper.make_node(operator, list(named), [info.name]))
+        given |= named
+    del found.graph.input[:]
+    for name, array in given.items():
+        kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+        found.graph.input.append(helper.make_tensor_value_info(name, kind, array.shape))
+    return found, given
 
 
 def _with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> onnx.ModelProto:
@@ -54,7 +81,7 @@ def _with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> 
     known = {
         name
         for node in found.graph.node
-        if node.op_type in OPERATORS
+        if node.op_type in OPERATORS.keys() | SEQUENCE_OPERATORS
         for slot, name in enumerate(node.input)
         if name in given and _tells_shapes(node, slot, given[name])
     }
@@ -68,7 +95,8 @@ def _with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> 
 
 def _tells_shapes(node: onnx.NodeProto, slot: int, array: np.ndarray) -> bool:
     """Whether an operator must know an operand, or may reckon shapes from it before another one must."""
-    return slot in OPERATORS[node.op_type].static or (array.dtype == np.int64 and node.op_type not in _INDEXED)
+    static = OPERATORS[node.op_type].static if node.op_type in OPERATORS else ()
+    return slot in static or (array.dtype == np.int64 and node.op_type not in _INDEXED)
 
 
 _INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "Scatter", "OneHot"})

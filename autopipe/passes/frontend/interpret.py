@@ -6,7 +6,7 @@ With static inputs one pass in topological order tells every shape, since all th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -390,22 +390,15 @@ def _trimmed(names: Sequence[str]) -> tuple[str, ...]:
 def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
     nodes = list(sweep.nodes)
     values = [sweep.types[name] for node in nodes for name in node.outputs if name]
-    outputs = []
-    for info in sweep.source.graph.output:
-        if info.name in sweep.sequences:
-            raise ModelError(f"output {info.name!r} is a sequence; give its tensors as outputs")
-        if info.name in sweep.selections:
-            raise sweep.selections.refused_output(info.name)
-        if info.name not in sweep.types:
-            raise ModelError(f"output {info.name!r} is never written")
-        if info.name in sweep.aliases:  # the output keeps its name; cleaning renames its source where it can
-            title = info.name
+    outputs = dict(_outputs(sweep))
+    for name, source in outputs.items():
+        if name != source:  # The output keeps its name; cleaning renames its source where it can.
+            title = name
             while title in sweep.names:
                 title += "_"
             sweep.names.add(title)
-            nodes.append(Node(title, "Identity", (sweep.aliases[info.name],), (info.name,)))
-            values.append(replace(sweep.types[info.name], name=info.name))
-        outputs.append(info.name)
+            nodes.append(Node(title, "Identity", (source,), (name,)))
+            values.append(replace(sweep.types[source], name=name))
     constants = [Constant(sweep.types[name], array) for name, array in sweep.arrays.items()]
     return Graph(
         name=sweep.source.graph.name,
@@ -414,7 +407,21 @@ def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
         parameters=tuple(sweep.parameters.values()),
         constants=tuple(constants),
         nodes=tuple(nodes),
-        outputs=tuple(dict.fromkeys(outputs)),
+        outputs=tuple(outputs),
         values=tuple(values),
         batch_axes=inputs.batch_axes,
     )
+
+
+def _outputs(sweep: _Sweep) -> Iterator[tuple[str, str]]:
+    """Each output's name, and that of the value that it is; one for each tensor of a sequence."""
+    for info in sweep.source.graph.output:
+        held = [(info.name, info.name)]
+        if info.name in sweep.sequences:
+            held = [(f"{info.name}/{number}", name) for number, name in enumerate(sweep.sequences[info.name])]
+        for name, source in held:
+            if source in sweep.selections:
+                raise sweep.selections.refused_output(source)
+            if source not in sweep.types:
+                raise ModelError(f"output {name!r} is never written")
+            yield name, sweep.aliases.get(source, source)

@@ -1,6 +1,7 @@
 """Sequences of tensors, taken apart while a file is read: each is a tuple of the names of the values in it.
 
 That takes lengths and positions that are known before running, as exporters write them for `torch.split` and `stack`.
+An Optional is the tensor or the sequence that it holds.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 SEQUENCE_OPERATORS = frozenset(
     {
-        "ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert",
-        "SequenceLength", "SplitToSequence",
+        "ConcatFromSequence", "Optional", "OptionalGetElement", "OptionalHasElement", "SequenceAt",
+        "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength", "SplitToSequence",
     }
 )  # fmt: skip
 _AXES_ARE_OPERANDS = 13
@@ -30,10 +31,12 @@ MOST_TENSORS = 1 << 16
 
 
 class Sequences(dict[str, tuple[str, ...]]):
-    """The names of the values in each sequence that has been read, by the sequence's name."""
+    """The names of the values in each sequence that has been read, by the sequence's name; none in `absent` ones."""
 
     def __init__(self, opset: int) -> None:
         super().__init__()
+        self.absent: set[str] = set()
+        """Optionals that hold nothing."""
         self._opset = opset
         self._held = 0
 
@@ -59,6 +62,8 @@ class Sequences(dict[str, tuple[str, ...]]):
         result = node.output[0]
         stated = {each.name: each.i for each in node.attribute}
         match node.op_type:
+            case "Optional" | "OptionalGetElement" | "OptionalHasElement":
+                return self._optional(node, operands, where)
             case "SplitToSequence":
                 return self._split(node, operands, types, arrays, stated, where)
             case "SequenceConstruct" | "SequenceEmpty":
@@ -72,7 +77,7 @@ class Sequences(dict[str, tuple[str, ...]]):
         last = len(tensors) - 1
         match node.op_type:
             case "Identity":
-                self._note(result, tensors, where)
+                self._hand_on(operands[0], result, where)
             case "SequenceLength":
                 return [_node(node, "Constant", [], [result], value_int=len(tensors))]
             case "SequenceAt":
@@ -104,6 +109,27 @@ class Sequences(dict[str, tuple[str, ...]]):
         self._held += len(tensors)
         if self._held > MOST_TENSORS:
             raise ModelError(f"the file's sequences hold more than {MOST_TENSORS:,} tensors", where=where)
+
+    def _hand_on(self, source: str, result: str, where: str) -> None:
+        self._note(result, self[source], where)
+        if source in self.absent:
+            self.absent.add(result)
+
+    def _optional(self, node: onnx.NodeProto, operands: tuple[str, ...], where: str) -> list[onnx.NodeProto]:
+        source, result = next(iter(operands), ""), node.output[0]
+        is_held = bool(source) and source not in self.absent
+        if node.op_type == "OptionalHasElement":
+            return [truth(node, result, is_held)]
+        if not is_held and node.op_type == "OptionalGetElement":
+            raise ModelError("the Optional that it reads holds nothing", where=where)
+        if source and source not in self:
+            return [_node(node, "Identity", [source], [result])]
+        if source:
+            self._hand_on(source, result, where)
+        else:
+            self._note(result, (), where)
+            self.absent.add(result)
+        return []
 
     def _split(
         self,
@@ -157,6 +183,14 @@ def _node(origin: onnx.NodeProto, op: str, operands: Sequence[str], results: Seq
     import onnx.helper
 
     return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
+
+
+def truth(origin: onnx.NodeProto, result: str, value: bool) -> Any:
+    """A Constant that is true or false."""
+    import onnx
+
+    tensor = onnx.TensorProto(data_type=onnx.TensorProto.BOOL, raw_data=bytes([value]))
+    return _node(origin, "Constant", [], [result], value=tensor)
 
 
 def _position(operands: tuple[str, ...], arrays: Mapping[str, np.ndarray], length: int, last: int, where: str) -> int:

@@ -8,10 +8,11 @@ import numpy as np
 import onnx
 import pytest
 
+from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.ir.errors import ModelError
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.sequences import MOST_TENSORS
-from tests.passes.frontend.building import integers, model, node, saved
+from tests.passes.frontend.building import FLOAT, integers, model, node, saved
 from tests.passes.frontend.reference import as_onnx, random_feeds, run
 
 HELD = {
@@ -59,7 +60,10 @@ REFUSED = {
     "there is no axis 4": [node("SplitToSequence", "x three", "s", axis=4)],
     "depends on data": [THIRDS, node("Cast", "p", "q", to=onnx.TensorProto.INT64), node("SequenceAt", "s q", "y")],
     "it cannot take a sequence": [THIRDS, node("Relu", "s", "y")],
-    "output 's' is a sequence": [THIRDS, node("SequenceAt", "s one", "y"), node("Identity", "s", "t")],
+    "the Optional that it reads holds nothing": [
+        onnx.helper.make_node("Optional", [], ["o"], type=onnx.helper.make_tensor_type_proto(FLOAT, [3, 7])),
+        node("OptionalGetElement", "o", "y"),
+    ],
 }
 
 
@@ -76,9 +80,8 @@ def test_what_is_computed(case: str, opset: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("message", "nodes"), REFUSED.items(), ids=REFUSED.keys())
 def test_what_depends_on_data_or_does_not_fit(message: str, nodes: list[onnx.NodeProto], tmp_path: Path) -> None:
-    outputs = "y s" if "output" in message else "y"
     path = tmp_path / "model.onnx"
-    path.write_bytes(model(nodes, {"x": [3, 7], "p": []}, outputs, HELD).SerializeToString())
+    path.write_bytes(model(nodes, {"x": [3, 7], "p": []}, "y", HELD).SerializeToString())
     with pytest.raises(ModelError, match=message):
         read_model(path)
 
@@ -89,3 +92,18 @@ def test_a_small_file_with_more_tensors_than_fit(tmp_path: Path) -> None:
     path.write_bytes(model(nodes, {"x": [10**9, 7]}, "y", HELD).SerializeToString())
     with pytest.raises(ModelError, match=f"more than {MOST_TENSORS:,} tensors"):
         read_model(path)
+
+
+def test_a_sequence_among_the_outputs_is_its_tensors(tmp_path: Path) -> None:
+    """Named as those that ONNX Runtime gives are for `verify`; one that is another output too is both."""
+    nodes = [THIRDS, node("SequenceAt", "s one", "y"), node("SequenceInsert", "s x", "t"), node("Optional", "t", "o")]
+    proto = model(nodes, {"x": [3, 7]}, "y o", HELD)
+    kind = onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(FLOAT, None))
+    proto.graph.output[1].type.CopyFrom(onnx.helper.make_optional_type_proto(kind))
+    path = saved(proto, tmp_path)
+    graph = read_model(path).graph
+    assert graph.outputs == ("y", "o/0", "o/1", "o/2", "o/3")
+    feeds = random_feeds(graph)
+    found = run(as_onnx(graph, {}), feeds)
+    for name, array in ReferenceModel(path, {}).run(feeds).items():
+        np.testing.assert_array_equal(found[name], array)
