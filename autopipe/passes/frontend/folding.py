@@ -289,7 +289,7 @@ class _Folds:
             storage=replace(place, offset=place.offset + at * length, length=length),
         )
         inner = self._looked_up(row, array[at : at + 1])
-        return Folded(value, row, (step,)) if inner is None else replace(inner, steps=(*inner.steps, step))
+        return Folded(value, row, (step,)) if inner is None else replace(inner, value=value, steps=(*inner.steps, step))
 
     def _may_be_expanded(self, value: Value, array: np.ndarray) -> bool:
         """True if equal rows may come from an expansion along the samples, rather than from a new model."""

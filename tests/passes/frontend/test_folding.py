@@ -90,6 +90,16 @@ def test_a_lookup_of_a_batch_is_expanded_for_any(tmp_path: Path) -> None:
     assert [each.op for each in read.graph.nodes] == ["Expand", "Add"]
 
 
+def test_a_lookup_of_a_batch_of_equal_rows_is_expanded_for_any(tmp_path: Path) -> None:
+    row = floats(1, 4)
+    held = {"embedding": np.tile(row[None], (2, 3, 1))}
+    proto = torch_export(
+        [node("Add", "x embedding", "y")], {"x": [2, 3, 4]}, held, ("p",), folded={"embedding": ["p", "expand"]}
+    )
+    read = checked(proto, tmp_path, {"p": row})
+    assert [each.op for each in read.graph.nodes] == ["Gather", "Expand", "Add"]
+
+
 def test_tables_that_a_signature_does_not_name_are_not_trained(tmp_path: Path) -> None:
     held = {
         "cos": np.cos(np.arange(8)[:, None] * np.array([1.0, 0.1])).astype(np.float32),
