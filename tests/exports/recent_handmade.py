@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 BATCH = 2
-WIDTH, HEADS, KV_HEADS, HEAD = 32, 4, 2, 8
+WIDTH, HEADS, KV_HEADS, HEAD = 64, 4, 2, 16
 INNER, VOCABULARY, LAYERS, PAST, TOKENS, BLOCK = 48, 50, 2, 5, 1, 16
 CONTRIB = "com.microsoft"
 

@@ -14,7 +14,7 @@ _HEADED = {**_STATES, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1
 
 
 TEXT: dict[str, WithLoss] = {
-    "qwen3_moe_eager": llama_like("Qwen3Moe", num_experts=4, **EXPERTS, experts="eager"),
+    "qwen3_moe_eager": llama_like("Qwen3Moe", num_experts=4, **{**EXPERTS, "num_experts_per_tok": 3}, experts="eager"),
     "qwen2_moe": llama_like("Qwen2Moe", num_experts=4, shared_expert_intermediate_size=16, **EXPERTS),
     "mixtral_eager": llama_like("Mixtral", num_local_experts=4, num_experts_per_tok=2, experts="eager"),
     "granite": llama_like("Granite"),

@@ -5,7 +5,7 @@ below the classes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +123,8 @@ class _Path:
     """Sum of what was added to them."""
     exact: bool
     """True if they are the input's own numbers, but for the shift."""
+    summed: bool = False
+    """True if it holds sums of them: lengths, which a mask tells."""
 
 
 def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None]:
@@ -141,6 +143,9 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
             if limits is None:
                 waiting += _further(graph, node, slot, path)
                 continue
+            if path.summed:  # Nothing in a sample, and it would be the place before the first.
+                drawn.tighten(None, np.ones(1, np.int64), np.full(1, _MASK_LIMIT))
+                continue
             bounds = [np.asarray(bound, np.int64) - path.shift for bound in limits]
             drawn.tighten(path.places, *bounds)
             if path.exact and node.op != "OneHot":  # whose rows of other numbers are empty
@@ -154,6 +159,10 @@ def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
     """The values that hold the same numbers behind a node, unless they become something else there."""
     if node.op in ("Add", "Sub"):
         yield from _shifted(graph, node, slot, path)
+    if path.summed or node.op == "ReduceSum":
+        if slot == 0 and node.op in {"ReduceSum", *_KEEPING} and graph.type_of(node.outputs[0]).dtype.is_integer:
+            yield _Path(node.outputs[0], None, path.shift, exact=False, summed=True)
+        return
     if node.op not in _MOVING or node.domain:
         return
     signature = signature_of(graph, node)
@@ -179,6 +188,9 @@ def _shifted(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
     if constant is None or negated or not constant.array.size or not constant.value.dtype.is_integer:
         return
     result = graph.type_of(node.outputs[0])
+    if path.summed:
+        yield replace(path, name=result.name)
+        return
     shift = path.shift + constant.array.astype(np.int64) * (1 if node.op == "Add" else -1)
     if path.places is not None:
         places = np.broadcast_to(path.places, result.shape)
@@ -256,6 +268,9 @@ def _limits(signature: Signature, slot: int) -> tuple[int | Numbers, int | Numbe
             return 0, signature.operand(0).shape[1]
         case "OneHot" if slot == 0 and (depth := signature.constant(1)) is not None:
             return 0, int(depth.reshape(-1)[0])
+        case "TensorScatter" if slot == 2:
+            axis = positive(node.integer("axis", -2), len(signature.operand(0).shape))
+            return 0, signature.operand(0).shape[axis] - signature.operand(1).shape[axis] + 1
         case "RotaryEmbedding" if slot == (1 if node.domain else 3):  # Places in tables of sines and cosines.
             table, data = signature.operand(2 if node.domain else 1), signature.operand(0)
             # From the one position that the contributed operator may be given the others count on.

@@ -180,6 +180,17 @@ def test_numbers_that_are_changed_first_are_drawn_in_range_and_never_refused(cha
     assert below(found) == 5 and allowed(found) == []
 
 
+def test_a_mask_whose_sum_is_a_place_is_drawn_without_empty_samples() -> None:
+    values = (value("length", (2,), INT), value("last", (2,), INT), value("y", (4, 2, 6)))
+    nodes = (
+        node("ReduceSum", "ids", "one", output="length", keepdims=0),
+        node("Sub", "length", "one", output="last"),
+        node("Gather", "x", "last", axis=1),
+    )
+    found = input_ranges(graph(*nodes, values=values, constants=(whole("one", [1]),)))[0]
+    assert [(each.least, each.below) for each in found.drawn] == [(1, 2)] and not found.allowed
+
+
 def test_masks_and_classes_of_one_hots_may_be_any_number() -> None:
     found = graph(node("OneHot", "ids", "depth", "x"), values=(value("y", (2, 3, 9)),), constants=(whole("depth", 9),))
     assert allowed(found) == []
