@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 
 from tests.exports.export import cache
 
@@ -111,6 +112,36 @@ def _export(kind: str, exporter: str, path: Path) -> None:
     torch.onnx.export(
         _module(kind), inputs, str(path), dynamo=False, input_names=names, output_names=outputs, dynamic_axes=axes
     )
+
+
+def merge(source: Path, target: Path) -> None:
+    """A step with a cache and the same step without in the branches of one If, as Optimum merges decoders: an input
+    says which of them is run."""
+    steps = onnx.load(source)
+    graph = steps.graph
+    first = onnx.compose.add_prefix_graph(
+        _without_past(graph), "first/", rename_initializers=False, rename_inputs=False
+    )
+    branches = {}
+    for name, nodes, outputs in (("then", graph.node, graph.output), ("else", first.node, first.output)):
+        branches[f"{name}_branch"] = onnx.helper.make_graph(list(nodes), name, [], list(outputs))
+    outputs = [onnx.helper.make_tensor_value_info(each.name, 1, None) for each in graph.output]
+    chosen = onnx.helper.make_tensor_value_info("use_cache_branch", onnx.TensorProto.BOOL, [1])
+    node = onnx.helper.make_node("If", ["use_cache_branch"], [each.name for each in outputs], "decoder", **branches)
+    merged = onnx.helper.make_graph([node], "merged", [*graph.input, chosen], outputs, list(graph.initializer))
+    onnx.save(onnx.helper.make_model(merged, opset_imports=steps.opset_import, ir_version=steps.ir_version), target)
+
+
+def _without_past(graph: onnx.GraphProto) -> onnx.GraphProto:
+    """The same step of the tokens alone: the keys and values that are joined to the cache are taken without it."""
+    found = onnx.GraphProto()
+    found.CopyFrom(graph)
+    past = {each.name for each in graph.input if each.name.startswith("past")}
+    for node in found.node:
+        if node.op_type == "Concat" and node.input[0] in past:
+            node.op_type = "Identity"
+            del node.input[0], node.attribute[:]
+    return found
 
 
 def reference_tokens(path: Path, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -165,6 +165,8 @@ def _plan_arguments(journey: Journey, path: Path, folder: Path) -> list[object]:
     batch = ["--batch-size", MICRO_BATCHES * size, "--micro-batches", MICRO_BATCHES]
     arguments = [path, "--gpus", DEVICES, "--cluster", "cpu-local", "--strategy", journey.strategy, *batch]
     arguments += dimensions(path)
+    if export.model.endswith("_merged"):
+        arguments += ["--set", "model.inputs.use_cache_branch=true"]
     if export.loss and export.model in LIGHT:
         written = folder / "loss.yaml"
         scores = json.dumps(LIGHT[export.model])
@@ -174,17 +176,17 @@ def _plan_arguments(journey: Journey, path: Path, folder: Path) -> list[object]:
 
 
 def dimensions(path: Path) -> list[str]:
-    """The flags of `plan` that bind the symbols of axis 1 of a dynamic export's inputs."""
+    """The flags of `plan` that bind the symbols of a dynamic export's inputs but for the batch."""
     return [word for name in symbols(path) for word in ("--dim", f"{name}={SEQUENCE}")]
 
 
 def symbols(path: Path) -> list[str]:
-    """The symbols of axis 1 of a dynamic export's inputs."""
+    """The symbols of a dynamic export's inputs behind axis 0; sums of them follow from these."""
     import onnx
 
     graph = onnx.load(path, load_external_data=False).graph
     shapes = [each.type.tensor_type.shape.dim for each in graph.input]
-    return sorted({shape[1].dim_param for shape in shapes if len(shape) > 1 and shape[1].dim_param})
+    return sorted({each.dim_param for shape in shapes for each in shape[1:] if each.dim_param.isidentifier()})
 
 
 def _nodes_in_file(path: Path) -> int:

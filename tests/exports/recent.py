@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.exports import (
+    decoders,
     other_models,
     recent_caches,
     recent_handmade,
@@ -25,6 +27,7 @@ from tests.exports import (
     with_loss,
 )
 from tests.exports.architectures import perturb
+from tests.exports.decoders import decoder_file, merge
 from tests.exports.export import Export, onnx_file, write_torch
 from tests.exports.recent_handmade import HANDMADE
 from tests.exports.recent_rewritten import REWRITTEN
@@ -156,11 +159,20 @@ EXPORTS: Mapping[str, str] = {
 """By model the files that are made of it: exporter, shapes, outputs, and the type of its weights if not fp32."""
 
 
+CACHED: Mapping[str, Callable[[str, Path], object]] = {
+    "gpt2_cached": lambda exporter, path: shutil.copy(decoder_file("gpt2", exporter), path),
+    "llama_cached": lambda exporter, path: shutil.copy(decoder_file("llama", exporter), path),
+    "gpt2_merged": lambda exporter, path: merge(decoder_file("gpt2", exporter), path),
+}
+"""Decoders whose cache has a symbolic length."""
+
+
 def recent_exports() -> tuple[Export, ...]:
     """Every file, in the order of the table."""
     made = [f"{model}-{file}" for model, files in EXPORTS.items() for file in files.split()]
     made += [f"{model}-{source.split('-', 1)[1]}" for model, (source, _) in REWRITTEN.items()]
     made += [f"{model}-hand-static-forward" for model in HANDMADE]
+    made += [f"{model}-torchscript-dynamic-forward" for model in CACHED]
     return tuple(map(_export, made))
 
 
@@ -173,6 +185,8 @@ def sources_of(export: Export) -> tuple[Path, ...]:
     """The modules whose change makes the file anew."""
     if export.model in HANDMADE:
         return (Path(recent_handmade.__file__),)
+    if export.model in CACHED:
+        return (Path(decoders.__file__),)
     if export.model in REWRITTEN:
         return (Path(recent_rewritten.__file__), *sources_of(_export(REWRITTEN[export.model][0])))
     own = [module for module, models in GROUPS.items() if export.model in models]
@@ -183,6 +197,9 @@ def write(export: Export, path: Path) -> None:
     """Make the file at `path`. Raises what the exporter raises."""
     if export.model in HANDMADE:
         HANDMADE[export.model](path)
+        return
+    if export.model in CACHED:
+        CACHED[export.model](export.exporter, path)
         return
     if export.model in REWRITTEN:
         source, rewrite = REWRITTEN[export.model]
