@@ -159,10 +159,18 @@ class ReferenceModel:
         self._outputs = [each.name for each in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """All outputs by name for one evaluation, the tensors of a sequence as NAME/0 and so on."""
+        """All outputs by name for one evaluation, the tensors of a sequence as NAME/0 and so on. Raises ModelError for
+        numbers that the file does not take, such as those that choose other rows than its shapes say."""
+        from onnxruntime.capi import onnxruntime_pybind11_state as states
+
         known = {name: array for name, array in (self._fixed | dict(feeds)).items() if name in self.inputs}
+        try:
+            results = self._session.run(None, known)
+        except (states.Fail, states.InvalidArgument, states.RuntimeException) as error:
+            reason = " ".join(str(error).partition("Status Message:")[2].split()) or str(error)
+            raise ModelError(f"it does not take these numbers: {reason}") from error
         found: dict[str, np.ndarray] = {}
-        for name, result in zip(self._outputs, self._session.run(None, known), strict=True):
+        for name, result in zip(self._outputs, results, strict=True):
             is_sequence = isinstance(result, list)
             found |= {f"{name}/{place}": each for place, each in enumerate(result)} if is_sequence else {name: result}
         return found

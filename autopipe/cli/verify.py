@@ -28,7 +28,7 @@ from autopipe.backends.torch.verification import (
 from autopipe.cli.launch import COMPILE, DATA, SEED
 from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output
-from autopipe.ir.errors import VerificationError
+from autopipe.ir.errors import ModelError, VerificationError
 from autopipe.ir.graph import DType, Initializer
 from autopipe.ir.layout import whole
 from autopipe.ir.program import FORWARD, REFERENCE
@@ -279,7 +279,7 @@ class Verification:
         from autopipe.backends.torch.runtime.parameters import init_shard  # Loads torch, which a check of data need not
 
         seed = forward.seed if self.seed is None else self.seed
-        weights = {}
+        bound, weights = self.manifest.rounding.bound, {}
         for entry in forward.parameters:
             if isinstance(entry.storage, Initializer):  # The model's file does not store it.
                 drawn = init_shard(entry, whole(entry.value.shape), seed)
@@ -289,8 +289,11 @@ class Verification:
         )
         if model.random:
             reason = f"left out: {', '.join(model.random)} draws other numbers there"
-            return Check("outputs of one device", "ONNX Runtime", 0, reason, 0.0, self.manifest.rounding.bound)
-        expected = self._reference_outputs(forward, model, seed)
+            return Check("outputs of one device", "ONNX Runtime", 0, reason, 0.0, bound)
+        try:
+            expected = self._reference_outputs(forward, model, seed)
+        except ModelError as error:
+            return Check("outputs of one device", "ONNX Runtime", 0, f"left out: {error.message}", 0.0, bound)
 
         def differences(outputs: Mapping[str, np.ndarray]) -> Iterator[Difference]:
             return (difference(name, outputs[name], expected[name]) for name in ours if name in expected)

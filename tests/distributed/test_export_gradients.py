@@ -17,6 +17,7 @@ from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import run_step
 from tests.exports.export import Export, onnx_file, traced
 from tests.exports.journey import dimensions
+from tests.exports.recent import module_of
 
 MICRO_BATCHES = 2
 TOLERANCE = 1e-5
@@ -27,19 +28,33 @@ TOLERANCE = 1e-5
 def test_gradients_are_those_of_the_exported_module(model: str, pools: Pools, tmp_path: Path) -> None:
     # With static shapes the exporter folds tables that are read at fixed positions.
     export = Export(model, "dynamo", dynamic=True, loss=True)
-    path = onnx_file(export, tmp_path)
+    module, inputs = traced(export)
+    assert_gradients(onnx_file(export, tmp_path), module, inputs, pools, tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("model", ["mixtral_eager", "llava"])
+def test_rows_that_data_chooses_have_the_gradients_of_the_module(model: str, pools: Pools, tmp_path: Path) -> None:
+    export = Export(model, "torchscript", dynamic=False, loss=True)
+    assert_gradients(onnx_file(export, tmp_path), *module_of(export), pools, tmp_path)
+
+
+def assert_gradients(
+    path: Path, module: torch.nn.Module, inputs: dict[str, torch.Tensor], pools: Pools, tmp_path: Path
+) -> None:
+    """Ranks that run the file have the module's loss and gradients, of each parameter that has one."""
     plan = ["plan", path, "--strategy", "pipedream", "--gpus", 2, "--cluster", "cpu-local", *dimensions(path)]
     plan += ["-o", tmp_path / "plan", "-q"]
-    plan += ["--batch-size", MICRO_BATCHES * export.batch, "--micro-batches", MICRO_BATCHES]
+    plan += ["--batch-size", MICRO_BATCHES * len(inputs["labels"]), "--micro-batches", MICRO_BATCHES]
     assert main(list(map(str, plan))) == 0
     assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
-    module, inputs = traced(export)
     batch = {name: torch.cat([tensor, tensor.flip(0)]) for name, tensor in inputs.items()}
     batch["labels"] = batch["labels"].roll(1, 0)
     program = tmp_path / "plan" / "program"
     step = run_step(pools, program, {name: tensor.numpy() for name, tensor in batch.items()})
 
-    losses = [module(*parts)[0] for parts in zip(*(each.chunk(MICRO_BATCHES) for each in batch.values()), strict=True)]
+    results = [module(*parts) for parts in zip(*(each.chunk(MICRO_BATCHES) for each in batch.values()), strict=True)]
+    losses = [each if isinstance(each, torch.Tensor) else each[0] for each in results]
     expected = torch.stack(losses).mean()
     expected.backward()  # type: ignore[no-untyped-call]
     assert step.loss == pytest.approx(expected.item(), rel=TOLERANCE)

@@ -55,6 +55,8 @@ def compute_count(use: Use) -> None:
     complete = all(array is not None for name, array in zip(use.operands, known, strict=True) if name)
     if operator in ("Expand", "ConstantOfShape"):
         _spread(use, known[-1], selection)
+    elif operator == "Reshape" and known[0] is None and known[1] is not None and use.held[0] is None:
+        _demand(use, known[1])
     elif operator == "Range" and complete and [int(each) for each in known if each is not None] == [0, ROWS, 1]:
         _number(use, selection)
     elif complete and operator in _OF_SHAPES and (operator != "Cast" or use.attribute("to") in _WHOLE):
@@ -67,6 +69,16 @@ def compute_count(use: Use) -> None:
         read = zip(use.operands, use.held, strict=True)
         names = [_at_run_time(use, each) if isinstance(each, Counted) else name for name, each in read]
         use.write.again(names, use.node.output)
+
+
+def _demand(use: Use, wanted: np.ndarray) -> None:
+    """A static value in a shape with one row for each chosen element: there must be as many as make up the value."""
+    others = math.prod(extent for extent in wanted.tolist() if extent != ROWS)
+    count, rest = divmod(use.types[use.operands[0]].elements, others)
+    if rest or wanted.tolist().count(ROWS) != 1 or others < 1:
+        raise use.refused()
+    shape = use.write.numbers(np.where(wanted == ROWS, count, wanted).tolist())
+    use.write.again([use.operands[0], shape], use.node.output)
 
 
 def _at_run_time(use: Use, counted: Counted) -> str:
