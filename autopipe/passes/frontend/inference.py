@@ -254,7 +254,7 @@ class Inference:
         for value, array in operands:
             content = array.tobytes() if array is not None and array.size <= KNOWN_LIMIT else None
             parts.append(None if value is None else (value.dtype, value.shape, content))
-        key = (*_form(node), *parts)
+        key = (*form_of(node), *parts)
         if key not in self._types:
             self._types[key] = self._infer(_anonymous(node), operands, f"{node.op_type} {node.name!r}")
         return self._types[key]
@@ -265,8 +265,8 @@ class Inference:
         """The numbers of results of these `types`; None where the evaluator cannot tell them, or takes too long."""
         if not self.operations.takes(sum(each.size for each in operands if each is not None) // _HASHED):
             return None
-        parts = tuple(None if each is None else (each.dtype.str, each.shape, _content(each)) for each in operands)
-        key = (*_form(node), parts)
+        parts = tuple(None if each is None else (each.dtype.str, each.shape, content_of(each)) for each in operands)
+        key = (*form_of(node), parts)
         if key not in self._results:
             affordable = self.operations.takes(operations_of(node, operands, types))
             self._results[key] = self._run(_anonymous(node), operands) if affordable else None
@@ -335,13 +335,13 @@ class Inference:
         return arrays if all(array.dtype.kind in "biufcV" for array in arrays) else None
 
 
-def _content(array: np.ndarray) -> bytes:
+def content_of(array: np.ndarray) -> bytes:
     """The bytes of an array, or what tells them from others."""
     content = array.tobytes()
     return content if len(content) <= KNOWN_LIMIT else hashlib.sha256(content).digest()
 
 
-def _form(node: onnx.NodeProto) -> tuple[object, ...]:
+def form_of(node: onnx.NodeProto) -> tuple[object, ...]:
     """Signature of a node, but for the names of its values: which of them are equal, and which are absent."""
     places: dict[str, int] = {}
     operands = tuple(places.setdefault(name, len(places)) if name else None for name in node.input)

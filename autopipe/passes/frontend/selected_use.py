@@ -14,13 +14,12 @@ from autopipe.ir.graph import DType, Node, Value
 from autopipe.ir.ops import OPERATORS, Signature
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.frontend.elements import attributes_of
+from autopipe.passes.frontend.inference import Inference, content_of, form_of
 from autopipe.passes.frontend.selected_places import Places
 from autopipe.passes.frontend.selected_rows import ROWS, Rows, Selection, Writer
 
 if TYPE_CHECKING:
     import onnx
-
-    from autopipe.passes.frontend.inference import Inference
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,8 @@ class Use:
     inference: Inference
     opset: int
     write: Writer
+    known: dict[object, tuple[list[Value], list[int] | None]]
+    """Results of `followed` by what the node and its operands are: files repeat themselves."""
     found: dict[str, Held] = field(default_factory=dict)
 
     @property
@@ -95,7 +96,18 @@ class Use:
     def followed(self) -> tuple[list[Value], list[int] | None]:
         """Types of the results, and the dimension of each that counts rows; None for these where the node does not
         compute each row alone."""
-        types, known = [*map(self._type, self.operands, self.held)], self.numbers()
+        types, numbers = [*map(self._type, self.operands, self.held)], self.numbers()
+        kinds = tuple(None if each is None else (each.dtype, each.shape) for each in types)
+        axes = tuple(each.axis if isinstance(each, Rows | Places) else None for each in self.held)
+        contents = tuple(None if each is None else content_of(each) for each in numbers)
+        key = (*form_of(self.node), kinds, axes, contents)
+        if key not in self.known:
+            self.known[key] = self._follow(types, numbers)
+        return self.known[key]
+
+    def _follow(
+        self, types: Sequence[Value | None], known: Sequence[np.ndarray | None]
+    ) -> tuple[list[Value], list[int] | None]:
         told = self.inference.types(self.node, tuple(zip(types, known, strict=True)))
         results = [each for each in told if each is not None]
         if len(results) < sum(map(bool, self.node.output)):

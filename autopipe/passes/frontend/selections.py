@@ -63,6 +63,7 @@ class Selections(dict[str, Held]):
         self._inference, self._opset, self._uses = inference, opset, uses
         self._expanded = {node.output[0]: node.input[0] for node in nodes if node.op_type == "Expand" and node.output}
         self._masks: dict[str, str] = {}
+        self._followed: dict[object, tuple[list[Value], list[int] | None]] = {}
 
     def concern(
         self,
@@ -87,7 +88,8 @@ class Selections(dict[str, Held]):
     ) -> list[onnx.NodeProto]:
         """The nodes of static shapes that stand for this one. Raises ModelError where there are none."""
         held = tuple(self.get(name) for name in operands)
-        use = Use(node, operands, held, types, arrays, self._inference, self._opset, Writer(node, self._opset))
+        write = Writer(node, self._opset)
+        use = Use(node, operands, held, types, arrays, self._inference, self._opset, write, self._followed)
         try:
             self._treat(use)
         except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
