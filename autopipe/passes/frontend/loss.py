@@ -7,6 +7,8 @@ import difflib
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Attribute, DType, Graph, Node, Value
 from autopipe.passes.frontend.cleanup import Additions
@@ -27,6 +29,25 @@ class CrossEntropy:
     labels: str = "labels"
     ignored: int | None = None
     """A label that counts for nothing."""
+
+
+_SAME = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+
+
+def leaves_out(graph: Graph, node: Node) -> bool:
+    """True if a loss may leave labels out: not where they are known, or of a type without the one that is left out."""
+    if not node.has("ignore_index"):
+        return False
+    ignored, name = node.integer("ignore_index"), node.inputs[1]
+    while True:
+        dtype, constant, index = graph.type_of(name).dtype, graph.constant(name), graph.producer(name)
+        if dtype is DType.BOOL or not np.iinfo(dtype.value).min <= ignored <= np.iinfo(dtype.value).max:
+            return dtype is DType.BOOL and ignored in (0, 1)
+        if constant is not None:
+            return bool(np.any(constant.array == ignored))
+        if index is None or graph.nodes[index].op not in _SAME:
+            return True
+        name = graph.nodes[index].inputs[0]
 
 
 def own_loss(graph: Graph) -> str:

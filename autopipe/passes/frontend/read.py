@@ -16,7 +16,7 @@ from autopipe.passes.frontend.dimensions import bind_inputs, fixed_numbers
 from autopipe.passes.frontend.fusion import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
-from autopipe.passes.frontend.loss import LOSSES, CrossEntropy, own_loss, require_loss, with_cross_entropy
+from autopipe.passes.frontend.loss import LOSSES, CrossEntropy, leaves_out, own_loss, require_loss, with_cross_entropy
 from autopipe.passes.frontend.model import (
     Model,
     only_reached,
@@ -164,14 +164,24 @@ def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
 
 def _mixing_warnings(graph: Graph, by_label: bool) -> tuple[str, ...]:
     """Of nodes that mix samples; with `by_label` the loss does not, whose labels are counted over the step."""
-    nodes = [node for node in mixing_nodes(graph) if not (by_label and node.op in LOSSES)]
-    if not nodes:
-        return ()
-    more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-    # These mix samples only by the number of labels that count.
-    only_labels = all(node.op in LOSSES for node in nodes)
-    when = " where they leave out different numbers of labels" if only_labels else ", as in every pipeline"
-    return (
-        f"{nodes[0].op} {nodes[0].name!r}{more} mixes the samples of a batch: "
-        f"micro-batches change what is computed{when}",
-    )
+    mixing = mixing_nodes(graph)
+    losses = [node for node in mixing if node.op in LOSSES and len(node.inputs) == 2]
+    others = [node for node in mixing if node not in losses]
+    losses = [node for node in losses if not by_label and leaves_out(graph, node)]
+    found = []
+    for nodes, what in (
+        (
+            others,
+            "mixes the samples of a batch: micro-batches change what is computed, larger ones change less "
+            "(--micro-batch-size)",
+        ),
+        (
+            losses,
+            "averages over the labels that are not left out of each micro-batch: loss.normalize: tokens averages over "
+            "the whole step's",
+        ),
+    ):
+        if nodes:
+            more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+            found.append(f"{nodes[0].op} {nodes[0].name!r}{more} {what}")
+    return tuple(found)

@@ -201,12 +201,17 @@ def test_nodes_that_mix_samples_are_warned_of(
     inputs: dict[str, Shape | tuple[int, Shape]] = {"x": [4, 5], "labels": (INT64, [4])}
     read = read_model(saved(model(nodes, inputs, "loss", held), tmp_path))  # type: ignore[arg-type]
     (warning,) = read.warnings
-    assert repr(name) in warning and "mixes the samples" in warning
-    only_labels = "numbers of labels" in warning
+    only_labels = "loss.normalize: tokens" in warning
+    assert repr(name) in warning and ("mixes the samples" in warning) != only_labels
     assert only_labels == (len(nodes) == 1), "a loss alone mixes samples only by the labels that it leaves out"
 
 
-def test_a_plain_loss_mixes_nothing(tmp_path: Path) -> None:
-    nodes = [node("SoftmaxCrossEntropyLoss", "x labels", "loss")]
-    inputs: dict[str, Shape | tuple[int, Shape]] = {"x": [4, 5], "labels": (INT64, [4])}
+@pytest.mark.parametrize(("labels", "ignored"), [(INT64, None), (onnx.TensorProto.UINT8, -100)])
+def test_a_loss_that_leaves_no_label_out_mixes_nothing(labels: int, ignored: int | None, tmp_path: Path) -> None:
+    attributes = {} if ignored is None else {"ignore_index": ignored}
+    nodes = [
+        node("Cast", "labels", "whole", to=INT64),
+        node("SoftmaxCrossEntropyLoss", "x whole", "loss", **attributes),
+    ]
+    inputs: dict[str, Shape | tuple[int, Shape]] = {"x": [4, 5], "labels": (labels, [4])}
     assert read_model(saved(model(nodes, inputs, "loss"), tmp_path)).warnings == ()
