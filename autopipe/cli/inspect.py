@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from autopipe.cli.options import PATH, standard_options
+from autopipe.cli.options import PATH, model_options, standard_options
 from autopipe.cli.output import Output, Verbosity, facts_table
 from autopipe.cli.plan_text import trained_lines
-from autopipe.ir.errors import ConfigurationError
+from autopipe.configs.configuration import Configuration
 from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage
+from autopipe.ir.problem import Mode
 
 if TYPE_CHECKING:
     from autopipe.ir.graph import Value
@@ -29,20 +30,33 @@ _MOST = 8
 
 @click.command()
 @click.argument("model", type=PATH)
-@click.option("--dim", "dims", multiple=True, metavar="NAME=EXTENT", help="Bind a symbolic dimension; may be repeated.")
+@model_options
 @standard_options
-def inspect(output: Output, model: Path, dims: tuple[str, ...]) -> None:
+def inspect(output: Output, model: Path, configuration: Configuration) -> None:
     """Say what MODEL is: inputs, outputs, parameters, operators, work, memory, branches, what is not supported.
 
     \b
     Example:
       autopipe inspect gpt.onnx --dim batch=8
     """
+    from autopipe.cli.request import wanted_loss
     from autopipe.passes.cost.roofline import annotate
     from autopipe.passes.frontend import read_model
     from autopipe.passes.frontend.cleanup import branches_of
 
-    read = read_model(model, dims=_extents(dims), with_unsupported=True)
+    asked = configuration.model
+    read = read_model(
+        model,
+        dims=dict(asked.dims),
+        batch_axes=dict(asked.batch_axes),
+        fixed_inputs=dict(asked.inputs),
+        loss=wanted_loss(configuration),
+        mode=None if configuration.mode is None else Mode(configuration.mode),
+        training=asked.training,
+        frozen=asked.frozen,
+        trainable=asked.trainable,
+        with_unsupported=True,
+    )
     for warning in read.warnings:
         output.warn(warning)
     work = annotate(read.graph) if not read.unsupported else ()
@@ -51,16 +65,6 @@ def inspect(output: Output, model: Path, dims: tuple[str, ...]) -> None:
     for name, text in _rows(read, work, branches, output.verbosity is Verbosity.DETAILED):
         table.add_row(name, Text(text))  # Names from the model are no markup.
     output.result(_data(read, work, branches), table)
-
-
-def _extents(words: tuple[str, ...]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for word in words:
-        name, equals, extent = word.rpartition("=")
-        if not equals or not name or not extent.isascii() or not extent.isdigit() or len(extent) > 18:
-            raise ConfigurationError(f"--dim {word}: expected NAME=EXTENT", hint="for instance --dim batch=8")
-        found[name] = int(extent)
-    return found
 
 
 def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) -> dict[str, object]:

@@ -92,6 +92,34 @@ def _with_output(command: Callable[Concatenate[Output, P], R], json_help: str) -
     return with_output
 
 
+_MODEL_FLAGS = ("dim", "assignment", "batch_axis")
+"""Names that click passes the words of `_model_flags` by."""
+
+
+def _model_flags() -> tuple[Callable[[Command], Command], ...]:
+    dim = "Bind a symbolic dimension, or axis AXIS of an input as INPUT:AXIS=EXTENT (repeatable)."
+    return (
+        click.option("--dim", multiple=True, metavar="NAME=EXTENT", help=dim),
+        click.option("--batch-axis", multiple=True, metavar="INPUT=AXIS", help="Axis that counts samples, or null."),
+        click.option("--set", "assignment", multiple=True, metavar="KEY=VALUE", help="Set any key (repeatable)."),
+    )
+
+
+def model_options(command: Command) -> Command:
+    """Give `command` the flags that say how a model is read, and the `Configuration` of them as `configuration`."""
+    from autopipe.configs.configuration import load_configuration
+
+    @functools.wraps(command)
+    def with_configuration(*args: Any, **kwargs: Any) -> Any:
+        dims, assignments, axes = (kwargs.pop(name) for name in _MODEL_FLAGS)
+        configuration = load_configuration(dims=dims, assignments=assignments, batch_axes=axes)
+        return command(*args, configuration=configuration, **kwargs)
+
+    for option in reversed(_model_flags()):
+        option(with_configuration)
+    return with_configuration  # type: ignore[return-value]
+
+
 def configuration_options(command: Command) -> Command:
     """Give `command` the flags of a configuration, and the effective `Configuration` as the argument `configuration`.
     Where it takes the folder of a plan as `base`, that plan's own files are what flags override. Stands above
@@ -107,7 +135,7 @@ def configuration_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def with_configuration(*args: Any, **kwargs: Any) -> Any:
-        file, dims, assignments = (kwargs.pop(name) for name in ("config", "dim", "assignment"))
+        file, *words = (kwargs.pop(name) for name in ("config", *_MODEL_FLAGS))
         given = {flag: word for flag, name in names.items() if (word := kwargs.pop(name)) is not None}
         over = None
         if kwargs.get("base") is not None:
@@ -117,15 +145,14 @@ def configuration_options(command: Command) -> Command:
                 hint = "leave out --config"
                 raise ConfigurationError("--from DIR plans with DIR/config.yaml", hint=hint, where="--config")
             file, over = check_editable(kwargs["base"])
-        configuration = load_configuration(file, given, dims, assignments, over)
+        configuration = load_configuration(file, given, words[0], words[1], over, words[2])
         return command(*args, configuration=configuration, **kwargs)
 
     for option in reversed(
         (
             click.option("--config", metavar="FILE", help="A YAML file; the other flags override it."),
             *(click.option(flag, names[flag], metavar=word, help=text) for flag, (word, text) in texts.items()),
-            click.option("--dim", multiple=True, metavar="NAME=EXTENT", help="Bind a symbolic dimension (repeatable)."),
-            click.option("--set", "assignment", multiple=True, metavar="KEY=VALUE", help="Set any key (repeatable)."),
+            *_model_flags(),
         )
     ):
         option(with_configuration)

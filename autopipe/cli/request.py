@@ -113,7 +113,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         trainable=configuration.model.trainable,
         training_graph=configuration.model.training,
         mode=None if configuration.mode is None else Mode(configuration.mode),
-        loss=_wanted_loss(configuration),
+        loss=wanted_loss(configuration),
         normalize=loss.normalize if isinstance(loss, Loss) else "micro_batches",
         batch_size=configuration.batch_size,
         micro_batches=None if configuration.micro_batches == "auto" else configuration.micro_batches,
@@ -144,7 +144,8 @@ _IGNORED = -100
 """The label that counts for nothing to torch and Hugging Face."""
 
 
-def _wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:
+def wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:
+    """The output to minimise, or the loss to add; None where the model's own is."""
     from autopipe.passes.frontend import CrossEntropy
 
     loss = configuration.loss

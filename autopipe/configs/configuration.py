@@ -391,10 +391,12 @@ def flags() -> dict[str, tuple[str, str]]:
     return {flag: (name, metavar) for name, (flag, metavar) in words}
 
 
-def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequence[str]) -> list[Setting]:
+def settings(
+    words: Mapping[str, str], dims: Sequence[str], assignments: Sequence[str], batch_axes: Sequence[str] = ()
+) -> list[Setting]:
     """Settings of a command line, the later over the earlier. `words` are flags, of `OPTION_FLAGS` too, with their
-    words, `dims` the words of `--dim NAME=EXTENT`, `assignments` those of `--set KEY=VALUE`. Raises ConfigurationError
-    for a word without `=` or a key without a name."""
+    words, `dims` the words of `--dim NAME=EXTENT`, `batch_axes` those of `--batch-axis INPUT=AXIS`, `assignments` those
+    of `--set KEY=VALUE`. Raises ConfigurationError for a word without `=` or a key without a name."""
     found: list[Setting] = []
     for flag, word in words.items():
         path = OPTION_FLAGS[flag][0] if flag in OPTION_FLAGS else flags()[flag][:1]
@@ -403,9 +405,13 @@ def settings(words: Mapping[str, str], dims: Sequence[str], assignments: Sequenc
         elif path in (("strategy",), ("schedule",)):
             path = (*path, "name")
         found.append((path, read_word(word, f"{flag} {word}")))
-    for text in dims:
-        name, value = _assignment(text, "--dim", "NAME=EXTENT")
-        found.append((("model", "dims", name), read_word(value, f"--dim {text}")))
+    for texts, flag, form, key in (
+        (dims, "--dim", "NAME=EXTENT", "dims"),
+        (batch_axes, "--batch-axis", "INPUT=AXIS", "batch_axes"),
+    ):
+        for text in texts:
+            name, value = _assignment(text, flag, form)
+            found.append((("model", key, name), read_word(value, f"{flag} {text}")))
     for text in assignments:
         name, value = _assignment(text, "--set", "KEY=VALUE")
         found.append((tuple(name.split(".")), read_setting(value, f"--set {text}")))
@@ -445,11 +451,14 @@ def load_configuration(
     dims: Sequence[str] = (),
     assignments: Sequence[str] = (),
     over: str | Path | None = None,
+    batch_axes: Sequence[str] = (),
 ) -> Configuration:
     """The defaults under a YAML file, under another one, `over`, under the command line, whose parts are as in
     `settings`. Raises ConfigurationError with `file:line` or the flag."""
     documents = [read_file(each) for each in (file, over) if each is not None]
-    return effective(documents or [Entry({}, Place("the command line"))], settings(words or {}, dims, assignments))
+    return effective(
+        documents or [Entry({}, Place("the command line"))], settings(words or {}, dims, assignments, batch_axes)
+    )
 
 
 def effective(documents: Sequence[Entry], given: Sequence[Setting] = ()) -> Configuration:

@@ -92,7 +92,7 @@ def test_errors_are_one_line_with_the_right_code(
     assert main(["inspect", str(classifier)]) == 2
     assert "add --dim width=EXTENT" in capsys.readouterr().err
     assert main(["inspect", str(classifier), "--dim", "width"]) == 2
-    assert "expected NAME=EXTENT" in capsys.readouterr().err
+    assert "is not of the form NAME=EXTENT" in capsys.readouterr().err
     nothing = tmp_path / "nothing.onnx"
     nothing.write_bytes(b"")
     assert main(["inspect", str(nothing)]) == 3

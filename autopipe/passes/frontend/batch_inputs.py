@@ -11,7 +11,8 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of, spaces_of
 from autopipe.ir.space import AxisKind
-from autopipe.passes.frontend.dimensions import Inputs, bind_inputs
+from autopipe.passes.frontend.dimension_arithmetic import symbols_of
+from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, dimensions_of
 
 if TYPE_CHECKING:
     import onnx
@@ -36,17 +37,18 @@ def told_apart(
     """
     classes: dict[int | str, list[str]] = {}
     for info in inputs:
-        extents = info.type.tensor_type.shape.dim
-        if info.name not in stated and len(extents):
-            extent = extents[0].dim_value or dims.get(extents[0].dim_param) or extents[0].dim_param
+        shape = dimensions_of(info)
+        if info.name not in stated and shape:
+            extent = shape[0] if isinstance(shape[0], int) else dims.get(shape[0], shape[0])
             classes.setdefault(extent, []).append(info.name)
     if len(classes) < 2:
         return stated
     classes.pop(1, None)
     fixed = {extent for extent in classes if isinstance(extent, int)}
     first, none = (fixed.pop() if len(fixed) == 1 else _TRIED), {info.name: None for info in inputs}
-    symbols = {each.dim_param for info in inputs for each in info.type.tensor_type.shape.dim}
-    tried = {name: first if name in classes else _TRIED for name in symbols if name.isidentifier()}
+    named = {each for info in inputs for each in dimensions_of(info) if isinstance(each, str)}
+    symbols = {symbol for each in named for symbol in symbols_of(each)}
+    tried = {name: first if name in classes else _TRIED for name in symbols}
     try:
         graph = read(bind_inputs(inputs, {**tried, **dims}, None, none))
         mixing = {extent: _mixing(graph, names) for extent, names in classes.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.kv_cache import MASK, TOKENS, is_cache_input
+from autopipe.passes.frontend.dimension_arithmetic import extent_of, solved, symbols_of
 from autopipe.passes.frontend.elements import dtype_of, shape_of
 
 if TYPE_CHECKING:
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
 
 MOST_FIXED = 1 << 16
 """Elements of an input that is always the same number."""
+
+
+Dimension = int | str
+"""An extent, or the name of one: the file's own, or INPUT:AXIS where the file has none."""
+SEQUENCES = frozenset({"seq", "sequence", "sequence_length", "seq_len"})
+"""Names that mean the second axis of whole-number inputs, such as tokens and masks, in files without such a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,62 @@ class Inputs:
     """Samples of one evaluation as bound here; None where no input carries samples."""
 
 
+def by_symbol(
+    inputs: tuple[onnx.ValueInfoProto, ...], dims: Mapping[str, int], stated_axes: Mapping[str, int | None]
+) -> dict[str, int]:
+    """Extents by the file's own names for those that a user gives by name, by INPUT:AXIS, or as `batch` and `seq`.
+
+    Raises ConfigurationError for what names no dimension or several, for one bound twice, and for an extent below 1.
+    """
+    shapes = {info.name: dimensions_of(info) for info in inputs}
+    symbols = {name for shape in shapes.values() for each in shape if isinstance(each, str) for name in _known_by(each)}
+    found: dict[str, int] = {}
+    for name, extent in dims.items():
+        if extent <= 0:
+            raise ConfigurationError(f"--dim {name}={extent}: an extent is at least 1")
+        for symbol in _meant(name, shapes, symbols, stated_axes):
+            if found.setdefault(symbol, extent) != extent:
+                raise ConfigurationError(f"--dim {name}={extent}: dimension {symbol!r} is {found[symbol]} already")
+    return found
+
+
+def _known_by(dimension: str) -> set[str]:
+    return {dimension, *symbols_of(dimension)}
+
+
+def _meant(
+    name: str,
+    shapes: Mapping[str, list[Dimension]],
+    symbols: set[str],
+    stated_axes: Mapping[str, int | None],
+) -> list[str]:
+    """The symbols that a name stands for."""
+    if name in symbols:
+        return [name]
+    value, colon, axis = name.rpartition(":")
+    if colon and value in shapes:
+        if not axis.isdigit() or int(axis) >= len(shapes[value]):
+            raise ConfigurationError(f"--dim {name}: {value!r} has {len(shapes[value])} dimensions")
+        dimension = shapes[value][int(axis)]
+        if isinstance(dimension, int):
+            raise ConfigurationError(f"--dim {name}: the file fixes it to {dimension}")
+        return [dimension]
+    if name == "batch":
+        axes = {each: stated_axes.get(each, 0) for each in shapes}
+        named = [shapes[each][axis] for each, axis in axes.items() if axis is not None and axis < len(shapes[each])]
+        meant = {each for each in named if isinstance(each, str)}
+    elif name in SEQUENCES:
+        meant = {each for shape in shapes.values() for each in shape[1:2] if isinstance(each, str) and len(shape) == 2}
+    else:
+        meant = set()
+    if name in SEQUENCES and len(meant) > 1:
+        raise ConfigurationError(f"--dim {name}: it may be {' or '.join(map(repr, sorted(meant)))}")
+    if not meant:
+        told = f"its symbolic dimensions are {', '.join(map(repr, sorted(symbols)))}" if symbols else "it has none"
+        raise ConfigurationError(f"--dim {name}: the model has no such dimension", hint=told)
+    return sorted(meant)
+
+
 def bind_inputs(
     inputs: tuple[onnx.ValueInfoProto, ...],
     dims: Mapping[str, int],
@@ -43,27 +107,21 @@ def bind_inputs(
     The batch axis is axis 0 unless `stated_axes` says otherwise (None: the input carries no samples); an input whose
     axis 0 has extent one where another's has not is broadcast and carries none. Where an exporter fixed the batch,
     its extent there is the graph's own batch and holds for symbolic batch axes too. Raises ConfigurationError for
-    unbound dimensions and for names that do not occur, ModelError where inputs disagree. A dimension that follows from
-    others is bound by them: one called `a + b`, and the length of a decoder's mask, that of its cache and its tokens.
+    unbound dimensions, all at once, ModelError where inputs disagree. A dimension that follows from others is bound by
+    them: an expression over them, what an expression that is bound leaves open, and the length of a decoder's mask,
+    that of its cache and its tokens.
     """
-    for name, extent in dims.items():
-        if extent <= 0:
-            raise ConfigurationError(f"--dim {name}={extent}: an extent is at least 1")
-    symbols, shapes = dict(dims), {info.name: _dimensions(info) for info in inputs}
+    symbols, shapes = dict(dims), {info.name: dimensions_of(info) for info in inputs}
     axes = _batch_axes(shapes, stated_axes, symbols)
     fixed = (_extent(shapes[name][axis], symbols) for name, axis in axes.items())
     size = max((extent for extent in fixed if extent is not None), default=batch or 1)
     for name, axis in axes.items():
         dimension = shapes[name][axis]
-        if not dimension.HasField("dim_value") and dimension.dim_param:
-            symbols.setdefault(dimension.dim_param, size)
-    _bind_sums(shapes, axes, symbols)
-    values = tuple(_bound(info, axes.get(info.name), size, symbols) for info in inputs)
-    known = sorted({each.dim_param for dimensions in shapes.values() for each in dimensions if each.dim_param})
-    for name in dims:
-        if name not in known:
-            told = f"its symbolic dimensions are {', '.join(map(repr, known))}" if known else "it has none"
-            raise ConfigurationError(f"--dim {name}: the model has no such dimension", hint=told)
+        if isinstance(dimension, str) and symbols_of(dimension) == {dimension}:
+            symbols.setdefault(dimension, size)
+    _bind_others(shapes, axes, symbols)
+    _require_bound(shapes, symbols)
+    values = tuple(_bound(info, shapes[info.name], symbols) for info in inputs)
     for value in values:
         if value.name in axes and value.shape[axes[value.name]] != size:
             raise ModelError(
@@ -82,7 +140,7 @@ def fixed_numbers(
         if name not in inputs:
             hint = f"the inputs are {', '.join(map(repr, inputs))}"
             raise ConfigurationError(f"model.inputs names {name!r}, which is no input", hint=hint)
-        shape = shape_of([each.dim_value or 1 for each in _dimensions(inputs[name])], f"input {name!r}")
+        shape = tuple(each if isinstance(each, int) else 1 for each in dimensions_of(inputs[name]))
         kind = dtype_of(inputs[name].type.tensor_type.elem_type, f"input {name!r}")
         if math.prod(shape) > MOST_FIXED or kind is DType.BFLOAT16:
             raise ConfigurationError(f"model.inputs: {name!r} is {kind}{list(shape)}, not a few numbers")
@@ -90,43 +148,68 @@ def fixed_numbers(
     return found
 
 
-def _bind_sums(
-    shapes: Mapping[str, list[onnx.TensorShapeProto.Dimension]], axes: Mapping[str, int], symbols: dict[str, int]
-) -> None:
-    """Bind symbols that are sums of others."""
-    for name in {each.dim_param for dimensions in shapes.values() for each in dimensions} - symbols.keys():
-        terms = [symbols.get(term.strip()) for term in name.split("+")]
-        found = [term for term in terms if term is not None]
-        if len(found) == len(terms) > 1:
-            symbols[name] = sum(found)
+def _bind_others(shapes: Mapping[str, list[Dimension]], axes: Mapping[str, int], symbols: dict[str, int]) -> None:
+    """Bind symbols that follow from those that are bound."""
+    named = {each for shape in shapes.values() for each in shape if isinstance(each, str)}
+    while True:
+        before = len(symbols)
+        for name in sorted(named):
+            extent = extent_of(name, symbols)
+            if extent is not None:
+                symbols |= {name: extent} | solved(name, extent, symbols)
+        if len(symbols) == before:
+            break
     tokens, mask = shapes.get(TOKENS, []), shapes.get(MASK, [])
-    if len(tokens) != 2 or len(mask) != 2 or not mask[1].dim_param or mask[1].dim_param in symbols:
+    if len(tokens) != 2 or len(mask) != 2 or not isinstance(mask[1], str) or mask[1] in symbols:
         return
     cached = {
-        symbols.get(each.dim_param)
-        for name, dimensions in shapes.items()
-        for axis, each in enumerate(dimensions)
-        if is_cache_input(name) and each.dim_param and axis != axes.get(name)
+        symbols.get(each)
+        for name, shape in shapes.items()
+        for axis, each in enumerate(shape)
+        if is_cache_input(name) and isinstance(each, str) and axis != axes.get(name)
     }
     lengths = [_extent(tokens[1], symbols), *cached]
     found = [length for length in lengths if length is not None]
     if len(found) == len(lengths) == 2:
-        symbols[mask[1].dim_param] = sum(found)
+        symbols[mask[1]] = sum(found)
 
 
-def _dimensions(info: onnx.ValueInfoProto) -> list[onnx.TensorShapeProto.Dimension]:
+def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, int]) -> None:
+    """Raise ConfigurationError, naming them all with the flags to add, for dimensions that nothing binds."""
+    places: dict[str, str] = {}
+    for name, shape in shapes.items():
+        for axis, each in enumerate(shape):
+            if isinstance(each, str) and _extent(each, symbols) is None:
+                places.setdefault(each, f"{each!r} (axis {axis} of input {name!r})")
+    opened = {each: symbols_of(each) - symbols.keys() for each in places}
+    # An expression over symbols that are told themselves follows from them.
+    told = [place for each, place in places.items() if opened[each] in ({each}, set()) or opened[each] - opened.keys()]
+    if told:
+        needed = sorted({symbol for each in opened.values() for symbol in each} or places.keys())
+        flags = " ".join(f"--dim {shlex.quote(each + '=EXTENT')}" for each in needed)
+        plural, verb = ("s", "are") if len(told) > 1 else ("", "is")
+        raise ConfigurationError(f"dimension{plural} {', '.join(told)} {verb} symbolic", hint=f"add {flags}")
+
+
+def dimensions_of(info: onnx.ValueInfoProto) -> list[Dimension]:
+    """The dimensions of an input; what older files write as -1 has no name. Raises ModelError where there are none."""
     where = f"input {info.name!r}"
     if not info.type.HasField("tensor_type"):
         raise ModelError("only tensors are supported as inputs", where=where)
     if not info.type.tensor_type.HasField("shape"):
         raise ModelError("its number of dimensions is unknown", where=where)
-    dimensions = list(info.type.tensor_type.shape.dim)
-    shape_of([dimension.dim_value for dimension in dimensions], where)
-    return dimensions
+    dimensions = info.type.tensor_type.shape.dim
+    shape_of([max(each.dim_value, 0) for each in dimensions], where)
+    return [
+        each.dim_value
+        if each.HasField("dim_value") and each.dim_value >= 0
+        else each.dim_param or f"{info.name}:{axis}"
+        for axis, each in enumerate(dimensions)
+    ]
 
 
 def _batch_axes(
-    shapes: Mapping[str, list[onnx.TensorShapeProto.Dimension]],
+    shapes: Mapping[str, list[Dimension]],
     stated: Mapping[str, int | None],
     symbols: Mapping[str, int],
 ) -> dict[str, int]:
@@ -151,25 +234,12 @@ def _batch_axes(
     return axes
 
 
-def _extent(dimension: onnx.TensorShapeProto.Dimension, symbols: Mapping[str, int]) -> int | None:
-    return dimension.dim_value if dimension.HasField("dim_value") else symbols.get(dimension.dim_param)
+def _extent(dimension: Dimension, symbols: Mapping[str, int]) -> int | None:
+    return dimension if isinstance(dimension, int) else extent_of(dimension, symbols)
 
 
-def _bound(info: onnx.ValueInfoProto, batch_axis: int | None, size: int, symbols: Mapping[str, int]) -> Value:
-    shape = []
-    for axis, dimension in enumerate(_dimensions(info)):
-        extent = _extent(dimension, symbols)
-        if extent is not None:
-            shape.append(extent)
-        elif axis == batch_axis:
-            shape.append(size)
-        elif dimension.dim_param:
-            name = dimension.dim_param
-            raise ConfigurationError(
-                f"dimension {name!r} (axis {axis} of input {info.name!r}) is symbolic", hint=f"add --dim {name}=EXTENT"
-            )
-        else:
-            raise ModelError(f"axis {axis} of input {info.name!r} has neither extent nor name")
+def _bound(info: onnx.ValueInfoProto, dimensions: list[Dimension], symbols: Mapping[str, int]) -> Value:
+    shape = tuple(extent for each in dimensions if (extent := _extent(each, symbols)) is not None)
     if any(extent < 0 for extent in shape):
-        raise ModelError(f"input {info.name!r} has the shape {tuple(shape)}")
-    return Value(info.name, dtype_of(info.type.tensor_type.elem_type, f"input {info.name!r}"), tuple(shape))
+        raise ModelError(f"input {info.name!r} has the shape {shape}")
+    return Value(info.name, dtype_of(info.type.tensor_type.elem_type, f"input {info.name!r}"), shape)

@@ -17,6 +17,7 @@ from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.contrib_attention import is_rewritten, rewritten
 from autopipe.passes.frontend.contributed import spelled_out
 from autopipe.passes.frontend.control_flow import Known, resolved
+from autopipe.passes.frontend.dimension_arithmetic import extent_of
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, packed_value, shape_of
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.inference import RANDOM, Budget, Inference
@@ -75,12 +76,13 @@ class _Sweep:
         for info in reversed(self.stated.get(name, [])):
             tensor = info.type.tensor_type
             if info.type.HasField("tensor_type") and tensor.HasField("shape") and tensor.elem_type:
-                extents = (
-                    each.dim_value if each.HasField("dim_value") else self.inputs.symbols.get(each.dim_param, -1)
+                symbols = self.inputs.symbols
+                told = [
+                    each.dim_value if each.HasField("dim_value") else extent_of(each.dim_param, symbols)
                     for each in tensor.shape.dim
-                )
-                shape = shape_of(tuple(extents), repr(name))
-                if all(extent >= 0 for extent in shape):
+                ]
+                shape = shape_of(tuple(extent for extent in told if extent is not None), repr(name))
+                if len(shape) == len(told) and all(extent >= 0 for extent in shape):
                     return Value(name, dtype_of(tensor.elem_type, repr(name)), shape)
         return None
 

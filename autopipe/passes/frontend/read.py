@@ -12,7 +12,7 @@ from autopipe.ir.ops import operator_of, signature_of
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend.batch_inputs import told_apart
 from autopipe.passes.frontend.cleanup import at_inference, cleaned, without_unread
-from autopipe.passes.frontend.dimensions import bind_inputs, fixed_numbers
+from autopipe.passes.frontend.dimensions import bind_inputs, by_symbol, fixed_numbers
 from autopipe.passes.frontend.fusion import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
@@ -48,15 +48,15 @@ def read_model(
 ) -> Model:
     """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on `batch` samples.
 
-    Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name.
-    `fixed_inputs` are inputs that are one number, whatever is computed. `batch_axes` says which axis of an input
-    counts samples where it is not axis 0 (None: no axis does). `loss` is an output or a loss to add; without it the
-    model's own is found, if it has one. `mode` defaults to training where there is a loss. Unless `training`, which
-    defaults to the mode, nothing is dropped and BatchNormalization reads its running statistics. Parameters whose
-    names match `frozen` (globs, or regular expressions after `re:`) are not trained, tensors whose names match
-    `trainable` are, whatever else speaks against it. Operators without a row are refused, or listed in the result
-    `with_unsupported`. `normalize` is `loss.normalize`. Raises ModelError, naming file and node, for what cannot be
-    read, and ConfigurationError for dimensions, batches and losses that do not fit.
+    Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name
+    or INPUT:AXIS. `fixed_inputs` are inputs that are one number, whatever is computed. `batch_axes` says which axis
+    of an input counts samples where it is not axis 0 (None: no axis does). `loss` is an output or a loss to add;
+    without it the model's own is found, if it has one. `mode` defaults to training where there is a loss. Unless
+    `training`, which defaults to the mode, nothing is dropped and BatchNormalization reads its running statistics.
+    Parameters whose names match `frozen` (globs, or regular expressions after `re:`) are not trained, tensors whose
+    names match `trainable` are, whatever else speaks against it. Operators without a row are refused, or listed in
+    the result `with_unsupported`. `normalize` is `loss.normalize`. Raises ModelError, naming file and node, for
+    what cannot be read, and ConfigurationError for dimensions, batches and losses that do not fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
     try:
@@ -85,6 +85,7 @@ def _read(
     offered = {info.name: info for info in source.graph.input if info.name not in initializers}
     numbers = fixed_numbers(offered, fixed)
     data = tuple(info for name, info in offered.items() if name not in fixed)
+    dims = by_symbol(data, dims, batch_axes)
     roles = roles_of(source)
     apart = told_apart(
         data, dims, batch_axes, lambda tried: interpret(source, tried, Weights(source, roles, chosen), numbers)[0]

@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend.dimension_arithmetic import extent_of, solved, symbols_of
 from tests.passes.frontend.building import INT64, Shape, floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, random_feeds, run_read
 
@@ -38,7 +41,7 @@ def test_dimensions_that_follow_from_others_are_bound(tmp_path: Path, mask: str,
     shapes: dict[str, Shape] = {"input_ids": ["b", "new"], "past_0": ["b", "cached"], mask: ["b", length]}
     path = saved(model(nodes, {name: (INT64, shape) for name, shape in shapes.items()}, "y present_0"), tmp_path)
     assert read_model(path, dims={"new": 2, "cached": 4}).graph.type_of(mask).shape == (1, 6)
-    with pytest.raises(ConfigurationError, match="is symbolic"):
+    with pytest.raises(ConfigurationError, match="symbolic"):
         read_model(path, dims={"new": 2})
 
 
@@ -52,6 +55,71 @@ def test_an_unbound_symbol_is_named_with_the_flag_to_add(tmp_path: Path) -> None
     assert "'seq'" in caught.value.hint
     with pytest.raises(ConfigurationError, match="at least 1"):
         read_model(path, dims={"seq": 0})
+
+
+def test_unbound_dimensions_are_named_at_once(tmp_path: Path) -> None:
+    path = chain(tmp_path, {"a": ["batch", "seq", 3], "b": ["batch", None, "2*w + 1"]})
+    with pytest.raises(ConfigurationError, match=r"dimensions 'seq' .*, 'b:1' .*, .* are symbolic") as caught:
+        read_model(path)
+    assert caught.value.hint == "add --dim b:1=EXTENT --dim seq=EXTENT --dim w=EXTENT"
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        ({"a:1": 4, "b:1": 4}, (1, 4, 3)),
+        ({"batch": 2, "seq": 4, "b:1": 4}, (2, 4, 3)),
+        ({"s86": 4, "b:1": 4, "a:0": 3, "s11": 3}, (3, 4, 3)),
+    ],
+)
+def test_dimensions_are_bound_by_place_and_meaning(dims: dict[str, int], shape: object, tmp_path: Path) -> None:
+    """As exports name them (s86), and as older files do not (-1, or nothing at all)."""
+    path = chain(tmp_path, {"a": ["s10", "s86", 3], "b": ["s11", -1, 3]})
+    proto = onnx.load(path)
+    proto.graph.node.append(node("Neg", "ids", "others"))
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("ids", INT64, ["s10", "s86"]))
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("others", INT64, None))
+    path.write_bytes(proto.SerializeToString())
+    read = read_model(path, dims=dims)
+    assert [value.shape for value in read.graph.inputs] == [shape, shape, shape[:2]]  # type: ignore[index]
+
+
+def test_extents_follow_from_expressions_both_ways(tmp_path: Path) -> None:
+    nodes = [node("Neg", "x", "y"), node("Neg", "z", "u")]
+    path = saved(model(nodes, {"x": ["b", "frames"], "z": ["b", "floor(2*frames - 1)"]}, "y u"), tmp_path)
+    for dims in ({"frames": 4}, {"z:1": 7}, {"floor(2*frames - 1)": 7}):
+        assert [value.shape for value in read_model(path, dims=dims).graph.inputs] == [(1, 4), (1, 7)]
+    with pytest.raises(ConfigurationError, match="'frames' is 4 already"):
+        read_model(path, dims={"x:1": 4, "frames": 5})
+    with pytest.raises(ConfigurationError, match="the file fixes it to 3"):
+        read_model(chain(tmp_path, {"a": ["batch", 4, 3]}), dims={"a:2": 4})
+
+
+_ARITHMETIC = st.recursive(
+    st.integers(0, 9).map(str) | st.sampled_from(["a", "b"]),
+    lambda inner: (
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner).map(lambda each: f"({' '.join(each)})")
+        | st.tuples(st.sampled_from(["max", "min"]), inner, inner).map(lambda each: f"{each[0]}({each[1]}, {each[2]})")
+        | inner.map("-{}".format)
+    ),
+    max_leaves=8,
+)
+
+
+@given(_ARITHMETIC, st.integers(1, 50), st.integers(1, 50))
+def test_arithmetic_is_pythons(text: str, a: int, b: int) -> None:
+    try:
+        expected = eval(text, {"__builtins__": {"max": max, "min": min}}, {"a": a, "b": b})
+    except ZeroDivisionError:
+        expected = None
+    assert extent_of(text, {"a": a, "b": b}) == expected
+    if symbols_of(text) == {"a"} and text != "a" and expected is not None and (found := solved(text, expected, {})):
+        assert extent_of(text, found) == expected
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "a.b()", "9**9**9", "(" * 300, "a if a else b", "f(a)", "1/3"])
+def test_what_is_no_arithmetic_has_no_extent(text: str) -> None:
+    assert extent_of(text, {"a": 2, "b": 3}) is None
 
 
 def _message_passing(nodes: int | str, edges: int | str) -> tuple[list[onnx.NodeProto], dict[str, Shape]]:
