@@ -194,7 +194,10 @@ RULES: dict[tuple[str, str], Rule] = {
     **dict.fromkeys((("", name) for name in ("GroupNormalization", "MeanVarianceNormalization")), _like_first),
     ("", "SimplifiedLayerNormalization"): _like_scale,
     **dict.fromkeys(
-        (("com.microsoft", name) for name in ("Gelu", "QuickGelu", "FastGelu", "BiasGelu", "RotaryEmbedding")),
+        (
+            ("com.microsoft", name)
+            for name in ("Gelu", "QuickGelu", "FastGelu", "BiasGelu", "RotaryEmbedding", "MoE", "QMoE")
+        ),
         _like_first,
     ),
     ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,

@@ -48,7 +48,9 @@ SCALES = frozenset(
     | {(operator, slot) for operator, slot in AFFINE_SLOTS if operator.endswith("Normalization")}
 )
 """Operands that are ones or zeros in a new model of torch's."""
-SCALES_OF_WEIGHTS = frozenset({("MatMulNBits", 2), ("MatMulNBits", 3), ("GatherBlockQuantized", 2)})
+SCALES_OF_WEIGHTS = frozenset(
+    {("MatMulNBits", 2), ("MatMulNBits", 3), ("GatherBlockQuantized", 2)} | {("QMoE", slot) for slot in (3, 6, 9)}
+)
 """Operands that say what packed whole numbers mean."""
 SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})
 """Operands that are the scale (a logarithm) and the offset of similarities, in CLIP and SigLIP."""

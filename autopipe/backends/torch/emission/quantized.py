@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called
+from autopipe.ir.ops.experts import Layer, activation_of, interleaves, layers_of
 from autopipe.ir.ops.quantized import DOMAIN, bits_of
 
 
@@ -17,7 +18,52 @@ def _gather_blocks(call: Call) -> str:
     return called("operators.gather_blocks", call.args(3), call.optional(3), call.group("v"), bits=bits_of(call))
 
 
+_ACTIVATIONS = {"relu": "F.relu", "gelu": "operators.gelu_by_tanh", "silu": "F.silu", "identity": "torch.positive"}
+
+
+def _activation(call: Call, gated: bool) -> str:
+    """The code of a function of what the first layer gives."""
+    name = activation_of(call)
+    if name != "swiglu":
+        return _ACTIVATIONS[name]
+    if gated:
+        return "F.silu"
+    attributes = {"alpha": "activation_alpha", "beta": "activation_beta", "limit": "swiglu_limit"}
+    settings = {word: call.stated(own, 0.0) for word, own in attributes.items() if call.node.has(own)}
+    return called("operators.swiglu", **settings, turns=None if interleaves(call) else False)
+
+
+def _mixture(call: Call) -> str:
+    first, second, gate = layers_of(call)
+
+    def layer(each: Layer) -> str | None:
+        if not call.present(each.weight):
+            return None
+        bias = call.bias(each.bias, "i") if each is second else call.optional(each.bias)
+        packed = (
+            [] if each.scales is None or each.points is None else [call.arg(each.scales), call.optional(each.points)]
+        )
+        return f"({', '.join([call.arg(each.weight), bias, *packed])})"
+
+    gated = layer(gate)
+    weights = call.optional(14) if call.node.op == "QMoE" and call.present(14) else None
+    return called(
+        "operators.mixture",
+        call.args(2),
+        layer(first),
+        layer(second),
+        gated,
+        k=call.node.integer("k", 1),
+        weights=weights,
+        activation=_activation(call, gated is not None),
+        normalize=call.flag("normalize_routing_weights"),
+        bits=call.node.integer("expert_weight_bits", 4) if call.node.op == "QMoE" else None,
+        group=call.group("e"),
+    )
+
+
 QUANTIZED: dict[str, Emitter] = {
     f"{DOMAIN}MatMulNBits": _matmul_nbits,
     f"{DOMAIN}GatherBlockQuantized": _gather_blocks,
+    **dict.fromkeys((f"{DOMAIN}MoE", f"{DOMAIN}QMoE"), _mixture),
 }

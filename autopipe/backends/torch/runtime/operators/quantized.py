@@ -106,3 +106,12 @@ def gather_blocks(
     part = None if points is None else points.index_select(0, own)
     found = _blocks(picked, scales.index_select(0, own), part, bits)
     return found.reshape(*indices.shape, -1).masked_fill(~mine.unsqueeze(-1), 0)
+
+
+def numbers_of(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
+    """The numbers of rows of bytes, with a scale for each row or [rows, blocks]; zero points packed in the same way."""
+    if scales.dim() == 1:
+        if points is not None:
+            points = unpacked(points, bits)[: len(scales)].to(scales.dtype).unsqueeze(-1)
+        scales = scales.unsqueeze(-1)
+    return _blocks(data.unflatten(-1, (scales.shape[-1], -1)), scales, points, bits)

@@ -1,0 +1,85 @@
+"""Mixtures of experts (Shazeer et al., "Outrageously Large Neural Networks", 2017) as ONNX Runtime's operators: each
+token goes to the k experts that its scores choose, and their results are added up by weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.ops.operator import Operator, Signature, Words, notate, unindexed
+from autopipe.ir.ops.quantized import DOMAIN
+from autopipe.ir.space import Space
+
+ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "identity")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The operands of one layer of every expert; None where the operator has no such."""
+
+    weight: int
+    bias: int
+    scales: int | None = None
+    points: int | None = None
+
+
+def layers_of(signature: Signature) -> tuple[Layer, Layer, Layer]:
+    """The first layer, the second, and the one that gates the first, which may be absent."""
+    if signature.node.op == "MoE":
+        return Layer(2, 3), Layer(4, 5), Layer(6, 7)
+    return Layer(2, 4, 3, 11), Layer(5, 7, 6, 12), Layer(8, 10, 9, 13)
+
+
+def activation_of(signature: Signature) -> str:
+    """The activation. Raises ModelError for what is not computed here."""
+    node = signature.node
+    unread = [name for name in ("use_sparse_mixer", "weights_prepacked") if node.integer(name) > 0]
+    name = node.text("activation_type", "relu")
+    if node.text("quant_type", "int") != "int" or unread or name not in ACTIVATIONS:
+        what = unread[0] if unread else "quant_type" if name in ACTIVATIONS else "activation_type"
+        raise ModelError(f"{node.op} with this {what} is not supported", where=repr(node.name))
+    return name
+
+
+def interleaves(signature: Signature) -> bool:
+    """True if rows of the first layer are a gate and what it gates in turn."""
+    return activation_of(signature) == "swiglu" and signature.node.integer("swiglu_fusion") == 1
+
+
+def mixture(signature: Signature) -> Space:
+    """`*m h, t c, e i h, e i, e h i, e h -> *m h`. A device with some experts adds up those, one with some of the
+    hidden units its share; biases of the second layer are added once. Packed layers stay whole but for experts."""
+    lead = ["b", "s"][: signature.rank - 1] if signature.rank > 2 else ["t"]
+    tokens = "t" if signature.rank == 2 else f"({' '.join(lead)})"
+    first, second, gate = layers_of(signature)
+    fused = activation_of(signature) == "swiglu" and not signature.present(gate.weight)
+    packed = signature.node.op == "QMoE"
+    whole = packed or (fused and not interleaves(signature))
+    inner = "(i p!)" if fused and not whole else "i"
+    words: list[Words] = []
+    for index, value in enumerate(signature.operands):
+        shape = value.shape if value else ()
+        words.append(["e", *unindexed(shape[1:])] if index > 1 else unindexed(shape))
+        if value is None or whole:
+            continue
+        if index in (first.weight, first.bias, gate.weight, gate.bias):
+            words[-1] = ["e", inner.replace("i", "i&"), *unindexed(shape[2:])]
+        elif index == second.weight:
+            words[-1] = ["e", "1", "i"]
+    words[:2] = [*lead, "1"], [tokens, "1"]
+    if packed and signature.present(14):
+        words[14] = [tokens, "1"]
+    words[first.weight] = [word.replace("e", "e&") for word in words[first.weight]]
+    return notate(signature, words, [[*lead, "1"]], **({"p": 2} if inner != "i" else {}))
+
+
+def _flops(signature: Signature, space: Space) -> float:
+    """Products of each token with the layers of its experts."""
+    layers = [signature.operand(each.weight) for each in layers_of(signature) if signature.present(each.weight)]
+    per = 8 // signature.node.integer("expert_weight_bits", 4) if signature.node.op == "QMoE" else 1
+    weights = sum(value.shape[1] * value.shape[2] * per for value in layers)
+    tokens = signature.operand(1).shape[0]
+    return 2.0 * tokens * signature.node.integer("k", 1) * weights
+
+
+ROWS = tuple(Operator(f"{DOMAIN}{name}", mixture, "matmul", _flops, 3.0, keeps=("0", "1")) for name in ("MoE", "QMoE"))
