@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.exports import (
+    classic,
     decoders,
     other_models,
     recent_caches,
@@ -41,6 +42,7 @@ GROUPS: Mapping[ModuleType, Mapping[str, WithLoss]] = {
     recent_sound: recent_sound.SOUND,
     recent_torch: recent_torch.TORCH,
     recent_caches: recent_caches.CACHES,
+    classic: classic.CLASSIC,
 }
 MODELS = {name: model for group in GROUPS.values() for name, model in group.items()}
 """Modules of torch by name."""
