@@ -51,7 +51,7 @@ def _non_zero(use: Use, data: Value, uses: Uses, expanded: Mapping[str, str], ma
         _known_many(use, mask, data.shape[0], known, _below(result, uses, use.types))
         return
     selection = selection_of(use, mask, held, data.shape)
-    terms = np.concatenate([np.zeros((1, rank)), np.eye(rank)]).astype(np.int64)[..., None]
+    terms = np.eye(rank + 2, rank, -1, np.int64)[..., None]
     use.found[result] = Places(selection, Value("", DType.INT64, (rank, ROWS)), 1, tuple(terms))
 
 

@@ -57,7 +57,7 @@ def compute_count(use: Use) -> None:
         _spread(use, known[-1], selection)
     elif operator == "Reshape" and known[0] is None and known[1] is not None and use.held[0] is None:
         _demand(use, known[1])
-    elif operator == "Range" and complete and [int(each) for each in known if each is not None] == [0, ROWS, 1]:
+    elif operator == "Range" and complete and [each.tolist() for each in known if each is not None] == [0, ROWS, 1]:
         _number(use, selection)
     elif complete and operator in _OF_SHAPES and (operator != "Cast" or use.attribute("to") in _WHOLE):
         first, second = (use.inference.evaluate(use.node, tuple(use.numbers(version)), ()) for version in (0, 1))
@@ -108,7 +108,7 @@ def _spread(use: Use, wanted: np.ndarray | None, selection: Selection) -> None:
     real = (*shape[:axis], 1, *shape[axis + 1 :])
     array = use.arrays.get(operand)
     if operand and array is not None and array.dtype.kind == "i" and math.prod(real) <= _MOST_NUMBERS:
-        terms = (np.broadcast_to(array, real), *(np.zeros(real, array.dtype) for _ in selection.shape))
+        terms = (np.broadcast_to(array, real), *[np.zeros(real, array.dtype)] * (len(selection.shape) + 1))
         use.found[name] = Places(selection, Value("", use.types[operand].dtype, shape), axis, terms)
         return
     value = f"{name}/rows"
@@ -127,10 +127,8 @@ def _constant_type(use: Use) -> DType:
 
 def _number(use: Use, selection: Selection) -> None:
     """The rows counted from 0 on."""
-    write, count = use.write, math.prod(selection.shape)
-    steps = write.node("Range", [write.number(each, DType.INT64) for each in (0, count, 1)])
-    ranks = write.ranked(selection, steps, (count,), 0)
-    use.found[use.node.output[0]] = Rows(selection, Value("", DType.INT64, (ROWS,)), 0, selection.axes, ranks)
+    terms = np.eye(1, len(selection.shape) + 2, len(selection.shape) + 1, np.int64).T
+    use.found[use.node.output[0]] = Places(selection, Value("", DType.INT64, (ROWS,)), 0, tuple(terms))
 
 
 def cuts(use: Use) -> bool:

@@ -20,7 +20,8 @@ from autopipe.passes.frontend.selected_rows import Rows, Selection, Writer
 @dataclass(frozen=True, slots=True)
 class Places:
     """Whole numbers with a row for each chosen element, sums of its coordinates: `terms[0]` and, for each axis of the
-    mask, the coordinate along it times its number in `terms[1:]`. Each has the value's shape, 1 along `axis`."""
+    mask, the coordinate along it times its number in `terms[1:]`, whose last is that of the element's rank among the
+    chosen. Each has the value's shape, 1 along `axis`."""
 
     selection: Selection
     type: Value
@@ -53,7 +54,16 @@ def as_rows(write: Writer, places: Places) -> Rows:
         line = write.reshape(wide, [count if each == places.axis else 1 for each in range(rank)])
         factor = _held(write, places.terms[1 + axis], dtype)
         total = write.node("Add", [total, write.node("Mul", [write.cast(line, dtype), factor])])
-    return Rows(selection, places.type, places.axis, over, total)
+    if not places.terms[-1].any():
+        return Rows(selection, places.type, places.axis, over, total)
+    count = math.prod(selection.shape)
+    steps = write.node("Range", [write.number(each, DType.INT64) for each in (0, count, 1)])
+    ranks = write.reshape(
+        write.ranked(selection, steps, (count,), 0), [count if axis == places.axis else 1 for axis in range(rank)]
+    )
+    ranked = write.node("Mul", [write.cast(ranks, dtype), _held(write, places.terms[-1], dtype)])
+    whole = write.placed(Rows(selection, places.type, places.axis, over, total), selection.axes)
+    return replace(whole, value=write.node("Add", [whole.value, ranked]))
 
 
 def _held(write: Writer, term: np.ndarray, dtype: DType) -> str:
@@ -63,6 +73,8 @@ def _held(write: Writer, term: np.ndarray, dtype: DType) -> str:
 def _axes(column: tuple[int, ...], extent: int, selection: Selection) -> tuple[int, ...] | None:
     """The mask's axes of which a dimension of this extent is made, outer to inner, for the places of a column to be
     its elements, from `column[0]` on; None where they are not."""
+    if column[-1]:
+        return None
     axes = sorted((axis for axis in selection.axes if column[1 + axis]), key=lambda axis: -column[1 + axis])
     step = 1
     for axis in reversed(axes):
@@ -93,6 +105,18 @@ def taken(
     rest = range(first + len(order), first + len(order) + len(after))
     sorted_ = write.transpose(apart, [*range(first), *inner, *rest])
     return write.reshape(sorted_, (*before, math.prod(parts), *after)), tuple(sorted(order))
+
+
+def taken_of_itself(write: Writer, data: Rows, places: Places) -> str:
+    """The elements of each row at known places, where GatherND's first number is the row's own rank; "" where it is
+    another."""
+    own = (places.terms[-1] == ([1] + [0] * (places.type.shape[-1] - 1))).all() and not places.terms[0][..., 0].any()
+    if data.axis or places.axis or not own or any(term.any() for term in places.terms[1:-1]):
+        return ""
+    known = places.terms[0][..., 1:]
+    wide = (data.shape[0], *known.shape[1:])
+    at = write.reshape(write.numbers(known.reshape(-1).tolist()), known.shape)
+    return write.node("GatherND", [data.value, write.expand(at, known.shape, wide)], batch_dims=1)
 
 
 def put(

@@ -20,7 +20,7 @@ from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selected_choice import CHOOSING, choose
 from autopipe.passes.frontend.selected_counts import compute_count, cut, cuts, measure
-from autopipe.passes.frontend.selected_places import Places, as_rows, put, scattered, taken
+from autopipe.passes.frontend.selected_places import Places, as_rows, put, scattered, taken, taken_of_itself
 from autopipe.passes.frontend.selected_rows import ROWS, Rows, Writer
 from autopipe.passes.frontend.selected_use import Counted, Held, Packed, Use, is_static
 
@@ -92,7 +92,7 @@ class Selections(dict[str, Held]):
         use = Use(node, operands, held, types, arrays, self._inference, self._opset, write, self._followed)
         try:
             self._treat(use)
-        except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
             raise use.refused() from error
         self.update(use.found)
         return use.write.nodes
@@ -126,8 +126,10 @@ class Selections(dict[str, Held]):
 def _reads(use: Use) -> bool:
     """Read a static value at chosen places; False where the node does not, or not where it stands."""
     operator, places = use.node.op_type, use.held[1] if len(use.held) > 1 else None
-    if operator not in ("Gather", "GatherND") or not isinstance(places, Places) or use.held[0] is not None:
+    if operator not in ("Gather", "GatherND") or not isinstance(places, Places):
         return False
+    if use.held[0] is not None:
+        return _reads_itself(use, places)
     data, is_nd = use.types[use.operands[0]], operator == "GatherND"
     columns = None if use.attribute("batch_dims") else places.columns(is_nd)
     first = 0 if is_nd else positive(use.attribute("axis"), len(data.shape))
@@ -143,6 +145,19 @@ def _reads(use: Use) -> bool:
     if outer != (ROWS,):
         rows = replace(rows, value=use.write.reshape(name, rows.shape))
     use.found[use.node.output[0]] = rows
+    return True
+
+
+def _reads_itself(use: Use, places: Places) -> bool:
+    """Read of each row what stands at known places; False where the node does not."""
+    data, name = use.held[0], ""
+    if isinstance(data, Rows) and use.node.op_type == "GatherND" and not use.attribute("batch_dims"):
+        data = use.write.whole(data)
+        name = taken_of_itself(use.write, data, places)
+    if not isinstance(data, Rows) or not name:
+        return False
+    type_ = Value("", data.type.dtype, (*places.type.shape[:-1], *data.type.shape[places.type.shape[-1] :]))
+    use.found[use.node.output[0]] = replace(data, type=type_, value=name)
     return True
 
 
@@ -312,7 +327,10 @@ def _along(use: Use, rows: Mapping[int, Rows], types: list[Value]) -> None:
         write.state("ignore_index", _LEFT_OUT)
     if operator == "ReduceMean":  # Over all rows so far.
         dtype, count = first.type.dtype, math.prod(first.selection.shape)
-        chosen = write.cast(write.counted(first.selection), dtype)
+        some = write.node(
+            "Max", [write.counted(first.selection), write.number(1, DType.INT64)]
+        )  # ORT's mean of none: 0
+        chosen = write.cast(some, dtype)
         write.node("Mul", [f"{result}/rows", write.node("Div", [write.number(count, dtype), chosen])], result)
 
 

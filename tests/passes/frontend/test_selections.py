@@ -140,6 +140,12 @@ SMALL = {
         [node("Unique", "labels", "u i v c"), node("Mul", "u c", "p"), node("Add", "p i", "s"),
          node("ReduceSum", "s axis0", "a", keepdims=1), node("Add", "a v", "y")],
     ),
+    "a column of each row, which is read by its number": (
+        [KEPT, node("Shape", "kept", "s", end=1), node("Squeeze", "s", "d"), node("Range", "first d one", "r"),
+         node("Unsqueeze", "r last", "n"), node("Shape", "n", "ns"), node("Expand", "two_columns ns", "e"),
+         node("Concat", "n e", "p", axis=1), node("GatherND", "kept p", "g"), node("Cast", "r", "f", to=FLOAT),
+         node("Mul", "g f", "z"), TOTAL],
+    ),
     "put where another tensor says": (
         [node("Compress", "labels keep", "l"), node("Unsqueeze", "l last", "p"), KEPT,
          node("ScatterND", "table p kept", "y", reduction="add")],
@@ -151,6 +157,7 @@ SMALL = {
 def test_small_graphs(name: str, tmp_path: Path) -> None:
     nodes, *opset = SMALL[name]
     held = {"axis0": integers(0), "last": integers(-1), "first": np.array(0), "two": floats(2, seed=3)}
+    held |= {"one": np.array(1), "two_columns": integers(2)}
     held |= {"table": floats(5, 4, seed=4), "first_rows": floats(3, 4, seed=5)}
     read = {operand for each in nodes for operand in each.input}
     inputs = {"x": [6, 4], "labels": (INT64, [6]), "keep": (BOOL, [6])}
