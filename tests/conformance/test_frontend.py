@@ -14,6 +14,7 @@ from onnx.backend.test.runner import Runner
 
 from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.load import OLDEST_OPSET
+from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.read import read_model
 from autopipe.passes.frontend.sequences import SEQUENCE_OPERATORS
 from tests.conformance.cases import all_cases, data_of, model_of, resolved, skips, tolerances, unread
@@ -64,7 +65,7 @@ def _of_tensors(model: onnx.ModelProto, inputs: list[Any]) -> tuple[onnx.ModelPr
             continue
         parts = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
         named = {f"{info.name} {place}": each for place, each in enumerate(parts)}
-        operator = "SequenceConstruct" if isinstance(value, list) else "Optional"
+        operator = ("SequenceConstruct" if named else "SequenceEmpty") if isinstance(value, list) else "Optional"
         found.graph.node.insert(0, helper.make_node(operator, list(named), [info.name]))
         given |= named
     del found.graph.input[:]
@@ -85,6 +86,8 @@ def _with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> 
         for slot, name in enumerate(node.input)
         if name in given and _tells_shapes(node, slot, given[name])
     }
+    if any(node.op_type in CONTROL_OPERATORS for node in found.graph.node):
+        known |= {name for name, array in given.items() if array.shape == ()}
     for name in sorted(known):
         found.graph.initializer.append(numpy_helper.from_array(np.asarray(given[name]), name))
     kept = [each for each in found.graph.input if each.name not in known]

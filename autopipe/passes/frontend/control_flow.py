@@ -1,4 +1,4 @@
-"""If, Loop and Scan, resolved while a file is read: branches that are taken, bodies repeated as often as they run.
+"""If, Loop, Scan and SequenceMap, resolved while a file is read: branches that are taken, bodies repeated as they run.
 
 That takes conditions and numbers of iterations that are known once dimensions are bound. A branch that depends on data
 is computed beside the other, and one of the two results chosen; a Loop that may end early is computed to its end, and
@@ -16,6 +16,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS, DEEPEST_BODY, nested
+from autopipe.passes.frontend.sequences import made_node, truth
 
 if TYPE_CHECKING:
     import onnx
@@ -138,7 +139,7 @@ class Known:
 
 
 def resolved(node: onnx.NodeProto, operands: tuple[str, ...], known: Known) -> Iterator[onnx.NodeProto]:
-    """The nodes that an If, Loop or Scan comes to, each to be read before the next is asked for.
+    """The nodes that an If, Loop, Scan or SequenceMap comes to, each to be read before the next is asked for.
 
     Raises ModelError, naming the node, where control flow depends on data in a way that cannot be computed for all.
     """
@@ -150,7 +151,7 @@ def resolved(node: onnx.NodeProto, operands: tuple[str, ...], known: Known) -> I
     if node.op_type == "If":
         return _if(node, operands[0], [bodies[name] for name in needed], known, where)
     repeat = _Repetition(node, bodies["body"], known, where)
-    return repeat.loop(operands) if node.op_type == "Loop" else repeat.scan(operands)
+    return {"Loop": repeat.loop, "Scan": repeat.scan, "SequenceMap": repeat.map}[node.op_type](operands)
 
 
 def _if(
@@ -164,7 +165,7 @@ def _if(
         taken = branches[0 if numbers.all() else 1]
         yield from known.order(taken)
         for name, result in zip(node.output, taken.output, strict=True):
-            yield _node(node, "Identity", [result.name], [name])
+            yield made_node(node, "Identity", [result.name], [name])
         return
     if sum(1 for branch in branches for _ in nodes_within(branch.node)) > MOST_CHOSEN:
         raise ModelError(
@@ -181,7 +182,14 @@ def _if(
 def _chosen(
     node: onnx.NodeProto, condition: str, first: str, second: str, result: str, known: Known, where: str
 ) -> Iterator[onnx.NodeProto]:
-    """One of two values of one type, by a condition that is known at run time alone."""
+    """One of two values of one type, or sequences of them, by a condition that is known at run time alone."""
+    ours, others = known.sequences.get(first), known.sequences.get(second)
+    if ours is not None and others is not None and len(ours) == len(others):
+        names = [f"{result}/{number}" for number in range(len(ours))]
+        for one, other, name in zip(ours, others, names, strict=True):
+            yield from _chosen(node, condition, one, other, name, known, where)
+        yield made_node(node, "SequenceConstruct", names, [result])
+        return
     kinds = [known.kind(each) for each in (first, second)]
     asked = known.kind(condition)
     if None in kinds or asked is None:
@@ -190,14 +198,14 @@ def _chosen(
         shapes = " or ".join(f"{each.dtype}{list(each.shape)}" for each in kinds if each is not None)
         raise ModelError(f"it depends on data whether {result!r} is {shapes}", where=where)
     if asked.shape:
-        yield _node(node, "Constant", [], [f"{result}/scalar"], value_ints=[])
-        yield _node(node, "Reshape", [condition, f"{result}/scalar"], [f"{result}/condition"])
+        yield made_node(node, "Constant", [], [f"{result}/scalar"], value_ints=[])
+        yield made_node(node, "Reshape", [condition, f"{result}/scalar"], [f"{result}/condition"])
         condition = f"{result}/condition"
-    yield _node(node, "Where", [condition, first, second], [result])
+    yield made_node(node, "Where", [condition, first, second], [result])
 
 
 class _Repetition:
-    """The body of a Loop or Scan, run again and again: values of each run have the run's number before their names."""
+    """A body that is run again and again: values of each run have the run's number before their names."""
 
     def __init__(self, node: onnx.NodeProto, body: onnx.GraphProto, known: Known, where: str) -> None:
         self.node, self.body, self.known, self.where = node, body, known, where
@@ -216,6 +224,8 @@ class _Repetition:
             )
         if len(inputs) != len(self.body.input):
             raise ModelError(f"its body takes {len(self.body.input)} values, not {len(inputs)}", where=self.where)
+        if len(self.body.output) != len(self.node.output) + (self.node.op_type == "Loop"):
+            raise ModelError("its body does not give what it writes", where=self.where)
         names = {name: f"{self.title}/{self.runs}/{name}" for name in self.own}
         names.update(zip((each.name for each in self.body.input), inputs, strict=True))
         for each in self.nodes:
@@ -235,12 +245,10 @@ class _Repetition:
         alive = ""
         while going and (limit is None or self.runs < limit):
             number, still = (f"{self.title}/{self.runs}/{each}" for each in ("number", "going"))
-            yield _node(self.node, "Constant", [], [number], value_int=self.runs)
-            yield _boolean(self.node, still)
+            yield made_node(self.node, "Constant", [], [number], value_int=self.runs)
+            yield truth(self.node, still, True)
             yield from self.run([number, alive or still, *carried])
             ends, *results = self.results
-            if len(results) != len(self.node.output):
-                raise ModelError("its body does not give what it writes", where=self.where)
             if alive:
                 mixed = [f"{alive}/{place}" for place in range(len(carried))]
                 for new, old, name in zip(results, carried, mixed, strict=False):
@@ -258,10 +266,10 @@ class _Repetition:
                     )
                 going, last = 1, alive
                 alive = f"{self.title}/{self.runs}/alive"
-                yield _node(self.node, *(("And", [last, ends]) if last else ("Identity", [ends])), [alive])
+                yield made_node(self.node, *(("And", [last, ends]) if last else ("Identity", [ends])), [alive])
         for name, result in zip(self.node.output, carried, strict=False):
             if name:
-                yield _node(self.node, "Identity", [result], [name])
+                yield made_node(self.node, "Identity", [result], [name])
         yield from self._stacks(list(self.node.output[len(carried) :]), stacked, [0] * len(stacked))
 
     def scan(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
@@ -275,7 +283,7 @@ class _Repetition:
         axes, backward = (_listed(stated, f"scan_input_{each}", count) for each in ("axes", "directions"))
         for place, (name, axis, back) in enumerate(zip(scanned, axes, backward, strict=True)):
             parts = f"{self.title}/steps{place}"
-            yield _node(self.node, "SplitToSequence", [name], [parts], axis=axis, keepdims=0)
+            yield made_node(self.node, "SplitToSequence", [name], [parts], axis=axis, keepdims=0)
             rows = self.known.sequences[parts]
             steps.append(rows[::-1] if back else rows)
         if len({len(each) for each in steps}) > 1:
@@ -283,18 +291,31 @@ class _Repetition:
         stacked: list[list[str]] = [[] for _ in gathered]
         for each in zip(*steps, strict=True):
             yield from self.run([*carried, *each])
-            if len(self.results) != len(self.node.output):
-                raise ModelError("its body does not give what it writes", where=self.where)
             carried = self.results[: len(carried)]
             for found, name in zip(stacked, self.results[len(carried) :], strict=True):
                 found.append(name)
         for name, result in zip(self.node.output, carried, strict=False):
             if name:
-                yield _node(self.node, "Identity", [result], [name])
+                yield made_node(self.node, "Identity", [result], [name])
         backward = _listed(stated, "scan_output_directions", len(gathered))
         for found, back in zip(stacked, backward, strict=True):
             found[:] = found[::-1] if back else found
         yield from self._stacks(gathered, stacked, _listed(stated, "scan_output_axes", len(gathered)))
+
+    def map(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
+        given = [self.known.sequences.get(name) for name in operands]
+        counts = {len(each) for each in given if each is not None}
+        if not given or given[0] is None or len(counts) > 1:
+            raise ModelError("it goes through no sequences, or through such of different lengths", where=self.where)
+        found: list[list[str]] = [[] for _ in self.node.output]
+        for number in range(len(given[0])):
+            yield from self.run(
+                [name if each is None else each[number] for name, each in zip(operands, given, strict=True)]
+            )
+            for gathered, name in zip(found, self.results, strict=True):
+                gathered.append(name)
+        for name, gathered in zip(self.node.output, found, strict=True):
+            yield made_node(self.node, "SequenceConstruct", gathered, [name])
 
     def _stacks(self, names: list[str], stacked: list[list[str]], axes: list[int]) -> Iterator[onnx.NodeProto]:
         """Of each of these values, all that the runs have written, along a new axis."""
@@ -302,8 +323,8 @@ class _Repetition:
             if name and not found:
                 raise ModelError(f"its body never runs, so that {name!r} is empty", where=self.where)
             if name:
-                yield _node(self.node, "SequenceConstruct", found, [f"{name}/stack"])
-                yield _node(self.node, "ConcatFromSequence", [f"{name}/stack"], [name], axis=axis, new_axis=1)
+                yield made_node(self.node, "SequenceConstruct", found, [f"{name}/stack"])
+                yield made_node(self.node, "ConcatFromSequence", [f"{name}/stack"], [name], axis=axis, new_axis=1)
 
     def _number(self, name: str) -> int | None:
         array = self.known.numbers(name)
@@ -328,16 +349,3 @@ def _copied(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
             for value in itertools.chain(graph.input, graph.output):
                 value.name = names.get(value.name, value.name)
     return copy
-
-
-def _node(origin: onnx.NodeProto, op: str, operands: list[str], results: list[str], **attributes: Any) -> Any:
-    import onnx.helper
-
-    return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
-
-
-def _boolean(origin: onnx.NodeProto, name: str) -> Any:
-    import onnx
-
-    true = onnx.TensorProto(data_type=onnx.TensorProto.BOOL, raw_data=b"\1")
-    return _node(origin, "Constant", [], [name], value=true)

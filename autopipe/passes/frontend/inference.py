@@ -295,9 +295,7 @@ class Inference:
             schema = onnx.defs.get_schema(node.op_type, max(opset, typed[1]) if typed else opset, node.domain)
         except onnx.defs.SchemaError:
             return nothing
-        if typed and len(operands) > typed[0] and (like := operands[typed[0]][0]) is not None:
-            operands = tuple((value and replace(value, dtype=like.dtype), array) for value, array in operands)
-        named = zip(node.input, operands, strict=True)
+        named = zip(node.input, _as_defined(node, operands), strict=True)
         known = [(name, value, array) for name, (value, array) in named if name and value is not None]
         try:
             found = onnx.shape_inference.infer_node_outputs(
@@ -325,13 +323,16 @@ class Inference:
         with np.errstate(all="ignore"):
             results = told_by_formula(node, operands)
             if results is None:
-                # ONNX's own evaluator loads every operator there is.
+                # ONNX's own evaluator loads every operator there is. Of a node alone it ignores the opset.
+                import onnx
                 from onnx.reference import ReferenceEvaluator
 
                 named = zip(node.input, operands, strict=True)
                 feeds = {name: array for name, array in named if name and array is not None}
+                infos = [[onnx.ValueInfoProto(name=name) for name in names] for names in (feeds, node.output)]
+                graph = onnx.GraphProto(node=[node], input=infos[0], output=infos[1])
                 try:
-                    results = (*ReferenceEvaluator(node, opsets=dict(self.opsets)).run(None, feeds),)
+                    results = (*ReferenceEvaluator(graph, opsets=dict(self.opsets)).run(None, feeds),)
                 except Exception:  # noqa: BLE001 - it raises anything; a node it cannot take is simply not folded
                     return None
         arrays = tuple(np.ascontiguousarray(result).reshape(np.shape(result)) for result in results)
@@ -350,6 +351,19 @@ def form_of(node: onnx.NodeProto) -> tuple[object, ...]:
     operands = tuple(places.setdefault(name, len(places)) if name else None for name in node.input)
     attributes = tuple(sorted(each.SerializeToString(deterministic=True) for each in node.attribute))
     return node.domain, node.op_type, operands, tuple(map(bool, node.output)), attributes
+
+
+def _as_defined(node: onnx.NodeProto, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    """Operands as a schema has them, where exporters write others: types of scales, scalars with an axis."""
+    typed = TYPED_BY.get(node.op_type)
+    if typed and len(operands) > typed[0] and (like := operands[typed[0]][0]) is not None:
+        return tuple((value and replace(value, dtype=like.dtype), array) for value, array in operands)
+    if node.op_type == "Range" and all(array is not None and array.size == 1 for _, array in operands):
+        return tuple(
+            (value and replace(value, shape=()), array if array is None else array.reshape(()))
+            for value, array in operands
+        )
+    return operands
 
 
 def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:

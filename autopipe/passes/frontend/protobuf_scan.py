@@ -30,7 +30,7 @@ FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
 BYTES = frozenset({2, 3, *range(17, 27)})
 """And for types of 8 bits and less, which hold weights, not shapes."""
-CONTROL_OPERATORS = frozenset({"If", "Loop", "Scan"})
+CONTROL_OPERATORS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 """Operators whose attributes hold graphs."""
 DEEPEST_BODY = 16
 """Graphs that may lie in one another."""

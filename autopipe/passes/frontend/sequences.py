@@ -79,10 +79,10 @@ class Sequences(dict[str, tuple[str, ...]]):
             case "Identity":
                 self._hand_on(operands[0], result, where)
             case "SequenceLength":
-                return [_node(node, "Constant", [], [result], value_int=len(tensors))]
+                return [made_node(node, "Constant", [], [result], value_int=len(tensors))]
             case "SequenceAt":
                 place = _position(operands[1:], arrays, len(tensors), last, where)
-                return [_node(node, "Identity", [tensors[place]], [result])]
+                return [made_node(node, "Identity", [tensors[place]], [result])]
             case "SequenceErase":
                 place = _position(operands[1:], arrays, len(tensors), last, where)
                 self._note(result, tensors[:place] + tensors[place + 1 :], where)
@@ -92,14 +92,14 @@ class Sequences(dict[str, tuple[str, ...]]):
             case "ConcatFromSequence":
                 axis = stated.get("axis", 0)
                 if not stated.get("new_axis"):
-                    return [_node(node, "Concat", tensors, [result], axis=axis)]
+                    return [made_node(node, "Concat", tensors, [result], axis=axis)]
                 wide = [f"{result}/{number}" for number in range(len(tensors))]
                 lifted = [
                     each
                     for tensor, name in zip(tensors, wide, strict=True)
                     for each in self._with_numbers(node, "Unsqueeze", tensor, [name], [axis])
                 ]
-                return [*lifted, _node(node, "Concat", wide, [result], axis=axis)]
+                return [*lifted, made_node(node, "Concat", wide, [result], axis=axis)]
             case _:
                 raise ModelError("it cannot take a sequence", where=where)
         return []
@@ -123,7 +123,7 @@ class Sequences(dict[str, tuple[str, ...]]):
         if not is_held and node.op_type == "OptionalGetElement":
             raise ModelError("the Optional that it reads holds nothing", where=where)
         if source and source not in self:
-            return [_node(node, "Identity", [source], [result])]
+            return [made_node(node, "Identity", [source], [result])]
         if source:
             self._hand_on(source, result, where)
         else:
@@ -173,13 +173,16 @@ class Sequences(dict[str, tuple[str, ...]]):
         """A Split by sizes, or a node with axes, behind the constant that holds these where they are an operand."""
         title, attributes = ("split", {"axis": axis}) if operator == "Split" else ("axes", {})
         if self._opset < _AXES_ARE_OPERANDS:
-            return [_node(node, operator, [operand], results, **attributes, **{title: sizes})]
+            return [made_node(node, operator, [operand], results, **attributes, **{title: sizes})]
         held = f"{results[0]}/{title}"
-        constant = _node(node, "Constant", [], [held], value_ints=sizes)
-        return [constant, _node(node, operator, [operand, held], results, **attributes)]
+        constant = made_node(node, "Constant", [], [held], value_ints=sizes)
+        return [constant, made_node(node, operator, [operand, held], results, **attributes)]
 
 
-def _node(origin: onnx.NodeProto, op: str, operands: Sequence[str], results: Sequence[str], **attributes: Any) -> Any:
+def made_node(
+    origin: onnx.NodeProto, op: str, operands: Sequence[str], results: Sequence[str], **attributes: Any
+) -> Any:
+    """A node that stands for a part of another, under its name."""
     import onnx.helper
 
     return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
@@ -190,7 +193,7 @@ def truth(origin: onnx.NodeProto, result: str, value: bool) -> Any:
     import onnx
 
     tensor = onnx.TensorProto(data_type=onnx.TensorProto.BOOL, raw_data=bytes([value]))
-    return _node(origin, "Constant", [], [result], value=tensor)
+    return made_node(origin, "Constant", [], [result], value=tensor)
 
 
 def _position(operands: tuple[str, ...], arrays: Mapping[str, np.ndarray], length: int, last: int, where: str) -> int:

@@ -84,6 +84,27 @@ READ = {
             g = Concat <axis = 0> (h, h)
         }>
     """,
+    "over a sequence": """
+        s = SplitToSequence <axis = 0> (x)
+        t = SequenceMap (s, x) <body = b (float[1,4] p, float[3,4] q) => (float[3,4] o) {
+            r = MatMul (q, w)
+            o = Add (r, p)
+        }>
+        y = ConcatFromSequence <axis = 1> (t)
+    """,
+    "a sequence that data choose": """
+        sum = ReduceSum <keepdims = 0> (x)
+        zero = Constant <value_float = 0.0> ()
+        c = Greater (sum, zero)
+        s = If (c) <then_branch = t () => (seq(float[3,4]) a) {
+                b = MatMul (x, w)
+                a = SequenceConstruct (b, x)
+            }, else_branch = e () => (seq(float[3,4]) a) {
+                b = Neg (x)
+                a = SequenceConstruct (x, b)
+            }>
+        y = ConcatFromSequence <axis = 1> (s)
+    """,
     "over rows and back": """
         z = Constant <value = float[4] {0, 0, 0, 0}> ()
         end, y = Scan (z, x, x) <num_scan_inputs = 2, scan_input_directions = [1, 0], scan_output_directions = [1],

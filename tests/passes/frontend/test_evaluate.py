@@ -7,7 +7,7 @@ import onnx.helper
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from autopipe.passes.frontend.inference import FORMULAS, told_by_formula
+from autopipe.passes.frontend.inference import FORMULAS, Inference, told_by_formula
 
 INTEGERS, REALS = np.arange(6).reshape(2, 3), np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
 SCALARS = tuple(np.asarray(number, dtype=np.float32) for number in (-1.5, 4.0, 0.75))
@@ -67,3 +67,10 @@ def test_attributes_and_other_domains_are_left_to_the_evaluator() -> None:
     other = onnx.helper.make_node("Add", ["x", "y"], ["o"], domain="com.example")
     assert told_by_formula(stated, (REALS,)) is None
     assert told_by_formula(other, (REALS, REALS)) is None
+
+
+def test_operators_are_evaluated_as_their_opset_has_them() -> None:
+    """Shapes of exports of opset 11 are reckoned with axes as attributes."""
+    node = onnx.helper.make_node("Unsqueeze", ["x"], ["y"], axes=[0])
+    found = Inference((("", 11),)).evaluate(node, (np.asarray(3),), (None,))
+    assert found is not None and found[0].tolist() == [3]
