@@ -13,6 +13,7 @@ import torch
 from onnx import helper, numpy_helper
 
 from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.ir.graph import DType
 from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.inference import RULES
 from autopipe.passes.frontend.read import read_model
@@ -88,6 +89,18 @@ def test_normalisation_in_half_precision_with_a_scale_in_single(operator: str, o
     expected = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + 1e-5) * scale
     assert found.dtype == (HALF if operator[0] == "L" else SINGLE)
     np.testing.assert_allclose(found, expected, rtol=_coarsest([HALF]) if operator[0] == "L" else 1e-5, atol=1e-4)
+
+
+def test_a_convolution_in_bfloat16_below_the_opset_that_allows_it(tmp_path: Path) -> None:
+    path = _model(tmp_path, "Conv", _drawn([_MAP, (3, 6, 1, 1)], [SINGLE, SINGLE]), 1, 18)
+    proto = onnx.load(path)
+    for kind in (proto.graph.input[0].type.tensor_type, proto.graph.output[0].type.tensor_type):
+        kind.elem_type = onnx.TensorProto.BFLOAT16
+    (weight,) = proto.graph.initializer
+    weight.CopyFrom(helper.make_tensor(weight.name, onnx.TensorProto.BFLOAT16, weight.dims, [0.5] * 18))
+    onnx.save(proto, path)
+    value = read_model(path).graph.type_of("y")
+    assert (value.dtype, value.shape) == (DType.BFLOAT16, (2, 3, 4, 4))
 
 
 def _coarsest(types: list[type]) -> float:

@@ -314,10 +314,24 @@ class Inference:
             reason = str(error).strip().splitlines()[-1].strip()
             raise ModelError(f"the shapes {shapes} do not fit: {reason}", where=where) from error
         except onnx.checker.ValidationError as error:
+            if any(value.dtype is DType.BFLOAT16 for _, value, _ in known):
+                return self._in_single(node, operands, where)
             raise ModelError(f"not a valid use: {str(error).splitlines()[0]}", where=where) from error
         except (RuntimeError, ValueError, KeyError):
             return nothing
         return tuple(_static(found[name], where) if name in found else None for name in node.output)
+
+    def _in_single(self, node: onnx.NodeProto, operands: tuple[Operand, ...], where: str) -> tuple[Value | None, ...]:
+        """Types of what a node of bfloat16 writes, as if it had single precision: exporters write it below the opset
+        that allows it."""
+        wide = (
+            (replace(value, dtype=DType.FLOAT32), None) if value and value.dtype is DType.BFLOAT16 else (value, array)
+            for value, array in operands
+        )
+        found = self._infer(node, tuple(wide), where)
+        return tuple(
+            replace(value, dtype=DType.BFLOAT16) if value and value.dtype is DType.FLOAT32 else value for value in found
+        )
 
     def _run(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> tuple[np.ndarray, ...] | None:
         with np.errstate(all="ignore"):
