@@ -45,7 +45,8 @@ def test_types_are_told_where_the_file_states_none(tmp_path: Path) -> None:
 
 
 def test_operators_of_other_domains_have_a_rule() -> None:
-    assert {name for name in OPERATORS if "." in name} <= {f"{domain}.{name}" for domain, name in RULES}
+    theirs = {name for name in OPERATORS if name.startswith("com.microsoft.")}
+    assert theirs <= {f"{domain}.{name}" for domain, name in RULES}
 
 
 SINGLE, HALF, DOUBLE = np.float32, np.float16, np.float64
@@ -97,7 +98,7 @@ def test_a_convolution_in_bfloat16_below_the_opset_that_allows_it(tmp_path: Path
     for kind in (proto.graph.input[0].type.tensor_type, proto.graph.output[0].type.tensor_type):
         kind.elem_type = onnx.TensorProto.BFLOAT16
     (weight,) = proto.graph.initializer
-    weight.CopyFrom(helper.make_tensor(weight.name, onnx.TensorProto.BFLOAT16, weight.dims, [0.5] * 18))
+    weight.CopyFrom(helper.make_tensor(weight.name, onnx.TensorProto.BFLOAT16, weight.dims, bytes(36), raw=True))
     onnx.save(proto, path)
     value = read_model(path).graph.type_of("y")
     assert (value.dtype, value.shape) == (DType.BFLOAT16, (2, 3, 4, 4))
