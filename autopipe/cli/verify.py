@@ -25,10 +25,11 @@ from autopipe.backends.torch.verification import (
     tensor_differences,
     write_whole_gradients,
 )
+from autopipe.cli.first_difference import first_difference
 from autopipe.cli.launch import COMPILE, DATA, SEED
 from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output
-from autopipe.ir.errors import ModelError, VerificationError
+from autopipe.ir.errors import AutopipeError, ModelError, VerificationError
 from autopipe.ir.graph import DType, Initializer
 from autopipe.ir.layout import whole
 from autopipe.ir.program import FORWARD, REFERENCE
@@ -79,7 +80,8 @@ def verify(
     with tempfile.TemporaryDirectory() as scratch, output.progress("verifying", total=4) as bar:
         run = Verification(manifest, device, data, seed, Path(scratch), tolerance, **flags)
         checks = list(run.run(bar.advance))
-    failed = [check for check in checks if not check.relative_difference <= check.limit]
+        failed = [check for check in checks if not check.relative_difference <= check.limit]
+        first = run.first_difference() if any(check.reference == "one device" for check in failed) else ""
     rounding = manifest.rounding
     limit, parts = (rounding.bound, f" = {rounding}") if tolerance is None else (tolerance, "")
     result = {
@@ -92,7 +94,7 @@ def verify(
     if failed:
         check = failed[0]
         away = f"{check.relative_difference:.2e} away from {check.reference} (limit {check.limit:.2g})"
-        raise VerificationError(f"{check.compared}: {away}", _first_node(manifest, failed), repr(check.worst))
+        raise VerificationError(f"{check.compared}: {away}", first or _first_node(manifest, failed), repr(check.worst))
 
 
 def _first_node(manifest: Manifest, failed: Sequence[Check]) -> str:
@@ -206,6 +208,20 @@ class Verification:
         averaged = {name: array if axes[name] is not None else np.mean(array, axis=0) for name, array in ours.items()}
         yield self._reference_check(forward, averaged)
         advance()
+
+    def first_difference(self) -> str:
+        """The first value of forward in which the ranks differ from one device; "" where none does, or no plan is at
+        hand."""
+        alone = self.manifest.folder / (REFERENCE if self.manifest.train else FORWARD)
+        folders = self.scratch / "values of ranks", self.scratch / "values of one"
+        for folder in folders:
+            folder.mkdir()
+        try:
+            launch_program(self.manifest, [*self._run_arguments("ranks"), "--values", str(folders[0])], LaunchConfig())
+            run_alone(alone, [*self._run_arguments("one"), "--values", str(folders[1])])
+            return first_difference(self.manifest, *folders)
+        except AutopipeError:  # What was compared is told all the same.
+            return ""
 
     def _run_arguments(self, name: str, steps: int = 1) -> list[str]:
         """Flags of a run that leaves its record under this name."""

@@ -193,11 +193,16 @@ def test_a_wrong_program_is_found(here: None, tmp_path: Path, capsys: pytest.Cap
     head, _, result = text.rpartition("    return (")
     name = result.partition(",")[0].rstrip(")\n")
     stage.write_text(f"{head}    {name} = {name} * 1.001\n    return ({result}", encoding="utf-8")
-    code, checks = verified(program, capsys)
-    assert code == 5
+    capsys.readouterr()
+    assert main(["verify", str(program), "--device", "cpu", "--json", "-q"]) == 5
+    document, error = map(json.loads, capsys.readouterr().out.splitlines())
+    checks = {check["compared"]: check for check in document["checks"]}
     gradients = checks["gradients of the ranks"]
     assert float(str(gradients["relative_difference"])) > 1e-4 > float(str(gradients["limit"]))
     assert float(str(checks["outputs of one device"]["relative_difference"])) < 1e-5
+    last = [line for line in head.splitlines() if line.startswith(f"    {name} = ")][-1]
+    named = error["error"]["hint"].partition(": ")[2]
+    assert "stage 0, rank 0" in named and named.split("'")[1] in last + head.splitlines()[-2]
 
 
 def test_a_missing_all_reduce_is_found(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -81,6 +81,8 @@ class Forward:
     results: Names
     read: tuple[Names, ...]
     """For each segment that runs again the parameters that it reads."""
+    codes: Mapping[str, str]
+    """The variable of each local value, by name."""
 
 
 def emit_forward(stage: StageCode) -> Forward:
@@ -145,7 +147,7 @@ class _Writer:
         head = f"def forward({', '.join(['p', *arguments])}):"
         text = "\n".join([head, *lines, f"    return {self._tuple(outputs)}", ""])
         read = tuple(tuple(dict.fromkeys(_PARAMETER.findall(each))) for each in functions)
-        return Forward("\n\n".join([*functions, text]), arguments, self._of(outputs), read)
+        return Forward("\n\n".join([*functions, text]), arguments, self._of(outputs), read, self.codes)
 
     def _fresh(self, value: Value) -> str:
         self.codes[value.name] = f"x{next(self.numbers)}"

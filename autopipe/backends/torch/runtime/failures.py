@@ -51,6 +51,8 @@ class Options:
     profile_to: int = -1
     record: Path | None = None
     """Folder for each rank's gradients and parameters of the first steps, or outputs; for verification."""
+    values: Path | None = None
+    """Folder for the values of each stage's first forward; for verification."""
     replay: Path | None = None
     """Folder of gradients by step, whole, that updates go by in place of the rank's own; for verification."""
     perturb: float = 0.0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
 
+Results = TypeVar("Results")
 RECORDED_STEPS = 2
 """Steps of which verification sees gradients, and the parameters that they lead to."""
 
@@ -23,10 +26,36 @@ def record_file(folder: Path, kind: str, step: int, rank: int) -> Path:
 def dump_tensors(folder: Path, kind: str, step: int, rank: int, tensors: Mapping[int, torch.Tensor]) -> None:
     """Write gradients or parameters of the rank's blocks by the parameter's index, as float32 or float64."""
     folder.mkdir(parents=True, exist_ok=True)
-    floating = {index: each.detach() for index, each in tensors.items() if each.is_floating_point()}
-    wide = {str(i): each if each.element_size() == 8 else each.float() for i, each in floating.items()}
-    found = {index: each.cpu().numpy() for index, each in wide.items()}
+    found = {str(index): _wide(each) for index, each in tensors.items() if each.is_floating_point()}
     np.savez(record_file(folder, kind, step, rank), **found)  # type: ignore[arg-type]
+
+
+def _wide(tensor: torch.Tensor) -> np.ndarray:
+    narrow = tensor.is_floating_point() and tensor.element_size() < 4
+    found: np.ndarray = (tensor.float() if narrow else tensor).detach().cpu().numpy()
+    return found
+
+
+def run_recorded(function: Callable[..., Results], arguments: tuple[Any, ...], file: Path) -> Results:
+    """The results of a stage's function; what each of its lines gives is written to `file` by the variable's name."""
+    import torch
+
+    found: dict[str, torch.Tensor] = {}
+
+    def look(frame: FrameType, event: str, _argument: object) -> Any:
+        if frame.f_code.co_filename != function.__code__.co_filename:
+            return None
+        found.update((name, each) for name, each in frame.f_locals.items() if isinstance(each, torch.Tensor))
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        results = function(*arguments)
+    finally:
+        sys.settrace(before)
+    np.savez(file, **{name: _wide(each) for name, each in found.items()})  # type: ignore[arg-type]
+    return results
 
 
 def load_gradients(folder: Path, step: int, parameters: Mapping[int, torch.Tensor]) -> None:

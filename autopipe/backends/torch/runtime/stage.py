@@ -23,6 +23,7 @@ from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.precision import LowPrecisionCopies, autocast
+from autopipe.backends.torch.runtime.records import record_file, run_recorded
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, compute_all
 from autopipe.ir.graph import DType
@@ -240,6 +241,7 @@ class Stage:
         """Weight of one micro-batch's loss on this rank in its batch's loss; 0 where the stage gives no loss."""
         self._labels = next((port for port in ports if isinstance(port, Labels)), None)
         self.function = module.forward
+        self._recorded = False
         self.compiled: str | None = None
         """Parts of the stage that run eagerly although it was compiled, "" for none; None where it was not."""
         self.graphs: StageGraphs | None = None
@@ -363,7 +365,12 @@ class Stage:
         """The results in the types that those who receive them expect: autocast computes in narrower ones."""
         rank = self._rank
         with torch.set_grad_enabled(rank.training), autocast(rank.manifest.precision, rank.device):
-            results = self.function(self.p, *arguments.values())
+            if rank.options.values is not None and not self._recorded:
+                self._recorded = True
+                file = record_file(rank.options.values, "values", self.number, rank.number)
+                results = run_recorded(self.function, (self.p, *arguments.values()), file)
+            else:
+                results = self.function(self.p, *arguments.values())
             return tuple(result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True))
 
     def _arguments(self, micro_batch: int) -> Tensors:

@@ -1,0 +1,97 @@
+"""The first value of a forward in which the ranks of a program differ from one device: its node, stage and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.records import record_file
+from autopipe.backends.torch.verification import difference
+from autopipe.cli.plan_folder import open_plan
+from autopipe.ir.graph import Graph
+from autopipe.ir.layout import Layout
+from autopipe.ir.ops import spaces_of
+from autopipe.ir.program import Compute, StageCode
+from autopipe.passes.analysis.micro_batches import stage_graphs
+from autopipe.passes.analysis.resharding import node_layouts
+from autopipe.passes.frontend.cleanup import without_dropout
+from autopipe.passes.lower.lower import lower, one_device_program
+
+_BEYOND = 16
+"""Times the bound of well-conditioned steps: single values may be worse than what is made of them."""
+Arrays = Mapping[str, np.ndarray]
+
+
+class _Written(NamedTuple):
+    """What one of a stage's nodes writes: the graph's value, its variable, and how the group holds it."""
+
+    node: int
+    value: str
+    variable: str
+    layout: Layout
+
+
+def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
+    """A sentence on the first value, in the order of the graph, that differs by far more than roundings; "" where there
+    is none, or the program's plan is not in the folder above it. The folders hold the values of the first micro-batch,
+    as `run_recorded` leaves them."""
+    planned = open_plan(manifest.folder.parent)
+    if planned.digest != manifest.plan:
+        return ""
+    problem, placement = planned.problem, planned.plan.placement
+    loss = problem.loss if problem.train else None
+    program = lower(
+        problem.graph, placement, planned.plan.schedule, loss, problem.optimizer.shard, False, problem.precision
+    )
+    graph = problem.graph if loss is not None else without_dropout(problem.graph)
+    alone = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss)
+    recorded = _read(one, 0, 0)
+    codes = emit_forward(alone.stages[0]).codes
+    expected = {name: recorded[code] for name, code in codes.items() if code in recorded}
+    limit, found = _BEYOND * manifest.rounding.bound, []
+    for stage, own in zip(program.stages, stage_graphs(problem.graph, placement), strict=True):
+        blocks = {rank: _read(ranks, stage.stage, rank) for rank in stage.devices}
+        for each in _written(stage, own):
+            if each.value in expected:
+                # The stage's first micro-batch is the first samples of the program's.
+                whole = expected[each.value][tuple(map(slice, own.type_of(each.value).shape))]
+                found += [
+                    (each.node, stage.stage, rank, each.value, relative)
+                    for position, rank in enumerate(stage.devices)
+                    if each.variable in blocks[rank]
+                    and not (relative := _relative(blocks[rank][each.variable], whole, each.layout, position)) <= limit
+                ]
+    if not found:
+        return ""
+    node, number, rank, value, relative = min(found)
+    made = problem.graph.nodes[node]
+    return (
+        f"the first value that differs is {value!r}, by {relative:.1e}: {made.op} {made.name!r}, stage {number}, "
+        f"rank {rank}"
+    )
+
+
+def _relative(block: np.ndarray, whole: np.ndarray, layout: Layout, position: int) -> float:
+    return difference("", block, whole[layout.box(position).slices]).relative
+
+
+def _read(folder: Path, stage: int, rank: int) -> Arrays:
+    with np.load(record_file(folder, "values", stage, rank), allow_pickle=False) as stored:
+        return {name: stored[name] for name in stored.files}
+
+
+def _written(stage: StageCode, graph: Graph) -> Iterator[_Written]:
+    """Whole values, and shares of them that are no partial sums."""
+    codes, spaces = emit_forward(stage).codes, spaces_of(graph)
+    for operation in stage.operations:
+        if isinstance(operation, Compute):
+            index = operation.node
+            form = node_layouts(graph, index, spaces(index), operation.splits, len(stage.devices))
+            for local, value, layout in zip(operation.signature.results, form.node.outputs, form.results, strict=True):
+                if local is not None and layout is not None and not layout.is_partial and local.name in codes:
+                    yield _Written(index, value, codes[local.name], layout)
