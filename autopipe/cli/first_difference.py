@@ -28,7 +28,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class _Written(NamedTuple):
-    """What one of a stage's nodes writes: the graph's value, its variable, and how the group holds it."""
+    """A value that one of a stage's nodes writes: its name in the graph, its variable, and how the group holds it."""
 
     node: int
     value: str
