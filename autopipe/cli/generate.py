@@ -20,6 +20,7 @@ from autopipe.ir.errors import REFUSALS, CodegenError, ConfigurationError, Infea
 from autopipe.ir.plan_file import PLAN_FILE
 
 if TYPE_CHECKING:
+    from autopipe.backends.torch.runtime.decoder import Decoder
     from autopipe.passes.pipeline import PlanResult
 
 _TOKENS = click.IntRange(min=0)
@@ -99,10 +100,11 @@ def generate(
         manifest = read_manifest(folder)
         decoder = Decoder.of(manifest)
         decoder.check(request)
-        if decoder.positions is None:
-            check_positions(manifest.model)
+        check_layout(manifest.model, decoder)
         if planned is not None:
-            write_prefill(planned, folder, min(longest, prefill_chunk), output.note)
+            # What is written in place has to fit.
+            most = decoder.cache_length - 1 if decoder.in_place else None
+            write_prefill(planned, folder, min(longest, prefill_chunk), output.note, most)
         report = run(folder, request, device, output)
     found: list[list[int]] = report["generated"]
     if target is not None:
@@ -175,19 +177,25 @@ def program_of(folder: Path) -> Iterator[tuple[Path, PlanResult | None]]:
         yield Path(name) / "program", planned
 
 
-def check_positions(model: Path) -> None:
-    """Raise ConfigurationError for a decoder that takes a place in the cache for a position: where sequences lie in it
-    depends on their lengths. A decoder that sums up its mask counts positions by it."""
+def check_layout(model: Path, decoder: Decoder) -> None:
+    """Raise ConfigurationError for a decoder that takes a place in the cache for a position, where sequences lie in it
+    depending on their lengths, or that has them elsewhere. One that sums up its mask counts positions by it."""
     from autopipe.passes.frontend.load import load
 
-    if all(node.op_type != "CumSum" for node in load(model).nodes):
+    operators = {node.op_type for node in load(model).nodes}
+    if "GroupQueryAttention" in operators and not decoder.in_place:
+        hint = "plan with --dim past_sequence_length and --dim total_sequence_length of the same number of places"
+        raise ConfigurationError("GroupQueryAttention fills its cache from the front", hint)
+    if decoder.positions is None and not decoder.in_place and "CumSum" not in operators:
         hint = "export it with position_ids"
         raise ConfigurationError("the model has no input 'position_ids', and counts no positions by its mask", hint)
 
 
-def write_prefill(planned: PlanResult, folder: Path, chunk: int, note: Callable[[str], None]) -> None:
-    """Put a second program beside that of a plan in `folder`: its steps feed `chunk` tokens of each sequence. Where the
-    model or the plan does not allow it, `note` is told why there is none."""
+def write_prefill(
+    planned: PlanResult, folder: Path, chunk: int, note: Callable[[str], None], most: int | None = None
+) -> None:
+    """Put a second program beside that of a plan in `folder`: its steps feed `chunk` tokens of each sequence, if no
+    more than `most`. Where the model or the plan does not allow it, `note` is told why there is none."""
     from autopipe.backends.torch.runtime.decoder import PREFILL
     from autopipe.backends.torch.runtime.manifest import read_manifest
     from autopipe.cli.codegen import generate as write_programs
@@ -196,8 +204,11 @@ def write_prefill(planned: PlanResult, folder: Path, chunk: int, note: Callable[
     second = folder.with_name(PREFILL)
     # Splits along the tokens take any multiple of the devices.
     even = math.lcm(*(len(stage.devices) for stage in planned.plan.placement.stages))
+    length = -(-chunk // even) * even
+    if most is not None and length > most:
+        return
     try:
-        if (wider := with_step_length(planned, -(-chunk // even) * even)) is None:
+        if (wider := with_step_length(planned, length)) is None:
             return
         if write_programs(wider, second).channels != read_manifest(folder).channels:
             raise InfeasibleError("its stages exchange other tensors")

@@ -11,6 +11,7 @@ import pytest
 
 from autopipe.cli.main import main
 from tests.exports.decoders import VOCABULARY, decoder_file, reference_tokens
+from tests.exports.genai import decoder
 
 pytestmark = pytest.mark.distributed
 
@@ -67,6 +68,26 @@ def test_split_stages_take_prompts_in_pieces_and_the_next_where_one_has_ended(pl
     found = generated(plan(model, 4, 4, 4, *grid(pipeline=2, tensor=2)), "--eos", str(eos))
     assert found == [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in whole]
     assert len({len(tokens) for tokens in found}) > 2
+
+
+def in_place(plan: Plan, folder: Path, new: int, chunk: int) -> list[list[int]]:
+    """Check the tokens of a decoder with GroupQueryAttention, which fills its cache from the front, and give them."""
+    model = decoder(folder / "genai.onnx", layers=4, local_window_size=24)
+    dims = [f"--dim={name}_sequence_length={max(LENGTHS) + new - 1}" for name in ("past", "total")]
+    planned = plan(model, 1, 4, 4, *grid(pipeline=2, tensor=2), *dims)
+    found = generated(planned, "--max-new-tokens", str(new), "--prefill-chunk", str(chunk))
+    assert found == reference_tokens(model, PROMPTS, new)
+    return found
+
+
+def test_a_cache_that_is_written_in_place(plan: Plan, tmp_path: Path) -> None:
+    found = in_place(plan, tmp_path, 24, 4)
+    assert all(len(set(tokens)) > 3 for tokens in found), "tokens that hardly change say little"
+
+
+@pytest.mark.sweep
+def test_a_step_that_is_longer_than_what_is_left_feeds_tokens_again(plan: Plan, tmp_path: Path) -> None:
+    in_place(plan, tmp_path, 1, 6)
 
 
 def test_sampled_tokens_are_the_same_on_any_ranks(plan: Plan) -> None:

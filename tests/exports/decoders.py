@@ -153,6 +153,7 @@ def reference_tokens(path: Path, prompts: list[list[int]], count: int) -> list[l
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     outputs = [each.name for each in session.get_outputs()]
+    given = {each.name for each in session.get_inputs()}
     found = []
     for prompt in prompts:
         past = {
@@ -164,7 +165,7 @@ def reference_tokens(path: Path, prompts: list[list[int]], count: int) -> list[l
         for _ in range(count):
             stop = start + len(ids)
             feed = {"input_ids": [ids], "attention_mask": [[1] * stop], "position_ids": [list(range(start, stop))]}
-            arrays = {name: np.array(value) for name, value in feed.items()}
+            arrays = {name: np.array(value) for name, value in feed.items() if name in given}
             results = dict(zip(outputs, session.run(None, arrays | past), strict=True))
             past = {name: results[name.replace("past_key_values", "present")] for name in past}
             tokens.append(int(results["logits"][0, -1].argmax()))

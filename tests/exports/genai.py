@@ -11,7 +11,7 @@ import onnx.helper as oh
 import onnx.numpy_helper as onh
 
 DOMAIN = "com.microsoft"
-VOCABULARY, HIDDEN, HEADS, GROUPS, SIZE, PLACES, INNER = 64, 64, 4, 2, 16, 32, 96
+VOCABULARY, HIDDEN, HEADS, GROUPS, SIZE, PLACES, INNER = 256, 64, 4, 2, 16, 96, 96
 
 
 def decoder(file: Path, layers: int = 2, packed: bool = False, **settings: object) -> Path:
@@ -21,7 +21,7 @@ def decoder(file: Path, layers: int = 2, packed: bool = False, **settings: objec
     nodes: list[onnx.NodeProto] = []
 
     def weight(name: str, *shape: int) -> str:
-        held[name] = (random.standard_normal(shape) * 0.2).astype(np.float32)
+        held[name] = (random.standard_normal(shape) * 0.4).astype(np.float32)
         return name
 
     def add(op: str, *operands: str, to: str, domain: str = "", **attributes: object) -> str:

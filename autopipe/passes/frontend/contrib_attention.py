@@ -86,8 +86,7 @@ def group_query_attention(to: Rewriting) -> None:
     query, key, value = (_by_head(to, each, n) for each, n in zip(words, (count, groups, groups), strict=True))
     batch, _, tokens, _ = to.shape(query)
     past, total = (to.operand(3), to.operand(4)), to.known(6)
-    is_prompt = total == tokens
-    before = "" if is_prompt else _tokens_before(to, tokens, total)
+    before = "" if total == tokens else _tokens_before(to, tokens, total)
     if to.operand(14):
         epsilon = node.number("qk_norm_epsilon", 1e-6)
         query, key = (
@@ -97,14 +96,14 @@ def group_query_attention(to: Rewriting) -> None:
     if node.integer("do_rotary"):
         positions = _positions(to, before, batch, tokens)
         query, key = (_turned(to, each, positions) for each in (query, key))
-    present = key, value
+    present, mask = (key, value), to.operand(10)
+    lengths = to.both("Add", before, to.constant(np.asarray(tokens))) if before else ""
     if past[0] and to.shape(past[0])[2]:
         places = max(total or 0, to.shape(past[0])[2])
-        longer = [to.lengthened(_filled(to, each, before), 2, places) for each in past]
-        present = _written(to, (longer[0], longer[1]), present, before)
-    mask, lengths = to.operand(10), ""
+        longer = [to.lengthened(each, 2, places) for each in (past if before else present)]
+        caches = longer[0], longer[1]
+        present = _filled(to, _written(to, caches, present, before), lengths) if before else caches
     if before:
-        lengths = to.both("Add", before, to.constant(np.asarray(tokens)))
         key, value = present
     else:
         mask = _prompt_mask(to, mask, key)
@@ -141,15 +140,13 @@ def _written(to: Rewriting, caches: tuple[str, str], new: tuple[str, str], start
     return keys, values
 
 
-def _filled(to: Rewriting, cache: str, before: str) -> str:
-    """A cache with zeros in the places that are not filled yet, as ONNX Runtime hands it on."""
-    dtype, (batch, _, places, _) = to.type_of(cache).dtype, to.shape(cache)
-    zero = to.number(0.0, dtype)
-    if not before:
-        return to.add("Expand", [zero, to.integers(*to.shape(cache))], to.shape(cache))
+def _filled(to: Rewriting, caches: tuple[str, str], lengths: str) -> tuple[str, str]:
+    """Keys and values with zeros in the places that are not filled yet, as ONNX Runtime hands them on."""
+    batch, _, places, _ = to.shape(caches[0])
     rows = to.constant(np.arange(places).reshape(places, 1))
-    filled = to.both("Less", rows, to.reshape(before, batch, 1, 1, 1), DType.BOOL)
-    return to.choose(filled, cache, zero)
+    filled = to.both("Less", rows, to.reshape(lengths, batch, 1, 1, 1), DType.BOOL)
+    zero = to.number(0.0, to.type_of(caches[0]).dtype)
+    return to.choose(filled, caches[0], zero), to.choose(filled, caches[1], zero)
 
 
 def _each(to: Rewriting, name: str) -> str:

@@ -56,11 +56,17 @@ class CacheEntry:
     present: Output
     axis: int
 
+    @property
+    def grows(self) -> bool:
+        """True if a step's tokens stand behind those of the cache; else they are written into it."""
+        return self.past.value.shape[self.axis] < self.present.value.shape[self.axis]
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """The inputs and outputs of a decoder. A step feeds up to `step_length` tokens of each sequence, behind
-    `cache_length` places for the tokens before them, of which the mask says which are filled."""
+    `cache_length` places for the tokens before them, of which the mask says which are filled. Or, `in_place`, it writes
+    them into those places: the mask says how many are filled then, the first ones."""
 
     tokens: InputRange
     mask: InputRange
@@ -70,6 +76,7 @@ class Decoder:
     logits: Output
     cache_length: int
     step_length: int
+    in_place: bool = False
 
     @staticmethod
     def of(manifest: Manifest) -> Decoder:
@@ -94,19 +101,23 @@ class Decoder:
         length = inputs[TOKENS].value.shape[1]
         cache = {past: _entry(inputs[past], outputs[present], length) for past, present in pairs.items()}
         lengths = {entry.past.value.shape[entry.axis] for entry in cache.values()}
-        if len(lengths) > 1 or inputs[MASK].value.shape[1] != max(lengths) + length:
+        in_place = not any(entry.grows for entry in cache.values())
+        alike = len(lengths) == 1 and len({entry.grows for entry in cache.values()}) == 1
+        if not alike or inputs[MASK].value.shape[1] != max(lengths) + (0 if in_place else length):
             raise ConfigurationError(
                 f"the cache has {', '.join(map(str, sorted(lengths)))} places, a step {length} tokens, "
                 f"the mask {inputs[MASK].value.shape[1]}",
-                hint="the mask is as long as cache and step together: plan with other --dim",
+                hint="the mask is as long as cache and step together, or as a cache that is written in place: "
+                "plan with other --dim",
             )
         logits = _logits([output for name, output in outputs.items() if name not in pairs.values()], length)
-        return Decoder(inputs[TOKENS], inputs[MASK], inputs.get(POSITIONS), cache, logits, max(lengths), length)
+        positions = inputs.get(POSITIONS)
+        return Decoder(inputs[TOKENS], inputs[MASK], positions, cache, logits, max(lengths), length, in_place)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise ConfigurationError for prompts that the model cannot take, or go on from for so long."""
         below = _rows(self.tokens) or self.logits.value.shape[2]
-        places = self.cache_length + 1
+        places = self.cache_length + (0 if self.in_place else 1)
         if self.positions is not None and (rows := _rows(self.positions)):
             places = min(places, rows)
         for number, prompt in enumerate(request.prompts):
@@ -119,8 +130,15 @@ class Decoder:
                 raise ConfigurationError(
                     f"prompt {number} has {len(prompt)} tokens and may get {request.max_new_tokens}: "
                     f"the last is computed from {needed}, the program holds {places}",
-                    hint=f"a cache of {needed - 1} places is planned by --dim past_sequence_length={needed - 1}",
+                    hint=self._planned_by(needed),
                 )
+
+    def _planned_by(self, needed: int) -> str:
+        """The hint how to plan for sequences of `needed` tokens."""
+        if self.in_place:
+            dims = f"--dim past_sequence_length={needed} --dim total_sequence_length={needed}"
+            return f"a cache of {needed} places is planned by {dims}"
+        return f"a cache of {needed - 1} places is planned by --dim past_sequence_length={needed - 1}"
 
 
 def _rows(entry: InputRange) -> int | None:
@@ -134,7 +152,9 @@ def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
     # A stage may have micro-batches of its own size: the output is of those.
     pairs = enumerate(zip(before, behind, strict=False))
     axes = [axis for axis, pair in pairs if axis != past.batch_axis and pair[0] != pair[1]]
-    grows = len(before) == len(behind) and len(axes) == 1 and before[axes[0]] + length == behind[axes[0]]
+    if len(before) == len(behind) == 4 and not axes:
+        axes = [2]  # Written in place.
+    grows = len(before) == len(behind) and len(axes) == 1 and behind[axes[0]] - before[axes[0]] in (0, length)
     if not grows or past.batch_axis is None or past.batch_axis != present.batch_axis:
         hint = f"a step of {length} tokens makes one axis longer by as many; another one counts samples"
         raise ConfigurationError("the cache does not grow by a step's tokens", hint, where)
@@ -174,11 +194,6 @@ class Slot:
     def samples(self) -> bool:
         """True if this step gives a token: it feeds the last one."""
         return self.feed > 0 and self.cached + self.feed == len(self.tokens)
-
-    @property
-    def fed(self) -> list[int]:
-        """The tokens that this step feeds."""
-        return self.tokens[self.cached : self.cached + self.feed]
 
     @property
     def waiting(self) -> int:

@@ -7,7 +7,8 @@ to all others; what else a step reads (tokens, mask, positions) each rank knows 
 Programs have static shapes: one feeds a token a step, a second one beside it many of each prompt. A sequence's cached
 tokens lie at the end of the cache's places and those before are masked; those that a step feeds come first in it and
 those behind are not kept. So sequences of different lengths, those that have ended, and prompts that are fed piece by
-piece are rows of one batch.
+piece are rows of one batch. In a cache that is written in place they lie at its front, and what a step writes behind
+its last token is written over by the next.
 """
 
 from __future__ import annotations
@@ -254,13 +255,24 @@ class Generation(BatchReader):
     def _tokens(self, slots: Sequence[Slot]) -> np.ndarray:
         made = np.zeros((len(slots), self.decoder.step_length), np.int64)
         for row, slot in zip(made, slots, strict=True):
-            row[: slot.feed] = slot.fed
+            fed = slot.tokens[self._first(slot) : slot.cached + slot.feed]
+            row[: len(fed)] = fed
         return made
+
+    def _first(self, slot: Slot) -> int:
+        """The place of the first token that a step feeds of a slot: behind those in the cache. Where a step would be
+        longer than what is left of one that is written in place, some that it has are fed again."""
+        if not self.decoder.in_place:
+            return slot.cached
+        return min(slot.cached, self.decoder.cache_length - self.decoder.step_length)
 
     def _mask(self, slots: Sequence[Slot]) -> np.ndarray:
         """Of the cache's places and the step's, those that count; at least one, of whose scores a softmax can be."""
-        length = self.decoder.cache_length
-        made = np.zeros((len(slots), length + self.decoder.step_length), np.int64)
+        length, step = self.decoder.cache_length, self.decoder.step_length
+        if self.decoder.in_place:
+            filled = [self._first(slot) + step for slot in slots]
+            return (np.arange(length) < np.array(filled)[:, None]).astype(np.int64)
+        made = np.zeros((len(slots), length + step), np.int64)
         for row, slot in zip(made, slots, strict=True):
             row[length - slot.cached : length + max(1, slot.feed)] = 1
         return made
@@ -268,7 +280,8 @@ class Generation(BatchReader):
     def _positions(self, slots: Sequence[Slot]) -> np.ndarray:
         """Of what is fed; what stands behind it has the last one's, which the model's tables have."""
         along = np.arange(self.decoder.step_length)
-        return np.stack([slot.cached + np.minimum(along, max(0, slot.feed - 1)) for slot in slots])
+        ends = [(self._first(slot), slot.cached + slot.feed) for slot in slots]
+        return np.stack([np.minimum(first + along, max(first, end - 1)) for first, end in ends])
 
     def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
         """Take a stage's results of a micro-batch, counted over all steps: caches, and logits to choose tokens by."""
@@ -285,6 +298,8 @@ class Generation(BatchReader):
 
     def _kept(self, entry: CacheEntry, box: Box, rows: range, present: torch.Tensor) -> torch.Tensor:
         """A block of the cache for the next step: of each row the places that end with the last token that counts."""
+        if self.decoder.in_place:
+            return present
         axis, batch, length = entry.axis, entry.present.batch_axis, self.decoder.cache_length
         assert batch is not None
         feeds = [self._slots[row].feed for row in rows[box.starts[batch] : box.stops[batch]]]
@@ -327,7 +342,7 @@ class Generation(BatchReader):
         """Of a block of the logits, for each of its rows those of the last token fed, [rows, vocabulary], in host
         memory; zeros where that token is in another block."""
         slots = [self._slots[row] for row in group.rows[box.slices[0]]]
-        last = torch.tensor([slot.feed - 1 - box.starts[1] for slot in slots])
+        last = torch.tensor([slot.cached + slot.feed - 1 - self._first(slot) - box.starts[1] for slot in slots])
         inside = (last >= 0) & (last < block.shape[1])
         places = last.clamp(0, block.shape[1] - 1).to(block.device)
         rows = block[torch.arange(len(slots), device=block.device), places].float().cpu()
