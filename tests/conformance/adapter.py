@@ -16,6 +16,7 @@ from onnx.backend.base import Backend, BackendRep
 
 from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.backends.torch.runtime import operators
+from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import signature_of, space_of
 from autopipe.ir.program import Compute, StageCode
@@ -84,6 +85,8 @@ class Deferred(BackendRep):
         given = dict(zip(fed_names(self.model, arrays), arrays, strict=True))
         held = SimpleNamespace(
             device=torch.device(self.device),
+            random=Random(torch.device(self.device)),
+            training=True,
             **{f"w{index}": to_tensor(array, self.device) for index, array in enumerate(imported.weights)},
             **{f"c{index}": to_tensor(each.array, self.device) for index, each in enumerate(graph.constants)},
         )

@@ -30,6 +30,14 @@ def layers_of(signature: Signature) -> tuple[Layer, Layer, Layer]:
     return Layer(2, 4, 3, 11), Layer(5, 7, 6, 12), Layer(8, 10, 9, 13)
 
 
+def bits_of_experts(signature: Signature) -> int:
+    """Bits of a packed weight; 8 of one that is not packed. Raises ValueError where they do not fill bytes."""
+    bits = signature.node.integer("expert_weight_bits", 4) if signature.node.op == "QMoE" else 8
+    if bits not in (2, 4, 8) or any(signature.node.has(f"fc{layer}_expert_weight_bits") for layer in (1, 2, 3)):
+        raise ValueError("bits of weights")
+    return bits
+
+
 def activation_of(signature: Signature) -> str:
     """The activation. Raises ModelError for what is not computed here."""
     node = signature.node
@@ -49,6 +57,7 @@ def interleaves(signature: Signature) -> bool:
 def mixture(signature: Signature) -> Space:
     """`*m h, t c, e i h, e i, e h i, e h -> *m h`. A device with some experts adds up those, one with some of the
     hidden units its share; biases of the second layer are added once. Packed layers stay whole but for experts."""
+    _require_fitting(signature)
     lead = ["b", "s"][: signature.rank - 1] if signature.rank > 2 else ["t"]
     tokens = "t" if signature.rank == 2 else f"({' '.join(lead)})"
     first, second, gate = layers_of(signature)
@@ -73,10 +82,27 @@ def mixture(signature: Signature) -> Space:
     return notate(signature, words, [[*lead, "1"]], **({"p": 2} if inner != "i" else {}))
 
 
+def _require_fitting(signature: Signature) -> None:
+    """Raise ValueError where layers, scores and tokens do not fit together."""
+    (tokens, experts), hidden = signature.operand(1).shape, signature.operand(0).shape[-1]
+    per = 8 // bits_of_experts(signature)
+    first, second, gate = layers_of(signature)
+    rows = signature.operand(second.weight).shape[2] * per
+    fused = 1 + (activation_of(signature) == "swiglu" and not signature.present(gate.weight))
+    expected = {first.weight: (experts, fused * rows, hidden // per), second.weight: (experts, hidden, rows // per)}
+    expected[gate.weight] = (experts, rows, hidden // per)
+    if (
+        tokens * hidden != signature.operand(0).elements
+        or any(signature.operand(at).shape != shape for at, shape in expected.items() if signature.present(at))
+        or not 0 < signature.node.integer("k", 1) <= experts
+    ):
+        raise ValueError("layers, scores and tokens do not fit")
+
+
 def _flops(signature: Signature, space: Space) -> float:
     """Products of each token with the layers of its experts."""
     layers = [signature.operand(each.weight) for each in layers_of(signature) if signature.present(each.weight)]
-    per = 8 // signature.node.integer("expert_weight_bits", 4) if signature.node.op == "QMoE" else 1
+    per = 8 // bits_of_experts(signature)
     weights = sum(value.shape[1] * value.shape[2] * per for value in layers)
     tokens = signature.operand(1).shape[0]
     return 2.0 * tokens * signature.node.integer("k", 1) * weights

@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Value
+from autopipe.ir.graph import DType, Value
+from autopipe.passes.frontend.elements import NUMBERS
 from autopipe.passes.frontend.flex_attention import flex_attention
 from autopipe.passes.frontend.quantized_spellings import QUANTIZED
 from autopipe.passes.frontend.spelling import Spelling
@@ -37,6 +38,30 @@ def _matmul_nbits(spelling: Spelling) -> None:
     spelling.own(operands, [product])
     if bias:
         spelling.add("Add", product, bias, result=0)
+
+
+def _gather_blocks(spelling: Spelling) -> None:
+    """Rows of bytes have a row of their own; of elements with a type of 4 bits, or along other axes, slices are picked
+    and become numbers."""
+    shape, places = spelling.shape(0), spelling.shape(1)
+    gathered, axis = (
+        spelling.integer(name, default) % max(len(shape), 1)
+        for name, default in (("gather_axis", 0), ("quantize_axis", 1))
+    )
+    if spelling.type(0).dtype is DType.UINT8:
+        if (gathered, axis, len(shape)) != (0, 1, 2):
+            raise ValueError("bytes are rows of a matrix")
+        spelling.own(spelling.operands, spelling.node.output)
+        return
+    whole = NUMBERS[DType(spelling.type(0).dtype.held)]
+    parts = []
+    for place in (0, 2, 3):
+        if name := spelling.operand(place):
+            name = name if place == 2 else spelling.add("Cast", name, to=whole)
+            parts.append(spelling.add("Gather", name, spelling.operand(1), axis=gathered))
+    axis += (len(places) - 1) * (axis > gathered)
+    block = spelling.integer("block_size", 128)
+    spelling.add("DequantizeLinear", *parts, result=0, axis=axis, block_size=block)
 
 
 def _group_norm(spelling: Spelling, skips: bool = False) -> None:
@@ -132,21 +157,31 @@ def _fused_gemm(spelling: Spelling) -> None:
 
 def _embedding(spelling: Spelling) -> None:
     """Rows of words, positions and segments added up and normalised; how many tokens the mask shows."""
+    packed = spelling.node.op_type == "QEmbedLayerNormalization"
+
+    def number(name: str, table: int) -> str:
+        """A part of a table, or a vector, of bytes as numbers: scales of all follow from operand 8 on, then points."""
+        if not packed:
+            return name
+        return spelling.add("DequantizeLinear", name, *filter(None, map(spelling.operand, (table + 6, table + 11))))
+
     samples, length = spelling.shape(0)
-    words = spelling.add("Gather", spelling.operand(2), spelling.operand(0))
-    if spelling.operand(8):
+    words = number(spelling.add("Gather", spelling.operand(2), spelling.operand(0)), 2)
+    if spelling.operand(8) and not packed:
         places = spelling.add("Gather", spelling.operand(3), spelling.operand(8))
     else:
         ends = spelling.integers(0), spelling.integers(length), spelling.integers(0)
         places = spelling.add("Slice", spelling.operand(3), *ends)
-    total = spelling.add("Add", words, places)
+    total = spelling.add("Add", words, number(places, 3))
     if spelling.operand(1):
-        total = spelling.add("Add", total, spelling.add("Gather", spelling.operand(4), spelling.operand(1)))
+        segments = spelling.add("Gather", spelling.operand(4), spelling.operand(1))
+        total = spelling.add("Add", total, number(segments, 4))
     outputs = [*spelling.node.output, "", ""]
     epsilon = spelling.number("epsilon", 1e-12)
     if outputs[2]:
         total = spelling.add("Identity", total, result=2)
-    spelling.add("LayerNormalization", total, spelling.operand(5), spelling.operand(6), result=0, epsilon=epsilon)
+    vectors = (number(spelling.operand(index), index) for index in (5, 6))
+    spelling.add("LayerNormalization", total, *vectors, result=0, epsilon=epsilon)
     if outputs[1] and spelling.operand(7):
         spelling.add("ReduceSum", spelling.operand(7), spelling.integers(1), keepdims=0, result=1)
     elif outputs[1]:
@@ -156,6 +191,7 @@ def _embedding(spelling: Spelling) -> None:
 
 SPELLERS: dict[str, Speller] = {
     "MatMulNBits": _matmul_nbits,
+    "GatherBlockQuantized": _gather_blocks,
     "GroupNorm": _group_norm,
     "SkipGroupNorm": partial(_group_norm, skips=True),
     "BiasSplitGelu": _bias_split_gelu,
@@ -165,7 +201,7 @@ SPELLERS: dict[str, Speller] = {
     "NhwcFusedConv": partial(_fused_conv, last=True),
     "FusedConv": _fused_conv,
     "FusedGemm": _fused_gemm,
-    "EmbedLayerNormalization": _embedding,
+    **dict.fromkeys(("EmbedLayerNormalization", "QEmbedLayerNormalization"), _embedding),
     **QUANTIZED,
 }
 """By operator of the domain."""

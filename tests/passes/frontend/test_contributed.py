@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.helper as oh
@@ -352,3 +353,32 @@ def test_sums_and_convolutions_which_have_no_kernel_for_cpus(tmp_path: Path) -> 
         onnx.save(model_of(operator, operands, {}, **attributes), tmp_path / "model.onnx")
         (found,) = computed(tmp_path / "model.onnx", dict(operands))
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_embeddings_of_bytes(segments: bool, tmp_path: Path) -> None:
+    tables = {"words": (9, 8), "positions": (6, 8), "table": (2, 8), "gamma": (8,), "beta": (8,)}
+    ids = RANDOM.integers(0, 2, (2, 2, 4)).astype(np.int32)
+    operands: list[Any] = [("ids", ids[0]), ("segments", ids[1]) if segments else None]
+    operands += [(name, whole(*shape)) if segments or name != "table" else None for name, shape in tables.items()]
+    operands.append(("mask", np.array([[1, 1, 0, 0], [1, 1, 1, 1]], np.int32)))
+    for kind, made in (("scale", lambda name: number(name, 0.02)), ("point", lambda name: point(name, 128))):
+        operands += [made(f"{name}_{kind}") if segments or name != "table" else None for name in tables]
+    held = " ".join(each[0] for each in operands if each and each[0] not in ("ids", "segments", "mask"))
+    compare(tmp_path, "QEmbedLayerNormalization", operands, held, 2, rtol=1e-3, atol=1e-4, epsilon=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int4", "uint4"])
+@pytest.mark.parametrize("points", [False, True])
+@pytest.mark.parametrize(("gathered", "axis"), [(0, 1), (1, 0), (0, 2)])
+def test_lookups_of_elements_of_4_bits(gathered: int, axis: int, points: bool, kind: str, tmp_path: Path) -> None:
+    shape = [32, 32, 16][: 2 + (axis == 2)]
+    blocks = [extent // 16 if place == axis else extent for place, extent in enumerate(shape)]
+    dtype = getattr(ml_dtypes, kind)
+    operands: list[Any] = [("table", whole(*shape, dtype="int8").astype(dtype)), ("places", np.array([[3, 9], [0, 2]]))]
+    operands += [
+        ("scales", floats(*blocks)),
+        ("points", whole(*blocks, dtype="int8").astype(dtype)) if points else None,
+    ]
+    settings = {"block_size": 16, "gather_axis": gathered, "quantize_axis": axis}
+    compare(tmp_path, "GatherBlockQuantized", operands, "table scales points", **settings)

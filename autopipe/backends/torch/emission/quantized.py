@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called
-from autopipe.ir.ops.experts import Layer, activation_of, interleaves, layers_of
+from autopipe.ir.ops.experts import Layer, activation_of, bits_of_experts, interleaves, layers_of
 from autopipe.ir.ops.quantized import DOMAIN, bits_of
 
 
@@ -57,7 +57,7 @@ def _mixture(call: Call) -> str:
         weights=weights,
         activation=_activation(call, gated is not None),
         normalize=call.flag("normalize_routing_weights"),
-        bits=call.node.integer("expert_weight_bits", 4) if call.node.op == "QMoE" else None,
+        bits=bits_of_experts(call) if call.node.op == "QMoE" else None,
         group=call.group("e"),
     )
 
