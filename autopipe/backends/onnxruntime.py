@@ -64,9 +64,9 @@ def _measured(sample: Sample, prefix: Path, threads: int, seconds: float) -> Tim
     return _kernel_times(Path(session.end_profiling()), runs)
 
 
-def _session(model: bytes | str, optimized: bool = False, **settings: object) -> Any:
+def _session(model: bytes | str, optimized: bool = False, folder: Path | None = None, **settings: object) -> Any:
     """A model opened as it is written, without any fusion that reorders arithmetic unless `optimized`; with a profile
-    where settings name its file."""
+    where settings name its file. `folder` has the weights of a model that is no file."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -74,6 +74,8 @@ def _session(model: bytes | str, optimized: bool = False, **settings: object) ->
     options.enable_profiling = bool(settings)
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     for name, value in settings.items():
         setattr(options, name, value)
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -174,6 +176,18 @@ class ReferenceModel:
             is_sequence = isinstance(result, list)
             found |= {f"{name}/{place}": each for place, each in enumerate(result)} if is_sequence else {name: result}
         return found
+
+    def watch(self, names: Collection[str]) -> None:
+        """From now on, `run` gives those of these values that a node of the file writes, in the order of its nodes."""
+        import onnx
+
+        proto = _loaded(self._path)
+        written = [name for node in proto.graph.node for name in node.output if name in names]
+        del proto.graph.output[:]
+        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in written)
+        with _readable(self._path):
+            self._session = _session(proto.SerializeToString(), folder=self._path.parent)
+        self._outputs = written
 
     def optimize(self) -> None:
         """From now on, run as ONNX Runtime does by itself, with its fusions."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from autopipe.cli.plan_folder import open_plan
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Layout
 from autopipe.ir.ops import spaces_of
+from autopipe.ir.problem import Problem
 from autopipe.ir.program import Compute, StageCode
 from autopipe.passes.analysis.micro_batches import stage_graphs
 from autopipe.passes.analysis.resharding import node_layouts
@@ -48,11 +49,7 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
     program = lower(
         problem.graph, placement, planned.plan.schedule, loss, problem.optimizer.shard, False, problem.precision
     )
-    graph = problem.graph if loss is not None else without_dropout(problem.graph)
-    alone = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss)
-    recorded = _read(one, 0, 0)
-    codes = emit_forward(alone.stages[0]).codes
-    expected = {name: recorded[code] for name, code in codes.items() if code in recorded}
+    expected = _values_of_one(problem, loss, one)
     limit, found = _BEYOND * manifest.rounding.bound, []
     for stage, own in zip(program.stages, stage_graphs(problem.graph, placement), strict=True):
         blocks = {rank: _read(ranks, stage.stage, rank) for rank in stage.devices}
@@ -74,6 +71,33 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
         f"the first value that differs is {value!r}, by {relative:.1e}: {made.op} {made.name!r}, stage {number}, "
         f"rank {rank}"
     )
+
+
+def first_beside_reference(
+    manifest: Manifest, one: Path, reference: Callable[[Collection[str]], Mapping[str, np.ndarray]]
+) -> str:
+    """A sentence on the first value, in the order of the file, in which the forward of one device differs from a
+    `reference` of values by name."""
+    planned = open_plan(manifest.folder.parent)
+    if planned.digest != manifest.plan:
+        return ""
+    graph, values = planned.problem.graph, _values_of_one(planned.problem, None, one)
+    for name, array in reference(values.keys()).items():
+        if values[name].shape == array.shape:
+            relative = difference("", values[name], array).relative
+            if not relative <= _BEYOND * manifest.rounding.bound:
+                made = graph.nodes[graph.producer(name) or 0]
+                return f"the first value that differs is {name!r}, by {relative:.1e}: {made.op} {made.name!r}"
+    return ""
+
+
+def _values_of_one(problem: Problem, loss: str | None, folder: Path) -> Arrays:
+    """What one device recorded, by the names of the graph's values."""
+    graph = problem.graph if loss is not None else without_dropout(problem.graph)
+    alone = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss)
+    recorded = _read(folder, 0, 0)
+    codes = emit_forward(alone.stages[0]).codes
+    return {name: recorded[code] for name, code in codes.items() if code in recorded}
 
 
 def _relative(block: np.ndarray, whole: np.ndarray, layout: Layout, position: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from autopipe.backends.torch.verification import (
     tensor_differences,
     write_whole_gradients,
 )
-from autopipe.cli.first_difference import first_difference
+from autopipe.cli.first_difference import first_beside_reference, first_difference
 from autopipe.cli.launch import COMPILE, DATA, SEED
 from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output
@@ -81,7 +81,7 @@ def verify(
         run = Verification(manifest, device, data, seed, Path(scratch), tolerance, **flags)
         checks = list(run.run(bar.advance))
         failed = [check for check in checks if not check.relative_difference <= check.limit]
-        first = run.first_difference() if any(check.reference == "one device" for check in failed) else ""
+        first = run.first_difference({check.reference for check in failed}) if failed else ""
     rounding = manifest.rounding
     limit, parts = (rounding.bound, f" = {rounding}") if tolerance is None else (tolerance, "")
     result = {
@@ -209,17 +209,20 @@ class Verification:
         yield self._reference_check(forward, averaged)
         advance()
 
-    def first_difference(self) -> str:
-        """The first value of forward in which the ranks differ from one device; "" where none does, or no plan is at
-        hand."""
-        alone = self.manifest.folder / (REFERENCE if self.manifest.train else FORWARD)
-        folders = self.scratch / "values of ranks", self.scratch / "values of one"
-        for folder in folders:
-            folder.mkdir()
+    def first_difference(self, references: Collection[str]) -> str:
+        """The first value of forward in which the ranks differ from one device, or one device from ONNX Runtime, by
+        which of them differ; "" where none does, or no plan is at hand."""
+        among_ranks = "one device" in references
+        alone = self.manifest.folder / (REFERENCE if self.manifest.train and among_ranks else FORWARD)
+        ranks, one = self.scratch / "values of ranks", self.scratch / "values of one"
+        ranks.mkdir()
+        one.mkdir()
         try:
-            launch_program(self.manifest, [*self._run_arguments("ranks"), "--values", str(folders[0])], LaunchConfig())
-            run_alone(alone, [*self._run_arguments("one"), "--values", str(folders[1])])
-            return first_difference(self.manifest, *folders)
+            run_alone(alone, [*self._run_arguments("one"), "--values", str(one)])
+            if not among_ranks:
+                return first_beside_reference(self.manifest, one, self._reference_values)
+            launch_program(self.manifest, [*self._run_arguments("ranks"), "--values", str(ranks)], LaunchConfig())
+            return first_difference(self.manifest, ranks, one)
         except AutopipeError:  # What was compared is told all the same.
             return ""
 
@@ -292,17 +295,7 @@ class Verification:
 
     def _reference_check(self, forward: Manifest, ours: dict[str, np.ndarray]) -> Check:
         """The model's outputs over the step's whole batch against ONNX Runtime's, both without Dropout."""
-        from autopipe.backends.torch.runtime.parameters import init_shard  # Loads torch, which a check of data need not
-
-        seed = forward.seed if self.seed is None else self.seed
-        bound, weights = self.manifest.rounding.bound, {}
-        for entry in forward.parameters:
-            if isinstance(entry.storage, Initializer):  # The model's file does not store it.
-                drawn = init_shard(entry, whole(entry.value.shape), seed)
-                weights[entry.value.name] = (drawn.float() if entry.value.dtype is DType.BFLOAT16 else drawn).numpy()
-        model = ReferenceModel(
-            forward.model, weights, self.manifest.is_training_graph, dict(self.manifest.fixed_inputs)
-        )
+        model, seed, bound = *self._reference_model(forward), self.manifest.rounding.bound
         if model.random:
             reason = f"left out: {', '.join(model.random)} draws other numbers there"
             return Check("outputs of one device", "ONNX Runtime", 0, reason, 0.0, bound)
@@ -324,6 +317,26 @@ class Verification:
 
         compared = f"outputs of one device{' without Dropout' if model.dropouts else ''}"
         return self._check(compared, "ONNX Runtime", differences(ours), self._forward_responses, note)
+
+    def _reference_model(self, forward: Manifest) -> tuple[ReferenceModel, int]:
+        """The model for ONNX Runtime, and the seed of what its file does not store."""
+        from autopipe.backends.torch.runtime.parameters import init_shard  # Loads torch, which a check of data need not
+
+        seed, weights = forward.seed if self.seed is None else self.seed, {}
+        for entry in forward.parameters:
+            if isinstance(entry.storage, Initializer):
+                drawn = init_shard(entry, whole(entry.value.shape), seed)
+                weights[entry.value.name] = (drawn.float() if entry.value.dtype is DType.BFLOAT16 else drawn).numpy()
+        fixed = dict(self.manifest.fixed_inputs)
+        return ReferenceModel(forward.model, weights, self.manifest.is_training_graph, fixed), seed
+
+    def _reference_values(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Values of the first evaluation by name, in the order of the file."""
+        forward = read_manifest(self.manifest.folder / FORWARD)
+        model, seed = self._reference_model(forward)
+        model.watch(names)
+        source, size = open_source(forward, self.data, seed, settings=forward.data), _evaluation(forward, model)
+        return model.run({each.value.name: filled_rows(source, forward, each, 0, 0, size) for each in forward.inputs})
 
     def _reference_outputs(self, forward: Manifest, model: ReferenceModel, seed: int) -> dict[str, np.ndarray]:
         """The model's outputs over the step's whole batch, as ONNX Runtime gives them."""

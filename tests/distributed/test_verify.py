@@ -205,6 +205,20 @@ def test_a_wrong_program_is_found(here: None, tmp_path: Path, capsys: pytest.Cap
     assert "stage 0, rank 0" in named and named.split("'")[1] in last + head.splitlines()[-2]
 
 
+def test_the_first_value_beside_onnx_runtime_is_named(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = generated(tmp_path, "--gpus", "2", "--batch-size", "4", "--micro-batches", "2", loss=False)
+    stage = program / "forward" / "stage_00.py"
+    text = stage.read_text(encoding="utf-8")
+    assert "F.gelu(" in text
+    stage.write_text(text.replace("F.gelu(", "1.01 * F.gelu(", 1), encoding="utf-8")
+    capsys.readouterr()
+    assert main(["verify", str(program), "--device", "cpu", "--json", "-q"]) == 5
+    _, error = map(json.loads, capsys.readouterr().out.splitlines())
+    assert "Gelu" in error["error"]["hint"]
+
+
 def test_a_missing_all_reduce_is_found(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each replica keeps the gradient of its own samples."""
     flags = ("--gpus", "2", "--batch-size", "8", "--micro-batches", "2", "--strategy", "data_parallel")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from string import ascii_lowercase
 
-from autopipe.backends.torch.emission.call import Call, Emitter, called, formula, number
+from autopipe.backends.torch.emission.call import Call, Emitter, called, formula, in_one_type, number
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.operator import SpatialWindow, window_of
 from autopipe.ir.ops.products import equation_of, has_bias
@@ -262,12 +262,12 @@ def _recurrent(call: Call) -> str:
 PRODUCTS: dict[str, Emitter] = {
     "MatMul": _matmul,
     "autopipe.Linear": formula("F.linear({0}, {1}.t(), {2})"),
-    "Gemm": _gemm,
+    "Gemm": in_one_type(_gemm),
     "Einsum": lambda call: f"torch.einsum({str(equation_of(call))!r}, {call.args()})",
     "MatMulInteger": lambda call: f"operators.matmul_integer({call.optionals(4)})",
     "QLinearMatMul": lambda call: f"operators.matmul_quantized({call.args(8)}, {call.dtype})",
-    "Conv": _conv,
-    "ConvTranspose": _conv_transpose,
+    "Conv": in_one_type(_conv),
+    "ConvTranspose": in_one_type(_conv_transpose),
     "ConvInteger": lambda call: called("operators.conv_integer", call.optionals(4), _runtime_settings(*_kernel(call))),
     "QLinearConv": lambda call: called(
         "operators.conv_quantized", call.optionals(9), call.dtype, _runtime_settings(*_kernel(call, 3))

@@ -16,8 +16,10 @@ import torch
 
 from autopipe.backends.torch.runtime.clock import StepTimes
 from autopipe.backends.torch.runtime.evaluation import EvaluationReport
+from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.stage import RankContext
 from autopipe.ir.errors import LaunchError
+from autopipe.ir.graph import DType
 from autopipe.ir.program import KINDS, by_kind
 
 
@@ -251,7 +253,7 @@ class Reporter:
             if each.bad_stage != _FINE:
                 raise LaunchError(
                     f"the loss is not a finite number at step {step}",
-                    hint="lower the learning rate or look at the data",
+                    hint=_hint(self._rank.manifest),
                     where=f"rank {rank}, stage {int(each.bad_stage)}, micro-batch {int(each.bad_micro_batch)}",
                 )
         manifest, seconds = self._rank.manifest, max(each.seconds for each in by_rank)
@@ -294,3 +296,11 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return _resident_peak() - _INTERPRETER
+
+
+def _hint(manifest: Manifest) -> str:
+    """What makes losses finite."""
+    held = {each.value.dtype for each in manifest.parameters if each.trainable}
+    if DType.FLOAT16 in held and "eps" in manifest.optimizer:
+        return "squares of gradients are 0 in float16: optimizer.eps: 1e-4, or float32 weights with precision: fp16"
+    return "lower the learning rate or look at the data"
