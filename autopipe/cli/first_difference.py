@@ -92,7 +92,7 @@ def first_beside_reference(
 
 
 def _values_of_one(problem: Problem, loss: str | None, folder: Path) -> Arrays:
-    """What one device recorded, by the names of the graph's values."""
+    """Values that one device recorded, by their names in the graph."""
     graph = problem.graph if loss is not None else without_dropout(problem.graph)
     alone = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss)
     recorded = _read(folder, 0, 0)

@@ -299,7 +299,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _hint(manifest: Manifest) -> str:
-    """What makes losses finite."""
+    """How to keep losses finite."""
     held = {each.value.dtype for each in manifest.parameters if each.trainable}
     if DType.FLOAT16 in held and "eps" in manifest.optimizer:
         return "squares of gradients are 0 in float16: optimizer.eps: 1e-4, or float32 weights with precision: fp16"
