@@ -1,8 +1,8 @@
 """If, Loop, Scan and SequenceMap, resolved while a file is read: branches that are taken, bodies repeated as they run.
 
 That takes conditions and numbers of iterations that are known once dimensions are bound. A branch that depends on data
-is computed beside the other, and one of the two results chosen; a Loop that may end early is computed to its end, and
-what it would no longer do is undone.
+is computed beside the other, and one of the two results chosen; a Loop that may end early is computed to the end that
+is known, and what it would no longer do is undone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import DType
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS, DEEPEST_BODY, nested
 from autopipe.passes.frontend.sequences import made_node, truth
 
@@ -186,8 +187,8 @@ def _chosen(
     ours, others = known.sequences.get(first), known.sequences.get(second)
     if ours is not None and others is not None and len(ours) == len(others):
         names = [f"{result}/{number}" for number in range(len(ours))]
-        for one, other, name in zip(ours, others, names, strict=True):
-            yield from _chosen(node, condition, one, other, name, known, where)
+        for pair in zip(ours, others, names, strict=True):
+            yield from _chosen(node, condition, *pair, known, where)
         yield made_node(node, "SequenceConstruct", names, [result])
         return
     kinds = [known.kind(each) for each in (first, second)]
@@ -197,11 +198,22 @@ def _chosen(
     if len({(each.dtype, each.shape) for each in kinds if each is not None}) > 1:
         shapes = " or ".join(f"{each.dtype}{list(each.shape)}" for each in kinds if each is not None)
         raise ModelError(f"it depends on data whether {result!r} is {shapes}", where=where)
+    one, other = known.numbers(first), known.numbers(second)
+    if one is not None and other is not None and np.array_equal(one, other):
+        yield made_node(node, "Identity", [first], [result])
+        return
     if asked.shape:
         yield made_node(node, "Constant", [], [f"{result}/scalar"], value_ints=[])
         yield made_node(node, "Reshape", [condition, f"{result}/scalar"], [f"{result}/condition"])
         condition = f"{result}/condition"
-    yield made_node(node, "Where", [condition, first, second], [result])
+    if kinds[0] is None or kinds[0].dtype is not DType.BOOL:
+        yield made_node(node, "Where", [condition, first, second], [result])
+        return
+    parts = [f"{result}/{each}" for each in ("not", "first", "second")]
+    yield made_node(node, "Not", [condition], parts[:1])
+    yield made_node(node, "And", [condition, first], parts[1:2])
+    yield made_node(node, "And", [parts[0], second], parts[2:])
+    yield made_node(node, "Or", parts[1:], [result])
 
 
 class _Repetition:
@@ -237,40 +249,42 @@ class _Repetition:
         most, condition, *carried = (*operands, "", "")[: max(len(operands), 2)]
         stacked: list[list[str]] = [[] for _ in self.node.output[len(carried) :]]
         limit = self._number(most) if most else None
-        going = self._number(condition) if condition else 1
-        if (most and limit is None) or going is None:
-            raise ModelError(
-                "how often its body runs depends on data", hint="export it with a fixed number", where=self.where
-            )
-        alive = ""
-        while going and (limit is None or self.runs < limit):
+        if most and limit is None:
+            raise self._unbounded("how often its body runs depends on data")
+        alive, inner = "", carried
+        ends, going = condition, self._number(condition) if condition else 1
+        while going != 0 and (limit is None or self.runs < limit):
+            if going is None:
+                if stacked or self.runs >= MOST_UNDONE:
+                    raise self._unbounded("when it ends depends on data, and nothing bounds that or what it gathers")
+                last, alive = alive, f"{self.title}/{self.runs}/alive"
+                yield made_node(self.node, *(("And", [last, ends]) if last else ("Identity", [ends])), [alive])
             number, still = (f"{self.title}/{self.runs}/{each}" for each in ("number", "going"))
             yield made_node(self.node, "Constant", [], [number], value_int=self.runs)
             yield truth(self.node, still, True)
-            yield from self.run([number, alive or still, *carried])
+            yield from self.run([number, still, *inner])
             ends, *results = self.results
+            inner, results, old = results[: len(carried)], results[len(carried) :], carried
+            carried = [f"{alive}/{place}" for place in range(len(inner))] if alive else inner
             if alive:
-                mixed = [f"{alive}/{place}" for place in range(len(carried))]
-                for new, old, name in zip(results, carried, mixed, strict=False):
-                    yield from _chosen(self.node, alive, new, old, name, self.known, self.where)
-                results[: len(carried)] = mixed
-            carried = results[: len(carried)]
-            for found, name in zip(stacked, results[len(carried) :], strict=True):
+                for names in zip(inner, old, carried, strict=True):
+                    yield from _chosen(self.node, alive, *names, self.known, self.where)
+                # A counter stays one: what it would be after the end is never given.
+                pairs = zip(inner, carried, strict=True)
+                inner = [new if self.known.numbers(new) is not None else mixed for new, mixed in pairs]
+            for found, name in zip(stacked, results, strict=True):
                 found.append(name)
             going = self._number(ends)
-            if going is None:
-                if limit is None or limit > MOST_UNDONE or stacked:
-                    raise ModelError(
-                        "how often its body runs depends on data, and nothing bounds it or what it gathers",
-                        where=self.where,
-                    )
-                going, last = 1, alive
-                alive = f"{self.title}/{self.runs}/alive"
-                yield made_node(self.node, *(("And", [last, ends]) if last else ("Identity", [ends])), [alive])
+        yield from self._handed_on(carried)
+        yield from self._stacks(list(self.node.output[len(carried) :]), stacked, [0] * len(stacked))
+
+    def _unbounded(self, reason: str) -> ModelError:
+        return ModelError(reason, hint="export it with a fixed number, or a condition that ends", where=self.where)
+
+    def _handed_on(self, carried: list[str]) -> Iterator[onnx.NodeProto]:
         for name, result in zip(self.node.output, carried, strict=False):
             if name:
                 yield made_node(self.node, "Identity", [result], [name])
-        yield from self._stacks(list(self.node.output[len(carried) :]), stacked, [0] * len(stacked))
 
     def scan(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
         stated = {each.name: each.i or list(each.ints) for each in self.node.attribute}
@@ -294,9 +308,7 @@ class _Repetition:
             carried = self.results[: len(carried)]
             for found, name in zip(stacked, self.results[len(carried) :], strict=True):
                 found.append(name)
-        for name, result in zip(self.node.output, carried, strict=False):
-            if name:
-                yield made_node(self.node, "Identity", [result], [name])
+        yield from self._handed_on(carried)
         backward = _listed(stated, "scan_output_directions", len(gathered))
         for found, back in zip(stacked, backward, strict=True):
             found[:] = found[::-1] if back else found

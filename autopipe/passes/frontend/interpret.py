@@ -257,6 +257,9 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
                 if name:
                     sweep.hold(name, array, inferred.dtype if inferred else DType(array.dtype.name))
             return
+    if not domain and is_small and (decided := _decided(node.op_type, known)) is not None and types[0] is not None:
+        sweep.hold(node.output[0], np.full(types[0].shape, decided), DType.BOOL)
+        return
     if _changes_nothing(sweep, node, operands, types):
         _alias(sweep, node.output[0], operands[0])
         return
@@ -282,6 +285,13 @@ def _cast(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
     cast = onnx.helper.make_node("Cast", node.input[:1], node.output, name=node.name, to=NUMBERS[dtype])
     cast.attribute.extend(each for each in node.attribute if each.name in ("saturate", "round_mode"))
     return cast
+
+
+def _decided(operator: str, known: Sequence[np.ndarray | None]) -> bool | None:
+    """The result of And and Or where one operand tells it."""
+    deciding = {"And": False, "Or": True}.get(operator)
+    told = deciding is not None and any(array is not None and (array == deciding).all() for array in known)
+    return deciding if told else None
 
 
 def _changes_nothing(

@@ -78,6 +78,28 @@ READ = {
             still = Less (m, limit)
         }>
     """,
+    "until data say so, at most five times": """
+        limit = Constant <value_float = 9.0> ()
+        nil = Constant <value = int64 {0}> ()
+        one = Constant <value = int64 {1}> ()
+        five = Constant <value = int64 {5}> ()
+        a = Abs (x)
+        m = ReduceMax <keepdims = 0> (a)
+        c = Less (m, limit)
+        z, n = Loop (, c, x, nil) <body = b (int64 i, bool going, float[3,4] h, int64 k)
+                                           => (bool still, float[3,4] g, int64 l) {
+            g = Add (h, h)
+            a = Abs (g)
+            m = ReduceMax <keepdims = 0> (a)
+            s = Less (m, limit)
+            l = Add (k, one)
+            f = Less (l, five)
+            still = If (s) <then_branch = t () => (bool z) { z = Identity (f) },
+                            else_branch = e () => (bool z) { z = Constant <value = bool {0}> () }>
+        }>
+        times = Cast <to = 1> (n)
+        y = Mul (z, times)
+    """,
     "a value that grows": """
         two = Constant <value = int64 {2}> ()
         y = Loop (two, , x) <body = b (int64 i, bool going, float[n,4] h) => (bool going, float[k,4] g) {
@@ -133,7 +155,7 @@ REFUSED = {
             g = Neg (h)
         }>
     """,
-    "nothing bounds it": """
+    "nothing bounds that or what it gathers": """
         yes = Constant <value = bool {1}> ()
         y = Loop (, yes, x) <body = b (int64 i, bool going, float[3,4] h) => (bool still, float[3,4] g) {
             g = Neg (h)
