@@ -83,9 +83,9 @@ READ = {
         nil = Constant <value = int64 {0}> ()
         one = Constant <value = int64 {1}> ()
         five = Constant <value = int64 {5}> ()
-        a = Abs (x)
-        m = ReduceMax <keepdims = 0> (a)
-        c = Less (m, limit)
+        first = Abs (x)
+        largest = ReduceMax <keepdims = 0> (first)
+        c = Less (largest, limit)
         z, n = Loop (, c, x, nil) <body = b (int64 i, bool going, float[3,4] h, int64 k)
                                            => (bool still, float[3,4] g, int64 l) {
             g = Add (h, h)
@@ -94,8 +94,8 @@ READ = {
             s = Less (m, limit)
             l = Add (k, one)
             f = Less (l, five)
-            still = If (s) <then_branch = t () => (bool z) { z = Identity (f) },
-                            else_branch = e () => (bool z) { z = Constant <value = bool {0}> () }>
+            still = If (s) <then_branch = t () => (bool o) { o = Identity (f) },
+                            else_branch = e () => (bool o) { o = Constant <value = bool {0}> () }>
         }>
         times = Cast <to = 1> (n)
         y = Mul (z, times)
