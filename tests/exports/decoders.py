@@ -133,14 +133,19 @@ def merge(source: Path, target: Path) -> None:
 
 
 def _without_past(graph: onnx.GraphProto) -> onnx.GraphProto:
-    """The same step of the tokens alone: the keys and values that are joined to the cache are taken without it."""
+    """The same step of the tokens alone, of whatever cache it is given none."""
     found = onnx.GraphProto()
     found.CopyFrom(graph)
-    past = {each.name for each in graph.input if each.name.startswith("past")}
+    past = [each.name for each in graph.input if each.name.startswith("past")]
     for node in found.node:
-        if node.op_type == "Concat" and node.input[0] in past:
-            node.op_type = "Identity"
-            del node.input[0], node.attribute[:]
+        node.input[:] = [f"{name}/none" if name in past else name for name in node.input]
+    limits = [onnx.numpy_helper.from_array(np.array([number]), f"limit/{number}") for number in (0, 2)]
+    constants = [onnx.helper.make_node("Constant", [], [each.name], value=each) for each in limits]
+    parts = ["limit/0", "limit/0", "limit/2"]
+    empty = [onnx.helper.make_node("Slice", [name, *parts], [f"{name}/none"]) for name in past]
+    nodes = [*constants, *empty, *found.node]
+    del found.node[:]
+    found.node.extend(nodes)
     return found
 
 

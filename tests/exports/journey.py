@@ -21,6 +21,11 @@ from tests.exports.architectures import SEQUENCE
 from tests.exports.export import Export, onnx_file
 from tests.exports.light import LIGHT
 
+SETTINGS = {
+    "gpt2_merged": ("model.inputs.use_cache_branch=true",),
+    "qwen2_vision": ("model.batch_axes.position_ids=1",),
+}
+"""What a model's file does not tell."""
 DEVICES = 4
 MICRO_BATCHES = 4
 
@@ -165,8 +170,7 @@ def _plan_arguments(journey: Journey, path: Path, folder: Path) -> list[object]:
     batch = ["--batch-size", MICRO_BATCHES * size, "--micro-batches", MICRO_BATCHES]
     arguments = [path, "--gpus", DEVICES, "--cluster", "cpu-local", "--strategy", journey.strategy, *batch]
     arguments += dimensions(path)
-    if export.model.endswith("_merged"):
-        arguments += ["--set", "model.inputs.use_cache_branch=true"]
+    arguments += [word for each in SETTINGS.get(export.model, ()) for word in ("--set", each)]
     if export.loss and export.model in LIGHT:
         written = folder / "loss.yaml"
         scores = json.dumps(LIGHT[export.model])

@@ -69,8 +69,8 @@ def _gridded() -> Tensors:
     labels = given.pop("labels")
     kinds = (given["input_ids"] == IMAGE_TOKEN).long()
     given["pixel_values"] = torch.randn(BATCH * 16, 3 * 2 * 16)
-    grid = torch.tensor([[1, 4, 4]] * BATCH)
-    return {**given, "image_grid_thw": grid, "mm_token_type_ids": kinds, "labels": labels}
+    places = torch.arange(12).expand(3, BATCH, 12).contiguous()
+    return {**given, "position_ids": places, "mm_token_type_ids": kinds, "labels": labels}
 
 
 def _prompted() -> Tensors:
@@ -95,6 +95,7 @@ IMAGES: dict[str, WithLoss] = {
     ),
     "qwen2_vision": hugging_face(
         "Qwen2VL", "ForConditionalGeneration", _gridded, image_token_id=IMAGE_TOKEN,
+        fixed={"image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH)},
         vision_config={"depth": 2, "embed_dim": WIDTH, "hidden_size": WIDTH, "num_heads": 2, "patch_size": 4,
                        "spatial_merge_size": 2, "temporal_patch_size": 2, "mlp_ratio": 2},
         text_config={**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,

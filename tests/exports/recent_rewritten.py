@@ -17,9 +17,12 @@ def _optimized(kind: str, heads: int, width: int, half: bool = False) -> Rewrite
     """By onnxruntime.transformers.optimizer, which puts operators of com.microsoft in the place of patterns."""
 
     def rewrite(source: Path, target: Path) -> None:
+        from onnxruntime.transformers.fusion_options import FusionOptions
         from onnxruntime.transformers.optimizer import optimize_model
 
-        optimized = optimize_model(str(source), kind, num_heads=heads, hidden_size=width, opt_level=0)
+        options = FusionOptions(kind)
+        options.enable_nhwc_conv = options.enable_group_norm = False  # They have kernels on GPUs only.
+        optimized = optimize_model(str(source), kind, heads, width, optimization_options=options, opt_level=0)
         if half:
             optimized.convert_float_to_float16(keep_io_types=True)
         optimized.save_model_to_file(str(target))

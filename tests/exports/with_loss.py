@@ -5,8 +5,9 @@ The same module without its loss is what exporters write for inference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,12 +75,13 @@ def hugging_face(
     configuration: str = "",
     output: str = "logits",
     experts: str = "batched_mm",
+    fixed: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> WithLoss:
     """The model `name + head` of `transformers`; `of` makes a loss of its result.
 
     It is configured by `configuration`, `name + "Config"` where that is empty. `experts` is how a mixture of experts is
-    computed.
+    computed, `fixed` are arguments that are no inputs of the file.
     """
 
     def build() -> nn.Module:
@@ -88,6 +90,8 @@ def hugging_face(
         configured = getattr(transformers, configuration or f"{name}Config")(**settings)
         chosen = {"experts_implementation": experts} if "num_experts_per_tok" in settings else {}
         model = getattr(transformers, f"{name}{head}")._from_config(configured, attn_implementation="eager", **chosen)
+        if fixed:
+            model.forward = partial(model.forward, **fixed)
         return Loss(model, tuple(inputs()), of)
 
     return WithLoss(build, inputs, training, output)

@@ -115,6 +115,17 @@ def _channels_last(operator: str, spelling: Spelling) -> None:
     spelling.moved(found, rank, last=True, result=0)
 
 
+def _convolved_last(spelling: Spelling) -> None:
+    """A convolution of images whose channels come last, as they mostly do in its weight, too: ONNX Runtime's optimizer
+    writes them so, though the operator's description has them second."""
+    rank, channels = len(spelling.shape(0)), spelling.shape(0)[-1]
+    x, weight = spelling.moved(spelling.operand(0), rank, last=False), spelling.operand(1)
+    if spelling.shape(1)[-1] * spelling.integer("group", 1) == channels:
+        weight = spelling.moved(weight, rank, last=False)
+    found = spelling.add("Conv", x, weight, *spelling.operands[2:], **spelling.attributes())
+    spelling.moved(found, rank, last=True, result=0)
+
+
 _PARAMETERS = {"LeakyRelu": ("alpha",), "HardSigmoid": ("alpha", "beta"), "Elu": ("alpha",)}
 
 
@@ -196,7 +207,7 @@ SPELLERS: dict[str, Speller] = {
     "SkipGroupNorm": partial(_group_norm, skips=True),
     "BiasSplitGelu": _bias_split_gelu,
     "BiasAdd": _bias_add,
-    "NhwcConv": partial(_channels_last, "Conv"),
+    "NhwcConv": _convolved_last,
     "NhwcMaxPool": partial(_channels_last, "MaxPool"),
     "NhwcFusedConv": partial(_fused_conv, last=True),
     "FusedConv": _fused_conv,
