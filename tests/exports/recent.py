@@ -139,7 +139,7 @@ EXPORTS: Mapping[str, str] = {
     "vits_text": "torchscript-static-forward",
     "wav2vec2_conformer": "dynamo-static-forward torchscript-static-forward",
     "yolo": "torchscript-static-loss dynamo-dynamic-forward-fp16",
-    "joint_diffusion": "dynamo-static-loss dynamo@22-static-forward-bf16",
+    "joint_diffusion": "dynamo-static-loss dynamo-static-forward-bf16",
     "gan_generator": "torchscript-static-loss dynamo-dynamic-forward",
     "gan_discriminator": "dynamo-static-loss",
     "tacotron": "torchscript-static-loss dynamo-static-forward",
