@@ -11,8 +11,8 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.ops import operator_of, signature_of
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend.batch_inputs import told_apart
-from autopipe.passes.frontend.cleanup import at_inference, cleaned, without_unread
-from autopipe.passes.frontend.dimensions import bind_inputs, by_symbol, fixed_numbers
+from autopipe.passes.frontend.cleanup import at_inference, cleaned, with_plain_gathers, without_unread
+from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, by_symbol, fixed_numbers
 from autopipe.passes.frontend.fusion import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
@@ -87,9 +87,11 @@ def _read(
     data = tuple(info for name, info in offered.items() if name not in fixed)
     dims = by_symbol(data, dims, batch_axes)
     roles = roles_of(source)
-    apart = told_apart(
-        data, dims, batch_axes, lambda tried: interpret(source, tried, Weights(source, roles, chosen), numbers)[0]
-    )
+
+    def followed(tried: Inputs) -> Graph:
+        return with_plain_gathers(interpret(source, tried, Weights(source, roles, chosen), numbers)[0])
+
+    apart = told_apart(data, dims, batch_axes, followed)
     inputs = bind_inputs(data, dims, batch, apart)
     weights = Weights(source, roles, chosen)
     interpreted, aliases = interpret(source, inputs, weights, numbers)
