@@ -17,7 +17,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Attribute, DType, Value
-from autopipe.passes.frontend.rewriting import Rewriter, Rewriting
+from autopipe.passes.frontend.rewriting import MOST_PLACES, Rewriter, Rewriting
 
 if TYPE_CHECKING:
     import onnx
@@ -109,7 +109,7 @@ def group_query_attention(to: Rewriting) -> None:
         mask = _prompt_mask(to, mask, key)
     sink = to.operand(11)
     if not sink and node.integer("smooth_softmax"):
-        sink = to.constant(np.zeros(count, np.float32), DType.FLOAT32)
+        sink = to.add("Expand", [to.number(0.0, to.type_of(query).dtype), to.integers(count)], (count,))
     window = node.integer("local_window_size", -1)
     result, _, _ = _attend(
         to,
@@ -143,7 +143,7 @@ def _written(to: Rewriting, caches: tuple[str, str], new: tuple[str, str], start
 def _filled(to: Rewriting, caches: tuple[str, str], lengths: str) -> tuple[str, str]:
     """Keys and values with zeros in the places that are not filled yet, as ONNX Runtime hands them on."""
     batch, _, places, _ = to.shape(caches[0])
-    rows = to.constant(np.arange(places).reshape(places, 1))
+    rows = to.places(0, places, -1, 1)
     filled = to.both("Less", rows, to.reshape(lengths, batch, 1, 1, 1), DType.BOOL)
     zero = to.number(0.0, to.type_of(caches[0]).dtype)
     return to.choose(filled, caches[0], zero), to.choose(filled, caches[1], zero)
@@ -177,7 +177,7 @@ def _tokens_before(to: Rewriting, tokens: int, total: int | None) -> str:
 
 def _positions(to: Rewriting, before: str, batch: int, tokens: int) -> str:
     """Positions [batch, tokens] of the tokens of a call; a first one counts on from the first that is stated."""
-    stated, steps = to.operand(9), to.constant(np.arange(tokens)[None])
+    stated, steps = to.operand(9), to.places(0, tokens, 1, -1)
     if stated and before:
         return stated
     if stated:
@@ -278,8 +278,8 @@ def _masked(to: Rewriting, heads: Heads, padding: str, added: str, total: int) -
     mask = to.choose(visible, to.number(0.0, dtype), hidden)
     if causal and tokens > 1:
         # A query that sees nothing but padding looks at that, and ahead only where padding is hidden as well.
-        queries = to.constant(np.arange(total - tokens, total).reshape(tokens, 1))
-        before = to.both("LessOrEqual", to.constant(np.arange(total)), queries, DType.BOOL)
+        queries = to.places(total - tokens, total, -1, 1)
+        before = to.both("LessOrEqual", to.places(0, total, -1), queries, DType.BOOL)
         mask = to.choose(before, mask, to.number(-math.inf, dtype))
     if added:
         mask = to.both("Add", mask, added)
@@ -305,7 +305,7 @@ def _between(to: Rewriting, bounds: str, batch: int, total: int) -> str:
     """Keys before an end for each sequence, or, where `bounds` goes on with starts, between both."""
     size = to.shape(bounds)[0]
     bounds = to.cast(bounds, DType.INT64)
-    places = to.constant(np.arange(total).reshape(1, 1, 1, total))
+    places = to.places(0, total, 1, 1, 1, -1)
     ends, *starts = to.split(bounds, 0, batch, size - batch) if size > batch else [bounds]
     shown = to.both("Less", places, to.reshape(ends, batch, 1, 1, 1), DType.BOOL)
     if size != 2 * batch:
@@ -354,10 +354,11 @@ def _turned_by_place(to: Rewriting, name: str, first: int) -> str:
     """Heads turned by their places, the first of which is `first`, as GPT-NeoX does."""
     batch, _, tokens, features = to.shape(name)
     width = to.node.integer("rotary_embedding_dim") or features
+    to.require(0 < width <= features and tokens * width <= MOST_PLACES, f"{tokens} tokens of {width} angles do not fit")
     angles = np.arange(first, first + tokens)[:, None] / ROTARY_BASE ** (np.arange(0, width, 2) / width)
     dtype = to.type_of(name).dtype
     tables = [to.cast(to.constant(turn(angles).astype(np.float32)), dtype) for turn in (np.cos, np.sin)]
-    steps = to.constant(np.arange(tokens)[None])
+    steps = to.places(0, tokens, 1, -1)
     positions = to.add("Expand", [steps, to.integers(batch, tokens)], (batch, tokens))
     return to.add("RotaryEmbedding", [name, *tables, positions], to.shape(name), rotary_embedding_dim=width % features)
 
@@ -388,7 +389,7 @@ def _unpacked(to: Rewriting, words: list[str], offsets: str, bounds: str, added:
     starts, _ = to.split(bounds, 0, batch, 1)
     _, ends = to.split(bounds, 0, 1, batch)
     lengths = to.reshape(to.both("Sub", ends, starts), batch)
-    places = to.both("Add", starts, to.constant(np.arange(longest)[None]))
+    places = to.both("Add", starts, to.places(0, longest, 1, -1))
     places = to.both("Min", places, to.constant(np.asarray(tokens - 1)))
     rows = [to.add("Gather", [word, places], (batch, longest, to.shape(word)[1]), axis=0) for word in words]
     query, key, value = (_by_head(to, each, count) for each in rows)

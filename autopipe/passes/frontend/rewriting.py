@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     import onnx
 
 
+MOST_PLACES = 1 << 24
+"""Tokens whose places are counted: a file may state any extent."""
+
+
 @dataclass(slots=True)
 class Rewriting:
     """The nodes, types and constants that take a node's place. Operators have the meaning of opset 25 whatever the
@@ -123,6 +127,11 @@ class Rewriting:
 
     def integers(self, *values: int) -> str:
         return self.constant(np.asarray(values, np.int64))
+
+    def places(self, first: int, last: int, *shape: int) -> str:
+        """The whole numbers from `first` up to `last`, which it leaves out, in a shape that -1 may stand in."""
+        self.require(last - first <= MOST_PLACES, f"more than {MOST_PLACES} tokens are not supported")
+        return self.constant(np.arange(first, last).reshape(shape))
 
     def reshape(self, name: str, *shape: int) -> str:
         if shape == self.shape(name):
