@@ -76,7 +76,7 @@ class Model:
     """Extents of symbolic dimensions by name, such as `{seq: 128}`."""
     batch_axes: tuple[tuple[str, Index | None], ...] = ()
     """The batch axis by name of the input; `null` for an input without one. Axis 0 where an input is not listed."""
-    inputs: tuple[tuple[str, bool | int | float], ...] = ()
+    inputs: Annotated[tuple[tuple[str, bool | int | float], ...], Sparse()] = ()
     """Inputs that are always the same number, such as `{use_cache_branch: true}`: the model is read for that alone."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained: globs over their names, or regular expressions after `re:`."""

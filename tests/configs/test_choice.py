@@ -75,5 +75,5 @@ def test_options_from_the_command_line() -> None:
 
 def test_options_have_a_table() -> None:
     rows = table(Search).splitlines()
-    assert rows[2] == "| `steps` | a whole number | `10` | How often it tries. |"
+    assert rows[2] == "| `steps` | whole number | `10` | How often it tries. |"
     assert len(rows) == 10

@@ -257,7 +257,7 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
                 if name:
                     sweep.hold(name, array, inferred.dtype if inferred else DType(array.dtype.name))
             return
-    if not domain and is_small and (decided := _decided(node.op_type, known)) is not None and types[0] is not None:
+    if not domain and is_small and (decided := _settled(node.op_type, known)) is not None and types[0] is not None:
         sweep.hold(node.output[0], np.full(types[0].shape, decided), DType.BOOL)
         return
     if _changes_nothing(sweep, node, operands, types):
@@ -287,7 +287,7 @@ def _cast(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
     return cast
 
 
-def _decided(operator: str, known: Sequence[np.ndarray | None]) -> bool | None:
+def _settled(operator: str, known: Sequence[np.ndarray | None]) -> bool | None:
     """The result of And and Or where one operand tells it."""
     deciding = {"And": False, "Or": True}.get(operator)
     told = deciding is not None and any(array is not None and (array == deciding).all() for array in known)

@@ -172,7 +172,8 @@ class GridSearch:
                 # Of the sizes that memory should hold the best, whose step is as much longer than the first as
                 # estimates say.
                 start = min(filter(first.fits, own), key=estimates.__getitem__, default=first.size)
-                begun.append((first.step_s * estimates[start] / estimates[first.size], degrees, own, start))
+                longer = estimates[start] / estimates[first.size] if estimates[first.size] else 1.0  # Nothing to do.
+                begun.append((first.step_s * longer, degrees, own, start))
         for promised_s, degrees, own, start in sorted(begun, key=itemgetter(0)):
             if promised_s <= _CLOSE * self._best_s():
                 climb(own, own.index(start), partial(seconds, degrees))

@@ -50,6 +50,7 @@ def rank(tmp_path: Path, device: Device) -> Any:
         clock=Clock(torch.device("cpu")),
         manifest=SimpleNamespace(
             training=Training(),
+            parameters=(),
             batch_size=4,
             predicted_bubble=0.0,
             tokens_per_sample=None,
