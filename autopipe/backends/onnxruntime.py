@@ -151,9 +151,10 @@ class ReferenceModel:
         """Operators of it that draw numbers, which are none of ours."""
         self.dropouts = sum(map(_switch_off_dropout, _nodes(proto)))
         """Of its Dropouts those that were switched off."""
+        kept = sum(map(_switch_to_single, _nodes(proto)))
         used = {each.name for each in proto.graph.output}.union(*(node.input for node in _nodes(proto)))
         batches = 0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
-        changed = bool(weights) or self.dropouts + batches > 0 or _BFLOAT16 in _types_used(proto)
+        changed = bool(weights) or self.dropouts + batches + kept > 0 or _BFLOAT16 in _types_used(proto)
         changed = _cast_to_one_type(proto) or changed
         self._path = _completed(model, proto, weights, Path(self._scratch.name)) if changed else model
         self._session = _open(self._path)
@@ -310,6 +311,15 @@ def _switch_off_dropout(node: onnx.NodeProto) -> bool:
         return False
     del node.input[2:]
     return True
+
+
+def _switch_to_single(node: onnx.NodeProto) -> bool:
+    """Have a product of packed weights keep its other factor, which its file lets kernels round to bytes; True if that
+    was to be said."""
+    levels = [each for each in node.attribute if each.name == "accuracy_level" and each.i > 1]
+    for level in levels:
+        level.i = 1
+    return bool(levels)
 
 
 def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:

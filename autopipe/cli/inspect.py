@@ -99,6 +99,7 @@ def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) ->
         "nodes_before": model.nodes_before,
         "nodes": len(graph.nodes),
         "operators": operators(graph),
+        "fused": model.fused,
         **(figures if work else dict.fromkeys(figures)),
         "branches": branches,
         "unsupported": [
@@ -153,6 +154,8 @@ def _rows(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], ev
     yield "initial values", (", ".join(begins[:_MOST]) or "none") + rest
     yield "nodes", f"{len(graph.nodes):,} of {model.nodes_before:,} after cleaning"
     yield "operators", ", ".join(f"{name} {count}" for name, count in operators(graph).items())
+    if model.fused:
+        yield "fused", ", ".join(f"{name} {count}" for name, count in model.fused.items())
     if work:
         forward, backward = (sum(each.forward_flops for each in work), sum(each.backward_flops for each in work))
         yield "operations", f"{_scaled(forward)}FLOP forward, {_scaled(backward)}FLOP backward"

@@ -87,7 +87,7 @@ class Builder:
         weight = self._bytes(f"{name}.weight", rows, blocks, block // 2)
         scales = self._floats(f"{name}.scales", rows, blocks, scale=0.1 / inner**0.5)
         zeros = self._bytes(f"{name}.zeros", rows, -(-blocks // 2))
-        settings = {"K": inner, "N": rows, "bits": 4, "block_size": block, "accuracy_level": 0}
+        settings = {"K": inner, "N": rows, "bits": 4, "block_size": block, "accuracy_level": 4}
         return self._node("MatMulNBits", name, x, weight, scales, zeros, **settings)
 
     def _norm(self, name: str, x: str) -> str:

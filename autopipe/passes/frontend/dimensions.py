@@ -45,7 +45,7 @@ def by_symbol(
 ) -> dict[str, int]:
     """Extents by the file's own names for those that a user gives by name, by INPUT:AXIS, or as `batch` and `seq`.
 
-    Raises ConfigurationError for what names no dimension or several, for one bound twice, and for an extent below 1.
+    Raises ConfigurationError for what names no dimension, for one bound twice, and for an extent below 1.
     """
     shapes = {info.name: dimensions_of(info) for info in inputs}
     symbols = {name for shape in shapes.values() for each in shape if isinstance(each, str) for name in _known_by(each)}
@@ -85,11 +85,11 @@ def _meant(
         named = [shapes[each][axis] for each, axis in axes.items() if axis is not None and axis < len(shapes[each])]
         meant = {each for each in named if isinstance(each, str)}
     elif name in SEQUENCES:
-        meant = {each for shape in shapes.values() for each in shape[1:2] if isinstance(each, str) and len(shape) == 2}
+        cached = any(map(is_cache_input, shapes))  # Then a mask covers the cache, too.
+        named = [shape[1] for each, shape in shapes.items() if len(shape) == 2 and not (cached and each == MASK)]
+        meant = {each for each in named if isinstance(each, str)}
     else:
         meant = set()
-    if name in SEQUENCES and len(meant) > 1:
-        raise ConfigurationError(f"--dim {name}: it may be {' or '.join(map(repr, sorted(meant)))}")
     if not meant:
         told = f"its symbolic dimensions are {', '.join(map(repr, sorted(symbols)))}" if symbols else "it has none"
         raise ConfigurationError(f"--dim {name}: the model has no such dimension", hint=told)

@@ -433,6 +433,8 @@ def _trailing(view: View, node: Node) -> int | None:
     return found[0]
 
 
+FUSED = frozenset({"Attention", "Gelu", "LayerNormalization", "RMSNormalization"})
+"""Operators that rules put together."""
 RULES: dict[str, tuple[Callable[[View, Node], tuple[Node, ...] | None], ...]] = {
     "Mul": (gelu, normalization),
     "Add": (offset,),

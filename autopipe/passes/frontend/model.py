@@ -17,6 +17,7 @@ from autopipe.passes.frontend.contrib_attention import is_rewritten
 from autopipe.passes.frontend.contributed import is_spelled
 from autopipe.passes.frontend.control_flow import nodes_within
 from autopipe.passes.frontend.device_annotations import Configuration
+from autopipe.passes.frontend.fusion import FUSED
 from autopipe.passes.frontend.parameters import COMPUTED
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.sequences import SEQUENCE_OPERATORS
@@ -159,6 +160,13 @@ class Model:
     """Values of the file that are other names of values, by name."""
     tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
     """The file's floating-point tensors that the graph reads: what is trained, what is not, and why."""
+
+    @property
+    def fused(self) -> dict[str, int]:
+        """Number of nodes by operator that were put together of what the file spells out."""
+        own = Counter(node.op_type for node in self.source.nodes) if self.source is not None else Counter()
+        found = Counter(node.op for node in self.graph.nodes if node.op in FUSED)
+        return {operator: count - own[operator] for operator, count in found.most_common() if count > own[operator]}
 
     @property
     def origins(self) -> tuple[Origin, ...]:

@@ -1,0 +1,83 @@
+"""Fused and unfused programs agree: results and gradients of spellings that files have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.passes.frontend import Model, fusion, read_model
+from tests.conformance.adapter import forward_of, stage_of, to_tensor
+from tests.passes.frontend.building import floats, integers, model, node, saved
+from tests.passes.frontend.reference import assert_close, parameter_array, random_feeds, run
+
+HEADS: dict[str, object] = {"q": [2, 4, 5, 8], "k": [2, 4, 5, 8], "v": [2, 4, 5, 8]}
+NUMBERS = {
+    "root": np.float32(8**0.5), "low": np.float32(np.finfo(np.float32).min), "half": np.float32(0.5),
+    "one": np.float32(1), "two": np.float32(2), "tiny": np.float32(1e-6), "last": integers(-1), "w": floats(8),
+}  # fmt: skip
+SCORES = [node("Transpose", "k", "kt", perm=[0, 1, 3, 2]), node("MatMul", "q kt", "qk"), node("Div", "qk root", "s")]
+ENDED = [node("Softmax", "masked", "p", axis=-1), node("MatMul", "p v", "y")]
+
+CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, object], dict[str, np.ndarray], list[str]]] = {
+    "attention with biases": (
+        [*SCORES, node("Add", "s bias", "masked"), *ENDED], HEADS | {"bias": [2, 4, 5, 5]}, {}, ["Attention"]
+    ),
+    "causal attention": (
+        [*SCORES, node("Where", "causal s low", "masked"), *ENDED], HEADS,
+        {"causal": np.tri(5, dtype=bool).reshape(1, 1, 5, 5)}, ["Attention"],
+    ),
+    "RMSNormalization": (
+        [
+            node("Pow", "x two", "squares"), node("ReduceMean", "squares last", "m"), node("Add", "m tiny", "e"),
+            node("Sqrt", "e", "d"), node("Div", "x d", "n"), node("Mul", "n w", "y"),
+        ],
+        {"x": [3, 8]}, {}, ["RMSNormalization"],
+    ),
+    "Gelu": (
+        [
+            node("Div", "x square_root", "a"), node("Erf", "a", "b"), node("Add", "b one", "c"),
+            node("Mul", "x c", "d"), node("Mul", "d half", "y"),
+        ],
+        {"x": [3, 8]}, {"square_root": np.float32(2**0.5)}, ["Gelu"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fused_and_unfused_programs_agree(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, inputs, held, expected = CASES[case]
+    read = {name for each in nodes for name in each.input}
+    known = {name: array for name, array in (NUMBERS | held).items() if name in read}
+    path = saved(model(nodes, inputs, "y", known), tmp_path)
+    fused = read_model(path)
+    assert [each.op for each in fused.graph.nodes] == list(fused.fused) == expected
+    monkeypatch.setattr(fusion, "RULES", {})
+    plain = read_model(path)
+    assert len(plain.graph.nodes) > 1
+    feeds = random_feeds(fused.graph, top=2)
+    found = trained(fused, feeds)
+    assert_close(found, trained(plain, feeds))
+    assert_close({"y": found["y"]}, run(path, feeds))
+
+
+def trained(read: Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What one device computes: the result, and the gradients of floating inputs and of trained parameters."""
+    graph = read.graph
+    weights = {each.value.name: to_tensor(parameter_array(each, read.path)) for each in graph.parameters}
+    given = {name: to_tensor(feeds[name]) for name in (value.name for value in graph.inputs)}
+    leaves = {name: each.requires_grad_() for name, each in (weights | given).items() if each.is_floating_point()}
+    held = SimpleNamespace(
+        device=torch.device("cpu"),
+        **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)},
+        **{f"w{index}": weights[each.value.name] for index, each in enumerate(graph.parameters)},
+    )
+    (result,) = forward_of(emit_forward(stage_of(graph)).text)(held, *given.values())
+    weighted = (result * torch.linspace(-1, 1, result.numel()).reshape(result.shape)).sum()
+    gradients = torch.autograd.grad(weighted, list(leaves.values()))
+    return {"y": result.detach().numpy(), **{name: each.numpy() for name, each in zip(leaves, gradients, strict=True)}}
