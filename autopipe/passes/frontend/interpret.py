@@ -14,8 +14,8 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
-from autopipe.passes.frontend.contrib_attention import is_rewritten, rewritten
-from autopipe.passes.frontend.contributed import spelled_out
+from autopipe.passes.frontend.contrib.attention import is_rewritten, rewritten
+from autopipe.passes.frontend.contrib.operators import spelled_out
 from autopipe.passes.frontend.control_flow import Known, resolved
 from autopipe.passes.frontend.dimension_arithmetic import extent_of
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, packed_value, shape_of
@@ -23,7 +23,7 @@ from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.inference import RANDOM, Budget, Inference
 from autopipe.passes.frontend.load import MOST_NODES, topological_positions
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
-from autopipe.passes.frontend.selections import Selections
+from autopipe.passes.frontend.selections.operators import Selections
 from autopipe.passes.frontend.sequences import Sequences
 from autopipe.passes.frontend.weights import MissingWeightTypes, Weights
 

@@ -13,11 +13,11 @@ from autopipe.ir.graph import Graph, Value
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
 from autopipe.ir.problem import Mode
-from autopipe.passes.frontend.contrib_attention import is_rewritten
-from autopipe.passes.frontend.contributed import is_spelled
+from autopipe.passes.frontend.contrib.attention import is_rewritten
+from autopipe.passes.frontend.contrib.operators import is_spelled
 from autopipe.passes.frontend.control_flow import nodes_within
 from autopipe.passes.frontend.device_annotations import Configuration
-from autopipe.passes.frontend.fusion import FUSED
+from autopipe.passes.frontend.fusion.rules import FUSED
 from autopipe.passes.frontend.parameters import COMPUTED
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.sequences import SEQUENCE_OPERATORS

@@ -13,7 +13,7 @@ from autopipe.ir.problem import Mode
 from autopipe.passes.frontend.batch_inputs import told_apart
 from autopipe.passes.frontend.cleanup import at_inference, cleaned, with_plain_gathers, without_unread
 from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, by_symbol, fixed_numbers
-from autopipe.passes.frontend.fusion import fused
+from autopipe.passes.frontend.fusion.rules import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
 from autopipe.passes.frontend.loss import LOSSES, CrossEntropy, leaves_out, own_loss, require_loss, with_cross_entropy

@@ -20,7 +20,7 @@ from autopipe.ir.graph import DType, Graph, Node, Value
 from autopipe.passes.frontend import inference as known
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.cleanup import with_named_outputs, without_repeats
-from autopipe.passes.frontend.fusion import View, fused
+from autopipe.passes.frontend.fusion.rules import View, fused
 from autopipe.passes.frontend.inference import MOST_OPERATIONS, Budget, operations_of
 from autopipe.passes.frontend.interpret import _Sweep, _unique
 from autopipe.passes.frontend.load import DEEPEST, inlined

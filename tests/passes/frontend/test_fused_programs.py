@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from autopipe.backends.torch.emission.stage import emit_forward
-from autopipe.passes.frontend import Model, fusion, read_model
+from autopipe.passes.frontend import Model, read_model
+from autopipe.passes.frontend.fusion import rules
 from tests.conformance.adapter import forward_of, stage_of, to_tensor
 from tests.passes.frontend.building import floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, parameter_array, random_feeds, run
@@ -57,7 +58,7 @@ def test_fused_and_unfused_programs_agree(case: str, tmp_path: Path, monkeypatch
     path = saved(model(nodes, inputs, "y", known), tmp_path)
     fused = read_model(path)
     assert [each.op for each in fused.graph.nodes] == list(fused.fused) == expected
-    monkeypatch.setattr(fusion, "RULES", {})
+    monkeypatch.setattr(rules, "RULES", {})
     plain = read_model(path)
     assert len(plain.graph.nodes) > 1
     feeds = random_feeds(fused.graph, top=2)

@@ -10,9 +10,9 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
-from autopipe.passes.frontend.selected_places import Places
-from autopipe.passes.frontend.selected_rows import ROWS, Rows
-from autopipe.passes.frontend.selected_use import Use, selection_of
+from autopipe.passes.frontend.selections.places import Places
+from autopipe.passes.frontend.selections.rows import ROWS, Rows
+from autopipe.passes.frontend.selections.use import Use, selection_of
 
 if TYPE_CHECKING:
     import onnx

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from autopipe.ir.errors import ModelError
-from autopipe.passes.frontend.spelling import Spelling
+from autopipe.passes.frontend.contrib.spelling import Spelling
 
 _FLOAT = 1
 

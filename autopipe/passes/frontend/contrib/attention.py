@@ -17,7 +17,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Attribute, DType, Value
-from autopipe.passes.frontend.rewriting import MOST_PLACES, Rewriter, Rewriting
+from autopipe.passes.frontend.contrib.rewriting import MOST_PLACES, Rewriter, Rewriting
 
 if TYPE_CHECKING:
     import onnx

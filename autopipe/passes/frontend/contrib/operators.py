@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
+from autopipe.passes.frontend.contrib.flex_attention import flex_attention
+from autopipe.passes.frontend.contrib.quantized import QUANTIZED
+from autopipe.passes.frontend.contrib.spelling import Spelling
 from autopipe.passes.frontend.elements import NUMBERS
-from autopipe.passes.frontend.flex_attention import flex_attention
-from autopipe.passes.frontend.quantized_spellings import QUANTIZED
-from autopipe.passes.frontend.spelling import Spelling
 
 if TYPE_CHECKING:
     import onnx

@@ -15,8 +15,8 @@ from autopipe.ir.ops import OPERATORS, Signature
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.frontend.elements import attributes_of
 from autopipe.passes.frontend.inference import Inference, content_of, form_of
-from autopipe.passes.frontend.selected_places import Places
-from autopipe.passes.frontend.selected_rows import ROWS, Rows, Selection, Writer
+from autopipe.passes.frontend.selections.places import Places
+from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection, Writer
 
 if TYPE_CHECKING:
     import onnx

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType
+from autopipe.passes.frontend.contrib.spelling import Spelling
 from autopipe.passes.frontend.elements import NUMBERS
-from autopipe.passes.frontend.spelling import Spelling
 
 if TYPE_CHECKING:
     import onnx

@@ -8,9 +8,9 @@ import numpy as np
 
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
-from autopipe.passes.frontend.selected_places import Places
-from autopipe.passes.frontend.selected_rows import ROWS, Rows, Selection
-from autopipe.passes.frontend.selected_use import Counted, Packed, Use
+from autopipe.passes.frontend.selections.places import Places
+from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
+from autopipe.passes.frontend.selections.use import Counted, Packed, Use
 
 OTHER_ROWS = 1_000_033
 """A second number of rows, to tell how numbers depend on it."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopipe.ir.graph import DType, Value
-from autopipe.passes.frontend.selected_rows import Rows, Selection, Writer
+from autopipe.passes.frontend.selections.rows import Rows, Selection, Writer
 
 
 @dataclass(frozen=True, slots=True)

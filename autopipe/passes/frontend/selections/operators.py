@@ -18,11 +18,11 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
-from autopipe.passes.frontend.selected_choice import CHOOSING, choose
-from autopipe.passes.frontend.selected_counts import compute_count, cut, cuts, measure
-from autopipe.passes.frontend.selected_places import Places, as_rows, put, scattered, taken, taken_of_itself
-from autopipe.passes.frontend.selected_rows import ROWS, Rows, Writer
-from autopipe.passes.frontend.selected_use import Counted, Held, Packed, Use, is_static
+from autopipe.passes.frontend.selections.choice import CHOOSING, choose
+from autopipe.passes.frontend.selections.counts import compute_count, cut, cuts, measure
+from autopipe.passes.frontend.selections.places import Places, as_rows, put, scattered, taken, taken_of_itself
+from autopipe.passes.frontend.selections.rows import ROWS, Rows, Writer
+from autopipe.passes.frontend.selections.use import Counted, Held, Packed, Use, is_static
 
 if TYPE_CHECKING:
     import onnx

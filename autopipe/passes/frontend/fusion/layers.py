@@ -1,0 +1,140 @@
+"""Gelu, LayerNormalization and RMSNormalization spelled out.
+
+Gelu is x · ½ · (1 + erf(x / √2)) or its approximation by tanh (Hendrycks & Gimpel 2016, section 2); normalizations
+follow Ba et al. (2016) and Zhang & Sennrich (2019).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from autopipe.ir.graph import Node
+from autopipe.passes.frontend.fusion.view import View, near
+
+ROOT_HALF = math.sqrt(0.5)
+TANH_SCALE = math.sqrt(2 / math.pi)
+CUBIC = 0.044715
+
+
+def gelu(view: View, node: Node) -> tuple[Node, ...] | None:
+    """A product of ½, x and 1 + erf or tanh of x, in any order."""
+    coefficient, factors = view.product(node.outputs[0])
+    if len(factors) != 2 or not near(coefficient, 0.5):
+        return None
+    for x, gate in (factors, factors[::-1]):
+        approximate = _gate(view, gate, x)
+        if approximate and view.shape(x) == view.shape(node.outputs[0]):
+            return (Node(node.name, "Gelu", (x,), node.outputs, (("approximate", approximate),)),)
+    return None
+
+
+def _gate(view: View, name: str, x: str) -> str:
+    """`none` for 1 + erf(x / √2), `tanh` for its approximation, "" for anything else."""
+    value, one = view.sum_with(name)
+    bend = view.made_by(value, "Erf", "Tanh") if near(one, 1.0) else None
+    if bend is None:
+        return ""
+    coefficient, factors = view.product(bend.inputs[0])
+    if bend.op == "Erf":
+        return "none" if near(coefficient, ROOT_HALF) and factors == (x,) else ""
+    return "tanh" if near(coefficient, TANH_SCALE) and _is_cubic(view, factors, x) else ""
+
+
+def _is_cubic(view: View, factors: tuple[str, ...], x: str) -> bool:
+    """True if a product of factors is x + 0.044715 x³, or x (1 + 0.044715 x²)."""
+    node = view.made_by(factors[0], "Add") if len(factors) == 1 else None
+    if node is not None and x in node.inputs:
+        bend, one, power = node.inputs[node.inputs[0] == x], 1.0, 3
+    elif len(factors) == 2 and x in factors:
+        (bend, one), power = view.sum_with(factors[factors[0] == x]), 2
+    else:
+        return False
+    if not near(one, 1.0):
+        return False
+    coefficient, powers = view.product(bend)
+    return near(coefficient, CUBIC) and powers == (x,) * power
+
+
+def normalization(view: View, node: Node) -> tuple[Node, ...] | None:
+    """A product of a scale and x / √(mean x² + ε), x less its mean for LayerNormalization."""
+    for scale, normal in (node.inputs, node.inputs[::-1]):
+        found = _normal(view, view.uncast(normal))
+        if found is None:
+            continue
+        deviation, axis, epsilon = found
+        centred = _centred(view, deviation, axis)
+        op, x = ("RMSNormalization", deviation) if centred is None else ("LayerNormalization", centred)
+        x = view.uncast(x)
+        type_, scales = view.type_of(x), view.type_of(scale)
+        is_typed = type_ == dataclasses.replace(view.type_of(node.outputs[0]), name=x) and scales.dtype is type_.dtype
+        if is_typed and scales.shape == type_.shape[axis:]:
+            attributes = (("axis", axis - len(type_.shape)), ("epsilon", epsilon))
+            return (Node(node.name, op, (x, scale), node.outputs, attributes),)
+    return None
+
+
+def offset(view: View, node: Node) -> tuple[Node, ...] | None:
+    """A LayerNormalization without offset, and the offset added to it."""
+    for normal, bias in (node.inputs, node.inputs[::-1]):
+        made = view.made_by(normal, "LayerNormalization")
+        if made is None or len(made.inputs) != 2 or view.readers[normal] != 1:
+            continue
+        if view.shape(bias) == view.shape(made.inputs[1]) and view.graph.producer(bias) is None:
+            return (Node(node.name, made.op, (*made.inputs, bias), node.outputs, made.attributes),)
+    return None
+
+
+def _normal(view: View, name: str) -> tuple[str, int, float] | None:
+    """x, first axis and ε of a value that is x / √(mean x² + ε)."""
+    node = view.made_by(name, "Mul", "Div")
+    if node is None:
+        return None
+    if node.op == "Div":
+        pairs = [(node.inputs[0], _squared(view, node.inputs[1]))]
+    else:
+        pairs = [(x, _inverse_squared(view, y)) for x, y in (node.inputs, node.inputs[::-1])]
+    for x, square in pairs:
+        value, epsilon = view.sum_with(square)
+        mean = view.made_by(value, "ReduceMean")
+        if mean is not None and view.product(mean.inputs[0]) == (1.0, (x, x)):
+            axis = _trailing(view, mean)
+            if axis is not None:
+                return x, axis, epsilon
+    return None
+
+
+def _squared(view: View, name: str) -> str:
+    """v where a value is √v, else ""."""
+    root = view.made_by(name, "Sqrt")
+    return root.inputs[0] if root is not None else ""
+
+
+def _inverse_squared(view: View, name: str) -> str:
+    """v where a value is 1 / √v, else ""."""
+    node = view.made_by(name, "Reciprocal", "Div", "Pow")
+    if node is None or (node.op == "Div" and view.scalar(node.inputs[0]) != 1.0):
+        return ""
+    if node.op == "Pow":
+        return node.inputs[0] if view.scalar(node.inputs[1]) == -0.5 else ""
+    return _squared(view, node.inputs[-1])
+
+
+def _centred(view: View, name: str, axis: int) -> str | None:
+    """x where a value is x − mean x over the dimensions from `axis` on."""
+    node = view.made_by(name, "Sub")
+    mean = view.made_by(node.inputs[1], "ReduceMean") if node is not None else None
+    if node is None or mean is None or mean.inputs[0] != node.inputs[0] or _trailing(view, mean) != axis:
+        return None
+    return node.inputs[0]
+
+
+def _trailing(view: View, node: Node) -> int | None:
+    """The first axis of a ReduceMean over all dimensions from there on that keeps them."""
+    rank = len(view.shape(node.inputs[0]))
+    stated = view.known.array(node.inputs[1]) if len(node.inputs) > 1 else None
+    axes = tuple(int(axis) for axis in stated) if stated is not None else node.integers("axes")
+    found = sorted(axis % rank for axis in axes) if rank else []
+    if not found or found != list(range(found[0], rank)) or not node.integer("keepdims", 1):
+        return None
+    return found[0]

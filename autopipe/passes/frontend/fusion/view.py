@@ -1,0 +1,120 @@
+"""A graph as rules of fusion see it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from autopipe.ir.graph import Graph, Node, Value
+from autopipe.passes.frontend.inference import ConstantFolder
+
+MOST_STEPS = 32
+"""Multiplications that are looked back through: a chain of thousands would take the square of its length."""
+
+
+class View:
+    """Graph as patterns see it: nodes before the current one are already rewritten."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.known = graph, ConstantFolder(graph)
+        self.readers = Counter((*(name for node in graph.nodes for name in node.inputs if name), *graph.outputs))
+        self.writers: dict[str, Node] = {}
+        self.made: dict[str, Value] = {}
+        """Values that rules have added to those of `graph`."""
+        self.masks: dict[str, str] = {}
+        """Positions hidden by the masks seen so far: see `_mask_kind`."""
+
+    def type_of(self, name: str) -> Value:
+        return self.made.get(name) or self.graph.type_of(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.type_of(name).shape
+
+    def made_by(self, name: str, *operators: str) -> Node | None:
+        """The node that writes `name` as its first result, if it is one of ONNX's own `operators`."""
+        node = self.writers.get(name)
+        if node is None or node.domain or node.op not in operators or node.outputs[0] != name:
+            return None
+        return node
+
+    def path(self, name: str, *operators: str) -> tuple[Node, ...]:
+        """The nodes that make `name`, each of the first operand of the one before; () unless they are `operators`."""
+        found: list[Node] = []
+        for operator in operators:
+            node = self.made_by(name, *operator.split("|"))
+            if node is None:
+                return ()
+            found.append(node)
+            name = node.inputs[0]
+        return tuple(found)
+
+    def scalar(self, name: str) -> float | None:
+        """The number of a constant of one element."""
+        constant = self.graph.constant(name)
+        if constant is None or constant.array.size != 1 or constant.array.dtype.kind in "bc":
+            return None
+        return float(constant.array.reshape(-1)[0])
+
+    def uncast(self, name: str) -> str:
+        """The value before a cast between floating-point types."""
+        node = self.made_by(name, "Cast")
+        if node is None or not all(self.type_of(each).dtype.is_floating for each in (node.inputs[0], name)):
+            return name
+        return node.inputs[0]
+
+    def scaled(self, name: str) -> tuple[float, str]:
+        """A value as coefficient times another, multiplications and divisions by one number taken off."""
+        coefficient = 1.0
+        for _ in range(MOST_STEPS):
+            node = self.made_by(name, "Mul", "Div")
+            if node is None:
+                break
+            left, right = node.inputs
+            number = self.scalar(right)
+            if number is None and node.op == "Mul":
+                left, number = right, self.scalar(left)
+            if number is None or number == 0 or self.shape(left) != self.shape(name):
+                break
+            coefficient *= number if node.op == "Mul" else 1 / number
+            name = left
+        return coefficient, name
+
+    def product(self, name: str) -> tuple[float, tuple[str, ...]]:
+        """A value as coefficient · f₁ · f₂ ⋯, constants of one element gathered in the coefficient.
+
+        The factors, sorted, are values read more than once or made otherwise.
+        """
+        coefficient, factors, waiting = 1.0, [], [name]
+        steps = 0
+        while waiting:
+            top, steps = waiting.pop(), steps + 1
+            number = self.scalar(top)
+            inside = steps <= MOST_STEPS and (top == name or self.readers[top] == 1)
+            node = self.made_by(top, "Mul", "Div", "Pow") if inside else None
+            operand = self.scalar(node.inputs[1]) if node is not None else None
+            if number is not None:
+                coefficient *= number
+            elif node is not None and node.op == "Mul":
+                waiting.extend(node.inputs)
+            elif node is not None and node.op == "Div" and operand:
+                coefficient /= operand
+                waiting.append(node.inputs[0])
+            elif node is not None and node.op == "Pow" and operand in (2.0, 3.0):
+                factors.extend([node.inputs[0]] * int(operand))
+            else:
+                factors.append(top)
+        return coefficient, tuple(sorted(factors))
+
+    def sum_with(self, name: str) -> tuple[str, float]:
+        """A value as another plus a number; ("", NaN) where it is no such sum."""
+        node = self.made_by(name, "Add")
+        for value, other in (node.inputs, node.inputs[::-1]) if node is not None else ():
+            number = self.scalar(other)
+            if number is not None:
+                return value, number
+        return "", math.nan
+
+
+def near(number: float, expected: float) -> bool:
+    """True if a constant is the one meant, as far as a file in half precision can tell."""
+    return math.isclose(number, expected, rel_tol=1e-3)
