@@ -98,7 +98,11 @@ ACTIVATION = (
     *pointwise("Mish", 12.0),
     *pointwise("Relu Reciprocal Sqrt", keeps=(">0",)),
     *pointwise("Exp Tan Sigmoid Tanh", 4.0, keeps=(">0",)),
-    *pointwise("SwiGLU", 6.0, keeps=("0", "1", ">0")),  # The gate after Swish is as large as the result.
+    *(
+        # Backward has the activation again, a product for each operand, and the activation's derivative.
+        Operator(name, broadcast, "elementwise", per_result(6.0), 2.2, ("0", "1"), kernels=2)
+        for name in ("SwiGLU", "autopipe.GatedUnit")
+    ),
 )
 
 

@@ -211,6 +211,8 @@ class Operator:
     """Tensors that backward needs: "0", "1" … operands, ">0" … results, "*" all operands, "mask" one byte an element of
     the first result, "places" eight (where a maximum was). Values kept by several consumers count once; parameters and
     constants are kept anyway."""
+    kernels: int = 1
+    """Kernels of a forward evaluation; each but the last writes as much as the result, which the next reads."""
     static: tuple[int, ...] = ()
     """Operands whose numbers must be known while compiling (Reshape's shape)."""
     random: bool = False

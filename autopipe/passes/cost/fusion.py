@@ -48,7 +48,8 @@ def fused_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
         kernels[chosen].append(index)
         if use.row.kind in _KINDS:
             sizes[chosen] |= {max(elements), *(graph.type_of(name).elements for name in node.outputs if name)}
-    return tuple(tuple(each) for each in kernels if len(each) > 1)
+    uses = uses_of(graph)
+    return tuple(tuple(each) for each in kernels if len(each) > 1 or uses[each[0]].row.kernels > 1)
 
 
 def _producers(graph: Graph, index: int) -> Iterator[int]:

@@ -210,7 +210,7 @@ def _annotated(
     for index, (node, use, count, kept_bytes) in enumerate(nodes):
         read = {name: sizes[name] for name in node.inputs if name}
         written = sum(sizes[name] for name in node.outputs if name)
-        moved, cleared = float(sum(read.values()) + written), 0.0
+        moved, cleared = float(sum(read.values()) + (2 * use.row.kernels - 1) * written), 0.0
         if use.row.kind == "memory":
             # Copies read no more than they write: a lookup reads the rows it returns. But the gradient of a table is as
             # large as the table: backward writes zeros where only parts were read.
@@ -229,6 +229,7 @@ def _annotated(
                 forward_bytes=moved,
                 backward_bytes=(use.row.backward * moved + cleared) * share,
                 kept_bytes=kept_bytes,
+                launches=use.row.kernels,
             )
         )
     return tuple(found)

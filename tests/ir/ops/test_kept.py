@@ -47,6 +47,7 @@ INDICES = np.arange(16, dtype=np.int64)
     ("op", "arrays", "settings"),
     [
         *((op, [SQUARE, SQUARE + 1], {}) for op in ("Add", "Sub", "Mul", "Div", "MatMul", "Max")),
+        *(("SwiGLU", [SQUARE, SQUARE + 1], {"alpha": alpha, "opset": 28}) for alpha in (1.0, 1.7)),
         *(
             (op, [SQUARE], {})
             for op in (

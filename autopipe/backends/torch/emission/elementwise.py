@@ -174,8 +174,22 @@ _SCALED_ELU = formula("{gamma} * F.elu({0}, {alpha})", alpha=1.6732632, gamma=1.
 
 
 def _swish(call: Call) -> str:
-    alpha, data = call.stated("alpha", 1.0), call.arg(0)
-    return f"F.silu({data})" if alpha == "1.0" else f"{data} * torch.sigmoid({alpha} * {data})"
+    return (
+        f"F.silu({call.arg(0)})"
+        if (alpha := _sharpness(call)) == "1.0"
+        else f"F.silu({alpha} * {call.arg(0)}) / {alpha}"
+    )
+
+
+def _sharpness(call: Call) -> str:
+    """α of x · sigmoid(α x) = silu(α x) / α, which saves one tensor. A zero, for which that has no value, is taken for
+    a number as small as makes no difference."""
+    return call.stated("alpha", 1.0) if call.node.number("alpha", 1.0) else "1e-6"
+
+
+def _swiglu(call: Call) -> str:
+    alpha = _sharpness(call)
+    return called("operators.gated", call.args(2), '"silu"', alpha=None if alpha == "1.0" else alpha)
 
 
 _TORCH = (
@@ -346,7 +360,8 @@ ELEMENTWISE: dict[str, Emitter] = {
     "Softsign": formula("F.softsign({0})"),
     "Mish": formula("F.mish({0})"),
     "Swish": _swish,
-    "SwiGLU": lambda call: f"{_swish(call)} * {call.arg(1)}",
+    "SwiGLU": _swiglu,
+    "autopipe.GatedUnit": lambda call: called("operators.gated", call.args(2), repr(call.node.text("activation"))),
     "ConstantOfShape": _filled,
     "Constant": _constant,
     "Range": _range,

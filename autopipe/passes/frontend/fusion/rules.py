@@ -9,13 +9,14 @@ from collections.abc import Callable
 from autopipe.ir.graph import Graph, Node
 from autopipe.passes.frontend.cleanup import without_repeats, without_unread
 from autopipe.passes.frontend.fusion.attention import attention
+from autopipe.passes.frontend.fusion.gated import gated, swish
 from autopipe.passes.frontend.fusion.layers import gelu, normalization, offset
 from autopipe.passes.frontend.fusion.view import View
 
-FUSED = frozenset({"Attention", "Gelu", "LayerNormalization", "RMSNormalization"})
+FUSED = frozenset({"Attention", "GatedUnit", "Gelu", "LayerNormalization", "RMSNormalization", "SwiGLU", "Swish"})
 """Operators that rules put together."""
 RULES: dict[str, tuple[Callable[[View, Node], tuple[Node, ...] | None], ...]] = {
-    "Mul": (gelu, normalization),
+    "Mul": (gelu, normalization, swish, gated),
     "Add": (offset,),
     "MatMul": (attention,),
 }
@@ -26,7 +27,7 @@ The last of them writes the node's result; a rule puts the types of what the oth
 
 
 def fused(graph: Graph) -> Graph:
-    """The same function in terms of Attention, LayerNormalization, RMSNormalization and Gelu where it is spelt out.
+    """The same function in terms of the operators `FUSED` where it spells them out.
 
     Fused operators have the meaning of opset 23, or of the opset that introduced them, whatever `graph.opset` is.
     """

@@ -3,6 +3,7 @@ of the runtime groups of ranks and streams of random numbers."""
 
 from autopipe.backends.torch.runtime.operators.attention import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.experts import *  # noqa: F403
+from autopipe.backends.torch.runtime.operators.gated import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.images import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.linear_attention import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.misc import *  # noqa: F403
