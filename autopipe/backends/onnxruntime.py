@@ -154,6 +154,7 @@ class ReferenceModel:
         kept = sum(map(_switch_to_single, _nodes(proto)))
         used = {each.name for each in proto.graph.output}.union(*(node.input for node in _nodes(proto)))
         batches = 0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
+        kept += _switch_recurrences_to_single(proto)
         changed = bool(weights) or self.dropouts + batches + kept > 0 or _BFLOAT16 in _types_used(proto)
         changed = _cast_to_one_type(proto) or changed
         self._path = _completed(model, proto, weights, Path(self._scratch.name)) if changed else model
@@ -223,7 +224,7 @@ def _loaded(model: Path) -> onnx.ModelProto:
         return onnx.load(str(model), load_external_data=False)
 
 
-_FLOAT16, _DOUBLE, _BFLOAT16 = 10, 11, 16
+_FLOAT, _FLOAT16, _DOUBLE, _BFLOAT16 = 1, 10, 11, 16
 """By TensorProto's numbers."""
 _TYPES = ("to", "dtype", "output_dtype")
 """Attributes that are the type of a result."""
@@ -238,26 +239,56 @@ def _types_used(proto: onnx.ModelProto) -> set[int]:
     return used | {each.i for each in attributes if each.name in _TYPES}
 
 
-_MIXED = {"LayerNormalization": _FLOAT16, "RMSNormalization": _FLOAT16, "GridSample": _DOUBLE}
+_MIXED = {
+    "BatchNormalization": _FLOAT16,
+    "GridSample": _DOUBLE,
+    "GroupNormalization": _FLOAT16,
+    "InstanceNormalization": _FLOAT16,
+    "LayerNormalization": _FLOAT16,
+    "RMSNormalization": _FLOAT16,
+}
 """Operators that exporters give operands of two types, which ONNX Runtime refuses, and a type that one of them has."""
+
+
+_CAST_LIKE, _SEVERAL_TYPES = 15, 14
+"""The opsets that have CastLike, and a BatchNormalization with operands of several types."""
 
 
 def _cast_to_one_type(proto: onnx.ModelProto) -> bool:
     """Give such operators all operands in the type of the first; True if there are any."""
-    import onnx.helper
-
     used, found = _types_used(proto), False
+    opset = max((each.version for each in proto.opset_import if each.domain in ("", "ai.onnx")), default=1)
+    told = _told_types(proto) if opset < _CAST_LIKE and not used.isdisjoint(_MIXED.values()) else {}
     for graph in (proto.graph, *proto.functions):
         nodes = list(graph.node)
         del graph.node[:]
         for node in nodes:
-            if _MIXED.get(node.op_type) in used and node.domain in ("", "ai.onnx"):
-                for place, name in [*enumerate(node.input)][1:]:
-                    node.input[place] = f"{node.output[0]}/operand {place}"
-                    graph.node.append(onnx.helper.make_node("CastLike", [name, node.input[0]], [node.input[place]]))
-                    found = True
+            is_several = node.op_type == "BatchNormalization" and opset >= _SEVERAL_TYPES
+            if _MIXED.get(node.op_type) in used and node.domain in ("", "ai.onnx") and not is_several:
+                graph.node.extend(_casts(node, told.get(node.input[0])))
+                found = True
             graph.node.append(node)
     return found
+
+
+def _casts(node: onnx.NodeProto, kind: int | None) -> Iterator[onnx.NodeProto]:
+    """Casts of a node's operands, which from now on it reads, to a type or else to that of the first."""
+    from onnx.helper import make_node
+
+    for place, name in [*enumerate(node.input)][1:]:
+        cast = node.input[place] = f"{node.output[0]}/operand {place}"
+        if kind:
+            yield make_node("Cast", [name], [cast], to=kind)
+        else:
+            yield make_node("CastLike", [name, node.input[0]], [cast])
+
+
+def _told_types(proto: onnx.ModelProto) -> dict[str, int]:
+    """The types of a graph's values by name."""
+    from onnx import shape_inference
+
+    graph = shape_inference.infer_shapes(proto).graph
+    return {each.name: each.type.tensor_type.elem_type for each in (*graph.value_info, *graph.input)}
 
 
 def _widen(proto: onnx.ModelProto) -> None:
@@ -320,6 +351,47 @@ def _switch_to_single(node: onnx.NodeProto) -> bool:
     for level in levels:
         level.i = 1
     return bool(levels)
+
+
+_QUANTIZED_LSTM = 12
+"""Operands of DynamicQuantizeLSTM: those of LSTM, then scale and zero point of its weight and of its recurrence."""
+
+
+def _switch_recurrences_to_single(proto: onnx.ModelProto) -> int:
+    """Have LSTMs of bytes read their numbers unrounded: how many there are. ONNX Runtime's kernel rounds the states of
+    a step by the range of those that one of its threads has, so that its results depend on the number of threads."""
+    found = 0
+    for graph in (proto.graph, *proto.functions):
+        nodes = list(graph.node)
+        del graph.node[:]
+        for node in nodes:
+            if node.op_type == "DynamicQuantizeLSTM" and len(node.input) == _QUANTIZED_LSTM:
+                graph.node.extend(_in_single(node))
+                found += 1
+            else:
+                graph.node.append(node)
+    return found
+
+
+def _in_single(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """An LSTM of bytes as one of numbers; the file's [directions, width, 4 * hidden] are the transposes of ONNX's."""
+    from onnx.helper import make_node
+
+    operands, prefix = [*lstm.input], lstm.output[0] or lstm.output[1] or lstm.output[2]
+    yield make_node("Constant", [], [f"{prefix}/shape"], value_ints=[0, 1, -1])
+    for place, scale in ((1, 8), (2, 10)):
+        whole, point, factor, names = operands[place], operands[scale + 1], operands[scale], f"{prefix}/{place}"
+        for part, name in (("number", whole), ("point", point)):
+            yield make_node("Cast", [name], [f"{names}/{part}"], to=_FLOAT)
+        for part, name in (("points", f"{names}/point"), ("factors", factor)):
+            yield make_node("Reshape", [name, f"{prefix}/shape"], [f"{names}/{part}"])
+        yield make_node("Sub", [f"{names}/number", f"{names}/points"], [f"{names}/difference"])
+        yield make_node("Mul", [f"{names}/difference", f"{names}/factors"], [f"{names}/weight"])
+        operands[place] = f"{names}/turned"
+        yield make_node("Transpose", [f"{names}/weight"], [operands[place]], perm=[0, 2, 1])
+    node = make_node("LSTM", operands[:8], [*lstm.output], name=lstm.name)
+    node.attribute.extend(lstm.attribute)
+    yield node
 
 
 def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
+from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.ir.graph import DType
 from autopipe.ir.ops import OPERATORS
@@ -92,6 +93,36 @@ def test_normalisation_in_half_precision_with_a_scale_in_single(operator: str, o
     np.testing.assert_allclose(found, expected, rtol=_coarsest([HALF]) if operator[0] == "L" else 1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("operator", "operands", "opset", "settings"),
+    [
+        ("BatchNormalization", 5, 13, {}),
+        ("GroupNormalization", 3, 21, {"num_groups": 2}),
+        ("InstanceNormalization", 3, 13, {}),
+        ("InstanceNormalization", 3, 17, {}),
+    ],
+)
+def test_normalisation_of_channels_in_half_precision(
+    operator: str, operands: int, opset: int, settings: dict[str, int], tmp_path: Path
+) -> None:
+    arrays = _drawn([_MAP, *[(6,)] * (operands - 1)], [HALF, *[SINGLE] * (operands - 1)])
+    path = _model(tmp_path, operator, arrays, operands - 1, opset, **settings)
+    (expected,) = ReferenceModel(path, {}).run({"x0": arrays[0]}).values()
+    found = _run(path, arrays)
+    assert found.dtype == expected.dtype == HALF
+    np.testing.assert_allclose(found, expected, rtol=4 * _coarsest([HALF]), atol=4 * _coarsest([HALF]))
+
+
+def test_a_root_mean_square_has_the_type_that_the_file_states(tmp_path: Path) -> None:
+    """torch's exporter states that of the operand, ONNX says that of the scale."""
+    path = _model(tmp_path, "RMSNormalization", _drawn([_ROWS, (6,)], [HALF, SINGLE]), 1, 23)
+    assert read_model(path).graph.type_of("y").dtype is DType.FLOAT32
+    proto = onnx.load(path)
+    proto.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT16, _ROWS))
+    onnx.save(proto, path)
+    assert read_model(path).graph.type_of("y").dtype is DType.FLOAT16
+
+
 def test_a_convolution_in_bfloat16_below_the_opset_that_allows_it(tmp_path: Path) -> None:
     path = _model(tmp_path, "Conv", _drawn([_MAP, (3, 6, 1, 1)], [SINGLE, SINGLE]), 1, 18)
     proto = onnx.load(path)
@@ -113,12 +144,12 @@ def _drawn(shapes: list[tuple[int, ...]], types: list[type]) -> list[np.ndarray]
     return [(generator.random(shape) + 0.1).astype(dtype) for shape, dtype in zip(shapes, types, strict=True)]
 
 
-def _model(folder: Path, operator: str, arrays: list[np.ndarray], weights: int, opset: int) -> Path:
+def _model(folder: Path, operator: str, arrays: list[np.ndarray], weights: int, opset: int, **settings: int) -> Path:
     """One node whose last operands are weights; nothing is said of its result."""
     names = [f"x{place}" for place in range(len(arrays))]
     given, held = len(arrays) - weights, dict(zip(names, arrays, strict=True))
     graph = helper.make_graph(
-        [helper.make_node(operator, names, ["y"])],
+        [helper.make_node(operator, names, ["y"], **settings)],
         "graph",
         [
             helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(held[name].dtype), held[name].shape)

@@ -226,9 +226,16 @@ def told_by_rule(node: onnx.NodeProto, operands: Operands, where: str) -> tuple[
     return tuple(replace(value, name="") if name and value else None for name, value in results)
 
 
-TYPED_BY = {"LayerNormalization": (0, 17), "RMSNormalization": (1, 23)}
+TYPED_BY = {
+    "BatchNormalization": (0, 9),
+    "InstanceNormalization": (0, 6),
+    "LayerNormalization": (0, 17),
+    "RMSNormalization": (1, 23),
+}
 """The operand that tells the type of a normalisation's result, where exporters write a scale of another type than the
 operand's, and the opset of its schema: ONNX Runtime writes it in models of older ones."""
+_SEVERAL_TYPES = {"BatchNormalization": 14}
+"""The opset since which ONNX itself lets such an operand be of another type."""
 Operand = tuple[Value | None, np.ndarray | None]
 """Type and numbers of an operand; (None, None) where it is absent, no numbers where they are not known."""
 KNOWN_LIMIT = 4096
@@ -290,12 +297,13 @@ class Inference:
             return told
         if node.op_type == "MaxUnpool" and len(operands) > 2 and operands[0][0] and operands[2][1] is not None:
             return (replace(operands[0][0], name="", shape=shape_of(operands[2][1].tolist(), where)),)
-        opset, typed = opsets.get(node.domain, 1), TYPED_BY.get(node.op_type)
+        opset = opsets.get(node.domain, 1)
+        typed = TYPED_BY.get(node.op_type) if opset < _SEVERAL_TYPES.get(node.op_type, math.inf) else None
         try:
             schema = onnx.defs.get_schema(node.op_type, max(opset, typed[1]) if typed else opset, node.domain)
         except onnx.defs.SchemaError:
             return nothing
-        named = zip(node.input, _as_defined(node, operands), strict=True)
+        named = zip(node.input, _as_defined(node, operands, typed), strict=True)
         known = [(name, value, array) for name, (value, array) in named if name and value is not None]
         try:
             found = onnx.shape_inference.infer_node_outputs(
@@ -367,9 +375,11 @@ def form_of(node: onnx.NodeProto) -> tuple[object, ...]:
     return node.domain, node.op_type, operands, tuple(map(bool, node.output)), attributes
 
 
-def _as_defined(node: onnx.NodeProto, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
-    """Operands as a schema has them, where exporters write others: types of scales, scalars with an axis."""
-    typed = TYPED_BY.get(node.op_type)
+def _as_defined(
+    node: onnx.NodeProto, operands: tuple[Operand, ...], typed: tuple[int, int] | None
+) -> tuple[Operand, ...]:
+    """Operands as a schema has them, where exporters write others: types of scales (`typed` by an operand), scalars
+    with an axis."""
     if typed and len(operands) > typed[0] and (like := operands[typed[0]][0]) is not None:
         return tuple((value and replace(value, dtype=like.dtype), array) for value, array in operands)
     if node.op_type == "Range" and all(array is not None and array.size == 1 for _, array in operands):

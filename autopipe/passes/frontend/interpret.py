@@ -246,7 +246,7 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
     attributes = attributes_of(node)
     known = tuple(sweep.arrays.get(name) if name else None for name in operands)
     pairs = tuple((sweep.types[name] if name else None, array) for name, array in zip(operands, known, strict=True))
-    types = sweep.inference.types(node, pairs)
+    types = _as_stated(sweep, node, pairs[0][0] if pairs else None, sweep.inference.types(node, pairs))
     is_small = all(value is None or value.elements <= FOLD_LIMIT for value in types)
     is_known = all(array is not None for name, array in zip(operands, known, strict=True) if name)
     domain = "" if node.domain == "ai.onnx" else node.domain
@@ -276,6 +276,16 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
             domain,
         )
     )
+
+
+def _as_stated(
+    sweep: _Sweep, node: onnx.NodeProto, first: Value | None, types: tuple[Value | None, ...]
+) -> tuple[Value | None, ...]:
+    """Of RMSNormalization the first operand's type where the file states it, as torch does; ONNX says the scale's."""
+    if node.op_type != "RMSNormalization" or node.domain or first is None or types[0] is None:
+        return types
+    stated = {each.type.tensor_type.elem_type for each in sweep.stated.get(node.output[0], ())}
+    return (replace(types[0], dtype=first.dtype),) if NUMBERS[first.dtype] in stated else types
 
 
 def _cast(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
