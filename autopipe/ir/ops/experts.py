@@ -1,5 +1,9 @@
 """Mixtures of experts (Shazeer et al., "Outrageously Large Neural Networks", 2017) as ONNX Runtime's operators: each
-token goes to the k experts that its scores choose, and their results are added up by weights."""
+token goes to the k experts that its scores choose, and their results are added up by weights.
+
+`autopipe.Experts` reads in place of scores the chosen experts and their weights, [tokens, k] each: however a router
+finds them, that is what it gives.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from autopipe.ir.ops.operator import Operator, Signature, Words, notate, unindex
 from autopipe.ir.ops.quantized import DOMAIN
 from autopipe.ir.space import Space
 
+EXPERTS = "autopipe.Experts"
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "identity")
 
 
@@ -27,7 +32,14 @@ def layers_of(signature: Signature) -> tuple[Layer, Layer, Layer]:
     """The first layer, the second, and the one that gates the first, which may be absent."""
     if signature.node.op == "MoE":
         return Layer(2, 3), Layer(4, 5), Layer(6, 7)
+    if signature.node.op == "Experts":
+        return Layer(3, 4), Layer(5, 6), Layer(7, 8)
     return Layer(2, 4, 3, 11), Layer(5, 7, 6, 12), Layer(8, 10, 9, 13)
+
+
+def experts_per_token(signature: Signature) -> int:
+    """How many experts compute a token."""
+    return signature.operand(1).shape[1] if signature.node.op == "Experts" else signature.node.integer("k", 1)
 
 
 def bits_of_experts(signature: Signature) -> int:
@@ -55,8 +67,9 @@ def interleaves(signature: Signature) -> bool:
 
 
 def mixture(signature: Signature) -> Space:
-    """`*m h, t c, e i h, e i, e h i, e h -> *m h`. A device with some experts adds up those, one with some of the
-    hidden units its share; biases of the second layer are added once. Packed layers stay whole but for experts."""
+    """`*m h, t c, e i h, e i, e h i, e h -> *m h`, for `Experts` with `t k` twice for `t c`. A device with some
+    experts adds up those, one with some of the hidden units its share; biases of the second layer are added once.
+    Packed layers, and gates that stand all in front of what they gate, stay whole but for experts."""
     _require_fitting(signature)
     lead = ["b", "s"][: signature.rank - 1] if signature.rank > 2 else ["t"]
     tokens = "t" if signature.rank == 2 else f"({' '.join(lead)})"
@@ -68,14 +81,14 @@ def mixture(signature: Signature) -> Space:
     words: list[Words] = []
     for index, value in enumerate(signature.operands):
         shape = value.shape if value else ()
-        words.append(["e", *unindexed(shape[1:])] if index > 1 else unindexed(shape))
+        words.append(["e", *unindexed(shape[1:])] if index >= first.weight else unindexed(shape))
         if value is None or whole:
             continue
         if index in (first.weight, first.bias, gate.weight, gate.bias):
             words[-1] = ["e", inner.replace("i", "i&"), *unindexed(shape[2:])]
         elif index == second.weight:
             words[-1] = ["e", "1", "i"]
-    words[:2] = [*lead, "1"], [tokens, "1"]
+    words[: first.weight] = [*lead, "1"], *([tokens, "1"] for _ in range(1, first.weight))
     if packed and signature.present(14):
         words[14] = [tokens, "1"]
     words[first.weight] = [word.replace("e", "e&") for word in words[first.weight]]
@@ -87,6 +100,8 @@ def _require_fitting(signature: Signature) -> None:
     (tokens, experts), hidden = signature.operand(1).shape, signature.operand(0).shape[-1]
     per = 8 // bits_of_experts(signature)
     first, second, gate = layers_of(signature)
+    if signature.node.op == "Experts":
+        experts = signature.operand(first.weight).shape[0]
     rows = signature.operand(second.weight).shape[2] * per
     fused = 1 + (activation_of(signature) == "swiglu" and not signature.present(gate.weight))
     expected = {first.weight: (experts, fused * rows, hidden // per), second.weight: (experts, hidden, rows // per)}
@@ -94,7 +109,8 @@ def _require_fitting(signature: Signature) -> None:
     if (
         tokens * hidden != signature.operand(0).elements
         or any(signature.operand(at).shape != shape for at, shape in expected.items() if signature.present(at))
-        or not 0 < signature.node.integer("k", 1) <= experts
+        or any(signature.operand(at).shape != signature.operand(1).shape for at in range(1, first.weight))
+        or not 0 < experts_per_token(signature) <= experts
     ):
         raise ValueError("layers, scores and tokens do not fit")
 
@@ -105,7 +121,10 @@ def _flops(signature: Signature, space: Space) -> float:
     per = 8 // bits_of_experts(signature)
     weights = sum(value.shape[1] * value.shape[2] * per for value in layers)
     tokens = signature.operand(1).shape[0]
-    return 2.0 * tokens * signature.node.integer("k", 1) * weights
+    return 2.0 * tokens * experts_per_token(signature) * weights
 
 
-ROWS = tuple(Operator(f"{DOMAIN}{name}", mixture, "matmul", _flops, 3.0, keeps=("0", "1")) for name in ("MoE", "QMoE"))
+ROWS = (
+    *(Operator(f"{DOMAIN}{name}", mixture, "matmul", _flops, 3.0, keeps=("0", "1")) for name in ("MoE", "QMoE")),
+    Operator(EXPERTS, mixture, "matmul", _flops, 3.0, keeps=("0", "1", "2")),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called
-from autopipe.ir.ops.experts import Layer, activation_of, bits_of_experts, interleaves, layers_of
+from autopipe.ir.ops.experts import EXPERTS, Layer, activation_of, bits_of_experts, interleaves, layers_of
 from autopipe.ir.ops.quantized import DOMAIN, bits_of
 
 
@@ -46,6 +46,9 @@ def _mixture(call: Call) -> str:
         return f"({', '.join([call.arg(each.weight), bias, *packed])})"
 
     gated = layer(gate)
+    if call.node.op == "Experts":
+        settings = {"activation": _activation(call, gated is not None), "group": call.group("e")}
+        return called("operators.experts", call.args(3), layer(first), layer(second), gated, **settings)
     weights = call.optional(14) if call.node.op == "QMoE" and call.present(14) else None
     return called(
         "operators.mixture",
@@ -65,5 +68,5 @@ def _mixture(call: Call) -> str:
 QUANTIZED: dict[str, Emitter] = {
     f"{DOMAIN}MatMulNBits": _matmul_nbits,
     f"{DOMAIN}GatherBlockQuantized": _gather_blocks,
-    **dict.fromkeys((f"{DOMAIN}MoE", f"{DOMAIN}QMoE"), _mixture),
+    **dict.fromkeys((f"{DOMAIN}MoE", f"{DOMAIN}QMoE", EXPERTS), _mixture),
 }

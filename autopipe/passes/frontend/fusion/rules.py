@@ -9,15 +9,19 @@ from collections.abc import Callable
 from autopipe.ir.graph import Graph, Node
 from autopipe.passes.frontend.cleanup import without_repeats, without_unread
 from autopipe.passes.frontend.fusion.attention import attention
+from autopipe.passes.frontend.fusion.experts import looked_up, masked
 from autopipe.passes.frontend.fusion.gated import gated, swish
 from autopipe.passes.frontend.fusion.layers import gelu, normalization, offset
 from autopipe.passes.frontend.fusion.view import View
 
-FUSED = frozenset({"Attention", "GatedUnit", "Gelu", "LayerNormalization", "RMSNormalization", "SwiGLU", "Swish"})
+FUSED = frozenset(
+    {"Attention", "Experts", "GatedUnit", "Gelu", "LayerNormalization", "RMSNormalization", "SwiGLU", "Swish"}
+)
 """Operators that rules put together."""
 RULES: dict[str, tuple[Callable[[View, Node], tuple[Node, ...] | None], ...]] = {
     "Mul": (gelu, normalization, swish, gated),
-    "Add": (offset,),
+    "Add": (offset, masked),
+    "ReduceSum": (looked_up,),
     "MatMul": (attention,),
 }
 """By the operator at which a pattern ends: from a node and what leads to it to those in its place, or None.

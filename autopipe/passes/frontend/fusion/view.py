@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node, Value
 from autopipe.passes.frontend.inference import ConstantFolder
 
 MOST_STEPS = 32
 """Multiplications that are looked back through: a chain of thousands would take the square of its length."""
+
+
+@dataclass(slots=True)
+class MaskedSum:
+    """A sum over experts so far: their numbers, and what they have in common."""
+
+    common: tuple[object, ...]
+    experts: set[int]
 
 
 class View:
@@ -23,6 +32,8 @@ class View:
         """Values that rules have added to those of `graph`."""
         self.masks: dict[str, str] = {}
         """Positions hidden by the masks seen so far: see `_mask_kind`."""
+        self.sums: dict[str, MaskedSum] = {}
+        """Mixtures of experts that are added up so far, by the last sum."""
 
     def type_of(self, name: str) -> Value:
         return self.made.get(name) or self.graph.type_of(name)
@@ -54,6 +65,14 @@ class View:
         if constant is None or constant.array.size != 1 or constant.array.dtype.kind in "bc":
             return None
         return float(constant.array.reshape(-1)[0])
+
+    def zeros(self, name: str) -> bool:
+        """True for a constant of zeros, stored or spread over a shape."""
+        node = self.made_by(name, "ConstantOfShape", "Expand")
+        if node is not None and node.op == "ConstantOfShape":
+            return node.number("value") == 0
+        constant = self.graph.constant(name if node is None else node.inputs[0])
+        return constant is not None and not constant.array.any()
 
     def uncast(self, name: str) -> str:
         """The value before a cast between floating-point types."""

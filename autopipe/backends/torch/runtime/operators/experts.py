@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.backends.torch.runtime.operators.gated import gated
 from autopipe.backends.torch.runtime.operators.quantized import numbers_of
 
 ExpertLayer = tuple[Tensor | None, ...]
@@ -18,25 +21,115 @@ ExpertLayer = tuple[Tensor | None, ...]
 which may be None."""
 
 
-class _Recomputed(torch.autograd.Function):
-    """A function of which backward keeps the operands alone."""
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """The settings of a mixture, all but its tensors."""
+
+    route: Callable[..., tuple[Tensor, Tensor]]
+    """From the first operands behind the tokens to the chosen experts and their shares, [tokens, k] each."""
+    routing: int
+    """How many operands that takes."""
+    sizes: tuple[int, ...]
+    """Tensors of the first layer, the second, and the one that gates the first."""
+    activation: Callable[[Tensor], Tensor]
+    bits: int
+    group: Group | None
+
+    def parts(self, chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
+        """Each of this rank's `experts` that has tokens, and its places among the chosen, flat."""
+        order = chosen.flatten().argsort(stable=True)
+        first = 0 if self.group is None else self.group.position * experts
+        counts = torch.bincount(chosen.flatten(), minlength=first + experts).tolist()
+        begin = sum(counts[:first])
+        for expert, count in enumerate(counts[first : first + experts]):
+            if count:
+                yield expert, order[begin : begin + count]
+            begin += count
+
+    def of_one(self, x: Tensor, share: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
+        """The results of one expert for its tokens, times their shares."""
+        own = iter(operands)
+        first, second, gate = (tuple(itertools.islice(own, size)) for size in self.sizes)
+        hidden = self.activation(_layer(x, first, self.bits))
+        if gate[0] is not None:
+            hidden = hidden * _layer(x, gate, self.bits)
+        return _layer(hidden, second, self.bits) * share.unsqueeze(-1)
+
+
+class _Experts(torch.autograd.Function):
+    """A mixture of which backward keeps the operands alone: it computes one expert after the other again."""
 
     @staticmethod
-    def forward(context: Any, function: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
-        context.function = function
-        context.save_for_backward(*operands)
-        return function(*operands)
+    def forward(context: Any, mixture: _Mixture, x: Tensor, *operands: Tensor | None) -> Tensor:
+        context.mixture, context.autocast = mixture, _autocast(x)
+        context.save_for_backward(x, *operands)
+        routing, layers = operands[: mixture.routing], operands[mixture.routing :]
+        chosen, shares = mixture.route(*routing)
+        tokens = x.reshape(-1, x.shape[-1])
+        total = torch.zeros_like(tokens)
+        for expert, places in mixture.parts(chosen, _count(layers)):
+            rows = places // chosen.shape[-1]
+            result = mixture.of_one(tokens[rows], shares.flatten()[places], _one(layers, expert))
+            total.index_add_(0, rows, result.to(total.dtype))
+        return total.reshape(x.shape)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = context.needs_input_grad[1:]
-        pairs = list(zip(context.saved_tensors, wanted, strict=True))
-        operands = [each if each is None else each.detach().requires_grad_(flows) for each, flows in pairs]
+        mixture, (x, *operands) = context.mixture, context.saved_tensors
+        flows = context.needs_input_grad[2 + mixture.routing :]
+        layers = operands[mixture.routing :]
         with torch.enable_grad():
-            result = context.function(*operands)
-        leaves = [each for each in operands if each is not None and each.requires_grad]
-        found = iter(torch.autograd.grad(result, leaves, gradients[0].to(result.dtype), allow_unused=True))
-        return None, *(next(found) if flows else None for _, flows in pairs)
+            routing = [_leaf(each) for each in operands[: mixture.routing]]
+            chosen, shares = mixture.route(*routing)
+        tokens, flat, gradient = x.reshape(-1, x.shape[-1]), shares.detach().flatten(), gradients[0].flatten(0, -2)
+        of_tokens, of_shares = torch.zeros_like(tokens), torch.zeros_like(flat)
+        found = [torch.zeros_like(each) if wanted else None for each, wanted in zip(layers, flows, strict=True)]
+        for expert, places in mixture.parts(chosen, _count(layers)):
+            rows = places // chosen.shape[-1]
+            own = [tokens[rows].requires_grad_(), flat[places].requires_grad_()]
+            weights = [
+                _leaf(each) if wanted else each for each, wanted in zip(_one(layers, expert), flows, strict=True)
+            ]
+            with torch.enable_grad(), torch.autocast(x.device.type, context.autocast, context.autocast is not None):
+                result = mixture.of_one(own[0], own[1], weights)
+            leaves = [*own, *(each for each, wanted in zip(weights, flows, strict=True) if wanted)]
+            told = torch.autograd.grad(
+                result, [each for each in leaves if each is not None], gradient[rows].to(result.dtype)
+            )
+            of_tokens.index_add_(0, rows, told[0])
+            of_shares[places] = told[1]
+            for whole, part in zip((each for each in found if each is not None), told[2:], strict=True):
+                whole[expert] = part
+        return None, of_tokens.reshape(x.shape), *_of_routing(routing, shares, of_shares), *found
+
+
+def _of_routing(routing: Sequence[Tensor | None], shares: Tensor, gradient: Tensor) -> Iterator[Tensor | None]:
+    """The gradients of what shares come of, from theirs."""
+    leaves = [each for each in routing if each is not None and each.requires_grad]
+    told = torch.autograd.grad(shares, leaves, gradient.reshape(shares.shape), allow_unused=True) if leaves else ()
+    found = iter(told)
+    return (next(found) if each is not None and each.requires_grad else None for each in routing)
+
+
+def _leaf(tensor: Tensor | None) -> Tensor | None:
+    """The same numbers, with a gradient of their own if they can have one."""
+    return tensor if tensor is None else tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _one(layers: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
+    return [None if each is None else each[expert] for each in layers]
+
+
+def _count(layers: Sequence[Tensor | None]) -> int:
+    """This rank's experts."""
+    assert layers[0] is not None
+    return len(layers[0])
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    """The type that products take on `x`'s device, None where autocast is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def mixture(
@@ -55,64 +148,60 @@ def mixture(
 ) -> Tensor:
     """The sum over the k experts with the largest scores of their results, by the softmax of the scores (of all, or
     with `normalize` of the k), or by `weights` at those experts. With `group` of this rank's experts alone."""
-    layers = (first, second, gate or (None,))
-    sizes = [len(layer) for layer in layers]
 
-    def function(x: Tensor, scores: Tensor, weights: Tensor | None, *rest: Tensor | None) -> Tensor:
-        own, parts = iter(rest), []
-        for size in sizes:
-            parts.append(tuple(next(own) for _ in range(size)))
-        return _mixture(x, scores, weights, parts, k, activation, normalize, bits, group)
+    def route(scores: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        largest, chosen = scores.float().topk(k, dim=-1)
+        if weights is not None:
+            shares = weights.float().gather(-1, chosen)
+            shares = shares / shares.sum(-1, keepdim=True) if normalize else shares
+        elif normalize:
+            shares = largest.softmax(-1)
+        else:
+            shares = scores.float().softmax(-1).gather(-1, chosen)
+        return chosen, shares
 
-    operands = (each for layer in layers for each in layer)
-    found: Tensor = _Recomputed.apply(function, x, scores, weights, *operands)  # type: ignore[no-untyped-call]
-    return found
+    return _applied(route, x, (scores, weights), (first, second, gate or (None,)), activation, bits, group)
 
 
-def _mixture(
+def experts(
     x: Tensor,
-    scores: Tensor,
-    weights: Tensor | None,
-    layers: list[ExpertLayer],
-    k: int,
+    chosen: Tensor,
+    shares: Tensor,
+    first: ExpertLayer,
+    second: ExpertLayer,
+    gate: ExpertLayer | None = None,
+    *,
     activation: Callable[[Tensor], Tensor],
-    normalize: bool,
+    group: Group | None = None,
+) -> Tensor:
+    """The sum over the experts `chosen` for each token of their results times `shares`, [tokens, k] both. With `group`
+    of this rank's experts alone."""
+
+    def route(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        return chosen, shares
+
+    return _applied(route, x, (chosen, shares), (first, second, gate or (None,)), activation, 0, group)
+
+
+def _applied(
+    route: Callable[..., tuple[Tensor, Tensor]],
+    x: Tensor,
+    routing: tuple[Tensor | None, ...],
+    layers: tuple[ExpertLayer, ...],
+    activation: Callable[[Tensor], Tensor],
     bits: int,
     group: Group | None,
 ) -> Tensor:
-    tokens = x.reshape(-1, x.shape[-1])
-    largest, chosen = scores.float().topk(k, dim=-1)
-    if weights is not None:
-        shares = weights.float().gather(-1, chosen)
-        shares = shares / shares.sum(-1, keepdim=True) if normalize else shares
-    elif normalize:
-        shares = largest.softmax(-1)
-    else:
-        shares = scores.float().softmax(-1).gather(-1, chosen)
-    experts, order = chosen.flatten().sort(stable=True)
-    counts = torch.bincount(experts, minlength=scores.shape[-1]).tolist()
-    rows, shares = order // k, shares.flatten()[order].to(x.dtype)
-    assert layers[0][0] is not None
-    own = len(layers[0][0])
-    start = 0 if group is None else group.position * own
-    begin = sum(counts[:start])
-    total = torch.zeros_like(tokens)
-    for expert in range(own):
-        end = begin + counts[start + expert]
-        if end > begin:
-            picked = rows[begin:end]
-            hidden = activation(_layer(tokens[picked], layers[0], expert, bits))
-            if layers[2][0] is not None:
-                hidden = hidden * _layer(tokens[picked], layers[2], expert, bits)
-            result = _layer(hidden, layers[1], expert, bits) * shares[begin:end].unsqueeze(-1)
-            total = total.index_add(0, picked, result.to(total.dtype))
-        begin = end
-    return total.reshape(x.shape)
+    settings = _Mixture(route, len(routing), tuple(map(len, layers)), activation, bits, group)
+    x = x.to(_autocast(x) or x.dtype)  # Else backward would keep what products round anyway.
+    operands = (each for layer in layers for each in layer)
+    found: Tensor = _Experts.apply(settings, x, *routing, *operands)  # type: ignore[no-untyped-call]
+    return found
 
 
-def _layer(x: Tensor, layer: ExpertLayer, expert: int, bits: int) -> Tensor:
+def _layer(x: Tensor, layer: ExpertLayer, bits: int) -> Tensor:
     """One expert's layer; its packed weights become numbers here."""
-    weight, bias, *packed = (None if each is None else each[expert] for each in layer)
+    weight, bias, *packed = layer
     assert weight is not None
     if packed:
         scales, points = packed
@@ -133,7 +222,8 @@ def swiglu(
 
     def function(x: Tensor) -> Tensor:
         gates, linear = (x[..., ::2], x[..., 1::2]) if turns else x.chunk(2, -1)
-        gates, linear = gates.clamp(max=limit), linear.clamp(-limit, limit)
-        return gates * torch.sigmoid(alpha * gates) * (linear + beta)
+        if limit < math.inf:
+            gates, linear = gates.clamp(max=limit), linear.clamp(-limit, limit)
+        return gated(gates, linear + beta if beta else linear, "silu", alpha or 1e-6)  # By none: half of the gate.
 
     return function
