@@ -10,7 +10,7 @@ import onnx.helper as oh
 import onnx.numpy_helper as onh
 import onnxruntime as ort
 
-from autopipe.ir.graph import FileSlice, Fill, FoldedSlice, Graph, Parameter, Value
+from autopipe.ir.graph import FileSlice, Fill, FoldedSlice, Graph, Node, Parameter, Value
 from autopipe.passes.frontend import Model
 from autopipe.passes.frontend.elements import NUMBERS
 from autopipe.passes.frontend.inference import node_proto
@@ -43,12 +43,25 @@ def type_info(value: Value) -> onnx.ValueInfoProto:
     return oh.make_tensor_value_info(value.name, NUMBERS[value.dtype], value.shape)
 
 
+def written(graph: Graph, node: Node) -> list[onnx.NodeProto]:
+    """The node, or what ONNX Runtime has in place of SwiGLU."""
+    if node.op != "SwiGLU":
+        return [node_proto(graph, node)]
+    (gate, up), (result,) = node.inputs, node.outputs
+    assert not node.attributes
+    return [
+        oh.make_node("Sigmoid", [gate], [f"{result}_sigmoid"]),
+        oh.make_node("Mul", [gate, f"{result}_sigmoid"], [f"{result}_gate"]),
+        oh.make_node("Mul", [f"{result}_gate", up], [result]),
+    ]
+
+
 def as_onnx(graph: Graph, arrays: dict[str, np.ndarray]) -> onnx.ModelProto:
     """The graph as ONNX, its parameters' numbers inside."""
     opset = max([graph.opset, *(SINCE.get(node.op, 0) for node in graph.nodes)])
     held = {constant.value.name: constant.array for constant in graph.constants} | arrays
     body = oh.make_graph(
-        [node_proto(graph, node) for node in graph.nodes],
+        [proto for node in graph.nodes for proto in written(graph, node)],
         "again",
         [type_info(value) for value in graph.inputs],
         [type_info(graph.type_of(name)) for name in graph.outputs],
