@@ -132,6 +132,13 @@ _INLINE_LIMIT = 2**30
 """Bytes of weights above which they go to a file beside the model: protobuf ends at 2 GiB."""
 
 
+_NO_KERNEL = "NOT_IMPLEMENTED : "
+
+
+class NoKernelError(ModelError):
+    """ONNX Runtime knows an operator, but not for these types on a CPU, such as Erf in double precision."""
+
+
 class ReferenceModel:
     """An ONNX file opened for execution, with numbers for the weights it lacks, and without Dropout."""
 
@@ -143,7 +150,8 @@ class ReferenceModel:
         fixed: Mapping[str, bool | int | float] = MappingProxyType({}),
     ) -> None:
         """`weights` are parameters that the file names without storing, `fixed` inputs that are one number. Unless
-        `train`, batches are normalised by running statistics. Raises ModelError where it cannot be opened."""
+        `train`, batches are normalised by running statistics. Raises ModelError where it cannot be opened, and
+        NoKernelError where nothing is wrong with it."""
         self._scratch = tempfile.TemporaryDirectory()
         proto = _loaded(model)
         self._fixed = {each.name: _full(each, fixed[each.name]) for each in proto.graph.input if each.name in fixed}
@@ -323,6 +331,8 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         reason = str(error).splitlines()[0]
+        if _NO_KERNEL in reason:
+            raise NoKernelError(f"ONNX Runtime has no kernel: {reason.partition(_NO_KERNEL)[2]}") from error
         raise ModelError(f"ONNX Runtime cannot open the model: {reason}", where=str(path)) from error
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from autopipe.backends.onnxruntime import ReferenceModel, node_of
+from autopipe.backends.onnxruntime import NoKernelError, ReferenceModel, node_of
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
 from autopipe.backends.torch.runtime.data import check_data, filled_rows, open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
@@ -295,14 +295,21 @@ class Verification:
 
     def _reference_check(self, forward: Manifest, ours: dict[str, np.ndarray]) -> Check:
         """The model's outputs over the step's whole batch against ONNX Runtime's, both without Dropout."""
-        model, seed, bound = *self._reference_model(forward), self.manifest.rounding.bound
+
+        def left_out(reason: str) -> Check:
+            bound = self.manifest.rounding.bound
+            return Check("outputs of one device", "ONNX Runtime", 0, f"left out: {reason}", 0.0, bound)
+
+        try:
+            model, seed = self._reference_model(forward)
+        except NoKernelError as error:
+            return left_out(error.message)
         if model.random:
-            reason = f"left out: {', '.join(model.random)} draws other numbers there"
-            return Check("outputs of one device", "ONNX Runtime", 0, reason, 0.0, bound)
+            return left_out(f"{', '.join(model.random)} draws other numbers there")
         try:
             expected = self._reference_outputs(forward, model, seed)
         except ModelError as error:
-            return Check("outputs of one device", "ONNX Runtime", 0, f"left out: {error.message}", 0.0, bound)
+            return left_out(error.message)
 
         def differences(outputs: Mapping[str, np.ndarray]) -> Iterator[Difference]:
             return (difference(name, outputs[name], expected[name]) for name in ours if name in expected)

@@ -17,7 +17,7 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS, DEEPEST_BODY, nested
-from autopipe.passes.frontend.sequences import made_node, truth
+from autopipe.passes.frontend.sequences import empty, made_node, truth
 
 if TYPE_CHECKING:
     import onnx
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 MOST_CHOSEN = 512
 """Nodes of both branches of an If whose condition depends on data: both are computed."""
+
+_SCAN_OF_ONE = 9
+"""The opset since which a Scan knows nothing of samples."""
 
 MOST_UNDONE = 1024
 """Iterations of a Loop whose end depends on data: all are computed."""
@@ -133,6 +136,7 @@ class Known:
     numbers: Callable[[str], np.ndarray | None]
     kind: Callable[[str], Value | None]
     sequences: Mapping[str, tuple[str, ...]]
+    opset: int
     order: Callable[[onnx.GraphProto], list[onnx.NodeProto]]
     """The nodes of a body in topological order."""
     takes: Callable[[int], bool]
@@ -288,6 +292,11 @@ class _Repetition:
 
     def scan(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
         stated = {each.name: each.i or list(each.ints) for each in self.node.attribute}
+        if self.known.opset < _SCAN_OF_ONE:
+            hint = "write it as the Scan of opset 9, whose body takes all samples"
+            raise ModelError(
+                "the Scan of opset 8, which runs for each sample alone, is not supported", hint, self.where
+            )
         count = stated.get("num_scan_inputs", 0)
         if not isinstance(count, int) or not 0 < count <= len(operands):
             raise ModelError(f"num_scan_inputs is {count}", where=self.where)
@@ -331,12 +340,22 @@ class _Repetition:
 
     def _stacks(self, names: list[str], stacked: list[list[str]], axes: list[int]) -> Iterator[onnx.NodeProto]:
         """Of each of these values, all that the runs have written, along a new axis."""
-        for name, found, axis in zip(names, stacked, axes, strict=True):
+        types = self.body.output[len(self.body.output) - len(names) :]
+        for name, found, axis, info in zip(names, stacked, axes, types, strict=True):
             if name and not found:
-                raise ModelError(f"its body never runs, so that {name!r} is empty", where=self.where)
-            if name:
+                yield from self._empty(name, info, axis)
+            elif name:
                 yield made_node(self.node, "SequenceConstruct", found, [f"{name}/stack"])
                 yield made_node(self.node, "ConcatFromSequence", [f"{name}/stack"], [name], axis=axis, new_axis=1)
+
+    def _empty(self, name: str, info: onnx.ValueInfoProto, axis: int) -> list[onnx.NodeProto]:
+        """The result of a body that never runs, whose other extents are those that it states."""
+        kind = info.type.tensor_type
+        shape = [each.dim_value if each.HasField("dim_value") else -1 for each in kind.shape.dim]
+        if not kind.HasField("shape") or min(shape, default=0) < 0:
+            raise ModelError(f"its body never runs, and states no shape for what {name!r} gathers", where=self.where)
+        shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, 0)
+        return empty(self.node, name, kind.elem_type, shape)
 
     def _number(self, name: str) -> int | None:
         array = self.known.numbers(name)

@@ -52,7 +52,8 @@ def by_symbol(
     found: dict[str, int] = {}
     for name, extent in dims.items():
         if extent <= 0:
-            raise ConfigurationError(f"--dim {name}={extent}: an extent is at least 1")
+            hint = "" if extent else "export without what is empty, such as a cache before the first token"
+            raise ConfigurationError(f"--dim {name}={extent}: an extent is at least 1", hint)
         for symbol in _meant(name, shapes, symbols, stated_axes):
             if found.setdefault(symbol, extent) != extent:
                 raise ConfigurationError(f"--dim {name}={extent}: dimension {symbol!r} is {found[symbol]} already")
@@ -195,7 +196,10 @@ def dimensions_of(info: onnx.ValueInfoProto) -> list[Dimension]:
     """The dimensions of an input; what older files write as -1 has no name. Raises ModelError where there are none."""
     where = f"input {info.name!r}"
     if not info.type.HasField("tensor_type"):
-        raise ModelError("only tensors are supported as inputs", where=where)
+        kinds = {"sequence_type": "a sequence", "optional_type": "an Optional", "map_type": "a map"}
+        held = next((kind for field, kind in kinds.items() if info.type.HasField(field)), "of no known type")
+        hint = "make each tensor that it holds an input of its own"
+        raise ModelError(f"it is {held}, and only tensors are supported as inputs", hint, where)
     if not info.type.tensor_type.HasField("shape"):
         raise ModelError("its number of dimensions is unknown", where=where)
     dimensions = info.type.tensor_type.shape.dim

@@ -240,6 +240,8 @@ Operand = tuple[Value | None, np.ndarray | None]
 """Type and numbers of an operand; (None, None) where it is absent, no numbers where they are not known."""
 KNOWN_LIMIT = 4096
 """Elements up to which an operand's numbers are shown to shape inference: those that tell shapes are few."""
+_OVER_ROWS, _ONE_AXIS = frozenset({"Hardmax", "LogSoftmax", "Softmax"}), 13
+"""Operators that take all axes from `axis` on together below this opset, and one axis since."""
 _HASHED = 4
 """Elements that are looked up in the time of one operation."""
 RANDOM = frozenset(row.name for row in OPERATORS.values() if row.random)
@@ -342,6 +344,22 @@ class Inference:
         )
 
     def _run(self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]) -> tuple[np.ndarray, ...] | None:
+        first = operands[0] if operands else None
+        if node.op_type in _OVER_ROWS and dict(self.opsets).get("", 1) < _ONE_AXIS and first is not None and first.ndim:
+            return self._run_over_rows(node, first)
+        return self._run_as_is(node, operands)
+
+    def _run_over_rows(self, node: onnx.NodeProto, x: np.ndarray) -> tuple[np.ndarray, ...] | None:
+        """Of all axes from `axis` on together, which the evaluator does not do."""
+        axis = next((each.i for each in node.attribute if each.name == "axis"), 1)
+        row = type(node)(op_type=node.op_type, input=node.input, output=node.output)
+        row.attribute.add(name="axis", i=1, type=2)
+        found = self._run_as_is(row, (x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:])),))
+        return found and (found[0].reshape(x.shape),)
+
+    def _run_as_is(
+        self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]
+    ) -> tuple[np.ndarray, ...] | None:
         with np.errstate(all="ignore"):
             results = told_by_formula(node, operands)
             if results is None:

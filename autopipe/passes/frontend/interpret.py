@@ -91,6 +91,7 @@ class _Sweep:
             numbers=lambda name: self.arrays.get(self.aliases.get(name, name)),
             kind=lambda name: self.types.get(self.aliases.get(name, name)),
             sequences=self.sequences,
+            opset=self.source.opset,
             order=lambda body: [body.node[place] for place in topological_positions(body)],
             takes=self.repeated.takes,
         )

@@ -125,7 +125,7 @@ def _read(
         warnings=(
             *source.warnings,
             *weights.warnings(),
-            *(_mixing_warnings(graph, by_label) if mode is Mode.TRAIN else ()),
+            *_mixing_warnings(graph, mixing_nodes(graph) if mode is Mode.TRAIN else nodes_beside_all(graph), by_label),
             *(trained_warnings(tensors, source.apart, left_out) if mode is Mode.TRAIN else ()),
         ),
         source=source,
@@ -151,23 +151,38 @@ def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, st
 def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
     """The nodes that let a sample's result depend on other samples, so that micro-batches change what is computed.
 
-    Operators that say so themselves (batch statistics, means over labels that may be ignored), and products of two
-    batches, such as the scores of a contrastive loss.
+    Operators that say so themselves (batch statistics, means over labels that may be ignored), products of two
+    batches, such as the scores of a contrastive loss, and what reads samples beside a value of all of them, such as an
+    If's condition.
     """
-    axes = batch_axes_of(graph)
+    axes, beside = batch_axes_of(graph), {node.name for node in nodes_beside_all(graph)}
     found = []
     for node, samples in zip(graph.nodes, axes.nodes, strict=True):
         operator = operator_of(node)
         together = max((len(axes.values.get(name, ())) for name in node.inputs), default=0)
-        meets = len({each.axis for each in samples}) > max(together, 1)
+        meets = len({each.axis for each in samples}) > max(together, 1) or node.name in beside
         if meets or (operator is not None and operator.mixes_samples(signature_of(graph, node))):
             found.append(node)
     return tuple(found)
 
 
-def _mixing_warnings(graph: Graph, by_label: bool) -> tuple[str, ...]:
+def nodes_beside_all(graph: Graph) -> tuple[Node, ...]:
+    """The nodes that read samples beside a value computed from all samples of a batch, which carries none."""
+    axes, found = batch_axes_of(graph), []
+    fed, joined = {each.name for each in graph.inputs}, set[str]()
+    for node, samples in zip(graph.nodes, axes.nodes, strict=True):
+        is_joined, is_fed = not joined.isdisjoint(node.inputs), not fed.isdisjoint(node.inputs)
+        if is_joined and any(name in axes.values and name in fed for name in node.inputs):
+            found.append(node)
+        if is_fed:
+            fed.update(node.outputs)
+        if is_joined or (samples and is_fed):
+            joined.update(name for name in node.outputs if name and name not in axes.values)
+    return tuple(found)
+
+
+def _mixing_warnings(graph: Graph, mixing: tuple[Node, ...], by_label: bool) -> tuple[str, ...]:
     """Of nodes that mix samples; with `by_label` the loss does not, whose labels are counted over the step."""
-    mixing = mixing_nodes(graph)
     losses = [node for node in mixing if node.op in LOSSES and len(node.inputs) == 2]
     others = [node for node in mixing if node not in losses]
     losses = [node for node in losses if not by_label and leaves_out(graph, node)]

@@ -196,6 +196,18 @@ def truth(origin: onnx.NodeProto, result: str, value: bool) -> Any:
     return made_node(origin, "Constant", [], [result], value=tensor)
 
 
+def empty(origin: onnx.NodeProto, result: str, kind: int, shape: Sequence[int]) -> list[Any]:
+    """The nodes that make a tensor of this type without elements."""
+    import onnx.helper
+
+    size = onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize
+    number = onnx.TensorProto(data_type=kind, dims=[1], raw_data=bytes(size))
+    return [
+        made_node(origin, "Constant", [], [f"{result}/shape"], value_ints=shape),
+        made_node(origin, "ConstantOfShape", [f"{result}/shape"], [result], value=number),
+    ]
+
+
 def _position(operands: tuple[str, ...], arrays: Mapping[str, np.ndarray], length: int, last: int, where: str) -> int:
     """The position that an operand names in a sequence, counted from its start; `last` where there is no operand."""
     if not operands or not operands[0]:

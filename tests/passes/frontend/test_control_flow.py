@@ -55,6 +55,18 @@ READ = {
             s = Gather <axis = 1> (g, i)
         }>
     """,
+    "never, and what it gathers is empty": """
+        nil = Constant <value = int64 {0}> ()
+        yes = Constant <value = bool {1}> ()
+        last, rows = Loop (nil, yes, x) <body = b (int64 i, bool going, float[3,4] h)
+                                                   => (bool still, float[3,4] g, float[3] s) {
+            still = Identity (going)
+            g = MatMul (h, w)
+            s = Gather <axis = 1> (g, i)
+        }>
+        columns = Transpose (rows)
+        y = Concat <axis = 1> (last, columns, last)
+    """,
     "until a number is reached": """
         yes = Constant <value = bool {1}> ()
         nil = Constant <value_float = 0.0> ()
@@ -155,6 +167,11 @@ REFUSED = {
             g = Neg (h)
         }>
     """,
+    "its body never runs, and states no shape for what 'y' gathers": """
+        nil = Constant <value = int64 {0}> ()
+        yes = Constant <value = bool {1}> ()
+        y = Loop (nil, yes) <body = b (int64 i, bool going) => (bool going, float[n] s) { s = ReduceSum (x) }>
+    """,
     "nothing bounds that or what it gathers": """
         yes = Constant <value = bool {1}> ()
         y = Loop (, yes, x) <body = b (int64 i, bool going, float[3,4] h) => (bool still, float[3,4] g) {
@@ -243,3 +260,26 @@ def test_weights_of_bodies_are_parameters(tmp_path: Path) -> None:
     feeds = {"x": np.ones((3, 4), np.float32)}
     assert_close(run_read(read, feeds), {"y": feeds["x"] @ WEIGHTS["v"]})
     assert_close(run_read(read, feeds), run(path, feeds))
+
+
+def test_what_a_value_of_the_whole_batch_decides_is_warned_of(tmp_path: Path) -> None:
+    """Micro-batches, each with a condition of its own, would compute something else."""
+    for text, warned in (("a branch that data choose", True), ("until data say so", True), ("over columns", False)):
+        warnings = read_model(written(READ[text], tmp_path), batch_axes={"x": 0}).warnings
+        assert [each for each in warnings if "Where" in each and "mixes the samples" in each] == warned * [*warnings]
+
+
+def test_a_scan_of_opset_8(tmp_path: Path) -> None:
+    text = "y = Scan <num_scan_inputs = 1, body = b (float[4] p) => (float[4] o) { o = Exp (p) }> (x)"
+    proto = onnx.load(written(text, tmp_path))
+    proto.opset_import[0].version = 8
+    proto.graph.node[0].input[:] = ["", "x"]
+    onnx.save(proto, tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=r"the Scan of opset 8, which runs for each sample alone.*opset 9"):
+        read_model(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(("kind", "said"), [("seq(float[3,4])", "a sequence"), ("optional(float[3,4])", "an Optional")])
+def test_inputs_that_hold_tensors(kind: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"input 's': it is {said}, and only tensors .*make each tensor"):
+        read_model(written("y = Identity (x)", tmp_path, f", {kind} s"))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx.helper
+import onnxruntime
 import pytest
 from onnx.reference import ReferenceEvaluator
 
@@ -74,3 +75,18 @@ def test_operators_are_evaluated_as_their_opset_has_them() -> None:
     node = onnx.helper.make_node("Unsqueeze", ["x"], ["y"], axes=[0])
     found = Inference((("", 11),)).evaluate(node, (np.asarray(3),), (None,))
     assert found is not None and found[0].tolist() == [3]
+
+
+@pytest.mark.parametrize("operator", ["Hardmax", "LogSoftmax", "Softmax"])
+@pytest.mark.parametrize("axis", [None, 0, -1])
+def test_a_softmax_takes_all_axes_together_below_opset_13(operator: str, axis: int | None) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+    info = [onnx.helper.make_tensor_value_info(name, 1, [2, 3, 4]) for name in "xy"]
+    node = onnx.helper.make_node(operator, ["x"], ["y"], **({} if axis is None else {"axis": axis}))
+    graph = onnx.helper.make_graph([node], "g", info[:1], info[1:])
+    opset = onnx.helper.make_opsetid("", 12)
+    model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=7).SerializeToString()
+    (wanted,) = onnxruntime.InferenceSession(model).run(None, {"x": x})
+    found = Inference((("", 12),)).evaluate(node, (x,), (None,))
+    assert found is not None
+    np.testing.assert_allclose(found[0], wanted, rtol=1e-5)
