@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from autopipe.backends.torch.emission.archive import write_arrays
 from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_module
 from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.ir.atomic_file import replacing_folder
@@ -166,10 +167,10 @@ def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, fold
             inside.mkdir(exist_ok=True)
             for name, text in files.items():
                 (inside / name).write_text(text, encoding="utf-8")
-            stored: dict[str, Any] = {}
+            stored: dict[str, np.ndarray] = {}
             for index, constant in (pair for stage in each.program.stages for pair in stage.constants):
                 stored[f"c{index}"] = _stored(constant)
-            np.savez(inside / "constants.npz", **stored)
+            write_arrays(inside / "constants.npz", stored)
 
     replace_folder(folder, write)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import py_compile
 import stat
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from autopipe.backends.torch.emission import program as folder_module
+from autopipe.backends.torch.emission.archive import write_arrays
 from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, replace_folder, write_program
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.problem import Optimizer
@@ -113,7 +115,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(
     def full(*arguments: object, **keywords: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder_module.np, "savez", full)
+    monkeypatch.setattr(folder_module, "write_arrays", full)
     with pytest.raises(ConfigurationError, match="cannot be written: No space left on device"):
         write_program([files()], PROVENANCE, target)
     assert listing(tmp_path) == before
@@ -178,3 +180,11 @@ def test_constants_without_elements_are_kept(tmp_path: Path) -> None:
     write_program([ProgramFiles("", program, ("A stage.",), ("A rank.",))], PROVENANCE, tmp_path / "program")
     with np.load(tmp_path / "program" / "constants.npz") as stored:
         assert stored["c0"].shape == (0,)
+
+
+def test_constants_have_the_same_bytes_by_every_release_of_python(tmp_path: Path) -> None:
+    """Its own header for sizes of eight bytes changed in Python 3.11.4."""
+    write_arrays(tmp_path / "constants.npz", {"c0": np.arange(6).reshape(2, 3), "c3": np.array(1.5, np.float32)})
+    assert hashlib.sha256((tmp_path / "constants.npz").read_bytes()).hexdigest()[:12] == "df3925f43314"
+    with np.load(tmp_path / "constants.npz", allow_pickle=False) as stored:
+        assert stored["c0"].tolist() == [[0, 1, 2], [3, 4, 5]] and stored["c3"] == 1.5

@@ -1,0 +1,38 @@
+"""Arrays in a file as `numpy.savez` writes them, of the same bytes by every release of Python."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+_ZIP64 = 45
+"""Version of the format (4.5) that has sizes of eight bytes (PKWARE, APPNOTE.TXT, 4.4.3.2)."""
+
+
+class _Entry(zipfile.ZipInfo):
+    """A file of an archive, its sizes always of eight bytes: Python's own header for that changed in 3.11.4."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.create_system = 3  # Unix, wherever it is written.
+        self.create_version = self.extract_version = _ZIP64
+
+    def FileHeader(self, zip64: bool | None = None) -> bytes:
+        name, nowhere = self.filename.encode(), 0xFFFFFFFF
+        sizes = struct.pack("<HHQQ", 1, 16, self.file_size, self.compress_size)
+        year, month, day, hour, minute, second = self.date_time
+        date, time = (year - 1980) << 9 | month << 5 | day, hour << 11 | minute << 5 | second // 2
+        fields = (_ZIP64, 0, self.flag_bits, self.compress_type, time, date, self.CRC, nowhere, nowhere)
+        return struct.pack("<4s2B4H3L2H", b"PK\3\4", *fields, len(name), len(sizes)) + name + sizes
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays for `numpy.load` by their names, which are ASCII."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(_Entry(f"{name}.npy"), "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
