@@ -25,6 +25,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.chain import Chain, make_chain
+from autopipe.passes.cost.memory_check import with_copies
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.pipeline import Request, Runner, problems_of
 from autopipe.passes.placement.tessel_shapes import (
@@ -232,6 +233,7 @@ def problem_on_v100(
 def step_seconds(problem: Problem, placement: Placement, scheduler: Scheduler) -> float:
     """Seconds of a simulated step. Raises InfeasibleError where the scheduler does not apply or memory is short."""
     placement.verify(problem.graph)
+    placement = with_copies(replace(problem, memory_limit=None), placement)
     scheduler.requires(problem, placement)
     prediction = predict(problem, placement)
     if isinstance(scheduler, Tessel):  # It alone plans within a memory limit; here memory is checked afterwards.

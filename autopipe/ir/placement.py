@@ -77,7 +77,16 @@ class Stage:
     section 4.1).
     """
 
-    written: ClassVar = ("devices", "micro_batch_size", "recompute", "pipeline", "nodes", "splits", "gathers")
+    written: ClassVar = (
+        "devices",
+        "micro_batch_size",
+        "recompute",
+        "pipeline",
+        "nodes",
+        "splits",
+        "gathers",
+        "holds_copies",
+    )
     nodes: Annotated[tuple[int, ...], Coded(node_ranges, _read_nodes)]
     devices: Annotated[tuple[Index, ...], Filled]
     micro_batch_size: Count
@@ -85,6 +94,8 @@ class Stage:
     recompute: bool = False
     pipeline: Index = 0
     gathers: Annotated[tuple[str, ...], Sparse()] = ()
+    holds_copies: Annotated[bool, Sparse()] = False
+    """True if the stage recomputes and yet keeps its parameters' copies in 16 bits from micro-batch to micro-batch."""
     _splits: dict[int, tuple[Split, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -33,9 +33,8 @@ from autopipe.passes.pipeline import (
     Runner,
     make_plan,
     predict_placement,
-    run_scheduler,
+    schedule_placed,
     strategy_and_scheduler,
-    time_schedule,
 )
 from autopipe.passes.schedule.limits import lower_bound
 from autopipe.passes.schedule.simulate import simulate
@@ -217,7 +216,7 @@ def granted(planned: PlanResult, what: str, request: Request, again: bool) -> Wh
 def _timeline(planned: PlanResult, placed: Placed) -> Timeline:
     """The step of a placement under the plan's own scheduler."""
     runner, (_, scheduler) = Runner(), strategy_and_scheduler(planned.request)
-    return time_schedule(placed, run_scheduler(placed, scheduler, runner), runner).timeline
+    return schedule_placed(placed, scheduler, runner)[1].timeline
 
 
 @dataclass(frozen=True, slots=True)

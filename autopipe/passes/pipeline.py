@@ -38,6 +38,7 @@ from autopipe.passes.analysis.padding import check_padding
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work
+from autopipe.passes.cost.memory_check import with_copies
 from autopipe.passes.cost.stage_work import check_whole_matrices
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.registry import Scheduler, Strategy
@@ -198,7 +199,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> PlanResult:
     runner = Runner(observer)
     strategy, scheduler = strategy_and_scheduler(request)
     placed = predict_placement(*run_strategy(request, strategy, runner), runner)
-    scheduled = time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
+    placed, scheduled = schedule_placed(placed, scheduler, runner)
     return assemble_plan(request, placed, scheduled, runner)
 
 
@@ -390,9 +391,24 @@ def predict_placement(model: Model, problem: Problem, placement: Placement, runn
     Raises ConfigurationError or InfeasibleError where a stage cannot run on micro-batches of its size."""
     check_portions(problem.graph, placement)
     check_whole_matrices(problem, placement)
-    placement = with_gathers(problem, placement)
+    placement = with_gathers(problem, with_copies(problem, placement))
     prediction = runner.run("predict", lambda: predict(problem, placement))
     return Placed(model, problem, placement, StageGraph.of(problem, placement), prediction)
+
+
+def schedule_placed(placed: Placed, scheduler: Scheduler, runner: Runner) -> tuple[Placed, Scheduled]:
+    """The schedule and the step that it makes, with the placement: where memory is short stages that recompute hold no
+    copies of parameters. Raises InfeasibleError where the scheduler cannot take it or memory does not hold it."""
+    try:
+        return placed, time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
+    except OutOfMemoryError:
+        if not any(stage.holds_copies for stage in placed.placement.stages):
+            raise
+    stages = tuple(replace(stage, holds_copies=False) for stage in placed.placement.stages)
+    placement = replace(placed.placement, stages=stages)
+    prediction = runner.run("predict", lambda: predict(placed.problem, placement))
+    placed = replace(placed, placement=placement, prediction=prediction)
+    return placed, time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
 
 
 def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:

@@ -60,6 +60,19 @@ def test_a_micro_batch_in_flight_keeps_what_is_predicted(model: Path, precision:
     assert 0.99 <= (counted - message) / plan.prediction.stages[0].kept_bytes <= 1.01
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_stages_that_recompute_hold_copies_in_16_bits_where_memory_has_room(wide_model: Path, schedule: str) -> None:
+    how = "precision=bf16", "recompute=full"
+    plan, timeline = open_prediction(planned(wide_model, schedule, 6, *how))
+    assert all(stage.holds_copies for stage in plan.placement.stages)
+    limit = max(timeline.peak_memory) - 1
+    folder = planned(wide_model, schedule, 6, *how, f"memory_limit={limit}")
+    plan, timeline = open_prediction(folder)
+    assert not all(stage.holds_copies for stage in plan.placement.stages) and max(timeline.peak_memory) <= limit
+    for rank, predicted in enumerate(timeline.peak_memory):
+        assert 0.95 <= peak_of_rank(folder / "program", rank) / predicted <= 1.05
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_peak_under_autocast_is_as_predicted(wide_model: Path, recompute: str) -> None:
     folder = planned(wide_model, "1f1b", 6, "precision=bf16", f"recompute={recompute}")

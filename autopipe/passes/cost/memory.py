@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.attention_kernels import capability_of
@@ -46,25 +46,36 @@ class State:
     """Number of the tensors that the optimizer updates: parameters, and shares of buckets of them."""
     low_precision_bytes: int = 0
     """Bytes of the parameters' copies in 16 bits."""
+    cast_bytes: int = 0
+    """Bytes of such copies that every forward makes for itself instead."""
 
     @property
     def total(self) -> int:
         return self.parameter_bytes + self.low_precision_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def state_of(problem: Problem, parts: Iterable[tuple[str, int]], copies: Mapping[str, int] = _ALONE) -> State:
+def state_of(
+    problem: Problem,
+    parts: Iterable[tuple[str, int]],
+    copies: Mapping[str, int] = _ALONE,
+    read_again: Container[str] | None = None,
+) -> State:
     """The state of parameters, given as (name, in how many parts a group holds it).
 
     `copies` says by name how many devices hold the same part, 1 where it says nothing: what the optimizer keeps of it
-    may be shared out among them (`Optimizer.shard`).
+    may be shared out among them (`Optimizer.shard`). `read_again` are the parameters of stages that recompute, which
+    hold none in 16 bits; all where every stage does, where it is not given.
     """
-    own = low = gradients = optimizer = tensors = updated = updates = in_shares = 0
+    own = low = cast = gradients = optimizer = tensors = updated = updates = in_shares = 0
     figures, train, shard = _figures(problem.graph, problem.precision), problem.train, problem.optimizer.shard
     for name, count in parts:
         whole, elements, is_trained, is_matrix, copy = figures[name]
         size = whole // count
         own += size
-        low += copy // count
+        if problem.recomputes_all if read_again is None else name in read_again:
+            cast += copy // count
+        else:
+            low += copy // count
         if train and is_trained:
             gradients += size
             tensors += 1
@@ -73,7 +84,7 @@ def state_of(problem: Problem, parts: Iterable[tuple[str, int]], copies: Mapping
             updated += -(-size // holders)
             updates += holders == 1
             in_shares += size * (holders > 1)
-    return State(own, gradients, optimizer, tensors, updated, updates + -(-in_shares // BUCKET_BYTES), low)
+    return State(own, gradients, optimizer, tensors, updated, updates + -(-in_shares // BUCKET_BYTES), low, cast)
 
 
 @remembered(GRAPHS)
@@ -92,7 +103,7 @@ def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bo
 def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
     """Bytes of parameters, gradients and optimizer state on each device, once each however many stages hold them."""
     works = stage_work(problem, placement)
-    copies = {name: len(devices) for name, devices in holders_of(works).items()}
+    copies, again = {name: len(devices) for name, devices in holders_of(works).items()}, read_again(works)
     on_device: list[tuple[int, ...]] = [()] * problem.cluster.size
     for index, work in enumerate(works):
         for device in work.stage.devices:
@@ -102,8 +113,14 @@ def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
         held: dict[str, int] = {}
         for name, parts in (each for index in stages for each in works[index].parameter_parts):
             held[name] = min(parts, held.get(name, parts))
-        totals[stages] = state_of(problem, held.items(), copies).total
+        totals[stages] = state_of(problem, held.items(), copies, again).total
     return tuple(totals[stages] for stages in on_device)
+
+
+def read_again(works: Iterable[StageWork]) -> frozenset[str]:
+    """The parameters of stages that recompute and hold no copies of them in 16 bits."""
+    again = (work for work in works if work.stage.recompute and not work.stage.holds_copies and work.problem.train)
+    return frozenset(name for work in again for name, _ in work.parameter_parts)
 
 
 def saved_bytes(problem: Problem, nodes: Iterable[StageNode]) -> dict[tuple[str, int], int]:
@@ -134,9 +151,10 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
     """Bytes on one device of a stage that recomputes: of the values between its segments for each micro-batch, and the
     most that there is besides while a segment's backward runs; `held` micro-batches are in flight. The second counts
     activations brought back for the nodes still to come, gradients of the node at work, and those of the segment's
-    results, which stay until it is done.
+    results, which stay until it is done, and the segment's copies of parameters in 16 bits.
     """
     graph, precision = work.problem.graph, work.problem.precision
+    figures, parts = _figures(graph, precision), dict(work.parameter_parts)
     kept, widths = kept_values(graph, precision, capability_of(work.problem.cluster)), element_bytes(graph, precision)
     segments = cutter(graph)(tuple(each.index for each in work.nodes), held)
     nodes = {each.index: each for each in work.nodes}
@@ -144,7 +162,9 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
     for indices in segments.nodes:
         written: dict[str, int] = {}
         found: dict[tuple[str, int], int] = {}
-        brought_back = largest = 0
+        read = {name for index in indices for name in nodes[index].node.inputs if name in parts}
+        brought_back = 0 if work.stage.holds_copies else sum(figures[name][4] // parts[name] for name in read)
+        largest = 0
         for each in (nodes[index] for index in indices):
             written |= each.written_bytes(widths)
             for value in kept[each.index]:

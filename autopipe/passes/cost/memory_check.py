@@ -6,7 +6,7 @@ Without being asked to, no stage straddles devices of different kinds.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
+from autopipe.passes.analysis.operators import low_precision_copies
 from autopipe.passes.cost.memory import stages_in_flight, state_of, static_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs
 
@@ -31,7 +32,7 @@ def check_state(problem: Problem, devices: int, parts: int) -> None:
     """
     names = [each.value.name for each in problem.graph.parameters]
     copies = dict.fromkeys(names, max(1, devices // parts))
-    least = state_of(problem, ((name, parts) for name in names), copies).total
+    least = state_of(problem, ((name, parts) for name in names), copies, read_again=names).total
     if least > problem.memory_of(0):
         raise out_of_memory(problem, [0], 1, 0, least, least=True)
 
@@ -55,6 +56,23 @@ def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
     samples = stages_in_flight((1,) * len(sizes), sizes, graph.edges)
     own = (len(graph.micro_batches_of(stage, problem.micro_batches)) for stage in range(len(sizes)))
     return tuple(min(each // size, count) for each, size, count in zip(samples, sizes, own, strict=True))
+
+
+def with_copies(problem: Problem, placement: Placement) -> Placement:
+    """The placement in which stages that recompute hold copies of parameters in 16 bits where their devices have room:
+    with twice the micro-batches in flight that 1F1B keeps, since other schedules keep more."""
+    holding = replace(placement, stages=tuple(replace(each, holds_copies=each.recompute) for each in placement.stages))
+    plain = replace(placement, stages=tuple(replace(each, holds_copies=False) for each in placement.stages))
+    if not problem.train or not low_precision_copies(problem.graph, problem.precision) or plain == holding:
+        return plain
+    used: defaultdict[int, int] = defaultdict(int)
+    costs, counts = stage_costs(problem, holding), in_flight(problem, holding)
+    for stage, cost, count in zip(holding.stages, costs, counts, strict=True):
+        for device in stage.devices:
+            used[device] += cost.memory_bytes(min(2 * count, problem.batch_size // stage.micro_batch_size))
+    roomy = {device for device, most in used.items() if most <= problem.memory_of(device)}
+    stages = zip(holding.stages, plain.stages, strict=True)
+    return replace(placement, stages=tuple(one if roomy.issuperset(one.devices) else other for one, other in stages))
 
 
 def fitted(problem: Problem, placement: Placement) -> Placement:

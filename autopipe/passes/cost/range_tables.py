@@ -67,6 +67,8 @@ class Tables:
     kept: Shared
     workspace: Shared
     state: Matrix
+    low_precision: Matrix
+    """Bytes of copies in 16 bits, which a stage that recomputes does not hold; `state` is without them."""
     optimizer: Matrix
     """Bytes of what the optimizer keeps of them in all."""
     gradients: Matrix
@@ -117,11 +119,11 @@ class Tables:
         received, sent = self.received.local(degree), self.sent.local(degree)
         always = self.held(degree) + self.workspace.local(degree)
         if not self.problem.train:
-            return always + received + sent, np.zeros_like(always)
+            return always + self.low_precision + received + sent, np.zeros_like(always)
         always = always + 2 * (received + sent)
         kept = self.kept.local(degree)
         kept_received = received * most_widened(self.problem.precision)
-        return (always + kept, kept_received) if recompute else (always, kept)
+        return (always + kept, kept_received) if recompute else (always + self.low_precision, kept)
 
 
 def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = None) -> Tables:
@@ -145,7 +147,8 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
         leaving=outgoing_sums(chain.blocks, counts),
         kept=Shared.of(distinct_sums, chain, _kept(problem, block_of, samples)),
         workspace=_workspace(problem, chain, samples),
-        state=state_sums(problem, chain, lambda each: each.total - each.optimizer_bytes),
+        state=state_sums(problem, chain, lambda each: each.total - each.low_precision_bytes - each.optimizer_bytes),
+        low_precision=state_sums(problem, chain, lambda each: each.low_precision_bytes),
         optimizer=state_sums(problem, chain, lambda each: each.optimizer_bytes),
         gradients=state_sums(problem, chain, lambda each: each.gradient_bytes),
     )

@@ -27,6 +27,7 @@ from autopipe.passes.cost.memory import (
     gradient_workspace,
     live_bytes,
     message_bytes,
+    read_again,
     recomputed_bytes,
     saved_bytes,
     state_of,
@@ -118,7 +119,13 @@ def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
         found += id(each.sharing), nodes[each.index]
         for name in named[each.index]:
             add(name)
-    return id(problem), work.stage.recompute, reach(problem.cluster, work.stage.devices), tuple(found)
+    return (
+        id(problem),
+        work.stage.recompute,
+        work.stage.holds_copies,
+        reach(problem.cluster, work.stage.devices),
+        tuple(found),
+    )
 
 
 def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
@@ -195,11 +202,11 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
     works = stage_work(problem, placement)
     holders = holders_of(works)
     copies = {name: len(devices) for name, devices in holders.items()}
-    crossing = crossing_parts(works)
+    crossing, again = crossing_parts(works), read_again(works)
     costed: dict[Hashable, StageCost] = {}
     found = []
     for work, owned in zip(works, _owned(works), strict=True):
-        state = state_of(problem, owned.items(), copies)
+        state = state_of(problem, owned.items(), copies, again)
         key = (content_of(work, crossing), state) if len(works) > 1 else state
         if key not in costed:
             costed[key] = _stage_cost(work, state, crossing, placement.length)
@@ -249,7 +256,8 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
     devices, recompute = problem.cluster.kinds_among(work.stage.devices), work.stage.recompute and work.problem.train
     forward, backward, weight_gradient = _compute_seconds(work)
     exchange = exchange_seconds(work)
-    added, waiting = state_of(problem, work.parameter_parts), waiting_state(work)
+    added, waiting = state_of(problem, work.parameter_parts, read_again=read_again([work])), waiting_state(work)
+    forward += max(map(cast_per_byte, devices)) * added.cast_bytes
     repeats = 1 - 1 / problem.micro_batches
     backward += repeats * max(accumulate_seconds(each, added.gradient_bytes, added.tensors) for each in devices)
     weight_gradient += repeats * max(

@@ -148,6 +148,8 @@ def lower(
     parts = parts_of(graph, placement, schedule.devices, loss, precision)
     codes, batch = tuple(stage.code for stage in parts.stages), batch_axes_of(graph)
     wired, copies = _wired(graph, parts, schedule.devices), low_precision_copies(graph, precision)
+    casting = (code for code, stage in zip(codes, placement.stages, strict=True) if not stage.holds_copies)
+    again = {index for code in casting if code.recompute and loss is not None for index, _ in code.parameters}
     steps = _steps(wired, schedule, tuple(code.ratio for code in codes))
     program = Program(
         world_size=schedule.devices,
@@ -165,7 +167,9 @@ def lower(
         channels=channels_of(wired, codes, steps),
         shard=shard and loss is not None,
         labels=labels_of(graph) if loss is not None else None,
-        low_precision=tuple(index for index, each in enumerate(graph.parameters) if each.value.name in copies),
+        low_precision=tuple(
+            index for index, each in enumerate(graph.parameters) if each.value.name in copies and index not in again
+        ),
     )
     if proven:
         check_hardware_queues(program, prove(program))

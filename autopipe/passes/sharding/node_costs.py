@@ -161,7 +161,8 @@ class StageContext:
             rates.append(self._rates[cutting])
         # The update's one launch is not counted.
         update = max(update_line(device, self.problem.optimizer.states).per_byte_s for device in kinds)
-        cast = max(map(cast_per_byte, kinds)) * np.array([state.low_precision_bytes for state in states], dtype=float)
+        casts = [state.low_precision_bytes + 2 * self.problem.micro_batches * state.cast_bytes for state in states]
+        cast = max(map(cast_per_byte, kinds)) * np.array(casts, dtype=float)
         return (
             gradients * np.array(rates),
             gradients * added + updated * update + cast,

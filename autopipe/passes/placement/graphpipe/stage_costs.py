@@ -241,7 +241,7 @@ def _options(
 
     if not problem.train:
         zero = np.zeros_like(forward)
-        yield option(False, zero, zero, zero, always, zero)
+        yield option(False, zero, zero, zero, always + tables.low_precision, zero)
         return
     backward += starts[1] + tables.gradients * accumulate_per_byte(device) * (1 - size / problem.batch_size)
     returning = tables.leaving * link.latency_s + sent / link.bandwidth_bytes_per_s
@@ -250,7 +250,7 @@ def _options(
     end += exchange_of_gradients(problem, devices[:degree]).seconds_each(tables.gradients)
     always = always + received + sent
     if problem.recompute != "full":
-        yield option(False, backward, returning, end, always, kept)
+        yield option(False, backward, returning, end, always + tables.low_precision, kept)
     if problem.recompute != "none":
         kept_received = received * most_widened(problem.precision)
         yield option(True, forward + backward, returning, end, always + kept, kept_received)

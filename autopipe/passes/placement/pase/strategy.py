@@ -41,7 +41,8 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     """
     # Where not even equal shares of what must be kept fit, no search is needed to tell. Of what one stage keeps the
     # search for splits counts all, recomputed or not.
-    parameters = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters)).total
+    state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
+    parameters = state.total - state.low_precision_bytes
     kept = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0
     check_least(problem, (parameters + kept) // problem.cluster.size, list(range(count)), count)
     resolved = resolved_constraints(problem)

@@ -132,7 +132,9 @@ class Bounds:
 
     def check_memory(self) -> None:
         """Raise InfeasibleError where parameters and their state, shared by all devices, are more than memory holds."""
-        check_least(self.problem, self._state.total // self.problem.cluster.size, [0], 1)
+        check_least(
+            self.problem, (self._state.total - self._state.low_precision_bytes) // self.problem.cluster.size, [0], 1
+        )
 
     def step_s(self, mesh: Mesh, micro_batches: int) -> float:
         """Seconds that no step can be shorter than: the fullest stage does a fair part of the work at least. Whatever
