@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.ir.errors import ModelError
 from autopipe.passes.frontend import read_model
+from tests.conformance.adapter import forward_of, stage_of, to_tensor
 from tests.passes.frontend.building import BOOL, FLOAT, INT64, floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, run, run_read
 
@@ -178,6 +182,40 @@ def test_small_graphs(name: str, tmp_path: Path) -> None:
     feeds = {"x": x, "labels": labels, "keep": keep}
     assert not {each.op for each in model_read.graph.nodes} & {"NonZero", "Compress", "Unique"}
     assert_close(run_read(model_read, feeds), run(path, feeds))
+
+
+FUNCTIONS: dict[str, tuple[list[onnx.NodeProto], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "quotient": ([node("Div", "two kept", "z")], lambda x: 2 / x),
+    "logarithm": ([node("Log", "kept", "z")], torch.log),
+    "exponential": ([node("Exp", "kept", "z")], torch.exp),
+    "power": ([node("Pow", "two kept", "z")], lambda x: 2**x),
+    "logarithm of a sum": ([node("ReduceLogSum", "kept last", "z")], lambda x: x.sum(-1).log()),
+    "norm": ([node("LpNormalization", "kept", "z", axis=-1, p=2)], lambda x: x / x.norm(dim=-1, keepdim=True)),
+    "softmax": ([node("Softmax", "kept", "z", axis=-1)], lambda x: x.softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_that_are_not_chosen_have_no_gradient(name: str, tmp_path: Path) -> None:
+    """Where the function of them is not finite, either."""
+    nodes, function = FUNCTIONS[name]
+    held = {"two": np.array(2, np.float32), "last": integers(-1), "axes": integers(0, 1)}
+    read = {operand for each in nodes for operand in each.input} | {"axes"}
+    square, end = node("Mul", "z z", "s"), node("ReduceSum", "s axes", "y", keepdims=0)
+    held = {each: array for each, array in held.items() if each in read}
+    proto = model([KEPT, *nodes, square, end], {"x": [6, 4], "keep": (BOOL, [6])}, "y", held)
+    graph = read_model(saved(proto, tmp_path), batch_axes={"x": None, "keep": None}).graph
+    x = torch.from_numpy(np.abs(floats(6, 4)) + 0.1)
+    keep = torch.tensor([True, False, True, False, True, False])
+    x[1], x[3], x[5] = 0.0, -1.0, torch.tensor(-torch.inf if name == "softmax" else 1e4)
+    x.requires_grad_()
+    place = SimpleNamespace(
+        device=x.device, **{f"c{index}": to_tensor(each.array) for index, each in enumerate(graph.constants)}
+    )
+    forward_of(emit_forward(stage_of(graph)).text)(place, x, keep)[0].backward()
+    (wanted,) = torch.autograd.grad(function(x[keep]).square().sum(), x)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, wanted)
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,10 @@ _LOSSES = frozenset({"NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"})
 _LEFT_OUT = -100
 """The label that losses leave out, where the node states none."""
 _BENIGN = {
-    ("Acosh", 0): 2, ("Acos", 0): 0, ("Asin", 0): 0, ("Atanh", 0): 0, ("Div", 1): 1, ("Gather", 1): 0,
-    ("GatherElements", 1): 0, ("GatherND", 1): 0, ("Log", 0): 1, ("Mod", 1): 1, ("NegativeLogLikelihoodLoss", 1): 0,
-    ("Pow", 0): 1, ("Reciprocal", 0): 1, ("SoftmaxCrossEntropyLoss", 1): 0, ("Sqrt", 0): 1, ("Tan", 0): 0,
+    ("Acosh", 0): 2, ("Acos", 0): 0, ("Asin", 0): 0, ("Atanh", 0): 0, ("Cosh", 0): 0, ("Div", 1): 1, ("Exp", 0): 0,
+    ("Gather", 1): 0, ("GatherElements", 1): 0, ("GatherND", 1): 0, ("Log", 0): 1, ("LogSoftmax", 0): 0, ("Mod", 1): 1,
+    ("NegativeLogLikelihoodLoss", 1): 0, ("Pow", 0): 1, ("Pow", 1): 1, ("Reciprocal", 0): 1, ("ReduceLogSum", 0): 1,
+    ("Sinh", 0): 0, ("Softmax", 0): 0, ("SoftmaxCrossEntropyLoss", 1): 0, ("Sqrt", 0): 1, ("Tan", 0): 0,
 }  # fmt: skip
 """By operator and operand, a number of which result and gradient are finite: what a row that is not chosen holds need
 not be in the function's domain."""
