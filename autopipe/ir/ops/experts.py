@@ -2,7 +2,7 @@
 token goes to the k experts that its scores choose, and their results are added up by weights.
 
 `autopipe.Experts` reads in place of scores the chosen experts and their weights, [tokens, k] each: however a router
-finds them, that is what it gives.
+finds them, that is what it gives. `autopipe.ListedExperts` reads three matrices of each expert, not stacked ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopipe.ir.ops.operator import Operator, Signature, Words, notate, unindex
 from autopipe.ir.ops.quantized import DOMAIN
 from autopipe.ir.space import Space
 
-EXPERTS = "autopipe.Experts"
+EXPERTS, LISTED = "autopipe.Experts", "autopipe.ListedExperts"
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "identity")
 
 
@@ -124,7 +124,22 @@ def _flops(signature: Signature, space: Space) -> float:
     return 2.0 * tokens * experts_per_token(signature) * weights
 
 
+def _listed(signature: Signature) -> Space:
+    """`t h, t k, t k, h i, h i, i h, … -> t h`, three matrices an expert. A device has a share of all hidden units."""
+    if (len(signature.operands) - 3) % 3 or len(signature.operands) < 6:
+        raise ValueError("three matrices an expert")
+    matrices = [["1", "i&"], ["1", "i"], ["i", "1"]]
+    matrices += [["1", "i"], ["1", "i"], ["i", "1"]] * (len(signature.operands) // 3 - 2)
+    return notate(signature, [["t", "1"]] * 3 + matrices, [["t", "1"]])
+
+
+def _listed_flops(signature: Signature, space: Space) -> float:
+    tokens, k = signature.operand(1).shape
+    return 2.0 * tokens * k * sum(signature.operand(place).elements for place in (3, 4, 5))
+
+
 ROWS = (
     *(Operator(f"{DOMAIN}{name}", mixture, "matmul", _flops, 3.0, keeps=("0", "1")) for name in ("MoE", "QMoE")),
     Operator(EXPERTS, mixture, "matmul", _flops, 3.0, keeps=("0", "1", "2")),
+    Operator(LISTED, _listed, "matmul", _listed_flops, 3.0, keeps=("0", "1", "2")),
 )

@@ -69,22 +69,27 @@ def looked_up(turned: bool) -> list[onnx.NodeProto]:
     ]  # fmt: skip
 
 
-def masked() -> list[onnx.NodeProto]:
-    """Every expert computes every token, under a mask."""
+def masked(listed: bool) -> list[onnx.NodeProto]:
+    """Every expert computes every token, under a mask; `listed`, by matrices of its own."""
     nodes = [
         *ROUTER, node("OneHot", "chosen depth hot", "hots", axis=-1), node("Transpose", "hots", "by", perm=[2, 1, 0]),
         node("Transpose", "shares", "turned", perm=[1, 0]),
     ]  # fmt: skip
     total = "zeros"
     for e in range(EXPERTS):
+        if listed:
+            nodes += [node("MatMul", f"x gate{e}", f"g{e}"), node("MatMul", f"x up{e}", f"u{e}")]
+        else:
+            nodes += [
+                node("Gather", f"w1 e{e}", f"p{e}", axis=0), node("Transpose", f"p{e}", f"t{e}", perm=[1, 0]),
+                node("MatMul", f"x t{e}", f"h{e}"), node("Split", f"h{e}", f"g{e} u{e}", axis=1, num_outputs=2),
+                node("Gather", f"w2 e{e}", f"q{e}", axis=0), node("Transpose", f"q{e}", f"down{e}", perm=[1, 0]),
+            ]  # fmt: skip
         after = "y" if e == EXPERTS - 1 else f"y{e}"
         nodes += [
             node("Gather", f"by e{e}", f"hit{e}", axis=0), node("Cast", f"hit{e}", f"mask{e}", to=BOOL),
-            node("Gather", f"w1 e{e}", f"p{e}", axis=0), node("Transpose", f"p{e}", f"t{e}", perm=[1, 0]),
-            node("MatMul", f"x t{e}", f"h{e}"), node("Split", f"h{e}", f"g{e} u{e}", axis=1, num_outputs=2),
             node("Sigmoid", f"g{e}", f"s{e}"), node("Mul", f"g{e} s{e}", f"a{e}"), node("Mul", f"a{e} u{e}", f"i{e}"),
-            node("Gather", f"w2 e{e}", f"q{e}", axis=0), node("Transpose", f"q{e}", f"v{e}", perm=[1, 0]),
-            node("MatMul", f"i{e} v{e}", f"r{e}"), node("Where", f"mask{e} turned none", f"k{e}"),
+            node("MatMul", f"i{e} down{e}", f"r{e}"), node("Where", f"mask{e} turned none", f"k{e}"),
             node("ReduceSum", f"k{e} zero", f"l{e}", keepdims=1), node("Reshape", f"l{e} column", f"o{e}"),
             node("Cast", f"mask{e}", f"n{e}", to=onnx.TensorProto.INT32), node("ReduceSum", f"n{e} zero", f"c{e}"),
             node("Cast", f"c{e}", f"any{e}", to=BOOL), node("Reshape", f"any{e} column", f"d{e}"),
@@ -100,43 +105,49 @@ TURNED = {
     "w1": floats(EXPERTS, HIDDEN, 2 * INNER), "w2": floats(EXPERTS, INNER, HIDDEN), "b1": floats(EXPERTS, 2 * INNER),
     "b2": floats(EXPERTS, HIDDEN),
 }  # fmt: skip
-CASES = {"looked up": (looked_up(False), STACKED), "turned": (looked_up(True), TURNED), "masked": (masked(), STACKED)}
+LISTED = {
+    f"{name}{expert}": floats(INNER, HIDDEN) if name == "down" else floats(HIDDEN, INNER)
+    for name in ("gate", "up", "down") for expert in range(EXPERTS)
+}  # fmt: skip
+CASES = {
+    "looked up": (looked_up(False), STACKED, "Experts"), "turned": (looked_up(True), TURNED, "Experts"),
+    "masked": (masked(False), STACKED, "Experts"), "listed": (masked(True), LISTED, "ListedExperts"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_mixture_computes_and_keeps_what_is_chosen_alone(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes, weights = CASES[case]
+    nodes, weights, operator = CASES[case]
     read = {name for each in nodes for name in each.input}
     known = {name: array for name, array in (NUMBERS | weights).items() if name in read}
     path = saved(model(nodes, INPUTS, "y", known), tmp_path)
     fused = read_model(path)
-    assert fused.fused == {"Experts": 1}
+    assert fused.fused == {operator: 1}
     feeds = random_feeds(fused.graph, top=2)
     found = trained(fused, feeds)
     assert_close({"y": found["y"]}, run(path, feeds))
-    index = next(index for index, each in enumerate(fused.graph.nodes) if each.op == "Experts")
+    index = next(index for index, each in enumerate(fused.graph.nodes) if each.op == operator)
     assert uses_of(fused.graph)[index].flops == 2 * TOKENS * CHOSEN * 3 * HIDDEN * INNER
     assert [each.key[0] for each in kept_values(fused.graph)[index]] == ["chosen", "shares"]  # Tokens are an input.
     monkeypatch.setattr(rules, "RULES", {})
     plain = read_model(path)
-    assert "Experts" not in {each.op for each in plain.graph.nodes}
+    assert operator not in {each.op for each in plain.graph.nodes}
     assert_close(found, trained(plain, feeds))
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_experts_and_tokens_are_split(turned: bool, tmp_path: Path) -> None:
-    nodes, weights = CASES["turned" if turned else "looked up"]
+@pytest.mark.parametrize(("case", "axes"), [("looked up", 2), ("turned", 3), ("listed", 2)])
+def test_experts_hidden_units_and_tokens_are_split(case: str, axes: int, tmp_path: Path) -> None:
+    nodes, weights, operator = CASES[case]
     read = {name for each in nodes for name in each.input}
     known = {name: array for name, array in (NUMBERS | weights).items() if name in read}
     graph = read_model(saved(model(nodes, INPUTS, "y", known), tmp_path)).graph
-    mixture = next(each for each in graph.nodes if each.op == "Experts")
+    mixture = next(each for each in graph.nodes if each.op == operator)
     chosen = np.argsort(np.random.default_rng(0).random((TOKENS, EXPERTS)))[:, :CHOSEN]
-    arrays = {"x": floats(TOKENS, HIDDEN), "chosen": chosen, "shares": abs(floats(TOKENS, CHOSEN))} | {
-        name: floats(*graph.type_of(name).shape) for name in mixture.inputs[3:] if name
-    }
-    assert check(Use(graph, mixture, arrays), 1e-4, 1e-5) == (3 if turned else 2)
+    tokens = dict(zip(mixture.inputs, (floats(TOKENS, HIDDEN), chosen, abs(floats(TOKENS, CHOSEN))), strict=False))
+    layers = {name: floats(*graph.type_of(name).shape) for name in mixture.inputs[3:] if name}
+    assert check(Use(graph, mixture, tokens | layers), 1e-4, 1e-5) == axes
 
 
 def test_backward_of_a_mixture_keeps_its_operands() -> None:

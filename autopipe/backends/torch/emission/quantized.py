@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called
-from autopipe.ir.ops.experts import EXPERTS, Layer, activation_of, bits_of_experts, interleaves, layers_of
+from autopipe.ir.ops.experts import EXPERTS, LISTED, Layer, activation_of, bits_of_experts, interleaves, layers_of
 from autopipe.ir.ops.quantized import DOMAIN, bits_of
 
 
@@ -66,6 +66,7 @@ def _mixture(call: Call) -> str:
 
 
 QUANTIZED: dict[str, Emitter] = {
+    LISTED: lambda call: called("operators.listed_experts", call.args()),
     f"{DOMAIN}MatMulNBits": _matmul_nbits,
     f"{DOMAIN}GatherBlockQuantized": _gather_blocks,
     **dict.fromkeys((f"{DOMAIN}MoE", f"{DOMAIN}QMoE", EXPERTS), _mixture),

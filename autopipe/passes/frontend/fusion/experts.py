@@ -6,6 +6,7 @@ and a mask chooses. In both each expert is a gated unit between two products. Pu
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,17 +33,24 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The two layers of an expert, and the attributes of what lies between."""
+    """The two layers of an expert, and the attributes of what lies between. Of an expert with matrices of its own
+    `first` has the gate's, and `up` that of what it gates."""
 
     first: Layer
     second: Layer
-    attributes: tuple[tuple[str, Attribute], ...]
+    attributes: tuple[tuple[str, Attribute], ...] = ()
+    up: str = ""
 
     @property
     def common(self) -> tuple[object, ...]:
         """Everything that all experts of a mixture share."""
         first, second = self.first, self.second
-        return first.source, first.weight, first.turned, second.weight, second.turned, self.attributes
+        stacked = () if self.up else (first.weight, first.turned, second.weight, second.turned, self.attributes)
+        return first.source, *stacked
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return self.first.weight, self.up, self.second.weight
 
 
 def looked_up(view: View, node: Node) -> tuple[Node, ...] | None:
@@ -70,16 +78,48 @@ def masked(view: View, node: Node) -> tuple[Node, ...] | None:
             continue
         unit, chosen, shares, expert = term
         common = (*unit.common, chosen, shares)
-        total = view.sums.pop(before, None) or MaskedSum(common, set())
+        total = view.sums.pop(before, None) or MaskedSum(common, {})
         if total.common != common or expert in total.experts or not (total.experts or view.zeros(before)):
             continue
-        total.experts.add(expert)
+        total.experts[expert] = unit.matrices
         view.sums[node.outputs[0]] = total
-        source, count = unit.first.source, view.shape(unit.first.weight)[0]
-        if len(total.experts) < count or not _fits(view, unit, source, chosen, shares, node.outputs[0]):
+        read = unit.first.source, chosen, shares
+        if len(total.experts) < _count(view, chosen):
             return None
-        return _mixture(view, node, unit, (source, chosen, shares))
+        if unit.up:
+            return _listed(view, node, total.experts, read)
+        return _mixture(view, node, unit, read) if _fits(view, unit, *read, node.outputs[0]) else None
     return None
+
+
+def _count(view: View, chosen: str) -> int:
+    """How many experts a router has whose TopK chose `chosen` of them along the last axis; 0 for anything else."""
+    writer = view.writers.get(chosen)
+    if (
+        writer is None
+        or writer.op != "TopK"
+        or writer.outputs[1] != chosen
+        or writer.integer("axis", -1) not in (-1, 1)
+    ):
+        return 0
+    return view.shape(writer.inputs[0])[-1]
+
+
+def _listed(
+    view: View, node: Node, experts: dict[int, tuple[str, ...]], read: tuple[str, str, str]
+) -> tuple[Node, ...] | None:
+    """Of experts with matrices of their own, all of one shape."""
+    tokens, chosen = view.shape(read[0]), view.shape(read[1])
+    names = [name for _, matrices in sorted(experts.items()) for name in matrices]
+    gates, ups, downs = ({view.shape(name) for name in names[place::3]} for place in range(3))
+    types = {view.type_of(name).dtype for name in (read[0], node.outputs[0], *names)}
+    inner = next(iter(gates))[-1]
+    fits = gates == ups == {(tokens[-1], inner)} and downs == {(inner, tokens[-1])} and len(types) == 1
+    if not fits or sorted(experts) != list(range(_count(view, read[1]))) or view.shape(node.outputs[0]) != tokens:
+        return None
+    if len(tokens) != 2 or len(chosen) != 2 or view.shape(read[2]) != chosen or chosen[0] != tokens[0]:
+        return None
+    return (Node(node.name, "ListedExperts", (*read, *names), node.outputs, (), "autopipe"),)
 
 
 def _mixture(view: View, node: Node, unit: Unit, read: tuple[str, str, str]) -> tuple[Node, ...]:
@@ -103,13 +143,11 @@ def _fits(view: View, unit: Unit, source: str, chosen: str, shares: str, result:
         (shape[0], shape[2], shape[1]) if layer.turned else shape
         for layer, shape in ((each, view.shape(each.weight)) for each in (unit.first, unit.second))
     )
-    tokens, writer = view.shape(source), view.writers.get(chosen)
+    tokens = view.shape(source)
     return (
         len(tokens) == len(view.shape(chosen)) == 2
-        and writer is not None
-        and writer.op == "TopK"
-        and writer.outputs[1] == chosen
-        and view.shape(writer.inputs[0]) == (tokens[0], first[0])
+        and tokens[0] == view.shape(chosen)[0]
+        and first[0] == _count(view, chosen)
         and view.shape(shares) == view.shape(chosen)
         and view.shape(result) == tokens
         and first == (first[0], 2 * second[2], tokens[1])
@@ -263,6 +301,37 @@ def _of_one(view: View, name: str) -> Layer | None:
     return Layer(product.inputs[0], matrix.inputs[0], transpose is None, matrix.inputs[1])
 
 
+def _own(view: View, name: str) -> Unit | None:
+    """A gated unit of Swish whose matrices are an expert's own."""
+    down = _product(view, name)
+    node = view.made_by(down.source, "SwiGLU") if down is not None else None
+    gate, up = (_product(view, each) for each in node.inputs) if node is not None else (None, None)
+    if down is None or gate is None or up is None or node is None or node.number("alpha", 1.0) != 1.0:
+        return None
+    gate, up = (dataclasses.replace(each, source=_unturned(view, each.source)) for each in (gate, up))
+    return Unit(gate, down, up=up.weight) if gate.source == up.source else None
+
+
+def _unturned(view: View, name: str) -> str:
+    """The first value of this shape that has the elements of `name` in the same order."""
+    shape, found = view.shape(name), name
+    for _ in range(MOST_STEPS):
+        node = view.made_by(name, *_RESHAPING)
+        if node is None:
+            break
+        name = node.inputs[0]
+        found = name if view.shape(name) == shape else found
+    return found
+
+
+def _product(view: View, name: str) -> Layer | None:
+    """A product with a parameter that is a matrix."""
+    node = view.made_by(name, "MatMul")
+    if node is None or view.graph.parameter(node.inputs[1]) is None or len(view.shape(node.inputs[1])) != 2:
+        return None
+    return Layer(node.inputs[0], node.inputs[1], False, "")
+
+
 def _term(view: View, name: str) -> tuple[Unit, str, str, int] | None:
     """A chosen expert's unit, what is chosen, the shares, and the expert's number, of the results of one expert times
     its share of each token, 0 for tokens that did not choose it."""
@@ -270,17 +339,19 @@ def _term(view: View, name: str) -> tuple[Unit, str, str, int] | None:
     product = view.made_by(node.inputs[1], "Mul") if node is not None else None
     if node is None or product is None or not view.zeros(node.inputs[2]):
         return None
-    unit = _unit(view, product.inputs[0], _of_one)
+    unit = _unit(view, product.inputs[0], _of_one) or _own(view, product.inputs[0])
     total = view.made_by(_flat(view, product.inputs[1]), "ReduceSum")
     if unit is None or total is None or view.shape(product.inputs[1])[1:] != (1,):
         return None
     share = view.made_by(total.inputs[0], "Where")
     if share is None or not view.zeros(share.inputs[2]) or not _by_slots(view, total):
         return None
-    numbers = [view.scalar(each.index) for each in (unit.first, unit.second)]
     chosen, expert = _choice(view, share.inputs[0])
     shares = _turned(view, share.inputs[1], view.shape(share.inputs[0]))
-    if not chosen or not shares or numbers != [expert, expert] or not _any(view, node.inputs[0], share.inputs[0]):
+    numbers = [expert if unit.up else view.scalar(each.index) for each in (unit.first, unit.second)]
+    if not chosen or not shares or numbers != [expert, expert]:
+        return None
+    if not _any(view, node.inputs[0], share.inputs[0]):
         return None
     return unit, chosen, shares, expert
 

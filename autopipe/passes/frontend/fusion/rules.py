@@ -15,7 +15,17 @@ from autopipe.passes.frontend.fusion.layers import gelu, normalization, offset
 from autopipe.passes.frontend.fusion.view import View
 
 FUSED = frozenset(
-    {"Attention", "Experts", "GatedUnit", "Gelu", "LayerNormalization", "RMSNormalization", "SwiGLU", "Swish"}
+    {
+        "Attention",
+        "Experts",
+        "GatedUnit",
+        "Gelu",
+        "LayerNormalization",
+        "ListedExperts",
+        "RMSNormalization",
+        "SwiGLU",
+        "Swish",
+    }
 )
 """Operators that rules put together."""
 RULES: dict[str, tuple[Callable[[View, Node], tuple[Node, ...] | None], ...]] = {

@@ -15,10 +15,10 @@ MOST_STEPS = 32
 
 @dataclass(slots=True)
 class MaskedSum:
-    """A sum over experts so far: their numbers, and what they have in common."""
+    """A sum over experts so far: the matrices of each by its number, and what they have in common."""
 
     common: tuple[object, ...]
-    experts: set[int]
+    experts: dict[int, tuple[str, ...]]
 
 
 class View:

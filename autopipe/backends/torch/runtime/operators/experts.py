@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +26,25 @@ class _Mixture:
     """The settings of a mixture, all but its tensors."""
 
     route: Callable[..., tuple[Tensor, Tensor]]
-    """From the first operands behind the tokens to the chosen experts and their shares, [tokens, k] each."""
-    routing: int
-    """How many operands that takes."""
+    """From the two operands behind the tokens to the chosen experts and their shares, [tokens, k] each."""
     sizes: tuple[int, ...]
     """Tensors of the first layer, the second, and the one that gates the first."""
     activation: Callable[[Tensor], Tensor]
-    bits: int
-    group: Group | None
+    bits: int = 0
+    group: Group | None = None
+    listed: bool = False
+    """True if each expert has tensors of its own, one behind the other, not rows of stacked ones."""
+
+    def count(self, layers: Sequence[Tensor | None]) -> int:
+        """This rank's experts."""
+        return len(layers) // sum(self.sizes) if self.listed else len(cast(Tensor, layers[0]))
+
+    def own(self, layers: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
+        """The tensors of one expert, in place."""
+        if self.listed:
+            size = sum(self.sizes)
+            return list(layers[expert * size : expert * size + size])
+        return [None if each is None else each[expert] for each in layers]
 
     def parts(self, chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
         """Each of this rank's `experts` that has tokens, and its places among the chosen, flat."""
@@ -63,43 +74,42 @@ class _Experts(torch.autograd.Function):
     def forward(context: Any, mixture: _Mixture, x: Tensor, *operands: Tensor | None) -> Tensor:
         context.mixture, context.autocast = mixture, _autocast(x)
         context.save_for_backward(x, *operands)
-        routing, layers = operands[: mixture.routing], operands[mixture.routing :]
+        routing, layers = operands[:2], operands[2:]
         chosen, shares = mixture.route(*routing)
         tokens = x.reshape(-1, x.shape[-1])
         total = torch.zeros_like(tokens)
-        for expert, places in mixture.parts(chosen, _count(layers)):
+        for expert, places in mixture.parts(chosen, mixture.count(layers)):
             rows = places // chosen.shape[-1]
-            result = mixture.of_one(tokens[rows], shares.flatten()[places], _one(layers, expert))
+            result = mixture.of_one(tokens[rows], shares.flatten()[places], mixture.own(layers, expert))
             total.index_add_(0, rows, result.to(total.dtype))
         return total.reshape(x.shape)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         mixture, (x, *operands) = context.mixture, context.saved_tensors
-        flows = context.needs_input_grad[2 + mixture.routing :]
-        layers = operands[mixture.routing :]
+        layers, flows = operands[2:], context.needs_input_grad[4:]
         with torch.enable_grad():
-            routing = [_leaf(each) for each in operands[: mixture.routing]]
+            routing = [_leaf(each) for each in operands[:2]]
             chosen, shares = mixture.route(*routing)
         tokens, flat, gradient = x.reshape(-1, x.shape[-1]), shares.detach().flatten(), gradients[0].flatten(0, -2)
         of_tokens, of_shares = torch.zeros_like(tokens), torch.zeros_like(flat)
         found = [torch.zeros_like(each) if wanted else None for each, wanted in zip(layers, flows, strict=True)]
-        for expert, places in mixture.parts(chosen, _count(layers)):
+        for expert, places in mixture.parts(chosen, mixture.count(layers)):
             rows = places // chosen.shape[-1]
             own = [tokens[rows].requires_grad_(), flat[places].requires_grad_()]
-            weights = [
-                _leaf(each) if wanted else each for each, wanted in zip(_one(layers, expert), flows, strict=True)
-            ]
+            told_to = mixture.own(found, expert)
+            pairs = zip(mixture.own(layers, expert), told_to, strict=True)
+            weights = [each if place is None else _leaf(each) for each, place in pairs]
             with torch.enable_grad(), torch.autocast(x.device.type, context.autocast, context.autocast is not None):
                 result = mixture.of_one(own[0], own[1], weights)
-            leaves = [*own, *(each for each, wanted in zip(weights, flows, strict=True) if wanted)]
-            told = torch.autograd.grad(
-                result, [each for each in leaves if each is not None], gradient[rows].to(result.dtype)
-            )
+            own += [
+                each for each, place in zip(weights, told_to, strict=True) if each is not None and place is not None
+            ]
+            told = torch.autograd.grad(result, own, gradient[rows].to(result.dtype))
             of_tokens.index_add_(0, rows, told[0])
             of_shares[places] = told[1]
-            for whole, part in zip((each for each in found if each is not None), told[2:], strict=True):
-                whole[expert] = part
+            for place, part in zip((each for each in told_to if each is not None), told[2:], strict=True):
+                place.copy_(part)
         return None, of_tokens.reshape(x.shape), *_of_routing(routing, shares, of_shares), *found
 
 
@@ -114,16 +124,6 @@ def _of_routing(routing: Sequence[Tensor | None], shares: Tensor, gradient: Tens
 def _leaf(tensor: Tensor | None) -> Tensor | None:
     """The same numbers, with a gradient of their own if they can have one."""
     return tensor if tensor is None else tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-def _one(layers: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
-    return [None if each is None else each[expert] for each in layers]
-
-
-def _count(layers: Sequence[Tensor | None]) -> int:
-    """This rank's experts."""
-    assert layers[0] is not None
-    return len(layers[0])
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
@@ -160,7 +160,9 @@ def mixture(
             shares = scores.float().softmax(-1).gather(-1, chosen)
         return chosen, shares
 
-    return _applied(route, x, (scores, weights), (first, second, gate or (None,)), activation, bits, group)
+    layers = first, second, gate or (None,)
+    settings = _Mixture(route, tuple(map(len, layers)), activation, bits, group)
+    return _applied(settings, x, (scores, weights), itertools.chain(*layers))
 
 
 def experts(
@@ -176,25 +178,28 @@ def experts(
 ) -> Tensor:
     """The sum over the experts `chosen` for each token of their results times `shares`, [tokens, k] both. With `group`
     of this rank's experts alone."""
+    layers = first, second, gate or (None,)
+    settings = _Mixture(_as_given, tuple(map(len, layers)), activation, group=group)
+    return _applied(settings, x, (chosen, shares), itertools.chain(*layers))
 
-    def route(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-        return chosen, shares
 
-    return _applied(route, x, (chosen, shares), (first, second, gate or (None,)), activation, 0, group)
+def listed_experts(x: Tensor, chosen: Tensor, shares: Tensor, *weights: Tensor) -> Tensor:
+    """The same of experts (silu(x G) · x U) D, without stacked weights: G, U and D of one after the other."""
+    operands: list[Tensor | None] = []
+    for place in range(0, len(weights), 3):
+        gate, up, down = weights[place : place + 3]
+        operands += [gate.t(), None, down.t(), None, up.t(), None]
+    return _applied(_Mixture(_as_given, (2, 2, 2), F.silu, listed=True), x, (chosen, shares), operands)
+
+
+def _as_given(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    return chosen, shares
 
 
 def _applied(
-    route: Callable[..., tuple[Tensor, Tensor]],
-    x: Tensor,
-    routing: tuple[Tensor | None, ...],
-    layers: tuple[ExpertLayer, ...],
-    activation: Callable[[Tensor], Tensor],
-    bits: int,
-    group: Group | None,
+    settings: _Mixture, x: Tensor, routing: tuple[Tensor | None, Tensor | None], operands: Iterable[Tensor | None]
 ) -> Tensor:
-    settings = _Mixture(route, len(routing), tuple(map(len, layers)), activation, bits, group)
     x = x.to(_autocast(x) or x.dtype)  # Else backward would keep what products round anyway.
-    operands = (each for layer in layers for each in layer)
     found: Tensor = _Experts.apply(settings, x, *routing, *operands)  # type: ignore[no-untyped-call]
     return found
 
