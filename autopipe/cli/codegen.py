@@ -14,9 +14,9 @@ from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan
 from autopipe.ir import VERSION
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.program import FORWARD, REFERENCE, Program, RankCode, StageCode
 from autopipe.ir.rounding import Rounding
+from autopipe.ir.training import Evaluation
 from autopipe.passes.analysis.optimized import matrices
 from autopipe.passes.analysis.rounding import rounding_of
 from autopipe.passes.frontend.cleanup import without_dropout

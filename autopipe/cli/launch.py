@@ -36,13 +36,12 @@ from autopipe.backends.torch.runtime.heartbeat import Timeouts
 from autopipe.backends.torch.runtime.job import Job, job_of
 from autopipe.backends.torch.runtime.manifest import Manifest, partial_folder, read_manifest
 from autopipe.backends.torch.runtime.sample_order import START, Position
-from autopipe.cli.launch_display import Run, StepDisplay, show_measured
-from autopipe.cli.launch_profile import ProfiledSteps
+from autopipe.cli.launch_display import ProfiledSteps, Run, StepDisplay, show_measured
 from autopipe.cli.options import PATH, flag_words, stepwise_options
 from autopipe.cli.output import Output, count_text, write_texts
-from autopipe.cli.update_text import update_line
+from autopipe.cli.plan_text import update_line
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.program import DataSettings
+from autopipe.ir.training import DataSettings
 
 _KEY_BYTES = 32
 _NO_END = 2**40

@@ -21,7 +21,6 @@ from autopipe.cli.output import (
     plain_table,
     seconds_text,
 )
-from autopipe.cli.update_text import update_line
 from autopipe.ir.codec import encode
 from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.plan_file import plan_digest
@@ -30,6 +29,9 @@ from autopipe.ir.schedule import Phase
 if TYPE_CHECKING:
     from autopipe.passes.frontend.model import Tensor
     from autopipe.passes.pipeline import PlanResult, Request
+
+
+from autopipe.ir.training import LRScheduler, Training
 
 _LEAST = 5e-4
 """Share of a step that is worth a word."""
@@ -358,3 +360,22 @@ def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def update_line(name: str, lr: float, scheduler: LRScheduler, training: Training) -> str:
+    """Such as `adamw, lr 0.001 with 100 warm-up steps, then cosine; max_norm 1`."""
+    text, rate = f"{name}, lr {lr:g}", []
+    if scheduler.warmup_steps:
+        rate.append(f"{scheduler.warmup_steps} warm-up step{'s' if scheduler.warmup_steps > 1 else ''}")
+    if scheduler.decay_type != "constant":
+        last = "" if scheduler.decay_ratio is None else f" in the last {scheduler.decay_ratio:.0%} of the steps"
+        floor = f" to {scheduler.min_lr_factor * lr:g}" if scheduler.min_lr_factor else ""
+        rate.append(f"{scheduler.decay_type} decay{last}{floor}")
+    text += f" with {', then '.join(rate)}" if rate else ""
+    batches = training.gradient_accumulation_steps
+    more = {
+        "max_norm": training.max_norm,
+        "ema_decay": training.ema_decay,
+        "gradient_accumulation_steps": None if batches == 1 else batches,
+    }
+    return "; ".join([text, *(f"{key} {value:g}" for key, value in more.items() if value is not None)])

@@ -12,7 +12,7 @@ from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.measured_costs import read_costs
 from autopipe.ir.problem import Mode
-from autopipe.ir.program import is_data_function
+from autopipe.ir.training import is_data_function
 from autopipe.passes.registry import Scheduler, Strategy, scheduler_class, strategy_class, strategy_names
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Plan
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import StageGraph
-from autopipe.ir.task_graph import LoopedTasks, TaskGraph, TaskNode
 from autopipe.ir.timeline import Timeline
+from autopipe.passes.lower.task_graph import LoopedTasks, TaskGraph, TaskNode
 from autopipe.passes.registry import scheduler_class, scheduler_names
 from autopipe.passes.schedule.csv_order import CsvOrder
 from autopipe.passes.schedule.published.blocks import block_schedule_names, schedule_blocks

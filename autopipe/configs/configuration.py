@@ -40,10 +40,8 @@ from autopipe.ir import problem
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import Above, Amount, AtLeast, FilePath, Index, Origin, Rest, Shape, Sparse, encode, keys, unwrap
 from autopipe.ir.errors import ConfigurationError, quote
-from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.problem import Size
-from autopipe.ir.program import DataSettings
-from autopipe.ir.training import LRScheduler, Training
+from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 
 
 @dataclass(frozen=True, slots=True)

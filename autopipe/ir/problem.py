@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import enum
+import fnmatch
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from autopipe.ir.cluster import Cluster
+from autopipe.ir.cluster import Cluster, nccl_bytes
 from autopipe.ir.codec import Above, Amount, AtLeast, AtMost, Index, Sparse
-from autopipe.ir.gpu_memory import nccl_bytes
+from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, Graph
 from autopipe.ir.measured_costs import Costs
-from autopipe.ir.name_pattern import matches
 from autopipe.ir.training import LRScheduler, Training
+
+
+def matches(pattern: str, name: str, key: str) -> bool:
+    """True if the whole name is one of the pattern's. Raises ConfigurationError that names the `key` under which the
+    pattern was given where it is no regular expression."""
+    if pattern.startswith("re:"):
+        try:
+            return re.fullmatch(pattern[3:], name) is not None
+        except re.error as error:
+            raise ConfigurationError(f"{key}: {pattern!r} is no regular expression: {error}") from error
+    return fnmatch.fnmatchcase(name, pattern)
+
 
 Size = Annotated[int, AtLeast(1), AtMost(2**40)]
 

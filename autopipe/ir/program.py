@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import enum
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Literal
+from typing import Annotated
 
 from autopipe.ir.batch import Samples
-from autopipe.ir.codec import At, Count, FilePath, Fits, Flat, Index, Sparse
+from autopipe.ir.codec import At, Count, Flat, Index, Sparse
 from autopipe.ir.graph import Constant, DType, Parameter, Value
 from autopipe.ir.layout import Box, MeshAxes, MeshAxis, Relayout, merged
 from autopipe.ir.ops.operator import Signature
@@ -320,28 +319,6 @@ class InputRange:
     drawn: Annotated[tuple[InputBounds, ...], Sparse()] = ()
     allowed: Annotated[tuple[InputBounds, ...], Sparse()] = ()
     ignored: Annotated[int | None, Sparse()] = None
-
-
-def is_data_function(path: str) -> bool:
-    """True for `module:function`, as against the path of a file or a folder."""
-    return re.fullmatch(r"[^\W\d][\w.]*:\w+", path) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class DataSettings:
-    """Where samples come from and in which order."""
-
-    path: Annotated[str, Fits(is_data_function, "`module:function`")] | Annotated[str, FilePath()] | None = None
-    """The data of `launch`, as its flag `--data` takes it; random data where it is not given."""
-    shuffle: bool = False
-    """Take samples in an order that the seed and the epoch decide; else as they are stored."""
-    epochs: Count | None = None
-    """Passes through the data, after which training ends, where `launch` has no `--steps`."""
-    last_batch: Literal["drop", "pad"] = "drop"
-    """Samples at an epoch's end that fill no batch are left out, or trained on with a batch filled up by samples that
-    count nothing; that takes a cross-entropy that ignores a label."""
-    sequence_length: Count | None = None
-    """Tokens of a sample of a token file, which is the graph's; another is refused."""
 
 
 @dataclass(frozen=True, slots=True)

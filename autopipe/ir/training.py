@@ -1,12 +1,35 @@
-"""How a run trains, besides its optimizer: learning rates by step, clipping, and the like."""
+"""How a run trains, besides its optimizer: its data, learning rates by step, clipping and the like, validation."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from autopipe.ir.codec import Above, AtLeast, AtMost, Index, Sparse
+from autopipe.ir.codec import Above, AtLeast, AtMost, Count, FilePath, Fits, Index, Sparse
+
+
+def is_data_function(path: str) -> bool:
+    """True for `module:function`, as against the path of a file or a folder."""
+    return re.fullmatch(r"[^\W\d][\w.]*:\w+", path) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """Where samples come from and in which order."""
+
+    path: Annotated[str, Fits(is_data_function, "`module:function`")] | Annotated[str, FilePath()] | None = None
+    """The data of `launch`, as its flag `--data` takes it; random data where it is not given."""
+    shuffle: bool = False
+    """Take samples in an order that the seed and the epoch decide; else as they are stored."""
+    epochs: Count | None = None
+    """Passes through the data, after which training ends, where `launch` has no `--steps`."""
+    last_batch: Literal["drop", "pad"] = "drop"
+    """Samples at an epoch's end that fill no batch are left out, or trained on with a batch filled up by samples that
+    count nothing; that takes a cross-entropy that ignores a label."""
+    sequence_length: Count | None = None
+    """Tokens of a sample of a token file, which is the graph's; another is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +88,17 @@ class Training:
     ema_decay: Annotated[Annotated[float, AtLeast(0), AtMost(1)] | None, Sparse()] = None
     """Decay of an exponential moving average of the weights, which checkpoints hold beside them; none where not
     given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Validation of a training run: the model's loss over data that it is not trained on."""
+
+    data: Annotated[
+        Annotated[str, Fits(is_data_function, "`module:function`")] | Annotated[str, FilePath()] | None, Sparse()
+    ] = None
+    """Data to validate on, as `launch --data` takes it: all of it, each sample once."""
+    interval: Annotated[Count | None, Sparse()] = None
+    """Steps from one validation to the next; there is one after the last step anyhow."""
+    patience: Annotated[Count | None, Sparse()] = None
+    """The run ends after as many validations in a row without a lower loss; `null` for all its steps."""

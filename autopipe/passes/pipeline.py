@@ -22,16 +22,14 @@ from autopipe.ir.errors import (
     ModelError,
     OutOfMemoryError,
 )
-from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan
 from autopipe.ir.plan_file import plan_digest
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
-from autopipe.ir.program import DataSettings
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
-from autopipe.ir.training import LRScheduler, Training
+from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 from autopipe.passes.analysis.micro_batches import check_portions
 from autopipe.passes.analysis.optimized import check_groups
 from autopipe.passes.analysis.padding import check_padding

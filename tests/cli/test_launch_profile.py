@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.launch_profile import ProfiledSteps
+from autopipe.cli.launch_display import ProfiledSteps
 from autopipe.cli.output import Output
 from autopipe.ir.plan_file import plan_digest, read_plan, write_plan
 from autopipe.ir.program import KINDS

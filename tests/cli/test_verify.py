@@ -12,8 +12,8 @@ from autopipe.backends.torch.verification import Difference
 from autopipe.cli import verify as verification
 from autopipe.cli.main import main
 from autopipe.cli.verify import Check, Verification
-from autopipe.ir.program import DataSettings
 from autopipe.ir.rounding import Rounding
+from autopipe.ir.training import DataSettings
 
 LONG = "/transformer/h.11/attn/c_attn/weight_that_is_called_by_a_name_of_more_than_eighty_characters_in_all"
 

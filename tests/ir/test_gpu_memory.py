@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset
-from autopipe.ir.cluster import Cluster
-from autopipe.ir.gpu_memory import nccl_bytes
+from autopipe.ir.cluster import Cluster, nccl_bytes
 from autopipe.ir.problem import Problem
 from tests.distributed.support.shapes import problem_of, tied_chain
 

@@ -11,8 +11,7 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of, spaces_of
 from autopipe.ir.space import AxisKind
-from autopipe.passes.frontend.dimension_arithmetic import symbols_of
-from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, dimensions_of
+from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, dimensions_of, symbols_of
 
 if TYPE_CHECKING:
     import onnx

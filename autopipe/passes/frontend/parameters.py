@@ -16,8 +16,8 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
-from autopipe.ir.name_pattern import matches
 from autopipe.ir.ops import OPERATORS
+from autopipe.ir.problem import matches
 from autopipe.passes.frontend.control_flow import nodes_within
 from autopipe.passes.frontend.elements import stored_numbers
 from autopipe.passes.frontend.merged_parameters import PRODUCER

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.dimension_arithmetic import extent_of, solved, symbols_of
+from autopipe.passes.frontend.dimensions import extent_of, solved, symbols_of
 from tests.passes.frontend.building import INT64, Shape, floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, random_feeds, run_read
 

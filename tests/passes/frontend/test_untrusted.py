@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.passes.frontend import read_model
-from autopipe.passes.frontend.unsupported import reason_for
+from autopipe.passes.frontend.model import reason_for
 from tests.passes.frontend.building import floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read
 

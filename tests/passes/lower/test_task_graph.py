@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.program import Instruction, Program
-from autopipe.ir.task_graph import TaskGraph
 from autopipe.ir.timeline import Prediction, StagePrediction
 from autopipe.passes.lower.deadlock_check import prove
 from autopipe.passes.lower.lower import lower, sections
-from autopipe.passes.lower.task_graph import TaskSource
+from autopipe.passes.lower.task_graph import TaskGraph, TaskSource
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.schedule.simulate import simulate
 from tests.distributed.support.drawing import Case, cases

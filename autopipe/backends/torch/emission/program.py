@@ -19,13 +19,12 @@ from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.ir.atomic_file import replacing_folder
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
-from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.graph import Constant, DType
 from autopipe.ir.layout import MeshAxis
 from autopipe.ir.problem import Optimizer
-from autopipe.ir.program import FORMAT, DataSettings, Program, StageCode
+from autopipe.ir.program import FORMAT, Program, StageCode
 from autopipe.ir.rounding import Rounding
-from autopipe.ir.training import LRScheduler, Training
+from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import torch
 
 from autopipe.backends.torch.checkpoint import AVERAGE, Reader, StoredParameter, StoredTensor
 from autopipe.backends.torch.runtime.gradients import OptimizerShard, buckets_of_rank, is_reduced
-from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import tensor_of
+from autopipe.backends.torch.runtime.precision import LossScaler
 from autopipe.ir.layout import Box, whole
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import ElementRange

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from autopipe.ir.cluster import MESSAGE_CTAS
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.gpu_memory import MESSAGE_CTAS
 from autopipe.ir.program import Channel
 
 MessagePath = tuple[int, int]

@@ -33,7 +33,8 @@ from autopipe.backends.torch.runtime.philox import box_muller_normal, integers, 
 from autopipe.backends.torch.runtime.sample_order import START, Numbers, Position, SampleOrder
 from autopipe.backends.torch.runtime.stored_arrays import Archive, Array, ArrayFiles, StoredArrays, TokenFile
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.program import DataSettings, InputRange, is_data_function
+from autopipe.ir.program import InputRange
+from autopipe.ir.training import DataSettings, is_data_function
 
 Slices = tuple[tuple[int, int], ...]  # A block of a tensor: (start, stop) in each dimension.
 _DATA_STREAM = 2

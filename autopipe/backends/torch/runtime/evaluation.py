@@ -22,9 +22,8 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.sample_order import START
 from autopipe.backends.torch.runtime.stage import EvaluationStep, RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
-from autopipe.ir.evaluation import Evaluation
-from autopipe.ir.program import DataSettings, InputRange
-from autopipe.ir.training import Training
+from autopipe.ir.program import InputRange
+from autopipe.ir.training import DataSettings, Evaluation, Training
 
 
 def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:

@@ -9,13 +9,12 @@ from typing import Annotated, Any, Literal
 
 from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, Sparse, decode
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.evaluation import Evaluation
 from autopipe.ir.graph import COUNTED_LABELS, Parameter
 from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import MeshAxis, members
-from autopipe.ir.program import FORMAT, Channel, DataSettings, InputRange, Output, Shard
+from autopipe.ir.program import FORMAT, Channel, InputRange, Output, Shard
 from autopipe.ir.rounding import Rounding
-from autopipe.ir.training import LRScheduler, Training
+from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 
 _PATH = Coded(str, lambda record: Path(decode(record, str)))
 _TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")

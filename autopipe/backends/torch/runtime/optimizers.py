@@ -15,8 +15,7 @@ from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.name_pattern import matches
-from autopipe.ir.problem import GROUPS
+from autopipe.ir.problem import GROUPS, matches
 
 
 def groups_of_parameters(manifest: Manifest) -> dict[int, int]:

@@ -29,7 +29,6 @@ from autopipe.backends.torch.runtime.gradients import GradientReduction, buckets
 from autopipe.backends.torch.runtime.heartbeat import ENDED, Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.job import variables_of_rank
 from autopipe.backends.torch.runtime.loading import equip_stages
-from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.optimizers import (
     GradientClipping,
@@ -43,7 +42,7 @@ from autopipe.backends.torch.runtime.optimizers import (
 )
 from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_parameters
-from autopipe.backends.torch.runtime.precision import LowPrecisionCopies, set_products
+from autopipe.backends.torch.runtime.precision import LossScaler, LowPrecisionCopies, set_products
 from autopipe.backends.torch.runtime.profile import StepProfiler
 from autopipe.backends.torch.runtime.records import RECORDED_STEPS, dump_tensors, load_gradients
 from autopipe.backends.torch.runtime.report import Reporter

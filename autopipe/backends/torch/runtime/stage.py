@@ -19,10 +19,9 @@ from autopipe.backends.torch.runtime.data import Slices
 from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
-from autopipe.backends.torch.runtime.loss_scaler import LossScaler
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
-from autopipe.backends.torch.runtime.precision import LowPrecisionCopies, autocast
+from autopipe.backends.torch.runtime.precision import LossScaler, LowPrecisionCopies, autocast
 from autopipe.backends.torch.runtime.records import record_file, run_recorded
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, compute_all

@@ -25,7 +25,8 @@ from autopipe.backends.torch.runtime.data import (
 from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.program import DataSettings, InputBounds, InputRange, Output
+from autopipe.ir.program import InputBounds, InputRange, Output
+from autopipe.ir.training import DataSettings
 
 
 def input_range(name: str, dtype: str, shape: tuple[int, ...], *more: Any, **bounds: Any) -> InputRange:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime.loss_scaler import LossScaler
+from autopipe.backends.torch.runtime.precision import LossScaler
 from autopipe.backends.torch.runtime.transport import Transport
 
 

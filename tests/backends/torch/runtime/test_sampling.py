@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopipe.backends.torch.runtime.decoder import GenerationRequest
-from autopipe.backends.torch.runtime.sampling import choose_tokens
+from autopipe.backends.torch.runtime.generation import choose_tokens
 
 SHARES = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
 COUNT = 4000

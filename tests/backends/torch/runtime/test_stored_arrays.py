@@ -13,7 +13,8 @@ import pytest
 from autopipe.backends.torch.runtime.data import Source, check_data, open_source
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.program import DataSettings, InputBounds, InputRange, Output
+from autopipe.ir.program import InputBounds, InputRange, Output
+from autopipe.ir.training import DataSettings
 
 
 def index_input(name: str, shape: tuple[int, ...], below: int = 50, axis: int = 0, first: int = 0) -> InputRange:
