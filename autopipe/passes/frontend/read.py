@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autopipe.ir.batch import batch_axes_of, rebatched
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Graph, Node
+from autopipe.ir.graph import Fill, Graph, Node
 from autopipe.ir.ops import operator_of, signature_of
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend.batch_inputs import told_apart
@@ -138,7 +138,9 @@ def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, st
     """The graph cleaned and fused, with its loss, and the loss's name, "" where there is none."""
     graph = fused(cleaned(read))
     lost = set(read.parameters) ^ set(graph.parameters)
-    if lost:  # A mistake of ours, not of the file.
+    # Zeros to which fused experts were added are no loss; any other is a mistake of ours, not of the file.
+    lost = {each for each in lost if each.trainable or not isinstance(each.storage, Fill)}
+    if lost:
         raise ModelError(f"cleaning changed the parameters, among them {min(each.value.name for each in lost)!r}")
     if isinstance(loss, CrossEntropy):
         return with_cross_entropy(graph, loss)

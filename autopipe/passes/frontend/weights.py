@@ -27,6 +27,7 @@ from autopipe.passes.frontend.elements import (
 from autopipe.passes.frontend.folding import Folded, unfolded
 from autopipe.passes.frontend.parameters import Chosen, Role, Roles
 from autopipe.passes.frontend.protobuf_scan import BYTES, LARGE_FLOATS, LARGE_TABLE
+from autopipe.passes.frontend.tables import is_uniform
 from autopipe.passes.frontend.uses import GATES, Uses
 
 if TYPE_CHECKING:
@@ -163,6 +164,10 @@ class Weights:
         self.found[name] = role
         if not role.trained and role.constant and value.bytes <= SMALL:
             return Constant(value, self._array(name, tensor, where))
+        if in_node and not role.trained and role.constant:
+            array = self._numbers(name, tensor)
+            if array is not None and array.size and is_uniform(array):
+                return Parameter(value, Fill(float(array.flat[0])), trainable=False)
         return Parameter(value, self._storage(name, tensor, dtype), role.trained)
 
     def _numbers(self, name: str, tensor: onnx.TensorProto) -> np.ndarray | None:

@@ -12,7 +12,7 @@ import torch
 from autopipe.backends.torch.runtime import operators
 from autopipe.passes.analysis.gradients import kept_values
 from autopipe.passes.analysis.operators import uses_of
-from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend import read_model, weights
 from autopipe.passes.frontend.fusion import rules
 from tests.ir.ops.splitting import Use, check
 from tests.passes.frontend.building import floats, integers, model, node, saved
@@ -119,9 +119,9 @@ CASES = {
 def test_a_mixture_computes_and_keeps_what_is_chosen_alone(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes, weights, operator = CASES[case]
+    nodes, layers, operator = CASES[case]
     read = {name for each in nodes for name in each.input}
-    known = {name: array for name, array in (NUMBERS | weights).items() if name in read}
+    known = {name: array for name, array in (NUMBERS | layers).items() if name in read}
     path = saved(model(nodes, INPUTS, "y", known), tmp_path)
     fused = read_model(path)
     assert fused.fused == {operator: 1}
@@ -137,17 +137,30 @@ def test_a_mixture_computes_and_keeps_what_is_chosen_alone(
     assert_close(found, trained(plain, feeds))
 
 
+def test_zeros_too_large_for_the_graph_are_known_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "SMALL", 0)
+    zeros = onnx.numpy_helper.from_array(NUMBERS["zeros"], "zeros")
+    nodes = [onnx.helper.make_node("Constant", [], ["zeros"], value=zeros), *masked(True)]
+    read = {name for each in masked(True) for name in each.input} - {"zeros"}
+    known = {name: array for name, array in (NUMBERS | LISTED).items() if name in read}
+    file = model(nodes, INPUTS, "y", known)
+    file.producer_name = "pytorch"  # Its exporters keep every parameter among the initializers.
+    found = read_model(saved(file, tmp_path))
+    assert found.fused == {"ListedExperts": 1}
+    assert {each.value.name for each in found.graph.parameters} == set(LISTED)
+
+
 @pytest.mark.parametrize(("case", "axes"), [("looked up", 2), ("turned", 3), ("listed", 2)])
 def test_experts_hidden_units_and_tokens_are_split(case: str, axes: int, tmp_path: Path) -> None:
-    nodes, weights, operator = CASES[case]
+    nodes, layers, operator = CASES[case]
     read = {name for each in nodes for name in each.input}
-    known = {name: array for name, array in (NUMBERS | weights).items() if name in read}
+    known = {name: array for name, array in (NUMBERS | layers).items() if name in read}
     graph = read_model(saved(model(nodes, INPUTS, "y", known), tmp_path)).graph
     mixture = next(each for each in graph.nodes if each.op == operator)
     chosen = np.argsort(np.random.default_rng(0).random((TOKENS, EXPERTS)))[:, :CHOSEN]
     tokens = dict(zip(mixture.inputs, (floats(TOKENS, HIDDEN), chosen, abs(floats(TOKENS, CHOSEN))), strict=False))
-    layers = {name: floats(*graph.type_of(name).shape) for name in mixture.inputs[3:] if name}
-    assert check(Use(graph, mixture, tokens | layers), 1e-4, 1e-5) == axes
+    drawn = {name: floats(*graph.type_of(name).shape) for name in mixture.inputs[3:] if name}
+    assert check(Use(graph, mixture, tokens | drawn), 1e-4, 1e-5) == axes
 
 
 def test_backward_of_a_mixture_keeps_its_operands() -> None:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from autopipe.ir.graph import Graph, Node, Value
+from autopipe.ir.graph import Fill, Graph, Node, Value
 from autopipe.passes.frontend.inference import ConstantFolder
 
 MOST_STEPS = 32
@@ -67,10 +67,13 @@ class View:
         return float(constant.array.reshape(-1)[0])
 
     def zeros(self, name: str) -> bool:
-        """True for a constant of zeros, stored or spread over a shape."""
+        """True for a constant of zeros, stored, in its place a tensor filled with them, or spread over a shape."""
         node = self.made_by(name, "ConstantOfShape", "Expand")
         if node is not None and node.op == "ConstantOfShape":
             return node.number("value") == 0
+        held = self.graph.parameter(name)
+        if held is not None:
+            return not held.trainable and held.storage == Fill(0.0)
         constant = self.graph.constant(name if node is None else node.inputs[0])
         return constant is not None and not constant.array.any()
 
