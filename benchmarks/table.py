@@ -62,11 +62,13 @@ def cases_of(part: str, rows: Callable[..., Iterable[Row]], each: Iterable[tuple
 
 @cache
 def zoo_graph(model: str, settings: Settings, samples: int) -> Graph:
-    """One evaluation of a model of the zoo on so many samples, with its loss and without weights."""
+    """One evaluation of a model of the zoo on so many samples, with its loss and without weights.
+
+    The loss's scores are whole, as in the papers."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         zoo.build(zoo.configure(model, {**dict(settings), "loss": True, "weights": "none"})).save(path)
-        return read_model(path, batch=samples).graph
+        return read_model(path, batch=samples, whole_scores=True).graph
 
 
 def run_cases(name: str, cases: Sequence[Case], only: Sequence[str], output: Output) -> None:

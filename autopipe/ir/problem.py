@@ -156,6 +156,13 @@ class Constraint:
     follows it."""
 
 
+def wanted_outputs(graph: Graph, mode: Mode, loss: str | None) -> tuple[str, ...]:
+    """The values that a step computes: the loss where it trains, else the graph's outputs."""
+    if mode is not Mode.TRAIN or not loss:
+        return graph.outputs
+    return (loss, COUNTED_LABELS) if graph.has(COUNTED_LABELS) else (loss,)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A costed graph of one micro-batch on one cluster, and the limits that an answer must keep. `graph` is one
@@ -215,9 +222,7 @@ class Problem:
     @property
     def wanted(self) -> tuple[str, ...]:
         """The values that a step computes: the loss where it trains, else the graph's outputs."""
-        if not self.train or self.loss is None:
-            return self.graph.outputs
-        return (self.loss, COUNTED_LABELS) if self.graph.has(COUNTED_LABELS) else (self.loss,)
+        return wanted_outputs(self.graph, self.mode, self.loss)
 
     def memory_of(self, device: int) -> int:
         """Bytes that tensors may take on a device. On a GPU the context and NCCL's buffers need room beside them."""

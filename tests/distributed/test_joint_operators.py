@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from autopipe.backends.torch.emission import normalization
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.passes.frontend.fusion import cross_entropy
 from autopipe.passes.lower.traffic import communication_bytes
 from tests.distributed.support.builder import Builder, evaluate
 from tests.distributed.support.pool import Pools
@@ -112,13 +114,41 @@ def test_every_joint_axis_alone(pools: Pools, tmp_path: Path) -> None:
         check(pools, graph, loss, Placement((stage,)), tmp_path / name)
 
 
-def check(pools: Pools, graph: Graph, loss: str, placement: Placement, folder: Path) -> None:
+@pytest.mark.parametrize("splits", [{"c": 4}, {"n": 4}, {"d0": 4}, {"n": 2, "c": 2}, {"c": 2, "d0": 2}], ids=" ".join)
+def test_tied_embeddings_and_a_loss_that_makes_its_scores(
+    splits: dict[str, int], pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the scores of all classes and their loss on one device."""
+    builder = Builder()
+    tokens, labels = (builder.input((BATCH, 4), DType.INT64) for _ in range(2))
+    table = builder.parameter((CLASSES, CHANNELS))
+    hidden = builder.node("Tanh", builder.node("Gather", table, tokens))
+    scores = builder.node("MatMul", hidden, builder.node("Transpose", table, perm=(1, 0)))
+    rows = [
+        builder.node("Reshape", each, builder.constant(shape))
+        for each, shape in ((scores, (16, CLASSES)), (labels, (16,)))
+    ]
+    loss = builder.node("SoftmaxCrossEntropyLoss", *rows, ignore_index=1)
+    plain = builder.graph(loss)
+    monkeypatch.setattr(cross_entropy, "FEWEST_CLASSES", CLASSES)
+    monkeypatch.setattr(normalization, "CLASSES_AT_ONCE", 3)
+    graph = cross_entropy.with_linear_losses(plain, (loss,))
+    assert [node.op for node in graph.nodes] == ["Gather", "Tanh", "Transpose", "LinearCrossEntropy"]
+    own = tuple(Split(*each) for each in splits.items())
+    parts = [*((index, (Split("d0", 4),)) for index in (0, 2) if splits == {"c": 4}), (3, own)]
+    check(pools, graph, loss, Placement((Stage((0, 1, 2, 3), (2, 0, 3, 1), BATCH, tuple(parts)),)), tmp_path, plain)
+
+
+def check(
+    pools: Pools, graph: Graph, loss: str, placement: Placement, folder: Path, meant: Graph | None = None
+) -> None:
+    """Equal loss and gradients as on one device by `meant`, or by the graph itself, and as many bytes as predicted."""
     placement.verify(graph)
     schedule = schedule_of(graph, placement, MICRO_BATCHES)
     write(graph, placement, schedule, loss, folder)
     batch = batch_of(graph, MICRO_BATCHES, below=CLASSES)
     found = run_step(pools, folder, batch)
-    assert_equal_steps(found, expected_step(graph, loss, folder, batch, MICRO_BATCHES), 1e-9)
+    assert_equal_steps(found, expected_step(meant or graph, loss, folder, batch, MICRO_BATCHES), 1e-9)
     assert found.moved == communication_bytes(graph, placement, MICRO_BATCHES, placement.devices, loss)
 
 

@@ -9,15 +9,16 @@ import pytest
 from autopipe.cli.main import main
 from autopipe.cli.plan_folder import open_prediction
 from autopipe.configs.zoo import build, configure
+from autopipe.passes.frontend.fusion.cross_entropy import FEWEST_CLASSES
 from tests.distributed.support.allocations import peak_of_rank
 
 pytestmark = pytest.mark.distributed
 
 
-def gpt(folder: Path, hidden: int) -> Path:
+def gpt(folder: Path, hidden: int, **more: str) -> Path:
     path = folder / "gpt.onnx"
     settings = {"layers": "4", "heads": "4", "sequence": "64", "vocabulary": "256", "loss": "true"}
-    build(configure("gpt", settings | {"hidden": str(hidden)})).save(path)
+    build(configure("gpt", settings | {"hidden": str(hidden)} | more)).save(path)
     return path
 
 
@@ -31,10 +32,10 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gpt(tmp_path_factory.mktemp("wide"), 128)
 
 
-def planned(model: Path, schedule: str, micro_batches: int, *more: str) -> Path:
-    """The plan of two stages, and its program."""
+def planned(model: Path, schedule: str, micro_batches: int, *more: str, stages: int = 2) -> Path:
+    """The plan of a pipeline, and its program."""
     folder = model.parent / "_".join((schedule, str(micro_batches), *more))
-    words = ["plan", model, "--gpus", 2, "--cluster", "cpu-local", "--schedule", schedule, "-o", folder, "-q"]
+    words = ["plan", model, "--gpus", stages, "--cluster", "cpu-local", "--schedule", schedule, "-o", folder, "-q"]
     words += ["--batch-size", 2 * micro_batches, "--micro-batches", micro_batches]
     words += ["--strategy", "pipedream", "--set", "strategy.replicate=false"]
     words += [word for each in more for word in ("--set", each)]
@@ -79,6 +80,19 @@ def test_the_peak_under_autocast_is_as_predicted(wide_model: Path, recompute: st
     _, timeline = open_prediction(folder)
     for rank, predicted in enumerate(timeline.peak_memory):
         assert 0.95 <= peak_of_rank(folder / "program", rank) / predicted <= 1.05
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_scores_of_a_large_vocabulary_are_never_all_in_memory(precision: str, tmp_path: Path) -> None:
+    """Two samples of 64 tokens have 8 MiB of scores in single precision, of which there are 2 at a time."""
+    model = gpt(tmp_path, 64, layers="1", vocabulary=str(FEWEST_CLASSES))
+    folders = [planned(model, "gpipe", count, f"precision={precision}", stages=1) for count in (3, 6)]
+    plan, timeline = open_prediction(folders[1])
+    few, many = (peak_of_rank(folder / "program", 0) for folder in folders)
+    kept = plan.prediction.stages[0].kept_bytes
+    assert kept < 4 * 2 * 64 * FEWEST_CLASSES / 8
+    assert 0.99 <= (many - few) / 3 / kept <= 1.02  # Tokens and labels of each micro-batch are held, too.
+    assert 0.95 <= many / timeline.peak_memory[0] <= 1.05
 
 
 @pytest.mark.parametrize(

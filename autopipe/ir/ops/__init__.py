@@ -9,12 +9,21 @@ from collections.abc import Callable, Hashable
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
-from autopipe.ir.ops import attention, elementwise, experts, movement, normalization, products, quantized
+from autopipe.ir.ops import (
+    attention,
+    elementwise,
+    experts,
+    linear_cross_entropy,
+    movement,
+    normalization,
+    products,
+    quantized,
+)
 from autopipe.ir.ops.operator import Operator, Signature, signature_of
 from autopipe.ir.space import Space
 
 __all__ = ["OPERATORS", "Operator", "Signature", "operator_of", "signature_of", "space_of", "spaces_of"]
-_FAMILIES = attention, elementwise, experts, movement, normalization, products, quantized
+_FAMILIES = attention, elementwise, experts, linear_cross_entropy, movement, normalization, products, quantized
 OPERATORS: dict[str, Operator] = {row.name: row for family in _FAMILIES for row in family.ROWS}
 
 

@@ -212,11 +212,16 @@ def weighs_labels(signature: Signature) -> bool:
     return reduction(signature) == "mean" and (signature.present(2) or signature.node.has("ignore_index"))
 
 
+def loss_mark(signature: Signature) -> str:
+    """The mark of the labels' axes."""
+    return {"none": "", "sum": "+", "mean": "&" if weighs_labels(signature) else "~"}[reduction(signature)]
+
+
 def class_loss(signature: Signature) -> Space:
     """`n c *d, n *d, 1 -> n *d`, or a scalar that adds up or averages over n and *d; the second result is `n c *d`.
     Devices with a part of the classes each give the loss of the labels in their part. Where labels have weights, or
     some are left out, devices with a part of the labels each add up the weights that the mean divides by."""
-    mark = {"none": "", "sum": "+", "mean": "&" if weighs_labels(signature) else "~"}[reduction(signature)]
+    mark = loss_mark(signature)
     labels, scores = f"n{mark} *d{mark}", f"n{mark} c& *d{mark}"
     return notate(signature, [scores, labels, "1"], [labels if reduction(signature) == "none" else "", scores])
 
@@ -230,11 +235,13 @@ def _weight_statistics(signature: Signature, space: Space, degrees: Mapping[str,
     return reduced(axes, 1, (single(signature.operand(0).dtype),), ())
 
 
-def _class_statistics(signature: Signature, space: Space, degrees: Mapping[str, int]) -> tuple[Statistic, ...]:
+def class_statistics(
+    signature: Signature, space: Space, degrees: Mapping[str, int], through: tuple[int, ...] = (0,)
+) -> tuple[Statistic, ...]:
     """Of each label the largest score and the sum, in backward a sum; and the weight of all labels."""
     width = single(signature.operand(0).dtype)
     labels = points(space, degrees, label_axes(signature))
-    classes = reduced(joint_splits(space, degrees, "c"), labels, (width, width), (width,))
+    classes = reduced(joint_splits(space, degrees, "c"), labels, (width, width), (width,), through)
     return (*classes, *_weight_statistics(signature, space, degrees))
 
 
@@ -246,7 +253,7 @@ LOSSES = (
         _per_operand(6.0),
         keeps=("0",),
         mixes_samples=weighs_labels,
-        statistics=_class_statistics,
+        statistics=class_statistics,
     ),
     Operator(
         "NegativeLogLikelihoodLoss",

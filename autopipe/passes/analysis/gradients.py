@@ -6,15 +6,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopipe.ir.attention_kernels import AttentionForm, Capability, Kernel, kernels_of, repeats_heads
 from autopipe.ir.graph import DType, Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
+from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, scratch_bytes
+from autopipe.ir.ops.operator import single
 from autopipe.ir.space import Dimension, Windowed
-from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, element_bytes, narrows, uses_of
+from autopipe.passes.analysis.operators import (
+    PRODUCT_KINDS,
+    OpInstance,
+    element_bytes,
+    low_precision_copies,
+    narrows,
+    uses_of,
+)
 
 
 @remembered(GRAPHS)
@@ -154,6 +163,30 @@ def scores_in(tensor: SavedTensor | None) -> int:
     return tensor.bytes if tensor is not None and tensor.key[0].endswith(_SCORES) else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Bytes on one device of what a node makes and lets go while it computes, forwards or back, for its samples; and of
+    the gradient of its weight, which is whole before it is added to those of earlier micro-batches."""
+
+    samples: int = 0
+    weight: int = 0
+
+
+def scratch_of(graph: Graph, precision: str, index: int, use: OpInstance, degrees: Mapping[str, int]) -> Scratch:
+    """That of a cross-entropy that makes its scores itself, which is larger than its operands."""
+    if use.row.name != LINEAR_CROSS_ENTROPY:
+        return Scratch()
+    node = graph.nodes[index]
+    dtype, weight = graph.type_of(node.inputs[0]).dtype, graph.type_of(node.inputs[WEIGHT])
+    narrow = dtype in _NARROW.values() or (narrows(precision) and dtype is DType.FLOAT32)
+    gradient = 0
+    if weight.name in differentiable_values(graph):
+        # That of a copy in 16 bits, and as it is added.
+        width = weight.dtype.itemsize + 2 * (weight.name in low_precision_copies(graph, precision))
+        gradient = weight.elements * width // degrees.get("c", 1)
+    return Scratch(scratch_bytes(use.space, degrees, single(dtype), narrow), gradient)
+
+
 Dimensions = tuple[Dimension, ...] | None
 Kept = SavedTensor | None
 
@@ -189,12 +222,16 @@ def kept_values(
     def tensors(node: Node, use: OpInstance) -> Iterator[Kept]:
         result, read = node.outputs[0], node.inputs
         # A factor is needed for the gradients of the other factors only.
-        multiplies = use.row.kind in ("matmul", "convolution") or use.row.name == "Mul"
+        multiplies = use.row.kind in ("matmul", "convolution") and use.row.name != LINEAR_CROSS_ENTROPY
+        multiplies = multiplies or use.row.name == "Mul"
         casts = narrows(precision) and use.row.kind in PRODUCT_KINDS
         for what in use.row.keeps:
             if what in _BESIDE:
                 width, elements = _BESIDE[what], graph.type_of(result).elements
                 yield SavedTensor((f"{result}\0{what}", width), elements * width, use.space.results[0] or ())
+            elif what == "rows":
+                elements, width = graph.type_of(read[1]).elements, 8 + 2 * single(graph.type_of(read[0]).dtype)
+                yield SavedTensor((f"{result}\0rows", width), elements * width, use.space.operands[1] or ())
             elif what.startswith(">"):
                 place = int(what[1:])
                 if place < len(node.outputs) and node.outputs[place]:

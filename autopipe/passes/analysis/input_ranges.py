@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopipe.ir.graph import Graph, Node, Value
+from autopipe.ir.ops.linear_cross_entropy import classes_of
 from autopipe.ir.ops.movement import slices
 from autopipe.ir.ops.operator import Signature, positive, signature_of
 from autopipe.ir.program import InputBounds, InputRange
@@ -31,7 +32,7 @@ _CHANGING = frozenset(["Abs", "Clip", "Max", "Min", "Mod", "Where"])
 """Operators behind which numbers are others than those given, but no larger for small ones: good for drawing numbers,
 not for refusing any."""
 _MOVING = _KEEPING | _CHANGING | {"Concat", "Gather", "Pad", "Slice", "Split"}
-_LOSSES = frozenset(["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
+_LOSSES = frozenset(["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "LinearCrossEntropy"])
 
 Numbers = npt.NDArray[np.int64]
 
@@ -266,6 +267,8 @@ def _limits(signature: Signature, slot: int) -> tuple[int | Numbers, int | Numbe
             return np.broadcast_to(-extents, shape), np.broadcast_to(extents, shape)
         case "SoftmaxCrossEntropyLoss" | "NegativeLogLikelihoodLoss" if slot == 1:
             return 0, signature.operand(0).shape[1]
+        case "LinearCrossEntropy" if slot == 1:
+            return 0, classes_of(signature)
         case "OneHot" if slot == 0 and (depth := signature.constant(1)) is not None:
             return 0, int(depth.reshape(-1)[0])
         case "TensorScatter" if slot == 2:

@@ -17,6 +17,7 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.layout import is_block
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of, qualified_name, signature_of, use_keys
+from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT
 from autopipe.ir.ops.operator import Operator
 from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.placement import Split
@@ -127,7 +128,7 @@ def narrows(precision: str) -> bool:
     return precision in ("bf16", "fp16")
 
 
-_COPIED_PLACES = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,)}
+_COPIED_PLACES = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), LINEAR_CROSS_ENTROPY: (WEIGHT,)}
 """Operands of products, by operator, that may be parameters in 16 bits."""
 
 
@@ -147,7 +148,7 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
         for place, name in enumerate(node.inputs):
             # Stacked matrices are multiplied by einsum, which computes more than products.
             stacked = name in found and node.op == "MatMul" and len(graph.type_of(name).shape) > 2
-            if node.domain or stacked or place not in _COPIED_PLACES.get(node.op, ()):
+            if stacked or place not in _COPIED_PLACES.get(qualified_name(node), ()):
                 found.discard(name)
             read.add(name)
     return frozenset(found & read)
@@ -164,7 +165,7 @@ def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
     floating = {name for name in widths if graph.type_of(name).dtype.is_floating}
     with_product = frozenset(bias_additions(graph).values())
     for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
-        if use.row.kind in _FULL_KINDS:
+        if use.row.kind in _FULL_KINDS or use.row.name == LINEAR_CROSS_ENTROPY:
             continue
         width = 2
         if use.row.kind not in PRODUCT_KINDS and index not in with_product:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from autopipe.ir.graph import DType, Graph, Node, Value
+from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, score_extents
 from autopipe.ir.rounding import Rounding
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, element_bytes, uses_of
@@ -68,6 +69,8 @@ def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
     """Roundings in sequence of each element of a tensor, a result or the gradient of an operand."""
     elements = max(tensor.elements, 1)
     if use.row.kind in PRODUCT_KINDS:
+        if use.row.name == LINEAR_CROSS_ENTROPY and tensor.name in node.outputs:
+            elements = math.prod(score_extents(use.space, {}))
         repeats = graph.type_of(node.inputs[0]).shape[0] if use.row.kind == "recurrent" else 1
         return max(1, math.ceil(use.flops / 2 / elements)) * repeats
     shared = math.prod(axis.extent for axis in use.space.axes if axis.kind.is_joint)

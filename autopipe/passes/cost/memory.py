@@ -16,9 +16,11 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.program import BUCKET_BYTES
 from autopipe.passes.analysis.gradients import (
+    Scratch,
     attention_tensors,
     kept_values,
     scores_in,
+    scratch_of,
     sent_bytes,
     waiting_operands,
 )
@@ -201,8 +203,8 @@ def gradient_workspace(work: StageWork) -> int:
 
 
 def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]) -> int:
-    """Bytes of the gradients of a node's results and operands, parameters not among them, and of the probabilities and
-    the scores of an attention that writes them."""
+    """Bytes of the gradients of a node's results and operands, parameters not among them, and of what it makes besides:
+    the probabilities and the scores of an attention that writes them, a block of a loss's scores."""
     graph = problem.graph
     if each.use.row.kind == "view":
         return 0
@@ -210,7 +212,12 @@ def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]
     operands = sum(size for name, size in read.items() if graph.producer(name) is not None)
     beside = attention_tensors(graph, problem.precision, capability_of(problem.cluster)).get(each.index)
     scores = beside.local_bytes(each.sharing.degrees) if beside is not None and scores_in(beside) else 0
-    return sum(each.written_bytes(widths).values()) + operands + 2 * scores
+    scratch = _scratch(problem, each)
+    return sum(each.written_bytes(widths).values()) + operands + 2 * scores + scratch.samples + scratch.weight
+
+
+def _scratch(problem: Problem, each: StageNode) -> Scratch:
+    return scratch_of(problem.graph, problem.precision, each.index, each.use, each.sharing.degrees)
 
 
 def live_bytes(work: StageWork) -> int:
@@ -238,7 +245,7 @@ def live_bytes(work: StageWork) -> int:
             written = each.written_bytes(widths)
             sizes |= written
             used += sum(written.values())
-            most = max(most, used)
+            most = max(most, used + _scratch(work.problem, each).samples)
         used -= sum(sizes.pop(name, 0) for name in ends[position])
     return most
 

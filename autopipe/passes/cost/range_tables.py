@@ -22,7 +22,7 @@ from autopipe.passes.analysis.chain import (
     range_sums,
     values_between,
 )
-from autopipe.passes.analysis.gradients import kept_values, most_widened, sent_bytes
+from autopipe.passes.analysis.gradients import kept_values, most_widened, scratch_of, sent_bytes
 from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
 from autopipe.passes.cost.communication import Cost
 from autopipe.passes.cost.memory import State, state_of
@@ -184,6 +184,9 @@ def _workspace(problem: Problem, chain: Chain, samples: SampleAxes) -> Shared:
         if use.row.kind == "view":
             continue
         size: dict[bool, float] = {True: 0.0, False: 0.0}
+        scratch = scratch_of(graph, problem.precision, index, use, {})
+        size[samples.axes[index] is not None] += scratch.samples
+        size[False] += scratch.weight * problem.train
         for name in (*node.inputs, *node.outputs):
             if name and graph.producer(name) is not None:
                 size[samples.carries(name)] += graph.type_of(name).elements * widths[name]

@@ -5,7 +5,8 @@ Williams, Waterman, Patterson, "Roofline", Communications of the ACM 52(4), 2009
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from autopipe.ir.attention_kernels import Capability
 from autopipe.ir.cluster import Device
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.measured_costs import Affine
+from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, score_extents
 from autopipe.ir.problem import Problem, Work
 from autopipe.passes.analysis.gradients import attention_tensors, differentiable_values, kept_values, scores_in
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, SampleAxes, element_bytes, uses_of
@@ -156,9 +158,10 @@ def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
     return device.post.seconds(size_bytes) + following.fixed_s * (messages - 1)
 
 
-_FUSED: Mapping[int, int] = {}
+_FUSED: Mapping[int, float] = {}
 _PASSES = 4
-"""How often the math kernel of attention writes or reads all scores: a product, a softmax and a product after it."""
+"""How often the math kernel of attention writes or reads all scores: a product, a softmax and a product after it. So
+does a cross-entropy that makes its scores itself: a product, the largest, and exponentials that it adds up."""
 
 
 def annotate(graph: Graph, precision: str = "fp32", capability: Capability | None = None) -> tuple[Work, ...]:
@@ -179,7 +182,7 @@ def annotate(graph: Graph, precision: str = "fp32", capability: Capability | Non
         seen |= new.keys()
         kept.append(sum(new.values()))
     scores = {index: scores_in(each) for index, each in attention_tensors(graph, precision, capability).items()}
-    return _annotated(graph, sizes, [use.flops for use in uses], kept, scores)
+    return _annotated(graph, sizes, [use.flops for use in uses], kept, scores | _own_scores(graph))
 
 
 def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: float) -> tuple[Work, ...]:
@@ -192,7 +195,8 @@ def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: flo
         for name, width in element_bytes(graph, precision).items()
     }
     flops = [use.flops * (share if own else 1.0) for use, own in zip(samples.uses, samples.batch.nodes, strict=True)]
-    return _annotated(graph, sizes, flops, [0] * len(flops))
+    scores = {index: size * (share if samples.axes[index] else 1.0) for index, size in _own_scores(graph).items()}
+    return _annotated(graph, sizes, flops, [0] * len(flops), scores)
 
 
 def _annotated(
@@ -200,7 +204,7 @@ def _annotated(
     sizes: Mapping[str, float],
     flops: Sequence[float],
     kept: Sequence[int],
-    scores: Mapping[int, int] = _FUSED,
+    scores: Mapping[int, float] = _FUSED,
 ) -> tuple[Work, ...]:
     """The work of every node, of what its values' bytes, its FLOPs, the bytes that backward keeps of it, and those of
     the scores that it writes are."""
@@ -219,8 +223,7 @@ def _annotated(
         moved = 0 if use.row.kind == "view" else moved + _PASSES * scores.get(index, 0)
         share = 0.0
         if use.row.differentiable and not gradient.isdisjoint(node.inputs):
-            operands = factors(node, use) if use.row.kind in ("matmul", "convolution") else ()
-            share = sum(name in gradient for name in operands) / len(operands) if operands else 1.0
+            share = _backward_share(node, use, gradient)
         found.append(
             Work(
                 kind=use.row.kind,
@@ -233,6 +236,21 @@ def _annotated(
             )
         )
     return tuple(found)
+
+
+def _own_scores(graph: Graph) -> dict[int, int]:
+    """Bytes of all scores, in single precision, of each cross-entropy that makes them itself."""
+    own = ((index, use) for index, use in enumerate(uses_of(graph)) if use.row.name == LINEAR_CROSS_ENTROPY)
+    return {index: 4 * math.prod(score_extents(use.space, {})) for index, use in own}
+
+
+def _backward_share(node: Node, use: OpInstance, gradient: Set[str]) -> float:
+    """The part of a node's backward that some gradient needs: a product for each factor that has one, and where scores
+    are made again a product for them."""
+    if use.row.name == LINEAR_CROSS_ENTROPY:
+        return (1 + sum(node.inputs[place] in gradient for place in (0, WEIGHT))) / 3
+    operands = factors(node, use) if use.row.kind in ("matmul", "convolution") else ()
+    return sum(name in gradient for name in operands) / len(operands) if operands else 1.0
 
 
 def factors(node: Node, use: OpInstance) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Attribute, DType, Graph, Node, Value
 from autopipe.passes.frontend.cleanup import Additions
 
-LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
+LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "LinearCrossEntropy"})
 
 
 @dataclass(frozen=True, slots=True)

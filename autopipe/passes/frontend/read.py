@@ -9,10 +9,11 @@ from autopipe.ir.batch import batch_axes_of, rebatched
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Fill, Graph, Node
 from autopipe.ir.ops import operator_of, signature_of
-from autopipe.ir.problem import Mode
+from autopipe.ir.problem import Mode, wanted_outputs
 from autopipe.passes.frontend.batch_inputs import told_apart
 from autopipe.passes.frontend.cleanup import at_inference, cleaned, with_plain_gathers, without_unread
 from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, by_symbol, fixed_numbers
+from autopipe.passes.frontend.fusion.cross_entropy import with_linear_losses
 from autopipe.passes.frontend.fusion.rules import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
@@ -45,6 +46,7 @@ def read_model(
     frozen: tuple[str, ...] = (),
     trainable: tuple[str, ...] = (),
     with_unsupported: bool = False,
+    whole_scores: bool = False,
 ) -> Model:
     """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on `batch` samples.
 
@@ -55,14 +57,15 @@ def read_model(
     `training`, which defaults to the mode, nothing is dropped and BatchNormalization reads its running statistics.
     Parameters whose names match `frozen` (globs, or regular expressions after `re:`) are not trained, tensors whose
     names match `trainable` are, whatever else speaks against it. Operators without a row are refused, or listed in
-    the result `with_unsupported`. `normalize` is `loss.normalize`. Raises ModelError, naming file and node, for
-    what cannot be read, and ConfigurationError for dimensions, batches and losses that do not fit.
+    the result `with_unsupported`. `normalize` is `loss.normalize`. With `whole_scores` no loss makes its scores itself,
+    as in published plans. Raises ModelError, naming file and node, for what cannot be read, and ConfigurationError for
+    dimensions, batches and losses that do not fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
     try:
         if source is not file:
             require_readable(source)
-        losses = loss, normalize
+        losses = loss, normalize, whole_scores
         asked = dims or {}, batch, batch_axes or {}, fixed_inputs or {}
         model = _read(source, asked, losses, mode, training, Chosen(trainable, frozen))
         if model.unsupported and not with_unsupported:
@@ -75,12 +78,12 @@ def read_model(
 def _read(
     source: Source,
     asked: tuple[Mapping[str, int], int | None, Mapping[str, int | None], Mapping[str, bool | int | float]],
-    losses: tuple[str | CrossEntropy | None, str],
+    losses: tuple[str | CrossEntropy | None, str, bool],
     mode: Mode | None,
     training: bool | None,
     chosen: Chosen,
 ) -> Model:
-    (dims, batch, batch_axes, fixed), (loss, normalize) = asked, losses
+    (dims, batch, batch_axes, fixed), (loss, normalize, whole_scores) = asked, losses
     initializers = {tensor.name for tensor in source.graph.initializer}
     offered = {info.name: info for info in source.graph.input if info.name not in initializers}
     numbers = fixed_numbers(offered, fixed)
@@ -109,6 +112,8 @@ def _read(
         graph = rebatched(graph, batch)
     if mode is Mode.TRAIN and scalar:
         graph = only_reached(graph, scalar)
+    if not whole_scores:
+        graph = with_linear_losses(graph, wanted_outputs(graph, mode, scalar))
     graph.verify()
     tensors = tensors_of(graph, weights.found)
     left_out = roles.signature.left_out(source.graph) if roles.signature and mode is Mode.TRAIN else []
@@ -185,7 +190,7 @@ def nodes_beside_all(graph: Graph) -> tuple[Node, ...]:
 
 def _mixing_warnings(graph: Graph, mixing: tuple[Node, ...], by_label: bool) -> tuple[str, ...]:
     """Of nodes that mix samples; with `by_label` the loss does not, whose labels are counted over the step."""
-    losses = [node for node in mixing if node.op in LOSSES and len(node.inputs) == 2]
+    losses = [node for node in mixing if node.op in LOSSES and not any(node.inputs[2:3])]
     others = [node for node in mixing if node not in losses]
     losses = [node for node in losses if not by_label and leaves_out(graph, node)]
     found = []

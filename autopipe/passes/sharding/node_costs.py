@@ -18,7 +18,7 @@ from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import no_statistics
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import Dimension
-from autopipe.passes.analysis.gradients import SavedTensor, differentiable_values, kept_values
+from autopipe.passes.analysis.gradients import SavedTensor, differentiable_values, kept_values, scratch_of
 from autopipe.passes.analysis.operators import OpInstance, element_bytes, sample_axes
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.roofline import accumulate_per_byte, cast_per_byte, node_seconds, update_line
@@ -254,7 +254,13 @@ class NodeClass:
         written = {name: self.leaves(place) for place, name in enumerate(node.outputs) if name}
         for name, each in (*read.items(), *written.items()):
             found += (each.elements * stage.widths[name])[each.of]
-        return found
+        return found + self._scratch()
+
+    def _scratch(self) -> Integers:
+        graph, use, precision = self.stage.graph, self.stage.samples.uses[self.node], self.stage.problem.precision
+        degrees = ({split.axis: split.degree for split in splits} for splits in self.configurations)
+        found = (scratch_of(graph, precision, self.node, use, each) for each in degrees)
+        return np.array([each.samples + each.weight for each in found], dtype=np.int64)
 
 
 def node_classes(stage: StageContext) -> dict[int, NodeClass]:

@@ -118,7 +118,7 @@ def seed_axis(network: Network, node: int, degree: int, tables: Set[str]) -> str
             continue
         if axis.kind is AxisKind.JOINT and use.row.kind == "memory" and inputs[0] in tables:
             return axis.name
-        if use.row.kind in _PRODUCTS and axis.kind is AxisKind.PARALLEL:
+        if use.row.kind in _PRODUCTS and axis.kind in (AxisKind.PARALLEL, AxisKind.JOINT):
             # A column indexes the product's weight and none of the values that it is applied to.
             pairs = zip(inputs, use.space.operands, strict=True)
             indexed = [name for name, words in pairs if name and _place(words, axis.name) >= 0]
@@ -158,7 +158,8 @@ def grow(network: Network, seed: int, axis: str, degree: int, members: Set[int],
                 continue
             place = _place(words, own)
             if place < 0:  # Its result does not show the cut: products add up, with a bias or without.
-                region.ends.add(AxisKind.SUM if use.row.kind in _PRODUCTS else use.space.axis(own).kind)
+                sums = use.row.kind in _PRODUCTS and _place(use.space.operands[0], own) >= 0
+                region.ends.add(AxisKind.SUM if sums else use.space.axis(own).kind)
                 continue
             cut[name] = place
             readers = network.readers.get(name, ())

@@ -28,7 +28,10 @@ from tests.ir.ops.meeting import Member, Told, together
 
 Tensors = tuple[torch.Tensor, ...]
 
-_FIXED = {"SoftmaxCrossEntropyLoss": (2,), "NegativeLogLikelihoodLoss": (2,), "BatchNormalization": (3, 4)}
+_FIXED = {
+    "SoftmaxCrossEntropyLoss": (2,), "NegativeLogLikelihoodLoss": (2,), "LinearCrossEntropy": (2,),
+    "BatchNormalization": (3, 4),
+}  # fmt: skip
 """Floating operands through which torch lets no gradient."""
 
 

@@ -20,7 +20,7 @@ class Builder:
     """Collects nodes; every method returns the name of what it wrote."""
 
     def __init__(self, batch: int, width: int) -> None:
-        self.inputs = (Value("x", F32, (batch, width)),)
+        self.inputs: tuple[Value, ...] = (Value("x", F32, (batch, width)),)
         self.parameters: list[Parameter] = []
         self.nodes: list[Node] = []
         self.values: list[Value] = []

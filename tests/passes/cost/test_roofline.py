@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import DType, Value
 from autopipe.ir.problem import Work
-from autopipe.passes.cost.roofline import node_seconds, update_seconds
-from tests.passes.cost.graphs import device
+from autopipe.passes.cost.roofline import annotate, node_seconds, update_seconds
+from autopipe.passes.frontend.fusion import cross_entropy
+from tests.passes.cost.graphs import Builder, device
 
 
 def test_time_is_the_slower_of_computing_and_moving_plus_the_launch() -> None:
@@ -17,6 +19,23 @@ def test_time_is_the_slower_of_computing_and_moving_plus_the_launch() -> None:
     forward, backward = node_seconds([busy, moving, view], toy, "fp32")
     np.testing.assert_allclose(forward, [1e9 / 0.5e12 + 1e-6, 1e8 / 0.5e11 + 1e-6, 0])
     np.testing.assert_allclose(backward, [2e9 / 0.5e12 + 2e-6, 1e8 / 0.5e11 + 1e-6, 0])
+
+
+@pytest.mark.parametrize(("trained", "products"), [(True, 3), (False, 2)], ids=["trained", "frozen"])
+def test_a_loss_that_makes_its_scores_multiplies_once_more_in_backward(
+    trained: bool, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = Builder(8, 4)
+    builder.inputs += (Value("labels", DType.INT64, (8,)),)
+    scores = builder.linear(builder.linear("x", 4), 10, trained)
+    loss = builder.node("SoftmaxCrossEntropyLoss", (scores, "labels"), ())
+    apart = builder.finish(loss)
+    monkeypatch.setattr(cross_entropy, "FEWEST_CLASSES", 10)
+    joined = cross_entropy.with_linear_losses(apart, (loss,))
+    (_, product, taken), (_, both) = annotate(apart), annotate(joined)
+    assert both.forward_flops == product.forward_flops + taken.forward_flops
+    assert both.backward_flops == pytest.approx(products * both.forward_flops)
+    assert both.kept_bytes == 4 * 8 * 4 + 16 * 8, "x, and for each label where it is, its weight and its logarithm"
 
 
 def test_shares_divide_work_but_not_launches() -> None:

@@ -7,6 +7,13 @@ from functools import partial
 
 from autopipe.backends.torch.emission.call import Call, Emitter, called, in_one_type
 from autopipe.ir.graph import DType
+from autopipe.ir.ops.linear_cross_entropy import (
+    BIAS,
+    CLASSES_AT_ONCE,
+    LINEAR_CROSS_ENTROPY,
+    WEIGHT,
+    classes_of,
+)
 from autopipe.ir.ops.normalization import (
     label_axes,
     normalized_axes,
@@ -217,6 +224,29 @@ def _loss(call: Call, name: str, alone: str) -> str:
     )
 
 
+def _linear_loss(call: Call) -> str:
+    """The operands of the product in torch's order, the weight [classes, features]."""
+    labels = label_axes(call)
+    batch = call.group(*labels) if weighs_labels(call) else None
+    ignored, averaged = call.node.integer("ignore_index", -100), reduction(call)
+    code = called(
+        "operators.linear_cross_entropy",
+        call.arg(0),
+        call.arg(1) if call.operand(1).dtype is DType.INT64 else f"{call.arg(1)}.long()",
+        call.arg(WEIGHT) if call.node.integer("transB") else f"{call.arg(WEIGHT)}.t()",
+        call.arg(BIAS) if call.present(BIAS) else None,
+        step=min(classes_of(call), CLASSES_AT_ONCE),
+        class_weight=call.arg(2) if call.present(2) else None,
+        softcap=call.stated("softcap", 0.0) if call.node.has("softcap") else None,
+        ignore_index=ignored if ignored != -100 else None,
+        reduction=repr(averaged) if averaged != "mean" else None,
+        group=call.group("c"),
+        batch=batch,
+    )
+    narrow = call.result().dtype in (DType.BFLOAT16, DType.FLOAT16)
+    return f"{code}.to({call.dtype})" if narrow else code
+
+
 NORMALIZATION: dict[str, Emitter] = {
     "BatchNormalization": lambda call: (_batch_norm if trains(call) else in_one_type(_batch_norm))(call),
     "LayerNormalization": in_one_type(_layer_norm),
@@ -253,5 +283,6 @@ NORMALIZATION: dict[str, Emitter] = {
         if len(call.node.outputs) == 1
         else _loss(call, "cross_entropy_and_logarithms", "operators.cross_entropy")
     ),
+    LINEAR_CROSS_ENTROPY: _linear_loss,
     "NegativeLogLikelihoodLoss": lambda call: _loss(call, "nll", "F.nll_loss"),
 }

@@ -21,13 +21,14 @@ FUSED = frozenset(
         "GatedUnit",
         "Gelu",
         "LayerNormalization",
+        "LinearCrossEntropy",
         "ListedExperts",
         "RMSNormalization",
         "SwiGLU",
         "Swish",
     }
 )
-"""Operators that rules put together."""
+"""Operators that rules put together; a loss only once it is known what is wanted (`fusion.cross_entropy`)."""
 RULES: dict[str, tuple[Callable[[View, Node], tuple[Node, ...] | None], ...]] = {
     "Mul": (gelu, normalization, swish, gated),
     "Add": (offset, masked),

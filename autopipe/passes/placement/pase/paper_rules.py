@@ -18,6 +18,7 @@ from typing import Any
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of, space_of
+from autopipe.ir.ops.linear_cross_entropy import WEIGHT
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.space import AxisKind
 from autopipe.passes.placement.pase.paper_costs import (
@@ -537,6 +538,25 @@ def along_rows(draft: LayerGraphBuilder, index: int) -> None:
     draft.lay_node(index, axes, [written], lambda found: kind(found[special][-1]))
 
 
+def project_classes(draft: LayerGraphBuilder, index: int) -> None:
+    """A product and the loss over its columns, two layers."""
+    node = draft.graph.nodes[index]
+    space = space_of(draft.graph, node)
+    x, labels, weight = space.operands[0], space.operands[1], space.operands[WEIGHT]
+    assert x is not None and labels is not None and weight is not None
+    scores: Words = (*labels, ("c",))
+    axes = {word: space.axis(word).extent for (word,) in scores}
+    product = product_of(x, weight, scores)
+    read, made = ((draft.places.get(node.inputs[0]), x),), [(scores, tuple(axes.values()))]
+    summed: dict[str, int | Extents] = {**axes, "k": space.axis("k").extent}
+    (place,) = draft.lay(f"{node.name}/scores", (), summed, read, made, product, inside=index)
+    result = draft.shape_of(node.outputs[0])
+    written: list[tuple[Words, Extents]] = [(((),) * len(result), result)]
+    (draft.places[node.outputs[0]],) = draft.lay(
+        node.name, (index,), axes, ((place, scores),), written, lambda found: CrossEntropy(found["c"][-1])
+    )
+
+
 def recur(draft: LayerGraphBuilder, index: int) -> None:
     """LSTM over (l, s, b, n, k), steps whole; one that reads another of its own shape joins it as one more layer."""
     node = draft.graph.nodes[index]
@@ -578,6 +598,7 @@ RULES: Mapping[str, Callable[[LayerGraphBuilder, int], None]] = {
     "GlobalAveragePool": over_image,
     "LSTM": recur,
     "LayerNormalization": along_rows,
+    "LinearCrossEntropy": project_classes,
     "LogSoftmax": along_rows,
     "MatMul": multiply,
     "MaxPool": over_image,

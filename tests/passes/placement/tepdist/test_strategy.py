@@ -184,8 +184,8 @@ def test_a_million_classes_are_split_although_nobody_says_so(tmp_path: Path) -> 
     links = build_cluster(cluster_preset("tepdist-m8"), 8)
     given = Problem(model.graph, annotate(model.graph), links, 256, 1, Mode.TRAIN, model.loss)
     (stage,) = TePDist().run(given).stages
-    last = max(index for index, node in enumerate(model.graph.nodes) if node.op == "Gemm")
-    assert stage.splits_of(last) == (Split("n", 8),)
+    (last,) = (index for index, node in enumerate(model.graph.nodes) if node.op == "LinearCrossEntropy")
+    assert stage.splits_of(last) == (Split("c", 8),)
     first = next(index for index, node in enumerate(model.graph.nodes) if node.op == "Conv")
     assert stage.splits_of(first) == sample_axes(model.graph).splits([first], 8)[0][1], "convolutions share samples"
 

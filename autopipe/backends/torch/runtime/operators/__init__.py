@@ -6,6 +6,7 @@ from autopipe.backends.torch.runtime.operators.experts import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.gated import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.images import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.linear_attention import *  # noqa: F403
+from autopipe.backends.torch.runtime.operators.linear_cross_entropy import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.misc import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.narrow import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.quantized import *  # noqa: F403

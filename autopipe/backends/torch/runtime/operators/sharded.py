@@ -154,7 +154,7 @@ def _loss_part(
     known = labels.masked_fill(labels == ignore_index, 0)
     torch._assert_async(((known >= 0) & (known < classes * group.size)).all(), "a label is out of range")
     places, mine = own_places(known, classes, group)
-    weights = _weights(labels, weight, ignore_index, scores.dtype)
+    weights = label_weights(labels, weight, ignore_index, scores.dtype)
     losses: Tensor = losses_of(scores, places, weights * mine, group)
     if reduction == "none":
         return losses
@@ -182,7 +182,7 @@ def _share(
 ) -> Tensor:
     """This rank's share of the mean of a loss of torch's over the labels of all ranks, of which it has a part."""
     losses = loss(scores, labels, weight, ignore_index=ignore_index, reduction="sum")
-    return losses / batch.total(_weights(labels, weight, ignore_index, losses.dtype).sum())
+    return losses / batch.total(label_weights(labels, weight, ignore_index, losses.dtype).sum())
 
 
 cross_entropy_share = partial(_share, F.cross_entropy)
@@ -203,7 +203,7 @@ cross_entropy_and_logarithms_part = partial(_and_logarithms, nll_part)
 cross_entropy_and_logarithms_share = partial(_and_logarithms, nll_share)
 
 
-def _weights(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def label_weights(labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """Weight of each label: its class weight, or one; zero where it is ignored."""
     counts = labels != ignore_index
     return counts.to(dtype) if weight is None else weight.to(dtype)[labels.masked_fill(~counts, 0)] * counts

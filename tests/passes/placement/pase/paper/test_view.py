@@ -9,6 +9,7 @@ import pytest
 
 from autopipe.configs.zoo import MODELS
 from autopipe.ir.graph import Graph, Value
+from autopipe.passes.frontend.fusion import cross_entropy
 from autopipe.passes.placement.pase.paper_costs import (
     Layer,
     LayerGraph,
@@ -34,6 +35,18 @@ def axes(placed: Layer) -> dict[str, int]:
 
 def pointwise(placed: Layer) -> Any:
     return placed.cost.pointwise if isinstance(placed.cost, Product) else None
+
+
+def test_a_loss_that_makes_its_scores_is_a_product_and_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = model_graph("rnnlm", 8)
+    monkeypatch.setattr(cross_entropy, "FEWEST_CLASSES", 2)
+    joined = cross_entropy.with_linear_losses(apart, ("loss",))
+    assert len(joined.nodes) < len(apart.nodes)
+    (first, first_edges), (second, second_edges) = (
+        ([(each.extents, each.operands, each.results, each.cost) for each in found.layers], found.edges)
+        for found in map(layer_graph, (apart, joined))
+    )
+    assert (first, first_edges) == (second, second_edges)
 
 
 def test_pointwise_operations_belong_to_what_they_follow() -> None:

@@ -1,0 +1,142 @@
+"""Cross-entropy of the scores `x @ weight.T + bias`, which are never in memory all at once.
+
+Forward keeps x, the weight, the labels and, of each label, the logarithm of the sum of its exponentials; backward makes
+the scores again, a block of classes at a time. That is a product more than if they were kept, but gradients made in
+forward (Hsu et al., "Liger Kernel", 2024, section 3.2) would wait for backward, the weight's as large as the weight,
+for each micro-batch in flight. Blocks are of classes, as those of FlashAttention are of keys (Dao et al., 2022): unlike
+blocks of labels they give each part of the weight's gradient in one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.backends.torch.runtime.operators.sharded import label_weights, own_places, wide
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    step: int,
+    class_weight: Tensor | None = None,
+    softcap: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    group: Group | None = None,
+    batch: Group | None = None,
+) -> Tensor:
+    """`F.cross_entropy` of x [*labels, features] times weight [classes, features], `step` classes at a time; scores s
+    are softcap · tanh(s / softcap) where that is not 0.
+
+    With `group` weight and bias are this rank's part of the classes, and the result its share of the loss, that of
+    labels in its part; with `batch` each rank has a part of the labels, and a mean is over the weights of all.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    classes = len(weight) * (1 if group is None else group.size)
+    flat = labels.reshape(-1)
+    known = flat.masked_fill(flat == ignore_index, 0)
+    torch._assert_async(((known >= 0) & (known < classes)).all(), "a label is out of range")
+    fixed = None if class_weight is None else class_weight.detach()
+    counted = label_weights(flat, fixed, ignore_index, wide(x).dtype)
+    places, own = known, counted
+    if group is not None:
+        places, mine = own_places(known, len(weight), group)
+        own = counted * mine
+    rows = x.reshape(-1, x.shape[-1])
+    losses: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, places, own, step, softcap, group)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses.reshape(labels.shape)
+    if reduction == "sum":
+        return losses.sum()
+    total = counted.sum()
+    return losses.sum() / (total if batch is None else batch.total(total))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Losses by label, times the weights `own` of the labels, of those `places` where they are among the classes."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        places: Tensor,
+        own: Tensor,
+        step: int,
+        softcap: float,
+        group: Group | None,
+    ) -> Tensor:
+        lowest = torch.finfo(own.dtype).min
+        largest, total, picked = torch.full_like(own, lowest), torch.zeros_like(own), torch.zeros_like(own)
+        for start, part, shift in _blocks(weight, bias, step):
+            scores = _scores(x, part, shift, softcap)
+            index, inside = _within(places, start, len(part))
+            picked = torch.where(inside, scores.gather(1, index).squeeze(1), picked)
+            highest = torch.maximum(largest, scores.amax(1))
+            total = total * (largest - highest).exp() + scores.sub_(highest.unsqueeze(1)).exp_().sum(1)
+            largest = highest
+        if group is not None:
+            highest = group.largest(largest)
+            total, largest = group.total(total * (largest - highest).exp()), highest
+        logarithm = largest + total.log()
+        context.step, context.softcap, context.group = step, softcap, group
+        context.save_for_backward(x, weight, bias, places, own, logarithm)
+        return ((logarithm - picked) * own).masked_fill(own == 0, 0)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, places, own, logarithm = context.saved_tensors
+        of_x, of_weight, of_bias, *_ = context.needs_input_grad
+        share = (gradients[0] * own).unsqueeze(1)
+        whole = share if context.group is None else context.group.total(share)
+        to_x = torch.zeros_like(x, dtype=own.dtype) if of_x else None
+        to_weight = torch.empty_like(weight) if of_weight else None
+        to_bias = torch.empty_like(bias) if of_bias and bias is not None else None
+        for start, part, shift in _blocks(weight, bias, context.step):
+            scores = _scores(x, part, shift, context.softcap)
+            slope = 1 - (scores / context.softcap).square() if context.softcap else None
+            index, inside = _within(places, start, len(part))
+            found = scores.sub_(logarithm.unsqueeze(1)).exp_().mul_(whole)
+            found.scatter_add_(1, index, -share.masked_fill(~inside.unsqueeze(1), 0))
+            if slope is not None:
+                found.mul_(slope)
+            if to_bias is not None:
+                to_bias[start : start + len(part)] = found.sum(0)
+            found = found.to(x.dtype)
+            if to_weight is not None:
+                to_weight[start : start + len(part)] = found.t() @ x
+            if to_x is not None and to_x.dtype is x.dtype:
+                to_x.addmm_(found, part)
+            elif to_x is not None:
+                to_x += found @ part.to(x.dtype)
+        return None if to_x is None else to_x.to(x.dtype), to_weight, to_bias, None, None, None, None, None
+
+
+def _blocks(weight: Tensor, bias: Tensor | None, step: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Blocks of `step` classes: the first class, and the block's rows of weight and bias."""
+    for start in range(0, len(weight), step):
+        yield start, weight[start : start + step], None if bias is None else bias[start : start + step]
+
+
+def _scores(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
+    """Scores of a block of classes, rounded as the product rounds them, in single precision at least."""
+    found = wide(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
+    return found if not softcap else found.div_(softcap).tanh_().mul_(softcap)
+
+
+def _within(places: Tensor, start: int, extent: int) -> tuple[Tensor, Tensor]:
+    """Places of labels in a block, a column, any where they are in another; and whether they are in it."""
+    local = places - start
+    inside = (local >= 0) & (local < extent)
+    return local.masked_fill(~inside, 0).unsqueeze(1), inside
