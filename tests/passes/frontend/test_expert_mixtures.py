@@ -138,10 +138,11 @@ def test_a_mixture_computes_and_keeps_what_is_chosen_alone(
 
 
 def test_zeros_too_large_for_the_graph_are_known_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "SMALL", 0)
-    zeros = onnx.numpy_helper.from_array(NUMBERS["zeros"], "zeros")
-    nodes = [onnx.helper.make_node("Constant", [], ["zeros"], value=zeros), *masked(True)]
-    read = {name for each in masked(True) for name in each.input} - {"zeros"}
+    monkeypatch.setattr(weights, "SMALL", 16)
+    in_nodes = {name: onnx.numpy_helper.from_array(NUMBERS[name], name) for name in ("zeros", "none")}
+    constants = [onnx.helper.make_node("Constant", [], [name], value=each) for name, each in in_nodes.items()]
+    nodes = [*constants, *masked(True)]
+    read = {name for each in masked(True) for name in each.input} - in_nodes.keys()
     known = {name: array for name, array in (NUMBERS | LISTED).items() if name in read}
     file = model(nodes, INPUTS, "y", known)
     file.producer_name = "pytorch"  # Its exporters keep every parameter among the initializers.
