@@ -17,8 +17,8 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import FORWARD, REFERENCE, Program, RankCode, StageCode
 from autopipe.ir.rounding import Rounding
 from autopipe.ir.training import Evaluation
-from autopipe.passes.analysis.optimized import matrices
 from autopipe.passes.analysis.rounding import rounding_of
+from autopipe.passes.analysis.training import matrices
 from autopipe.passes.frontend.cleanup import without_dropout
 from autopipe.passes.lower.lower import lower, one_device_program
 from autopipe.passes.lower.traffic import held_together

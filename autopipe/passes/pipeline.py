@@ -31,8 +31,7 @@ from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 from autopipe.passes.analysis.micro_batches import check_portions
-from autopipe.passes.analysis.optimized import check_groups
-from autopipe.passes.analysis.padding import check_padding
+from autopipe.passes.analysis.training import check_groups, check_padding
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work

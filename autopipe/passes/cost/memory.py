@@ -25,8 +25,8 @@ from autopipe.passes.analysis.gradients import (
     waiting_operands,
 )
 from autopipe.passes.analysis.operators import element_bytes, low_precision_copies
-from autopipe.passes.analysis.optimized import matrices
 from autopipe.passes.analysis.recompute import cutter
+from autopipe.passes.analysis.training import matrices
 from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
 
 OPTIMIZER_STATE_BYTES = 4

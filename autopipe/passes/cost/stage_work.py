@@ -22,7 +22,6 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import OpInstance, uses_of
-from autopipe.passes.analysis.optimized import matrices
 from autopipe.passes.analysis.resharding import (
     Exchange,
     NodeLayouts,
@@ -32,6 +31,7 @@ from autopipe.passes.analysis.resharding import (
     with_exchanges,
 )
 from autopipe.passes.analysis.stage_nodes import assign_nodes
+from autopipe.passes.analysis.training import matrices
 from autopipe.passes.cost.communication import (
     FREE,
     Cost,

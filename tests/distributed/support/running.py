@@ -24,7 +24,7 @@ from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, micro_batch_ratios, pipelines_of
 from autopipe.ir.training import LRScheduler, Training
-from autopipe.passes.analysis.optimized import matrices
+from autopipe.passes.analysis.training import matrices
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement, Stage
-from autopipe.passes.placement.piper.blocks import LIGHT, SHARE, join_nodes
+from autopipe.passes.placement.piper.strategy import LIGHT, SHARE, join_nodes
 from tests.passes.cost.graphs import Builder
 
 

@@ -19,9 +19,8 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.piper.blocks import join_nodes
 from autopipe.passes.placement.piper.stage_costs import StageSharing, sharings
-from autopipe.passes.placement.piper.strategy import Piper
+from autopipe.passes.placement.piper.strategy import Piper, join_nodes
 from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopipe.configs.cluster import build_cluster, cluster_preset
-from autopipe.passes.placement.tepdist.search import meshes
+from autopipe.passes.placement.tepdist.strategy import meshes
 
 
 @pytest.mark.parametrize(("devices", "stages"), [(1, [1]), (6, [1, 2, 3, 6]), (8, [1, 2, 4, 8]), (7, [1, 7])])

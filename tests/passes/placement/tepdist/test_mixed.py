@@ -15,8 +15,7 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
 from autopipe.passes.placement.tepdist.levels import O2
-from autopipe.passes.placement.tepdist.search import Bounds, meshes
-from autopipe.passes.placement.tepdist.strategy import TePDist
+from autopipe.passes.placement.tepdist.strategy import Bounds, TePDist, meshes
 from autopipe.passes.schedule.limits import quick_step
 from autopipe.passes.sharding.search import SplitProblem
 from tests.passes.cost.graphs import perceptron, problem

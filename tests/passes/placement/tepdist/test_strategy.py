@@ -23,8 +23,7 @@ from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.placement.pipedream import PipeDream
-from autopipe.passes.placement.tepdist.search import Bounds, meshes
-from autopipe.passes.placement.tepdist.strategy import TePDist
+from autopipe.passes.placement.tepdist.strategy import Bounds, TePDist, meshes
 from autopipe.passes.schedule.limits import quick_step
 from autopipe.passes.schedule.tessel.scheduler import Tessel
 from tests.distributed.support.zoo import small_graph

@@ -1,14 +1,36 @@
-"""Batches that are filled up with samples that count nothing: which models can be trained on them."""
+"""Parameters as optimizers see them: which are matrices, what a request says of them that does not
+hold, and models that can be trained on batches filled up with samples that count nothing."""
 
 from __future__ import annotations
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
+from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops.normalization import reduction
 from autopipe.ir.ops.operator import signature_of
+from autopipe.ir.problem import GROUPS, Optimizer
 from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.frontend.loss import LOSSES
 from autopipe.passes.frontend.read import mixing_nodes
+
+
+@remembered(GRAPHS)
+def matrices(graph: Graph) -> frozenset[str]:
+    """Trained parameters of two dimensions; not tables, whose rows are looked up."""
+    tables = {node.inputs[0] for node in graph.nodes if node.op == "Gather"}
+    trained = (each.value for each in graph.parameters if each.trainable)
+    return frozenset(each.name for each in trained if len(each.shape) == 2 and each.name not in tables)
+
+
+def check_groups(optimizer: Optimizer, graph: Graph) -> None:
+    """Raise ConfigurationError for a group of parameters that has none."""
+    names = [each.value.name for each in graph.parameters if each.trainable]
+    for each in optimizer.groups:
+        alone = Optimizer(groups=(each,))
+        if all(alone.group_of(name) is None for name in names):
+            hint = "autopipe inspect -v lists their names"
+            raise ConfigurationError(f"{GROUPS}: no trained parameter is called {each.match!r}", hint)
+
 
 _SAME = frozenset(["Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"])
 
