@@ -38,7 +38,8 @@ def looked_up(turned: bool) -> list[onnx.NodeProto]:
     """A matrix of each token's experts is looked up; `turned`, as GPT-OSS has it, with biases, clamps and gates in
     turn."""
     nodes = [
-        *ROUTER, node("Unsqueeze", "x one", "x1"), node("Expand", "x1 spread", "x2"), node("Reshape", "x2 rows", "x3"),
+        *ROUTER, node("Unsqueeze", "x one", "x1"),
+        node("Tile" if turned else "Expand", "x1 spread", "x2"), node("Reshape", "x2 rows", "x3"),
         node("Reshape", "chosen flat", "places"), node("Unsqueeze", "places last", "index"),
         node("GatherND", "w1 index", "m1"), node("GatherND", "w2 index", "m2"),
     ]  # fmt: skip

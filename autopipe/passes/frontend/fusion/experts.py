@@ -183,7 +183,7 @@ def _shaped(view: View, name: str, shape: tuple[int, ...]) -> str:
 
 def _repeated(view: View, name: str) -> str:
     """[tokens, features] where each row is repeated for the token's experts, else ""."""
-    path = view.path(_flat(view, name), "Expand", "|".join(_RESHAPING))
+    path = view.path(_flat(view, name), "Expand|Tile", "|".join(_RESHAPING))
     if not path:
         return ""
     source, wide = path[1].inputs[0], view.shape(path[0].outputs[0])
