@@ -218,7 +218,7 @@ def _in_other_words(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
         return resolved(node, operands, sweep.known())
     if sweep.sequences.concern(node):
         return sweep.sequences.taken_apart(node, operands, sweep.types, sweep.arrays)
-    if sweep.selections.concern(node, operands, sweep.arrays, sweep.declared):
+    if sweep.selections.concern(node, operands, sweep.types, sweep.arrays, sweep.declared):
         return sweep.selections.made_static(node, operands, sweep.types, sweep.arrays)
     if is_rewritten(node):
         return None

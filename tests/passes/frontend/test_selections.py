@@ -150,6 +150,36 @@ SMALL = {
          node("Concat", "n e", "p", axis=1), node("GatherND", "kept p", "g"), node("Cast", "r", "f", to=FLOAT),
          node("Mul", "g f", "z"), TOTAL],
     ),
+    "in another order, and its places": (
+        [KEPT, node("Shape", "kept", "s", end=1), node("TopK", "kept s", "v i", axis=0, largest=0),
+         node("Cast", "i", "f", to=FLOAT), node("Mul", "v f", "z"), TOTAL],
+    ),
+    "the two largest": ([KEPT, node("TopK", "kept axis2", "y i", axis=0)],),
+    "shares along the rows": ([KEPT, node("Softmax", "kept", "s", axis=0), node("Mul", "s kept", "z"), TOTAL],),
+    "where the largest is": ([KEPT, node("ArgMax", "kept", "y", axis=0, keepdims=0)],),
+    "read by number": ([KEPT, node("Gather", "kept backwards", "y")],),
+    "the last but one": ([KEPT, node("Slice", "kept back end axis0", "s"), node("ReduceSum", "s axis0", "y")],),
+    "written by number": (
+        [KEPT, node("ScatterND", "kept one_place first_row", "w"), node("Mul", "w kept", "z"), TOTAL],
+    ),
+    "with others behind": (
+        [KEPT, node("Concat", "kept first_rows", "c", axis=0), node("Shape", "c", "s"),
+         node("ConstantOfShape", "s", "o"), node("CumSum", "c first", "r"), node("Add", "r o", "q"),
+         node("Exp", "q", "z"), TOTAL],
+    ),
+    "twice": ([KEPT, node("Concat", "first_rows kept kept", "c", axis=0), node("CumSum", "c first", "z"), TOTAL],),
+    "the largest of those put there": (
+        [node("Compress", "labels keep", "l"), KEPT, node("Unsqueeze", "l last", "p"),
+         node("ScatterND", "table p kept", "y", reduction="max")],
+    ),
+    "flattened and taken apart": (
+        [KEPT, node("Reshape", "kept last", "f"), node("Exp", "f", "e"), node("Reshape", "e pairs", "p"),
+         node("CumSum", "p first", "z"), TOTAL],
+    ),
+    "as many as a mask has": (
+        [node("Cast", "keep", "k", to=INT64), node("ReduceSum", "k", "n", keepdims=0),
+         node("Unsqueeze", "n axis0", "s"), node("Slice", "x axis0 s", "c"), node("CumSum", "c first", "z"), TOTAL],
+    ),
     "put where another tensor says": (
         [node("Compress", "labels keep", "l"), node("Unsqueeze", "l last", "p"), KEPT,
          node("ScatterND", "table p kept", "y", reduction="add")],
@@ -161,7 +191,14 @@ SMALL = {
 def test_small_graphs(name: str, tmp_path: Path) -> None:
     nodes, *opset = SMALL[name]
     held = {"axis0": integers(0), "last": integers(-1), "first": np.array(0), "two": floats(2, seed=3)}
-    held |= {"one": np.array(1), "two_columns": integers(2)}
+    held |= {"one": np.array(1), "two_columns": integers(2), "axis2": integers(2), "backwards": integers(-1, 0, 1)}
+    held |= {
+        "back": integers(-2),
+        "end": integers(-1),
+        "pairs": integers(-1, 2),
+        "one_place": integers(1).reshape(1, 1),
+    }
+    held |= {"first_row": floats(1, 4, seed=6)}
     held |= {"table": floats(5, 4, seed=4), "first_rows": floats(3, 4, seed=5)}
     read = {operand for each in nodes for operand in each.input}
     inputs = {"x": [6, 4], "labels": (INT64, [6]), "keep": (BOOL, [6])}
@@ -222,8 +259,8 @@ def test_rows_that_are_not_chosen_have_no_gradient(name: str, tmp_path: Path) ->
     ("nodes", "outputs", "message"),
     [
         ([KEPT], "kept", "the shape of output 'kept' cannot be told"),
-        ([KEPT, node("Softmax", "kept", "y", axis=0)], "y", "takes together rows that Compress"),
-        ([KEPT, node("Transpose", "kept", "t", perm=[1, 0]), node("MatMul", "kept t", "y")], "y", "takes together"),
+        ([KEPT, node("Softmax", "kept", "y", axis=0)], "y", "the shape of output 'y' cannot be told"),
+        ([KEPT, node("Hardmax", "kept", "y", axis=0)], "y", "takes together rows that Compress"),
         ([KEPT, node("Compress", "x other", "b", axis=0), node("Add", "kept b", "y")], "y", "takes together"),
     ],
 )

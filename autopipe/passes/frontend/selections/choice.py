@@ -10,8 +10,9 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.selections.masks import Masks
 from autopipe.passes.frontend.selections.places import Places
-from autopipe.passes.frontend.selections.rows import ROWS, Rows
+from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
 from autopipe.passes.frontend.selections.use import Use, selection_of
 
 if TYPE_CHECKING:
@@ -24,35 +25,41 @@ _HANDED_ON = frozenset({"Transpose", "Cast", "Identity"})
 _TAKEN_APART = _HANDED_ON | {"Split", "Squeeze", "Unsqueeze", "Reshape", "Gather"}
 
 
-def choose(use: Use, uses: Uses, expanded: Mapping[str, str], masks: dict[str, str]) -> None:
-    """The places or rows that the node chooses. `expanded` has what values of the file are broadcast from, `masks` what
-    numbers are as booleans, so that equal choices are one."""
+def choose(use: Use, uses: Uses, masks: Masks) -> None:
+    """The places or rows that the node chooses."""
     data = use.types[use.operands[0]]
     match use.node.op_type:
         case "NonZero":
-            _non_zero(use, data, uses, expanded, masks)
+            _non_zero(use, data, uses, masks)
         case "Compress":
-            _compress(use, data)
+            _compress(use, data, masks)
         case _:
             _unique(use, data)
 
 
-def _non_zero(use: Use, data: Value, uses: Uses, expanded: Mapping[str, str], masks: dict[str, str]) -> None:
-    write, rank, name, result = use.write, len(data.shape), data.name, use.node.output[0]
-    held: tuple[int, ...] = data.shape
-    if name in expanded and expanded[name] in use.types:
-        source = use.types[expanded[name]]
-        held = (*[1] * (rank - len(source.shape)), *source.shape)
-        name = expanded[name] if len(held) == len(source.shape) else write.reshape(expanded[name], held)
-    mask = name if data.dtype is DType.BOOL else masks.get(name) or write.cast(name, DType.BOOL)
-    masks[name] = mask
+def _non_zero(use: Use, data: Value, uses: Uses, masks: Masks) -> None:
+    rank, result = len(data.shape), use.node.output[0]
     known = _split_into(result, uses) if rank == 1 else 0
-    if known and held == data.shape:
-        _known_many(use, mask, data.shape[0], known, _below(result, uses, use.types))
+    selection = chosen_by(use, data, masks)
+    if known and selection.held == data.shape:
+        _known_many(use, selection.mask, data.shape[0], known, _below(result, uses, use.types))
         return
-    selection = selection_of(use, mask, held, data.shape)
     terms = np.eye(rank + 2, rank, -1, np.int64)[..., None]
     use.found[result] = Places(selection, Value("", DType.INT64, (rank, ROWS)), 1, tuple(terms))
+
+
+def chosen_by(use: Use, data: Value, masks: Masks) -> Selection:
+    """The elements of a value that are not zero."""
+    write, rank, name = use.write, len(data.shape), data.name
+    held: tuple[int, ...] = data.shape
+    source = use.types.get(masks.broadcast_from(name))
+    if source is not None:
+        held, name = (*[1] * (rank - len(source.shape)), *source.shape), source.name
+    root = masks.root(name, use.types, use.arrays)
+    if len(held) != len(use.types[name].shape):
+        name = write.reshape(name, held)
+    mask = name if data.dtype is DType.BOOL else write.cast(name, DType.BOOL)
+    return selection_of(use, mask, held, data.shape, root)
 
 
 def _known_many(use: Use, mask: str, extent: int, count: int, below: int) -> None:
@@ -95,7 +102,7 @@ def _readers(name: str, uses: Uses, through: frozenset[str]) -> list[tuple[onnx.
     return found
 
 
-def _compress(use: Use, data: Value) -> None:
+def _compress(use: Use, data: Value, masks: Masks) -> None:
     write, name, shape = use.write, data.name, data.shape
     axis = positive(use.attribute("axis"), len(shape))
     if not use.has("axis"):
@@ -103,12 +110,13 @@ def _compress(use: Use, data: Value) -> None:
         name = write.reshape(name, shape)
     (count,) = use.types[use.operands[1]].shape
     mask = use.operands[1]
+    root = masks.root(mask, use.types, use.arrays)
     if count < shape[axis]:
         name = write.sliced(name, axis, 0, count)
     elif count > shape[axis]:
         count = shape[axis]
-        mask = write.sliced(mask, 0, 0, count)
-    selection = selection_of(use, mask, (count,), (count,))
+        mask = root = write.sliced(mask, 0, 0, count)
+    selection = selection_of(use, mask, (count,), (count,), root)
     type_ = Value("", data.dtype, (*shape[:axis], ROWS, *shape[axis + 1 :]))
     use.found[use.node.output[0]] = Rows(selection, type_, axis, (0,), name)
 

@@ -8,17 +8,16 @@ import numpy as np
 
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.selections.masks import Masks
 from autopipe.passes.frontend.selections.places import Places
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
-from autopipe.passes.frontend.selections.use import Counted, Packed, Use
+from autopipe.passes.frontend.selections.use import OTHER_ROWS, Counted, Use, selection_of
 
-OTHER_ROWS = 1_000_033
-"""A second number of rows, to tell how numbers depend on it."""
 _SHAPED = """
     Add Cast Concat Div Equal Gather Greater Identity Less Max Min Mul Not ReduceMax ReduceMin ReduceProd ReduceSum
-    Reshape Slice Split Squeeze Sub Transpose Unsqueeze Where
+    Reshape ScatterElements Slice Split Squeeze Sub Transpose Unsqueeze Where
 """
-_OF_SHAPES = frozenset(_SHAPED.split())
+OF_SHAPES = frozenset(_SHAPED.split())
 """Operators of which exporters make shapes."""
 _WHOLE = (6, 7)
 """Types of shapes, as ONNX counts them: int32 and int64."""
@@ -59,7 +58,7 @@ def compute_count(use: Use) -> None:
         _demand(use, known[1])
     elif operator == "Range" and complete and [each.tolist() for each in known if each is not None] == [0, ROWS, 1]:
         _number(use, selection)
-    elif complete and operator in _OF_SHAPES and (operator != "Cast" or use.attribute("to") in _WHOLE):
+    elif complete and operator in OF_SHAPES and (operator != "Cast" or use.attribute("to") in _WHOLE):
         first, second = (use.inference.evaluate(use.node, tuple(use.numbers(version)), ()) for version in (0, 1))
         if first is None or second is None:
             raise use.refused()
@@ -132,26 +131,45 @@ def _number(use: Use, selection: Selection) -> None:
 
 
 def cuts(use: Use) -> bool:
-    """True for the first elements of a static value, as many as are chosen."""
+    """True for the first elements of a value, as many as are chosen, unless it is a row for each that has them."""
     if use.node.op_type != "Slice" or len(use.held) < 3 or not isinstance(use.held[2], Counted):
         return False
-    return use.held[0] is None or isinstance(use.held[0], Packed)
+    return use.held[0] is None or (
+        isinstance(use.held[0], Rows) and use.held[0].selection.key != use.held[2].selection.key
+    )
 
 
 def cut(use: Use) -> None:
     """The first elements of a value, as many as are chosen: each chosen place has that of its rank."""
-    source, end = use.held[0], use.held[2] if len(use.held) > 2 else None
-    if not cuts(use) or not isinstance(end, Counted):
-        raise use.refused()
-    if isinstance(source, Packed):
-        name, dtype, shape = source.value, source.type.dtype, source.shape
+    source, end = use.held[0], use.held[2]
+    if isinstance(source, Rows):
+        data = use.write.packed(source)
     else:
-        name, dtype, shape = use.operands[0], use.types[use.operands[0]].dtype, use.types[use.operands[0]].shape
+        data = use.types[use.operands[0]]
     starts, axes, steps = (*use.numbers(), None, None)[1], *(*use.numbers(), None, None)[3:5]
-    axis = 0 if axes is None else positive(int(axes.reshape(-1)[0]), len(shape))
-    first = starts is not None and not starts.any() and end.numbers[0].tolist() == [ROWS]
-    if not first or (steps is not None and (steps != 1).any()):
+    axis = 0 if axes is None else positive(int(axes.reshape(-1)[0]), len(data.shape))
+    first = starts is not None and not starts.any() and isinstance(end, Counted) and end.numbers[0].tolist() == [ROWS]
+    if not first or (steps is not None and (steps != 1).any()) or (isinstance(source, Rows) and source.axis != axis):
         raise use.refused()
-    ranked = use.write.ranked(end.selection, name, shape, axis)
-    type_ = Value("", dtype, (*shape[:axis], ROWS, *shape[axis + 1 :]))
-    use.found[use.node.output[0]] = Rows(end.selection, type_, axis, end.selection.axes, ranked)
+    assert isinstance(end, Counted)
+    use.found[use.node.output[0]] = use.write.unpacked(end.selection, data, axis)
+
+
+def summed_mask(use: Use, masks: Masks) -> None:
+    """Note of a sum of all elements of a mask that it is how many are true; nothing of other sums."""
+    data, axes = use.types.get(use.operands[0]), (*use.numbers(), None)[1]
+    root = masks.root(use.operands[0], use.types, use.arrays)
+    mask = use.types.get(root)
+    listed = [int(each) for node in use.node.attribute if node.name == "axes" for each in node.ints]
+    if axes is not None:
+        listed = axes.reshape(-1).tolist()
+    if data is None or mask is None or mask.dtype is not DType.BOOL or not data.dtype.is_integer or not mask.shape:
+        return
+    if (len(use.operands) > 1 and use.operands[1] and axes is None) or (listed and len(listed) < len(data.shape)):
+        return
+    if not listed and use.attribute("noop_with_empty_axes"):
+        return
+    shape = [1] * len(data.shape) if use.attribute("keepdims", 1) else []
+    selection = selection_of(use, mask.name, mask.shape, mask.shape, root)
+    first, second = (np.full(shape, count, np.int64) for count in (ROWS, OTHER_ROWS))
+    use.found[use.node.output[0]] = Counted(selection, (first, second))

@@ -8,6 +8,7 @@ those of the file. Where rows are met by an operator that does more than one at 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -16,13 +17,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import DType, Value
+from autopipe.ir.graph import Value
 from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.selections.along import along, settle
 from autopipe.passes.frontend.selections.choice import CHOOSING, choose
-from autopipe.passes.frontend.selections.counts import compute_count, cut, cuts, measure
-from autopipe.passes.frontend.selections.places import Places, as_rows, put, scattered, taken, taken_of_itself
-from autopipe.passes.frontend.selections.rows import ROWS, Rows, Writer
-from autopipe.passes.frontend.selections.use import Counted, Held, Packed, Use, is_static
+from autopipe.passes.frontend.selections.counts import OF_SHAPES, compute_count, cut, cuts, measure, summed_mask
+from autopipe.passes.frontend.selections.lookups import cuts_rows, looked_up
+from autopipe.passes.frontend.selections.masks import Masks
+from autopipe.passes.frontend.selections.places import Places, as_rows, taken, taken_of_itself
+from autopipe.passes.frontend.selections.puts import puts
+from autopipe.passes.frontend.selections.reshaped import joined, of_joined, reshaped
+from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection, Writer
+from autopipe.passes.frontend.selections.use import SHAPE_OPERANDS, Counted, Held, Use
 
 if TYPE_CHECKING:
     import onnx
@@ -35,15 +41,6 @@ _MOVES = frozenset(_MOVED.split())
 """Operators that move places, or add them up."""
 _SUMS = frozenset({"Add", "Concat", "Sub"})
 """Operators among these that take what is added as an operand."""
-_FILLS = {
-    "CumSum": 0.0, "Einsum": 0.0, "Gemm": 0.0, "MatMul": 0.0, "ReduceL1": 0.0, "ReduceL2": 0.0, "ReduceLogSum": 0.0,
-    "ReduceLogSumExp": -math.inf, "ReduceMax": -math.inf, "ReduceMean": 0.0, "ReduceMin": math.inf, "ReduceProd": 1.0,
-    "ReduceSum": 0.0, "ReduceSumSquare": 0.0,
-}  # fmt: skip
-"""Numbers in rows that are not chosen, so that operators along the rows pass over them."""
-_LOSSES = frozenset({"NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"})
-_LEFT_OUT = -100
-"""The label that losses leave out, where the node states none."""
 _BENIGN = {
     ("Acosh", 0): 2, ("Acos", 0): 0, ("Asin", 0): 0, ("Atanh", 0): 0, ("Cosh", 0): 0, ("Div", 1): 1, ("Exp", 0): 0,
     ("Gather", 1): 0, ("GatherElements", 1): 0, ("GatherND", 1): 0, ("Log", 0): 1, ("LogSoftmax", 0): 0, ("Mod", 1): 1,
@@ -55,6 +52,8 @@ not be in the function's domain."""
 _PER_ROW = frozenset({"Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Operators that leave rows and their weights apart."""
 
+_FAILURES = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+
 
 class Selections(dict[str, Held]):
     """Facts of each value that has a row for each chosen element, by its name in the file."""
@@ -62,23 +61,48 @@ class Selections(dict[str, Held]):
     def __init__(self, nodes: Iterable[onnx.NodeProto], inference: Inference, opset: int, uses: Uses) -> None:
         super().__init__()
         self._inference, self._opset, self._uses = inference, opset, uses
-        self._expanded = {node.output[0]: node.input[0] for node in nodes if node.op_type == "Expand" and node.output}
-        self._masks: dict[str, str] = {}
+        self._masks = Masks(nodes)
+        self._sums: dict[str, Counted] = {}
+        self._joins: dict[object, Selection] = {}
         self._followed: dict[object, tuple[list[Value], list[int] | None]] = {}
 
     def concern(
         self,
         node: onnx.NodeProto,
         operands: tuple[str, ...],
+        types: Mapping[str, Value],
         arrays: Mapping[str, np.ndarray],
         stated: Callable[[str], Value | None],
     ) -> bool:
         """True if a node chooses elements by data, or reads such. `stated` has the file's own types of values."""
+        if node.domain not in ("", "ai.onnx"):
+            return any(name in self for name in operands)
         if any(name in self for name in operands):
             return True
-        if node.op_type not in CHOOSING or node.domain not in ("", "ai.onnx") or stated(node.output[0]) is not None:
+        if node.op_type == "ReduceSum" or any(name in self._sums for name in operands):
+            return self._counts(node, operands, types, arrays)
+        if node.op_type not in CHOOSING or stated(node.output[0]) is not None:
             return False
         return operands[1 if node.op_type == "Compress" else 0] not in arrays
+
+    def _counts(
+        self,
+        node: onnx.NodeProto,
+        operands: tuple[str, ...],
+        types: Mapping[str, Value],
+        arrays: Mapping[str, np.ndarray],
+    ) -> bool:
+        """True if a node makes a shape of how many elements of a mask are true; what numbers are that is noted."""
+        if any(operands[slot] in self._sums for slot in SHAPE_OPERANDS.get(node.op_type, ()) if slot < len(operands)):
+            return node.op_type != "Slice" or operands[0] not in self._sums
+        use = self._use(node, operands, types, arrays)
+        with contextlib.suppress(ModelError, *_FAILURES):
+            if node.op_type == "ReduceSum":
+                summed_mask(use, self._masks)
+            elif node.op_type in OF_SHAPES:
+                compute_count(use)
+            self._sums.update((name, each) for name, each in use.found.items() if isinstance(each, Counted))
+        return False
 
     def made_static(
         self,
@@ -88,32 +112,52 @@ class Selections(dict[str, Held]):
         arrays: Mapping[str, np.ndarray],
     ) -> list[onnx.NodeProto]:
         """The nodes of static shapes that stand for this one. Raises ModelError where there are none."""
-        held = tuple(self.get(name) for name in operands)
-        write = Writer(node, self._opset)
-        use = Use(node, operands, held, types, arrays, self._inference, self._opset, write, self._followed)
+        use = self._use(node, operands, types, arrays)
         try:
             self._treat(use)
-        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+        except _FAILURES as error:
             raise use.refused() from error
         self.update(use.found)
         return use.write.nodes
 
+    def _use(
+        self,
+        node: onnx.NodeProto,
+        operands: tuple[str, ...],
+        types: Mapping[str, Value],
+        arrays: Mapping[str, np.ndarray],
+    ) -> Use:
+        held = [self.get(name) for name in operands]
+        shapes = SHAPE_OPERANDS.get(node.op_type, ())
+        if not any(isinstance(each, Rows | Places) for each in held) and node.op_type in OF_SHAPES:
+            shapes = (*shapes, *range(len(held)))
+        for slot in shapes:
+            if slot < len(held) and held[slot] is None:
+                held[slot] = self._sums.get(operands[slot])
+        write = Writer(node, self._opset)
+        use = Use(
+            node, operands, tuple(held), types, arrays, self._inference, self._opset, write, self._followed, self._joins
+        )
+        told = [
+            of_joined(use, each) if slot in shapes and isinstance(each, Counted) else each
+            for slot, each in enumerate(held)
+        ]
+        return replace(use, held=tuple(told))
+
     def _treat(self, use: Use) -> None:
-        choices = {each.selection for each in use.held if each is not None}
-        if use.node.op_type in CHOOSING and not choices:
-            choose(use, self._uses, self._expanded, self._masks)
-        elif use.node.op_type == "Identity":
+        operator = use.node.op_type
+        if operator in CHOOSING and not any(use.held):
+            choose(use, self._uses, self._masks)
+        elif operator == "Identity":
             use.found.update((use.node.output[0], each) for each in use.held if each is not None)
-        elif use.node.op_type in ("Shape", "Size"):
+        elif operator in ("Shape", "Size"):
             measure(use)
-        elif any(isinstance(each, Packed) for each in use.held) or cuts(use):
+        elif (operator == "Reshape" and reshaped(use)) or (operator == "Concat" and joined(use)):
+            return
+        elif cuts(use):
             cut(use)
-        elif len(choices) > 1:
-            raise use.refused()
-        elif not any(isinstance(each, Rows | Places) for each in use.held):
-            compute_count(use)
-        elif not _reads(use) and not _puts(use) and not _moves(use):
-            _compute(use)
+        elif not cuts_rows(use) and not _own(use) and not looked_up(use):
+            _treat_one(_aligned(use))
 
     def refused_output(self, name: str) -> ModelError:
         """For a result of the model that is held here."""
@@ -124,13 +168,43 @@ class Selections(dict[str, Held]):
         )
 
 
+def _own(use: Use) -> bool:
+    """Read of each row what stands at known places; False where the node does not."""
+    places = use.held[1] if len(use.held) > 1 else None
+    return isinstance(places, Places) and isinstance(use.held[0], Rows) and _reads_itself(use, places)
+
+
+def _aligned(use: Use) -> Use:
+    """The same, with all rows held by one mask. Raises ModelError where different elements are chosen."""
+    held = [each for each in use.held if each is not None]
+    if len({each.selection.key for each in held}) > 1:
+        raise use.refused()
+    target = next(each for kind in (Places, Rows, Counted) for each in held if isinstance(each, kind)).selection
+    told: list[Held | None] = []
+    for each in use.held:
+        if isinstance(each, Places) and each.selection.shape != target.shape:
+            each = as_rows(use.write, each)
+        if isinstance(each, Rows):
+            each = use.write.expressed(each, target)
+        told.append(None if each is None else replace(each, selection=target))
+    return replace(use, held=tuple(told))
+
+
+def _treat_one(use: Use) -> None:
+    """A node whose rows are all chosen by one mask."""
+    if not any(isinstance(each, Rows | Places) for each in use.held):
+        compute_count(use)
+    elif not _reads(use) and not puts(use) and not _moves(use):
+        _compute(use)
+
+
 def _reads(use: Use) -> bool:
     """Read a static value at chosen places; False where the node does not, or not where it stands."""
     operator, places = use.node.op_type, use.held[1] if len(use.held) > 1 else None
     if operator not in ("Gather", "GatherND") or not isinstance(places, Places):
         return False
     if use.held[0] is not None:
-        return _reads_itself(use, places)
+        return False
     data, is_nd = use.types[use.operands[0]], operator == "GatherND"
     columns = None if use.attribute("batch_dims") else places.columns(is_nd)
     first = 0 if is_nd else positive(use.attribute("axis"), len(data.shape))
@@ -160,53 +234,6 @@ def _reads_itself(use: Use, places: Places) -> bool:
     type_ = Value("", data.type.dtype, (*places.type.shape[:-1], *data.type.shape[places.type.shape[-1] :]))
     use.found[use.node.output[0]] = replace(data, type=type_, value=name)
     return True
-
-
-def _puts(use: Use) -> bool:
-    """Put rows into a static value at chosen places; False where the node does not."""
-    operator, write, result = use.node.op_type, use.write, use.node.output[0]
-    if operator not in ("ScatterND", "ScatterElements", "Scatter") or use.held[0] is not None:
-        return False
-    data, places = use.types[use.operands[0]], use.held[1]
-    mode = next((each.s.decode(errors="replace") for each in use.node.attribute if each.name == "reduction"), "none")
-    if not isinstance(places, Rows | Places) or mode not in ("none", "add"):
-        raise use.refused()
-    rows, adds = _updates(use, places), mode == "add"
-    is_nd = operator == "ScatterND"
-    axis = 0 if is_nd else positive(use.attribute("axis"), len(data.shape))
-    columns = _columns(places, is_nd, data, axis)
-    if columns is not None:
-        around = (*data.shape[:axis], *data.shape[axis + len(columns) :])
-        fits = math.prod(rows.type.shape) == ROWS * math.prod(around)
-        if fits and put(write, rows, columns, data, axis, adds, result):
-            return True
-    found = as_rows(write, places) if isinstance(places, Places) else places
-    scattered(write, "ScatterND" if is_nd else "ScatterElements", data, found, rows, axis, adds, result)
-    return True
-
-
-def _columns(places: Rows | Places, is_nd: bool, data: Value, axis: int) -> tuple[tuple[int, ...], ...] | None:
-    """The places of whole rows of the data; None where those are not told by the mask's coordinates alone."""
-    if not isinstance(places, Places) or is_nd:
-        return places.columns(last=True) if isinstance(places, Places) else None
-    rest = [extent for place, extent in enumerate(places.type.shape) if place != places.axis]
-    others = [extent for place, extent in enumerate(data.shape) if place != axis]
-    return places.columns(last=False) if places.axis == axis and rest == others else None
-
-
-def _updates(use: Use, places: Rows | Places) -> Rows:
-    """The rows that are put there, or a static value with as many."""
-    rows = use.held[2]
-    if isinstance(rows, Places):
-        return as_rows(use.write, rows)
-    if isinstance(rows, Rows):
-        return rows
-    if rows is not None:
-        raise use.refused()
-    given, axis = use.types[use.operands[2]], places.axis
-    name = use.write.ranked(places.selection, use.operands[2], given.shape, axis)
-    type_ = Value("", given.dtype, (*given.shape[:axis], ROWS, *given.shape[axis + 1 :]))
-    return Rows(places.selection, type_, axis, places.selection.axes, name)
 
 
 def _moves(use: Use) -> bool:
@@ -250,7 +277,7 @@ def _compute(use: Use) -> None:
         if isinstance(each, Rows | Places)
     }
     if axes is None:
-        _along(use, rows, types)
+        along(use, rows, types)
         return
     if operator == "Mul" and _weighed(use, types[0], axes[0], rows):
         return
@@ -263,7 +290,7 @@ def _compute(use: Use) -> None:
             rows[slot] = write.filled(rows[slot], _BENIGN[operator, slot])
         names[slot] = rows[slot].value
     first = next(iter(rows.values()))
-    _settle(use, names, first.selection.extent(first.over))
+    settle(use, names, first.selection.extent(first.over))
     results = [f"{name}/rows" if name else "" for name in use.node.output]
     write.again(names, results)
     weight = first.weight if apart else ""
@@ -280,14 +307,6 @@ def _is_power(use: Use) -> bool:
     return exponent is not None and bool(((exponent >= 1) & (exponent == np.floor(exponent))).all())
 
 
-def _settle(use: Use, names: list[str], count: int) -> None:
-    """Replace numbers of rows among the operands by `count`."""
-    for slot, (each, array) in enumerate(zip(use.held, use.numbers(), strict=True)):
-        if isinstance(each, Counted) and array is not None:
-            numbers = np.where(array == ROWS, count, array).reshape(-1).tolist()
-            names[slot] = use.write.reshape(use.write.numbers(numbers), array.shape)
-
-
 def _weighed(use: Use, type_: Value, axis: int, rows: Mapping[int, Rows]) -> bool:
     """Note a product of rows and one number for each that differs along more of the mask's axes: it is multiplied in
     where rows are put together, which leaves fewer. False for another product."""
@@ -301,55 +320,3 @@ def _weighed(use: Use, type_: Value, axis: int, rows: Mapping[int, Rows]) -> boo
             use.found[use.node.output[0]] = weighed
             return True
     return False
-
-
-def _along(use: Use, rows: Mapping[int, Rows], types: list[Value]) -> None:
-    """A node along the rows, to which those that are not chosen are nothing: a sum, a product, a loss."""
-    operator, write, names = use.node.op_type, use.write, list(use.operands)
-    first, result = next(iter(rows.values())), use.node.output[0]
-    if operator == "Reshape" and len(rows) == 1 and first.axis == 0 and len(types[0].shape) == 1:
-        _pack(use, first)
-        return
-    if operator not in {*_FILLS, *_LOSSES} or (operator != "CumSum" and not is_static(types)):
-        raise use.refused()
-    every = first.selection.axes
-    for slot, each in rows.items():
-        whole = write.placed(write.whole(each), every)
-        if operator in _FILLS:
-            whole = write.filled(whole, _nothing(operator, each.type.dtype))
-        elif slot == 1:
-            whole = write.filled(whole, use.attribute("ignore_index", _LEFT_OUT))
-        names[slot] = whole.value
-    _settle(use, names, math.prod(first.selection.shape))
-    if operator == "CumSum":
-        use.found[result] = Rows(first.selection, first.type, first.axis, every, f"{result}/rows")
-    write.again(names, [f"{result}/rows"] if operator in ("CumSum", "ReduceMean") else use.node.output)
-    if operator in _LOSSES and not use.has("ignore_index"):
-        write.state("ignore_index", _LEFT_OUT)
-    if operator == "ReduceMean":  # Over all rows so far.
-        dtype, count = first.type.dtype, math.prod(first.selection.shape)
-        some = write.node(
-            "Max", [write.counted(first.selection), write.number(1, DType.INT64)]
-        )  # ORT's mean of none: 0
-        chosen = write.cast(some, dtype)
-        write.node("Mul", [f"{result}/rows", write.node("Div", [write.number(count, dtype), chosen])], result)
-
-
-def _nothing(operator: str, dtype: DType) -> float:
-    number = _FILLS[operator]
-    if math.isinf(number) and dtype.is_integer:
-        bounds = np.iinfo(dtype.value)
-        return float(bounds.max if number > 0 else bounds.min)
-    return number
-
-
-def _pack(use: Use, rows: Rows) -> None:
-    """Rows flattened: the chosen ones first, since others are read by their number only."""
-    write, selection = use.write, rows.selection
-    rows = write.placed(write.whole(rows), selection.axes)
-    count = rows.shape[0]
-    mask = write.reshape(write.expand(selection.mask, selection.held, selection.shape), (count,))
-    packed = write.node("Gather", [rows.value, write.in_order(mask, count)], axis=0)
-    flat = (math.prod(rows.shape),)
-    type_ = Value("", rows.type.dtype, (math.prod(rows.type.shape),))
-    use.found[use.node.output[0]] = Packed(selection, type_, write.reshape(packed, flat), flat)

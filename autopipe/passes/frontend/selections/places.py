@@ -185,24 +185,38 @@ def _summed(write: Writer, value: str, shape: list[int], over: Sequence[int], re
 
 
 def scattered(
-    write: Writer, operator: str, data: Value, places: Rows, rows: Rows, axis: int, add: bool, result: str
+    write: Writer, operator: str, data: Value, places: Rows, rows: Rows, axis: int, mode: str, result: str
 ) -> None:
     """ScatterND or ScatterElements along `axis` with places that only running tells: rows that are not chosen go to a
-    place behind the data's last, or add nothing."""
+    place behind the data's last, or are what changes nothing where they are added or compared."""
     selection, extent = rows.selection, data.shape[axis]
     rows = write.placed(write.whole(rows), selection.axes)
-    if add:
-        rows = write.filled(rows, 0)
-    places = write.filled(places, 0, selection.axes) if add else _away(write, operator, places, extent)
+    reduces = mode != "none"
+    if reduces:
+        rows = write.filled(rows, nothing_for(_NEUTRAL[mode], data.dtype))
+    places = write.filled(places, 0, selection.axes) if reduces else _away(write, operator, places, extent)
     target = data.name
-    if not add:
+    if not reduces:
         target = write.node("Concat", [target, write.sliced(target, axis, 0, 1)], axis=axis)
-    attributes: dict[str, str | int] = {"reduction": "add"} if add else {}
+    attributes: dict[str, str | int] = {"reduction": mode} if reduces else {}
     if operator == "ScatterElements":
         attributes["axis"] = axis
-    whole = write.node(operator, [target, places.value, rows.value], result if add else "", **attributes)
-    if not add:
+    whole = write.node(operator, [target, places.value, rows.value], result if reduces else "", **attributes)
+    if not reduces:
         write.sliced(whole, axis, 0, extent, result)
+
+
+_NEUTRAL = {"add": 0.0, "max": -math.inf, "min": math.inf, "mul": 1.0}
+MODES = frozenset({"none", *_NEUTRAL})
+"""What happens to elements that are written several times."""
+
+
+def nothing_for(number: float, dtype: DType) -> float:
+    """The number, or of those that a type of whole numbers has the nearest."""
+    if math.isinf(number) and dtype.is_integer:
+        bounds = np.iinfo(dtype.value)
+        return int(bounds.max if number > 0 else bounds.min)
+    return number
 
 
 def _away(write: Writer, operator: str, places: Rows, extent: int) -> Rows:

@@ -32,6 +32,19 @@ class Selection:
     shape: tuple[int, ...]
     node: str = field(compare=False)
     """Who chooses, for messages: the same elements may be chosen by several."""
+    root: str = field(default="", compare=False)
+    """The name of the mask's elements, whichever dimensions they are given."""
+
+    @property
+    def key(self) -> tuple[str, tuple[tuple[bool, int], ...]]:
+        """What is chosen, in which order: equal for masks that differ but in how dimensions are written."""
+        parts: list[tuple[bool, int]] = []
+        for held, extent in zip(self.held, self.shape, strict=True):
+            if extent > 1 and parts and parts[-1][0] == (held == extent):
+                parts[-1] = (parts[-1][0], parts[-1][1] * extent)
+            elif extent > 1:
+                parts.append((held == extent, extent))
+        return self.root or self.mask, tuple(parts)
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -108,7 +121,7 @@ class Writer:
 
     def number(self, value: float, dtype: DType, result: str = "") -> str:
         """A scalar."""
-        whole = math.isfinite(value) and value == int(value)
+        whole = abs(value) < 1 << 62 and value == int(value)
         held = self.node("Constant", [], **({"value_int": int(value)} if whole else {"value_float": value}))
         return self.cast(held, dtype, result)
 
@@ -162,6 +175,47 @@ class Writer:
         count = self.summed(self.cast(selection.mask, DType.INT32), others)
         shape = tuple(1 if axis in others else extent for axis, extent in enumerate(selection.held))
         return self.cast(count, DType.BOOL), shape
+
+    def expressed(self, rows: Rows, selection: Selection) -> Rows:
+        """The same rows, by a mask that chooses the same elements with its dimensions written otherwise."""
+        if (rows.selection.held, rows.selection.shape) == (selection.held, selection.shape):
+            return replace(rows, selection=selection)
+        rows = self.whole(rows)
+        return replace(self.placed(rows, rows.selection.axes), selection=selection, over=selection.axes)
+
+    def line(self, selection: Selection) -> str:
+        """The mask as a vector of all its places."""
+        wide = self.expand(selection.mask, selection.held, selection.shape)
+        return self.reshape(wide, (math.prod(selection.shape),))
+
+    def ranks(self, selection: Selection) -> str:
+        """Of each place how many are chosen before it, a vector."""
+        flags = self.cast(self.line(selection), DType.INT64)
+        return self.node("CumSum", [flags, self.number(0, DType.INT64)], exclusive=1)
+
+    def packed(self, rows: Rows) -> Value:
+        """The rows as a static value: those chosen, in their order, before all others."""
+        rows = self.placed(self.whole(rows), rows.selection.axes)
+        mask, blocks, inner = self.blocks(rows.selection)
+        before, after = rows.shape[: rows.axis], rows.shape[rows.axis + 1 :]
+        apart = self.reshape(rows.value, (*before, blocks, inner, *after))
+        found = self.node("Gather", [apart, self.in_order(mask, blocks)], axis=rows.axis)
+        return Value(self.reshape(found, rows.shape), rows.type.dtype, rows.shape)
+
+    def blocks(self, selection: Selection) -> tuple[str, int, int]:
+        """The mask as a vector for each run of neighbours that are chosen together, how many runs, and of how many."""
+        held, wide, inner = list(selection.held), list(selection.shape), 1
+        while len(held) > 1 and held[-1] == 1:
+            inner *= wide.pop()
+            held.pop()
+        line = self.expand(self.reshape(selection.mask, held), held, wide)
+        return self.reshape(line, (math.prod(wide),)), math.prod(wide), inner
+
+    def unpacked(self, selection: Selection, value: Value, axis: int) -> Rows:
+        """Rows of a static value, the first for the first that is chosen."""
+        name = self.ranked(selection, value.name, value.shape, axis)
+        shape = (*value.shape[:axis], ROWS, *value.shape[axis + 1 :])
+        return Rows(selection, Value("", value.dtype, shape), axis, selection.axes, name)
 
     def placed(self, rows: Rows, over: tuple[int, ...]) -> Rows:
         """The same rows, held for all places along axes `over` and their own."""

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     import onnx
 
 
+OTHER_ROWS = 1_000_033
+"""A second number of rows, to tell how numbers depend on it."""
+SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
+    "ConstantOfShape": (0,), "Expand": (1,), "Range": (0, 1, 2), "Reshape": (1,), "Slice": (1, 2, 3, 4), "Split": (1,),
+    "Tile": (1,), "TopK": (1,),
+}  # fmt: skip
+"""Operands that tell shapes, by operator."""
+
+
 @dataclass(frozen=True, slots=True)
 class Counted:
     """Whole numbers that depend on the number of rows: for `ROWS` and for `OTHER_ROWS` of them."""
@@ -30,18 +39,7 @@ class Counted:
     numbers: tuple[np.ndarray, np.ndarray]
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Chosen rows flattened, in their order, before others: `value`, of static `shape`."""
-
-    selection: Selection
-    type: Value
-    """As the file has it, with `ROWS` for the number of rows."""
-    value: str
-    shape: tuple[int, ...]
-
-
-Held = Rows | Places | Counted | Packed
+Held = Rows | Places | Counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,9 @@ class Use:
     write: Writer
     known: dict[object, tuple[list[Value], list[int] | None]]
     """Results of `followed` by what the node and its operands are: files repeat themselves."""
+    joins: dict[object, Selection]
+    """Of rows that were joined, the selections: by their parts, and by what of them depends on data, how often that is
+    there, and how many others are."""
     found: dict[str, Held] = field(default_factory=dict)
 
     @property
@@ -150,8 +151,8 @@ def is_static(types: Sequence[Value]) -> bool:
     return all(extent == 0 or extent % ROWS for value in types for extent in value.shape)
 
 
-def selection_of(use: Use, mask: str, held: Sequence[int], shape: tuple[int, ...]) -> Selection:
+def selection_of(use: Use, mask: str, held: Sequence[int], shape: tuple[int, ...], root: str = "") -> Selection:
     """The true elements of a mask, chosen by the node."""
     if not shape or math.prod(shape) == 0:
         raise ModelError(f"it chooses among no elements: the shape is {list(shape)}", where=use.where)
-    return Selection(mask, tuple(held), shape, use.where)
+    return Selection(mask, tuple(held), shape, use.where, root)

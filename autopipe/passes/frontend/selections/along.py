@@ -1,0 +1,96 @@
+"""Operators along chosen rows, to which those that are not chosen are nothing: sums, products, losses, orders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopipe.ir.graph import DType, Value
+from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.selections.places import nothing_for
+from autopipe.passes.frontend.selections.rows import ROWS, Rows
+from autopipe.passes.frontend.selections.use import Counted, Use, is_static
+
+_FILLS = {
+    "ArgMax": -math.inf, "ArgMin": math.inf, "CumSum": 0.0, "Einsum": 0.0, "Gemm": 0.0, "LogSoftmax": -math.inf,
+    "MatMul": 0.0, "ReduceL1": 0.0, "ReduceL2": 0.0, "ReduceLogSum": 0.0, "ReduceLogSumExp": -math.inf,
+    "ReduceMax": -math.inf, "ReduceMean": 0.0, "ReduceMin": math.inf, "ReduceProd": 1.0, "ReduceSum": 0.0,
+    "ReduceSumSquare": 0.0, "Softmax": -math.inf,
+}  # fmt: skip
+"""Numbers in rows that are not chosen, so that operators along the rows pass over them."""
+_LOSSES = frozenset({"NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"})
+_ROWS_AGAIN = frozenset({"CumSum", "LogSoftmax", "Softmax"})
+_LEFT_OUT = -100
+"""The label that losses leave out, where the node states none."""
+
+
+def along(use: Use, rows: Mapping[int, Rows], types: list[Value]) -> None:
+    """Write the node for all rows that could be chosen."""
+    operator, write, names = use.node.op_type, use.write, list(use.operands)
+    first, result = next(iter(rows.values())), use.node.output[0]
+    if operator == "TopK":
+        _largest(use, rows[0])
+        return
+    if operator not in {*_FILLS, *_LOSSES} or (operator not in _ROWS_AGAIN and not is_static(types)):
+        raise use.refused()
+    every = first.selection.axes
+    for slot, each in rows.items():
+        whole = write.placed(write.whole(each), every)
+        if operator in _FILLS:
+            whole = write.filled(whole, _nothing(operator, each.type.dtype))
+        elif slot == 1:
+            whole = write.filled(whole, use.attribute("ignore_index", _LEFT_OUT))
+        names[slot] = whole.value
+    count = math.prod(first.selection.shape)
+    settle(use, names, count)
+    if operator in _ROWS_AGAIN:
+        use.found[result] = Rows(first.selection, first.type, first.axis, every, f"{result}/rows")
+    later = operator in {*_ROWS_AGAIN, "ReduceMean", "ArgMax", "ArgMin"}
+    write.again(names, [f"{result}/rows"] if later else use.node.output)
+    if operator in _LOSSES and not use.has("ignore_index"):
+        write.state("ignore_index", _LEFT_OUT)
+    if operator in ("ArgMax", "ArgMin"):
+        write.node("Gather", [write.ranks(first.selection), f"{result}/rows"], result, axis=0)
+    if operator == "ReduceMean":  # Over all rows so far.
+        dtype = first.type.dtype
+        some = write.node(
+            "Max", [write.counted(first.selection), write.number(1, DType.INT64)]
+        )  # ORT's mean of none: 0
+        chosen = write.cast(some, dtype)
+        write.node("Mul", [f"{result}/rows", write.node("Div", [write.number(count, dtype), chosen])], result)
+
+
+def _nothing(operator: str, dtype: DType) -> float:
+    if operator in ("LogSoftmax", "Softmax"):  # Finite, where none is chosen.
+        return -1e4 if dtype is DType.FLOAT16 else -1e30
+    return nothing_for(_FILLS[operator], dtype)
+
+
+def _largest(use: Use, rows: Rows) -> None:
+    """TopK along the rows: of a known number of them, or all, in their new order."""
+    write, wanted = use.write, use.numbers()[1]
+    if wanted is None or wanted.size != 1 or rows.axis != positive(use.attribute("axis", -1), len(rows.type.shape)):
+        raise use.refused()
+    count, k = math.prod(rows.selection.shape), int(wanted.reshape(-1)[0])
+    if k != ROWS and k > count:
+        raise use.refused()
+    fill = nothing_for(-math.inf if use.attribute("largest", 1) else math.inf, rows.type.dtype)
+    held = write.packed(write.filled(rows, fill, rows.selection.axes))
+    results = (*use.node.output, "")[:2]
+    names = list(results) if k != ROWS else [f"{name}/rows" if name else "" for name in results]
+    write.again([held.name, write.numbers([min(k, count)])], names)
+    if k != ROWS:
+        return
+    for result, name, dtype in zip(results, names, (held.dtype, DType.INT64), strict=True):
+        if result:
+            use.found[result] = write.unpacked(rows.selection, Value(name, dtype, held.shape), rows.axis)
+
+
+def settle(use: Use, names: list[str], count: int) -> None:
+    """Replace numbers of rows among the operands by `count`."""
+    for slot, (each, array) in enumerate(zip(use.held, use.numbers(), strict=True)):
+        if isinstance(each, Counted) and array is not None:
+            numbers = np.where(array == ROWS, count, array).reshape(-1).tolist()
+            names[slot] = use.write.reshape(use.write.numbers(numbers), array.shape)
