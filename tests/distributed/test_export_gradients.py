@@ -15,6 +15,7 @@ from autopipe.cli.main import main
 from autopipe.ir.layout import whole
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import run_step
+from tests.exports.chosen import chosen, written
 from tests.exports.export import Export, onnx_file, traced
 from tests.exports.journey import dimensions
 from tests.exports.recent import module_of
@@ -37,6 +38,14 @@ def test_gradients_are_those_of_the_exported_module(model: str, pools: Pools, tm
 def test_rows_that_data_chooses_have_the_gradients_of_the_module(model: str, pools: Pools, tmp_path: Path) -> None:
     export = Export(model, "torchscript", dynamic=False, loss=True)
     assert_gradients(onnx_file(export, tmp_path), *module_of(export), pools, tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("model", "dynamo"), [("tokens", True), ("edges", False)])
+def test_rows_that_are_joined_and_ordered_have_the_gradients_of_the_module(
+    model: str, dynamo: bool, pools: Pools, tmp_path: Path
+) -> None:
+    assert_gradients(written(model, dynamo, tmp_path), *chosen(model), pools, tmp_path)
 
 
 def assert_gradients(

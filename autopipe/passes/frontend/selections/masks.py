@@ -32,7 +32,7 @@ class Masks:
         self._same: dict[object, str] = {}
 
     def broadcast_from(self, name: str) -> str:
-        """What Expand makes a value of; "" for other values."""
+        """The value that Expand makes another of; "" for other values."""
         node = self._made.get(name)
         return node.input[0] if node is not None and node.op_type == "Expand" else ""
 

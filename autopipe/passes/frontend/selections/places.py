@@ -208,7 +208,7 @@ def scattered(
 
 _NEUTRAL = {"add": 0.0, "max": -math.inf, "min": math.inf, "mul": 1.0}
 MODES = frozenset({"none", *_NEUTRAL})
-"""What happens to elements that are written several times."""
+"""Words for what happens to elements that are written several times."""
 
 
 def nothing_for(number: float, dtype: DType) -> float:

@@ -37,7 +37,7 @@ class Selection:
 
     @property
     def key(self) -> tuple[str, tuple[tuple[bool, int], ...]]:
-        """What is chosen, in which order: equal for masks that differ but in how dimensions are written."""
+        """The elements chosen, in their order: equal for masks that differ but in how dimensions are written."""
         parts: list[tuple[bool, int]] = []
         for held, extent in zip(self.held, self.shape, strict=True):
             if extent > 1 and parts and parts[-1][0] == (held == extent):
