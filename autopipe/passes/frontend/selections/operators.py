@@ -2,8 +2,10 @@
 
 `NonZero`, `Compress` and `Unique` choose elements; what is computed of each chosen row alone, as the operators' own
 rows tell, is computed for every row that could be chosen, and what puts rows together again leaves out the others:
-experts that run on their tokens, images placed into a text, a loss over masked positions. Results and gradients are
-those of the file. Where rows are met by an operator that does more than one at a time, the file is refused.
+experts that run on their tokens, images placed into a text, a loss over masked positions, edges joined with loops.
+Operators along the rows pass over those that are not chosen; what reads rows by their number among the chosen reads
+them with the chosen ones in front. Results and gradients are those of the file. Where rows of two choices meet, or an
+operator takes rows together otherwise, the file is refused.
 """
 
 from __future__ import annotations
