@@ -30,6 +30,7 @@ NUMBERS = {
     "slots": integers(TOKENS, CHOSEN, HIDDEN), "ends": integers(2 * INNER), "axis": integers(1),
     "depth": np.int64(EXPERTS + 1),
     "hot": np.array([0, 1]), "zeros": np.zeros((TOKENS, HIDDEN), np.float32), "column": integers(TOKENS, 1),
+    "sides": integers(-1, -2), "nought": np.int64(0), "singles": integers(*[1] * EXPERTS),
     **{f"e{expert}": np.int64(expert) for expert in range(EXPERTS)},
 }  # fmt: skip
 
@@ -70,12 +71,21 @@ def looked_up(turned: bool) -> list[onnx.NodeProto]:
     ]  # fmt: skip
 
 
-def masked(listed: bool) -> list[onnx.NodeProto]:
-    """Every expert computes every token, under a mask; `listed`, by matrices of its own."""
+def masked(listed: bool, hit: bool = False) -> list[onnx.NodeProto]:
+    """Every expert computes every token, under a mask; `listed`, by matrices of its own; `hit`, one after the other of
+    as many experts as had tokens in an example."""
     nodes = [
         *ROUTER, node("OneHot", "chosen depth hot", "hots", axis=-1), node("Transpose", "hots", "by", perm=[2, 1, 0]),
         node("Transpose", "shares", "turned", perm=[1, 0]),
     ]  # fmt: skip
+    if hit:
+        parts = " ".join(f"part{e}" for e in range(EXPERTS))
+        nodes += [
+            node("ReduceSum", "by sides", "tokens_of", keepdims=0), node("Greater", "tokens_of nought", "is_hit"),
+            node("NonZero", "is_hit", "hits"), node("Transpose", "hits", "each_hit", perm=[1, 0]),
+            node("Split", "each_hit singles", parts, axis=0),
+            *(node("Squeeze", f"part{e}", f"e{e}") for e in range(EXPERTS)),
+        ]  # fmt: skip
     total = "zeros"
     for e in range(EXPERTS):
         if listed:
@@ -113,6 +123,7 @@ LISTED = {
 CASES = {
     "looked up": (looked_up(False), STACKED, "Experts"), "turned": (looked_up(True), TURNED, "Experts"),
     "masked": (masked(False), STACKED, "Experts"), "listed": (masked(True), LISTED, "ListedExperts"),
+    "hit": (masked(False, True), STACKED, "Experts"),
 }  # fmt: skip
 
 
@@ -122,7 +133,8 @@ def test_a_mixture_computes_and_keeps_what_is_chosen_alone(
 ) -> None:
     nodes, layers, operator = CASES[case]
     read = {name for each in nodes for name in each.input}
-    known = {name: array for name, array in (NUMBERS | layers).items() if name in read}
+    written = {name for each in nodes for name in each.output}
+    known = {name: array for name, array in (NUMBERS | layers).items() if name in read - written}
     path = saved(model(nodes, INPUTS, "y", known), tmp_path)
     fused = read_model(path)
     assert fused.fused == {operator: 1}

@@ -76,15 +76,16 @@ def masked(view: View, node: Node) -> tuple[Node, ...] | None:
         term = _term(view, name)
         if term is None:
             continue
-        unit, chosen, shares, expert = term
-        common = (*unit.common, chosen, shares)
+        unit, chosen, shares, (vector, expert) = term
+        common = (*unit.common, chosen, shares, vector)
         total = view.sums.pop(before, None) or MaskedSum(common, {})
         if total.common != common or expert in total.experts or not (total.experts or view.zeros(before)):
             continue
         total.experts[expert] = unit.matrices
         view.sums[node.outputs[0]] = total
         read = unit.first.source, chosen, shares
-        if len(total.experts) < _count(view, chosen):
+        count = _hit(view, vector, chosen) if vector else _count(view, chosen)
+        if len(total.experts) < count or not total.experts.keys() <= set(range(count)):
             return None
         if unit.up:
             return _listed(view, node, total.experts, read)
@@ -296,7 +297,7 @@ def _of_one(view: View, name: str) -> Layer | None:
     matrix = view.made_by(product.inputs[1] if transpose is None else transpose.inputs[0], "Gather")
     if matrix is None or matrix.integer("axis") or view.graph.parameter(matrix.inputs[0]) is None:
         return None
-    if view.scalar(matrix.inputs[1]) is None or len(view.shape(matrix.inputs[0])) != 3 or view.shape(matrix.inputs[1]):
+    if len(view.shape(matrix.inputs[0])) != 3 or view.shape(matrix.inputs[1]):
         return None
     return Layer(product.inputs[0], matrix.inputs[0], transpose is None, matrix.inputs[1])
 
@@ -332,9 +333,9 @@ def _product(view: View, name: str) -> Layer | None:
     return Layer(node.inputs[0], node.inputs[1], False, "")
 
 
-def _term(view: View, name: str) -> tuple[Unit, str, str, int] | None:
-    """A chosen expert's unit, what is chosen, the shares, and the expert's number, of the results of one expert times
-    its share of each token, 0 for tokens that did not choose it."""
+def _term(view: View, name: str) -> tuple[Unit, str, str, tuple[str, int]] | None:
+    """A chosen expert's unit, what is chosen, the shares, and the expert's place (see `_place`), of the results of one
+    expert times its share of each token, 0 for tokens that did not choose it."""
     node = view.made_by(name, "Where")
     product = view.made_by(node.inputs[1], "Mul") if node is not None else None
     if node is None or product is None or not view.zeros(node.inputs[2]):
@@ -346,14 +347,17 @@ def _term(view: View, name: str) -> tuple[Unit, str, str, int] | None:
     share = view.made_by(total.inputs[0], "Where")
     if share is None or not view.zeros(share.inputs[2]) or not _by_slots(view, total):
         return None
-    chosen, expert = _choice(view, share.inputs[0])
+    chosen, index = _choice(view, share.inputs[0])
     shares = _turned(view, share.inputs[1], view.shape(share.inputs[0]))
-    numbers = [expert if unit.up else view.scalar(each.index) for each in (unit.first, unit.second)]
-    if not chosen or not shares or numbers != [expert, expert]:
+    place = _place(view, index) if chosen else None
+    layers = () if unit.up else (unit.first, unit.second)
+    if not shares or place is None or (unit.up and place[0]):
+        return None
+    if any(_place(view, each.index) != place for each in layers):
         return None
     if not _any(view, node.inputs[0], share.inputs[0]):
         return None
-    return unit, chosen, shares, expert
+    return unit, chosen, shares, place
 
 
 def _by_slots(view: View, node: Node) -> bool:
@@ -363,19 +367,59 @@ def _by_slots(view: View, node: Node) -> bool:
     return stated in ((0,), (-2,)) and len(view.shape(node.inputs[0])) == 2
 
 
-def _choice(view: View, name: str) -> tuple[str, int]:
-    """The chosen experts, [tokens, k], and an expert's number, of a mask [k, tokens] where it was chosen; "" for
-    anything else."""
+def _choice(view: View, name: str) -> tuple[str, str]:
+    """The chosen experts, [tokens, k], and the name of an expert's number, of a mask [k, tokens] where it was chosen;
+    "" for anything else."""
     path = view.path(name, "Cast", "Gather", "Transpose", "OneHot")
     if not path:
-        return "", 0
+        return "", ""
     _, row, transpose, hot = path
-    expert, values = view.scalar(row.inputs[1]), view.known.array(hot.inputs[2])
+    is_row = not view.shape(row.inputs[1]) and not row.integer("axis")
+    return (hot.inputs[0], row.inputs[1]) if is_row and _is_hot(view, transpose, hot) else ("", "")
+
+
+def _is_hot(view: View, transpose: Node, hot: Node) -> bool:
+    """True for ones where an expert was chosen, [experts, k, tokens]."""
+    values = view.known.array(hot.inputs[2])
     is_hot = values is not None and values.tolist() == [0, 1] and hot.integer("axis", -1) in (-1, 2)
-    is_row = expert is not None and 0 <= expert < view.shape(transpose.outputs[0])[0] and not row.integer("axis")
-    if not is_hot or not is_row or expert is None or transpose.integers("perm") != (2, 1, 0):
-        return "", 0
-    return hot.inputs[0], int(expert)
+    return is_hot and transpose.integers("perm") == (2, 1, 0)
+
+
+def _place(view: View, index: str) -> tuple[str, int] | None:
+    """ "" and an expert's number where it is known, else a vector that a Split takes apart and the place in it."""
+    number = view.scalar(index)
+    if number is not None:
+        return "", int(number)
+    name = _flat(view, index)
+    split = view.writers.get(name)
+    if split is None or split.op != "Split" or split.domain or math.prod(view.shape(name)) != 1:
+        return None
+    return split.inputs[0], split.outputs.index(name)
+
+
+def _hit(view: View, vector: str, chosen: str) -> int:
+    """How many numbers a vector has that are those of experts with tokens, in order; a large number for anything else.
+
+    A traced loop runs over as many as its example had. Where there are others the file is not defined.
+    """
+    name, unknown = _flat(view, vector), 1 << 62
+    turned = view.made_by(name, "Transpose")
+    if turned is not None and 1 in view.shape(name) and len(view.shape(name)) == 2:
+        name = _flat(view, turned.inputs[0])
+    first = view.made_by(name, "Gather")
+    places = view.known.array(first.inputs[1]) if first is not None else None
+    order = view.writers.get(first.inputs[0]) if first is not None else None
+    if places is None or order is None or order.op != "TopK" or order.outputs[1:] != (first and first.inputs[0],):
+        return unknown
+    path = view.path(order.inputs[0], "Add", "Mul", "Cast", "Not", "Greater", "ReduceSum", "Transpose", "OneHot")
+    shape = view.shape(order.inputs[0])
+    if not path or len(shape) != 1 or order.integer("largest", 1) or places.tolist() != list(range(places.size)):
+        return unknown
+    ranks, extent = view.known.array(path[0].inputs[1]), view.scalar(path[1].inputs[1])
+    is_ranked = ranks is not None and ranks.tolist() == list(range(shape[0])) and extent == shape[0]
+    is_counted = view.scalar(path[4].inputs[1]) == 0 and not path[5].integer("keepdims", 1)
+    is_chosen = path[7].inputs[0] == chosen and _is_hot(view, path[6], path[7])
+    return places.size if is_ranked and is_counted and is_chosen else unknown
 
 
 def _turned(view: View, name: str, shape: tuple[int, ...]) -> str:
