@@ -180,6 +180,11 @@ SMALL = {
         [node("Cast", "keep", "k", to=INT64), node("ReduceSum", "k", "n", keepdims=0),
          node("Unsqueeze", "n axis0", "s"), node("Slice", "x axis0 s", "c"), node("CumSum", "c first", "z"), TOTAL],
     ),
+    "in two runs, the lengths told by another tensor": (
+        [KEPT, node("Reshape", "keep halves", "h"), node("Cast", "h", "k", to=INT64),
+         node("ReduceSum", "k last", "n", keepdims=0), node("Split", "kept n", "a b", axis=0), node("Exp", "a", "e"),
+         node("Concat", "b e", "c", axis=0), node("CumSum", "c first", "z"), TOTAL],
+    ),
     "put where another tensor says": (
         [node("Compress", "labels keep", "l"), node("Unsqueeze", "l last", "p"), KEPT,
          node("ScatterND", "table p kept", "y", reduction="add")],
@@ -196,6 +201,7 @@ def test_small_graphs(name: str, tmp_path: Path) -> None:
         "back": integers(-2),
         "end": integers(-1),
         "pairs": integers(-1, 2),
+        "halves": integers(2, 3),
         "one_place": integers(1).reshape(1, 1),
     }
     held |= {"first_row": floats(1, 4, seed=6)}

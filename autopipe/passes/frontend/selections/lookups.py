@@ -84,7 +84,7 @@ def cuts_rows(use: Use) -> bool:
     if axis != rows.axis or (start == 0 and end >= ROWS):
         return False
     held = as_rows(write, rows) if isinstance(rows, Places) else rows
-    selection, shape = held.selection, held.selection.shape
+    selection = held.selection
     rank, told = write.ranks(selection), write.line(selection)
     count = write.counted(selection)
     for bound, compared in ((start, "Less"), (end, "GreaterOrEqual")):
@@ -93,7 +93,32 @@ def cuts_rows(use: Use) -> bool:
         number = write.number(bound, DType.INT64)
         limit = write.node("Add", [count, number]) if bound < 0 else number
         told = write.node("And", [told, write.node("Not", [write.node(compared, [rank, limit])])])
-    root = f"{selection.key} {start} {end}"
-    kept = Selection(write.reshape(told, shape), shape, shape, use.where, root)
-    use.found[use.node.output[0]] = replace(write.placed(write.whole(held), selection.axes), selection=kept)
+    use.found[use.node.output[0]] = _kept(use, held, told, f"{selection.key} {start} {end}")
     return True
+
+
+def splits_rows(use: Use) -> bool:
+    """A Split of rows into runs of the chosen, whose lengths may be told by running; False for another node."""
+    rows, write = use.held[0], use.write
+    if use.node.op_type != "Split" or not isinstance(rows, Rows | Places) or len(use.operands) < 2:
+        return False
+    if rows.axis != positive(use.attribute("axis"), len(rows.type.shape)) or use.held[1] is not None:
+        return False
+    held = as_rows(write, rows) if isinstance(rows, Places) else rows
+    selection, rank = held.selection, write.ranks(held.selection)
+    ends = write.node("CumSum", [use.operands[1], write.number(0, DType.INT64)])
+    told = write.line(selection)
+    for place, name in enumerate(use.node.output):
+        before = write.node("Less", [rank, write.sliced(ends, 0, place, place + 1)])
+        mask = write.node("And", [told, before])
+        told = write.node("And", [told, write.node("Not", [before])])
+        use.found[name] = _kept(use, held, mask, f"{selection.key} {use.operands[1]} {place}")
+    return True
+
+
+def _kept(use: Use, rows: Rows, mask: str, root: str) -> Rows:
+    """The rows that a vector, with a flag for each place, keeps of those chosen."""
+    write, selection = use.write, rows.selection
+    shape = selection.shape
+    kept = Selection(write.reshape(mask, shape), shape, shape, use.where, root)
+    return replace(write.placed(write.whole(rows), selection.axes), selection=kept)

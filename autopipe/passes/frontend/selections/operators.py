@@ -24,7 +24,7 @@ from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.along import along, settle
 from autopipe.passes.frontend.selections.choice import CHOOSING, choose
 from autopipe.passes.frontend.selections.counts import OF_SHAPES, compute_count, cut, cuts, measure, summed_mask
-from autopipe.passes.frontend.selections.lookups import cuts_rows, looked_up
+from autopipe.passes.frontend.selections.lookups import cuts_rows, looked_up, splits_rows
 from autopipe.passes.frontend.selections.masks import Masks
 from autopipe.passes.frontend.selections.places import Places, as_rows, taken, taken_of_itself
 from autopipe.passes.frontend.selections.puts import puts
@@ -158,7 +158,7 @@ class Selections(dict[str, Held]):
             return
         elif cuts(use):
             cut(use)
-        elif not cuts_rows(use) and not _own(use) and not looked_up(use):
+        elif not cuts_rows(use) and not splits_rows(use) and not _own(use) and not looked_up(use):
             _treat_one(_aligned(use))
 
     def refused_output(self, name: str) -> ModelError:
