@@ -225,7 +225,7 @@ def _model_of(held: Checkpoint, model: Path | None) -> Path:
     """The ONNX file that was trained: `model`, or the one that the checkpoint names. Raises ConfigurationError where it
     is not there, or is another model."""
     from autopipe.passes.frontend.load import load
-    from autopipe.passes.frontend.training_mode import are_one_model
+    from autopipe.passes.weight_files import are_one_model
 
     trained = Path(held.model)
     path = trained if model is None else model

@@ -26,8 +26,7 @@ from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.plan import Breakdown, Plan, Summary
-from autopipe.ir.plan_file import plan_digest
+from autopipe.ir.plan import Breakdown, Plan, Summary, plan_digest
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.pipeline import read_for

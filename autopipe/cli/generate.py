@@ -17,7 +17,7 @@ import numpy as np
 from autopipe.cli.options import PATH, flag_words, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import REFUSALS, CodegenError, ConfigurationError, InfeasibleError
-from autopipe.ir.plan_file import PLAN_FILE
+from autopipe.ir.plan import PLAN_FILE
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.decoder import Decoder
@@ -236,7 +236,7 @@ def run(folder: Path, request: Any, device: str, output: Output) -> dict[str, An
 
 
 def write_tokens(target: Path, found: Sequence[Sequence[int]]) -> None:
-    from autopipe.ir.atomic_file import replacing
+    from autopipe.ir.files import replacing
 
     with replacing(target) as file:
         if target.suffix == ".json":

@@ -21,7 +21,7 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.cli.output import Output, Verbosity, bytes_text, plain_table, seconds_text, write_texts
 from autopipe.ir.cluster import own_cores
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.ir.plan_file import plan_digest
+from autopipe.ir.plan import plan_digest
 
 if TYPE_CHECKING:
     from autopipe.cli.drawing.picture import Picture

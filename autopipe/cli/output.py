@@ -21,8 +21,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.files import replacing
 from autopipe.ir.placement import node_ranges
 
 _PIPED_WIDTH = 160

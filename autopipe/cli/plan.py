@@ -60,7 +60,7 @@ def plan(
     from autopipe.cli.plan_folder import check_target, write_plan_folder
     from autopipe.cli.progress import Watcher, names_of
     from autopipe.cli.request import request_of
-    from autopipe.ir.plan_file import read_plan
+    from autopipe.ir.plan import read_plan
     from autopipe.passes.auto.choose import choose
     from autopipe.passes.auto.plan_cache import answers
     from autopipe.passes.pipeline import make_plan

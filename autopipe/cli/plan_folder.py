@@ -12,13 +12,12 @@ import yaml
 from autopipe.cli.request import effective, request_of
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration
 from autopipe.configs.yaml_source import Dumper
-from autopipe.ir.atomic_file import replacing_folder
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.files import replacing_folder
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
-from autopipe.ir.plan import Plan
-from autopipe.ir.plan_file import PLAN_FILE, read_plan, write_plan
+from autopipe.ir.plan import PLAN_FILE, Plan, read_plan, write_plan
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.pipeline import PlanResult, reopen
 from autopipe.passes.placement.given import Given, written

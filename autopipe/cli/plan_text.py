@@ -22,8 +22,7 @@ from autopipe.cli.output import (
     seconds_text,
 )
 from autopipe.ir.codec import encode
-from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each
-from autopipe.ir.plan_file import plan_digest
+from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each, plan_digest
 from autopipe.ir.schedule import Phase
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from autopipe.ir.codec import AtLeast, AtMost, Count, Index, Sparse, decode, encode, encode_as
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.json_file import JsonRecord, read_record
+from autopipe.ir.files import JsonRecord, read_record
 
 SCHEDULE_FORMAT = "autopipe.schedule/1"
 _MOST = 2**53

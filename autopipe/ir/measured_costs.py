@@ -30,8 +30,8 @@ from autopipe.ir.codec import (
     decode,
     encode,
 )
+from autopipe.ir.files import read_record
 from autopipe.ir.graph import Attribute, Constant, DType, Value
-from autopipe.ir.json_file import read_record
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split

@@ -1,17 +1,43 @@
-"""A finished plan: what was decided, for which graph, what it is expected to take, and what else was tried."""
+"""A finished plan: what was decided, for which graph, what it is expected to take, and what else was tried; and its
+files: `plan.json`, all of it but its schedule, and `schedule.json` beside it: who runs what and when.
+
+The schedule's blocks are phases of stages, its units micro-batches. A stage that runs several micro-batches of its own
+for one of the largest has a block for each of these.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
-from autopipe.ir.codec import At, Count, Fits, Index, Sparse
+from autopipe.ir.block_schedule import SCHEDULE_FORMAT, order_form
+from autopipe.ir.codec import At, Count, Fits, Index, Sparse, decode, encode, encode_as
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.files import JsonRecord, read_record, record_text
+from autopipe.ir.memo import remembered
 from autopipe.ir.placement import Placement, SplitProof
-from autopipe.ir.schedule import Schedule
-from autopipe.ir.timeline import Prediction
+from autopipe.ir.program import KINDS
+from autopipe.ir.schedule import (
+    Phase,
+    Proof,
+    Repetends,
+    Schedule,
+    StageGraph,
+    Task,
+    WrongScheduleError,
+    micro_batch_ratios,
+    on_each_device,
+    pipelines_of,
+)
+from autopipe.ir.timeline import Message, Prediction, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +198,198 @@ class Plan:
     def has_own_sizes(self) -> bool:
         """True if stages have micro-batches of their own, other than the step's."""
         return any(stage.micro_batch_size != self.summary.micro_batch_size for stage in self.placement.stages)
+
+
+FORMAT = "autopipe.plan/1"
+PLAN_FILE = "plan.json"
+SCHEDULE_FILE = "schedule.json"
+_COLUMNS = tuple(field.name for field in dataclasses.fields(Message))[:-2]
+_SLICE_COLUMNS = ("source_turn", "source_turns", "target_turn", "target_turns")
+"""Columns of messages behind the others, where stages have micro-batches of different sizes."""
+
+
+def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None = None) -> None:
+    """Write `plan.json` and `schedule.json` into `folder`. The model's path is written relative to `home`, the folder
+    that they are to lie in (default: `folder`)."""
+    model = os.path.relpath(plan.model, home or folder)
+    (folder / PLAN_FILE).write_text(record_text(plan_form(dataclasses.replace(plan, model=model))), encoding="utf-8")
+    (folder / SCHEDULE_FILE).write_text(record_text(schedule_form(plan, timeline)), encoding="utf-8")
+
+
+def plan_form(plan: Plan) -> dict[str, Any]:
+    """The plan, without its schedule, as lists, dicts and scalars; columns of messages have names."""
+    form = encode(plan)
+    stages, messages = form["predictions"].values()
+    columns = _COLUMNS + _SLICE_COLUMNS
+    if all(each.source_slice.of * each.target_slice.of == 1 for each in plan.prediction.messages):
+        columns, messages = _COLUMNS, [row[: len(_COLUMNS)] for row in messages]
+    form["predictions"] = {"stages": stages, "message_columns": list(columns), "messages": messages}
+    return {"format": FORMAT, **form}
+
+
+@remembered(2)
+def plan_digest(plan: Plan) -> str:
+    """SHA-256 of what was decided and for which graph. Search times, what the strategy noted and the file's path do not
+    count."""
+    form = plan_form(dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, notes=())))
+    chosen = {key: form[key] for key in ("graph_digest", "mode", "batch_size", "placement", "predictions")}
+    return hashlib.sha256((json.dumps(chosen, sort_keys=True) + plan.schedule.grid()).encode()).hexdigest()
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan in `folder`, its model's path made absolute. Raises ConfigurationError with file and key."""
+    record = read_record(folder / PLAN_FILE, FORMAT)
+    plan: Plan = decode(record, Plan, schedule=Schedule(0, ()))
+    _check_prediction(record.at("predictions"), plan.prediction, plan.placement)
+    summary = plan.summary
+    if summary.communication_bytes is not None:
+        moved = record.at("summary").at("communication_bytes")
+        summary = dataclasses.replace(
+            summary, communication_bytes=tuple((kind, moved.get(kind, Index)) for kind in KINDS)
+        )
+    try:
+        ratios = micro_batch_ratios(plan.placement, summary.micro_batch_size)
+    except InfeasibleError as error:
+        raise ConfigurationError(error.message, "plan again", f"{record.file}: placement") from error
+    groups = tuple(stage.devices for stage in plan.placement.stages)
+    stages = StageGraph(plan.placement.devices, groups, plan.prediction.edges, pipelines_of(plan.placement), ratios)
+    return dataclasses.replace(
+        plan,
+        model=os.path.normpath(os.path.join(folder.resolve(), plan.model)),
+        summary=summary,
+        schedule=_read_schedule(folder / SCHEDULE_FILE, stages, plan.mode == "train"),
+    )
+
+
+def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Placement) -> None:
+    """Refuse predictions of other stages than the placement's, and messages between others."""
+    if len(prediction.stages) != len(placement.stages):
+        record.at("stages").refuse(f"one entry for each of {len(placement.stages)} stages")
+    for row, each in zip(record.at("messages").items(), prediction.messages, strict=True):
+        if len(row.value) not in (len(_COLUMNS), len(_COLUMNS + _SLICE_COLUMNS)):
+            row.refuse(f"{len(_COLUMNS)} columns, or {len(_SLICE_COLUMNS)} more with turns")
+        if not each.source_stage < each.target_stage < len(placement.stages):
+            row.refuse("a message from a stage to a later one")
+        for stage, device in ((each.source_stage, each.source), (each.target_stage, each.target)):
+            if device not in placement.stages[stage].devices:
+                row.refuse(f"devices of the stages it names: {device} is none of stage {stage}")
+        for part in (each.source_slice, each.target_slice):
+            if part.index >= part.of:
+                row.refuse(f"one of {part.of} turns, counted from 0, not {part.index}")
+
+
+_BLOCK = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")
+Kind = tuple[int, Phase, int]
+"""A stage, what it does, and in which of its turns."""
+_HALVES = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
+
+
+def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
+    """The schedule of a plan as lists, dicts and scalars, with times in seconds and memory in bytes. A block's memory
+    is what it adds: a forward what it keeps, a backward, or its halves together, as much less."""
+    schedule, stages = plan.schedule, plan.prediction.stages
+    proof = None if schedule.period is None else schedule.proof
+    ratios = micro_batch_ratios(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
+    distinct = {id(order): order for order in schedule.tasks}.values()  # Devices of a group mostly have one.
+
+    def kind_of(task: Task) -> Kind:
+        return task.stage, task.phase, task.micro_batch % ratios[task.stage]
+
+    found = {kind_of(task) for order in distinct for task in order}
+    kinds = sorted(found, key=lambda kind: ("FBIW".index(kind[1].value), kind[0], kind[2]))
+    index = {kind: position for position, kind in enumerate(kinds)}
+    graph = StageGraph(schedule.devices, (), plan.prediction.edges, (), ratios)
+    blocks = []
+    for stage, phase, turn in kinds:
+        own, needs = stages[stage], set(graph.needs(stage, phase, turn))
+        if phase in _HALVES:  # Another stage may have its backward whole or split.
+            needs |= {(other, half, part) for other, _, part in needs if other != stage for half in _HALVES}
+        block = {
+            "name": f"{stage}{phase.value}" + (f".{turn}" if ratios[stage] > 1 else ""),
+            "devices": list(plan.placement.stages[stage].devices),
+            "time": own.seconds(phase),
+            "memory": own.added_bytes(phase) if plan.mode == "train" else 0,
+            "after": sorted(index[kind] for kind in needs if kind in index),
+        }
+        blocks.append(block)
+    starts = {(span.device, span.task): span.start for span in timeline.own_spans}
+    lanes = timeline.lanes or tuple((device,) for device in range(schedule.devices))
+    orders = [
+        order_form(
+            (index[kind_of(task)], task.micro_batch // ratios[task.stage], round(starts[devices[0], task], 12))
+            for task in schedule.tasks[devices[0]]
+        )
+        for devices in lanes
+    ]
+    return {
+        "format": SCHEDULE_FORMAT,
+        "devices": schedule.devices,
+        "units": schedule.micro_batches,
+        "makespan": max((span.end for span in timeline.own_spans), default=0.0),
+        "period": schedule.period,
+        # `optimal` and `gap` count from the period's bound where there is a proven period, else from the step's.
+        "lower_bound": plan.summary.lower_bound_s if proof is None else proof.lower_bound,
+        "optimal": plan.summary.optimal,
+        "gap": plan.summary.gap,
+        "proof": encode_as(schedule.proof, Proof | None),
+        "peak_memory": list(timeline.peak_memory),
+        "repetends": encode_as(schedule.repetends or (), Repetends),
+        "blocks": blocks,
+        "tasks": on_each_device(lanes, orders),
+    }
+
+
+def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
+    """The schedule in `path`, which can run. Raises ConfigurationError with file and key."""
+    record = read_record(path, SCHEDULE_FORMAT)
+    kinds = [_kind_of(block, stages) for block in record.at("blocks").items()]
+    orders = tuple(_orders_of(record.at("tasks"), kinds, stages))
+    if len(orders) != (devices := record.get("devices", Count)):
+        record.at("tasks").refuse(f"one list for each of {devices} devices")
+    schedule = Schedule(
+        record.get("units", Count),
+        orders,
+        record.get("repetends", Repetends) or None,
+        record.get("period", float | None),
+        record.get("proof", Proof | None),
+    )
+    if devices < stages.devices:
+        message = f"tasks are for {devices} devices, the placement has {stages.devices}"
+        raise ConfigurationError(message, where=str(path))
+    try:
+        schedule.verify(dataclasses.replace(stages, devices=devices), train)
+    except WrongScheduleError as error:
+        message = f"{error.reason}: {error.around or 'it has no tasks'}"
+        raise ConfigurationError(message, "plan again", f"{path}: {error.where}") from error
+    return schedule
+
+
+def _orders_of(tasks: JsonRecord, kinds: list[Kind], stages: StageGraph) -> Iterator[tuple[Task, ...]]:
+    """The order of each device: one and the same where lists are equal, as they are within groups of devices."""
+
+    def task_of(record: JsonRecord) -> Task:
+        block, unit = record.get("block", Index), record.get("unit", Index)
+        if block >= len(kinds):
+            record.at("block").refuse(f"the index of one of {len(kinds)} blocks")
+        stage, phase, turn = kinds[block]
+        return Task(stage, phase, unit * stages.micro_batch_ratio_at(stage) + turn)
+
+    known: list[tuple[object, tuple[Task, ...]]] = []
+    for each in tasks.items():
+        order = next((found for value, found in known if value == each.value), None)
+        if order is None:
+            order = tuple(map(task_of, each.items()))
+            known.append((each.value, order))
+        yield order
+
+
+def _kind_of(record: JsonRecord, stages: StageGraph) -> Kind:
+    match = _BLOCK.fullmatch(record.get("name", str))
+    if match is None or int(match[1]) >= len(stages.stage_devices):
+        record.at("name").refuse(f"a stage below {len(stages.stage_devices)} and a phase, such as 0F")
+    stage, turn = int(match[1]), int(match[3] or 0)
+    if turn >= (turns := stages.micro_batch_ratio_at(stage)):
+        record.at("name").refuse(f"one of {turns} turns of stage {stage}, counted from 0")
+    if record.get("devices", tuple[Index, ...]) != (devices := stages.stage_devices[stage]):
+        record.at("devices").refuse(f"the devices of stage {stage}: {list(devices)}")
+    return stage, Phase(match[2]), turn

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.ir.files import replacing
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Layout, MeshAxes, axes_of, degree_of, mesh_of, operand_layout, place_along, result_layout
 from autopipe.ir.placement import Placement, Split, Stage

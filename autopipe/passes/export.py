@@ -20,8 +20,8 @@ from typing import IO, TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from autopipe.ir.atomic_file import INLINE_LIMIT, Progress, aligned, replacing
 from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.ir.files import INLINE_LIMIT, Progress, aligned, replacing
 from autopipe.ir.graph import DType, FileSlice, Value
 from autopipe.ir.layout import Box, whole
 from autopipe.passes.frontend.elements import NUMBERS, dtype_of, external_slice, stored_numbers

@@ -24,8 +24,7 @@ from autopipe.ir.errors import (
 )
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.placement import Placement
-from autopipe.ir.plan import Plan
-from autopipe.ir.plan_file import plan_digest
+from autopipe.ir.plan import Plan, plan_digest
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline

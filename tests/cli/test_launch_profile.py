@@ -13,7 +13,7 @@ from rich.console import Console
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.launch_display import ProfiledSteps
 from autopipe.cli.output import Output
-from autopipe.ir.plan_file import plan_digest, read_plan, write_plan
+from autopipe.ir.plan import plan_digest, read_plan, write_plan
 from autopipe.ir.program import KINDS
 from tests.cli.drawing.examples import chain_plan
 from tests.cli.drawing.test_bubbles import times

@@ -20,7 +20,7 @@ from autopipe.ir.block_schedule import (
     read_block_schedule,
 )
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.json_file import record_text
+from autopipe.ir.files import record_text
 
 # Two devices; a unit runs F0 (0), T (both) after 2 under way, B0 (0): 1, 1, 3 long.
 GRAPH = BlockGraph(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from autopipe.ir.json_file import record_text
+from autopipe.ir.files import record_text
 
 
 def test_lists_that_are_shared_are_written_as_often_as_they_stand():

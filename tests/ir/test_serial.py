@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from autopipe.ir.codec import decode, encode
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.json_file import JsonRecord
+from autopipe.ir.files import JsonRecord
 from autopipe.ir.placement import Placement, Split, SplitProof, Stage
-from autopipe.ir.plan import Breakdown, Plan, Summary
-from autopipe.ir.plan_file import plan_digest, read_plan, write_plan
+from autopipe.ir.plan import Breakdown, Plan, Summary, plan_digest, read_plan, write_plan
 from autopipe.ir.program import KINDS
 from autopipe.ir.schedule import Repetend, Schedule, Task
 from autopipe.ir.timeline import Message, Prediction, Span, StagePrediction, Timeline

@@ -16,7 +16,7 @@ from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.plan_file import read_plan, write_plan
+from autopipe.ir.plan import read_plan, write_plan
 from autopipe.ir.schedule import Phase, StageGraph
 from autopipe.passes.batching import Division
 from autopipe.passes.lower.deadlock_check import prove

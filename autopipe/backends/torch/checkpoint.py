@@ -50,10 +50,9 @@ import numpy as np
 
 from autopipe.ir.codec import Above, At, Fits, Flat, Index, Sparse, decode, encode
 from autopipe.ir.errors import ConfigurationError, LaunchError
+from autopipe.ir.files import JsonRecord, safetensors_header
 from autopipe.ir.graph import DType
-from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import Box, whole
-from autopipe.ir.safetensors_header import safetensors_header
 
 FORMAT = "autopipe.checkpoint/2"
 AVERAGE = "ema"

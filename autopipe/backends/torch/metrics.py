@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from autopipe.ir.atomic_file import replacing
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.files import replacing
 
 Record = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"

@@ -10,7 +10,7 @@ from pathlib import Path
 from autopipe.cli.drawing.picture import Picture
 from autopipe.ir.codec import Index
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.json_file import JsonRecord
+from autopipe.ir.files import JsonRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from autopipe.ir.atomic_file import INLINE_LIMIT, Progress, aligned, replacing
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.files import INLINE_LIMIT, Progress, aligned, replacing
 from autopipe.ir.graph import Initializer
 
 IR_VERSION: Final = 10

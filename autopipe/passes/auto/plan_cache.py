@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from autopipe.ir.atomic_file import replacing
 from autopipe.ir.codec import Coded, Count, Flat, Index, Record, decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InternalError, OutOfMemoryError
-from autopipe.ir.json_file import JsonRecord, read_record, record_text
+from autopipe.ir.files import JsonRecord, read_record, record_text, replacing
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Alternative
 from autopipe.ir.problem import Problem

@@ -12,7 +12,7 @@ from functools import partial
 
 from autopipe.ir.codec import decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
-from autopipe.ir.json_file import JsonRecord
+from autopipe.ir.files import JsonRecord
 from autopipe.ir.plan import Alternative
 from autopipe.passes import pipeline
 from autopipe.passes.auto.candidates import (

@@ -10,8 +10,8 @@ import math
 import pytest
 
 from autopipe.ir.errors import InternalError
-from autopipe.ir.json_file import JsonRecord
-from autopipe.ir.plan_file import plan_digest
+from autopipe.ir.files import JsonRecord
+from autopipe.ir.plan import plan_digest
 from autopipe.passes.auto import candidates as budget
 from autopipe.passes.auto.choose import choose, weigh
 from autopipe.passes.auto.plan_cache import Store, answer_key, refused_form, refused_of

@@ -12,7 +12,7 @@ from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.load import load
-from autopipe.passes.frontend.training_mode import are_one_model
+from autopipe.passes.weight_files import are_one_model
 
 
 def save(path: Path, nodes: list[onnx.NodeProto], outputs: list[str]) -> Path:

@@ -16,9 +16,9 @@ import numpy as np
 from autopipe.backends.torch.emission.archive import write_arrays
 from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_module
 from autopipe.backends.torch.emission.stage import emit_stage
-from autopipe.ir.atomic_file import replacing_folder
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
+from autopipe.ir.files import replacing_folder
 from autopipe.ir.graph import Constant, DType
 from autopipe.ir.layout import MeshAxis
 from autopipe.ir.problem import Optimizer

@@ -11,8 +11,8 @@ from typing import Annotated
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.codec import AtLeast, Count, Index, Sparse, decode, encode
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.files import JsonRecord
 from autopipe.ir.graph import DType
-from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.kv_cache import LOGITS, MASK, POSITIONS, TOKENS, cache_pairs, is_cache_input
 from autopipe.ir.program import InputRange, Output
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, Sparse, decode
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.files import JsonRecord
 from autopipe.ir.graph import COUNTED_LABELS, Parameter
-from autopipe.ir.json_file import JsonRecord
 from autopipe.ir.layout import MeshAxis, members
 from autopipe.ir.program import FORMAT, Channel, InputRange, Output, Shard
 from autopipe.ir.rounding import Rounding

@@ -19,6 +19,7 @@ from autopipe.backends.torch.runtime.batch_reader import BatchReader, Prefetchin
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
+from autopipe.backends.torch.runtime.clock import StepProfiler
 from autopipe.backends.torch.runtime.compiled import capture_stages, compile_stages
 from autopipe.backends.torch.runtime.data import Source, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
@@ -43,7 +44,6 @@ from autopipe.backends.torch.runtime.optimizers import (
 from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_parameters
 from autopipe.backends.torch.runtime.precision import LossScaler, LowPrecisionCopies, set_products
-from autopipe.backends.torch.runtime.profile import StepProfiler
 from autopipe.backends.torch.runtime.records import RECORDED_STEPS, dump_tensors, load_gradients
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.backends.torch.runtime.running_statistics import move, shared_statistics

@@ -9,7 +9,7 @@ import pytest
 from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.plan_file import read_plan, write_plan
+from autopipe.ir.plan import read_plan, write_plan
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
 from autopipe.passes.pipeline import Request, make_plan

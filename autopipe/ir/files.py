@@ -1,0 +1,160 @@
+"""Files and folders that appear whole or not at all, and what stands in them: documents in JSON (plans, schedules,
+measured costs, manifests, checkpoints), and how large tensors lie. The header of a safetensors file
+(https://huggingface.co/docs/safetensors) is its length in eight bytes, then as JSON the type, the shape and the place
+of each tensor. The tensors follow, row by row and little-endian."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final, NoReturn
+
+from autopipe.ir.codec import Record
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import DType
+
+INLINE_LIMIT: Final = 3 << 29
+"""Bytes of tensors (1.5 GiB) up to which they stand in an ONNX file itself; protobuf cannot hold 2 GiB."""
+_ALIGNMENT: Final = 4096
+Progress = Callable[[int], None]
+"""Told the number of bytes written after every piece."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that becomes `path` when the block ends well, and vanishes when it does not. Raises OSError where
+    it cannot be written."""
+    handle, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+        os.chmod(made, 0o644)
+        os.replace(made, path)
+    except BaseException:
+        os.unlink(made)
+        raise
+
+
+def aligned(file: IO[bytes]) -> int:
+    """Fill the file up to where a tensor may lie, so that it can be mapped into memory. Returns that offset."""
+    file.write(bytes(-file.tell() % _ALIGNMENT))
+    return file.tell()
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill that takes the place of `folder` when the block ends well, and vanishes when it does not.
+    Raises OSError where that cannot be done; what was at `folder` is then still there."""
+    folder = folder.absolute()
+    with tempfile.TemporaryDirectory(
+        prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+    ) as scratch:
+        made, previous = Path(scratch, "made"), Path(scratch, "previous")
+        made.mkdir()
+        yield made
+        replaced = folder.exists()
+        if replaced:
+            folder.rename(previous)
+        try:
+            made.rename(folder)
+        except OSError:
+            if replaced:
+                previous.rename(folder)
+            raise
+
+
+class JsonRecord(Record):
+    """A value of the JSON document in `file`."""
+
+    __slots__ = ("file",)
+    is_plain = True
+
+    def __init__(self, value: Any, file: str, parent: JsonRecord | None = None, key: str | int = "") -> None:
+        self.value, self.file, self.parent, self.key = value, file, parent, key
+
+    @property
+    def display(self) -> str:
+        text = json.dumps(self.value, default=str)
+        return text if len(text) <= 40 else text[:37] + "..."
+
+    def child(self, value: Any, key: str | int) -> JsonRecord:
+        return JsonRecord(value, self.file, self, key)
+
+    def error(self, message: str, hint: str = "") -> ConfigurationError:
+        return ConfigurationError(message, hint=hint, where=self.file)
+
+    def refusal(self, expected: str) -> ConfigurationError:
+        return self.error(f"{self.path or 'the document'} is {self.display}", f"expected {expected}")
+
+    def lacks(self, key: str, hint: Any) -> ConfigurationError:
+        return self.error(f"{self.child(None, key).path} is missing", "write the file anew")
+
+
+def read_record(path: Path, form: str) -> JsonRecord:
+    """The JSON document in `path`, an object whose `format` is `form`. Raises ConfigurationError for a file that cannot
+    be read, is not JSON, or has another format."""
+    where = str(path)
+
+    def refuse_constant(text: str) -> NoReturn:
+        raise ValueError(f"{text} is no number")
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the file: {error.strerror}", where=where) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"not JSON: {error}", where=where) from error
+    record = JsonRecord(document, where)
+    found = record.get("format", str)
+    if found != form:
+        raise record.error(f"the format is {found!r}", f"this autopipe reads {form!r}; write the file anew")
+    return record
+
+
+def record_text(form: dict[str, object]) -> str:
+    """The document as JSON, an entry of the outer object a line: compact files, and differences that can be read."""
+    lines = [f"{json.dumps(key)}: {_value_text(value)}" for key, value in form.items()]
+    return "{" + ",\n ".join(lines) + "}\n"
+
+
+def _value_text(value: object) -> str:
+    """A value as JSON. What a list holds many times is worked out once: devices that do the same share their tasks."""
+    if not isinstance(value, list | tuple):
+        return json.dumps(value, allow_nan=False)
+    texts = {key: json.dumps(entry, allow_nan=False) for key, entry in {id(each): each for each in value}.items()}
+    return "[" + ", ".join(texts[id(each)] for each in value) + "]"
+
+
+TAGS: Final = {
+    DType.FLOAT64: "F64", DType.FLOAT32: "F32", DType.FLOAT16: "F16", DType.BFLOAT16: "BF16",
+    DType.INT64: "I64", DType.INT32: "I32", DType.INT16: "I16", DType.INT8: "I8",
+    DType.UINT64: "U64", DType.UINT32: "U32", DType.UINT16: "U16", DType.UINT8: "U8", DType.BOOL: "BOOL",
+    DType.FLOAT8E4M3FN: "F8_E4M3", DType.FLOAT8E5M2: "F8_E5M2", DType.FLOAT8E8M0: "F8_E8M0",
+}  # fmt: skip
+"""The format's names of element types."""
+_PAIRS = {DType.COMPLEX64: "F32", DType.COMPLEX128: "F64"}
+_HEADER_ALIGNMENT = 8
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """The header of tensors by name, type and shape, each behind the one before; the byte of the file where each
+    begins; and the file's size. A complex number is written as two real ones."""
+    form: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    starts, end = dict[str, int](), 0
+    for name, dtype, shape in tensors:
+        pair = _PAIRS.get(dtype)
+        starts[name] = end
+        end += math.prod(shape) * dtype.itemsize
+        stored = (*shape, 2) if pair else shape
+        form[name] = {"dtype": pair or TAGS[dtype], "shape": stored, "data_offsets": [starts[name], end]}
+    text = json.dumps(form).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
