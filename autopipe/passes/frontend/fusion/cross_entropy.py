@@ -18,9 +18,9 @@ from autopipe.passes.frontend.cleanup import Additions, without_unread
 from autopipe.passes.frontend.fusion.view import View, near
 
 FEWEST_CLASSES = 16_384
-"""Classes from which on the scores are not kept. The product that backward makes again is a quarter of the operator's
-time, a third of it with fewer classes and none from about 32,000 on, where blocks of scores stay in caches (measured on
-a CPU); few classes make few scores."""
+"""Classes from which on scores are not kept: fewer make few scores. On one core, with 256 to 1,024 tokens of 256 to 768
+features, product and loss then take 1.0 to 1.5 times as long with 8,192 classes, 0.9 to 1.4 with 16,384 and 0.7 to 1.1
+with 32,768 or more, whose blocks stay in caches; where memory is no slower, a third for the product made again."""
 _LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
 _NARROW = frozenset({DType.FLOAT16, DType.BFLOAT16})
 _ATTRIBUTES = frozenset({"ignore_index", "reduction"})
