@@ -164,22 +164,11 @@ class _Importer:
         for name, value in zip(proto.output, found, strict=True):
             if not name:
                 continue
-            value = self._declared().get(name, value)
             if value is None:
                 array = self._evaluate(name)
                 number = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
                 value = Value(name, dtype_of(number, where), array.shape)
             self.types[name] = Value(name, value.dtype, value.shape)
-
-    def _declared(self) -> dict[str, Value]:
-        """Types of outputs as the model states them, where static: inference of STFT takes all bins for one half."""
-        found = {}
-        for info in self.model.graph.output:
-            tensor = info.type.tensor_type
-            if tensor.HasField("shape") and all(each.HasField("dim_value") for each in tensor.shape.dim):
-                shape = tuple(each.dim_value for each in tensor.shape.dim)
-                found[info.name] = Value(info.name, dtype_of(tensor.elem_type, repr(info.name)), shape)
-        return found
 
 
 def _needed(nodes: list[Node], outputs: Sequence[str]) -> Iterator[Node]:

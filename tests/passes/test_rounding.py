@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from autopipe.ir.rounding import UNIT_ROUNDOFF, Rounding
 from autopipe.passes.analysis.rounding import rounding_of
+from autopipe.passes.frontend import read_model
 from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import perceptron
+from tests.passes.frontend.building import integers, model, node, saved
 
 GRAPH = perceptron([16, 32, 4], batch=8)
 """Two products, each with an activation."""
@@ -47,6 +50,17 @@ def test_the_bound_is_the_square_root_of_the_roundings() -> None:
 def test_depth_and_width_of_a_model_count() -> None:
     deep, shallow = (rounding_of(small_graph(name)[0], "fp32", True, 0, 0) for name in ("unet", "alexnet"))
     assert deep.bound > shallow.bound > UNIT_ROUNDOFF["float32"]
+
+
+def test_places_between_pixels_are_rounded_by_their_size(tmp_path: Path) -> None:
+    """Not halves of pixels: those are exact."""
+    found = []
+    for size in (48, 36):
+        held = {"sizes": integers(1, 1, size, 24)}
+        resize = node("Resize", "x _ _ sizes", "y", mode="linear")
+        graph = read_model(saved(model([resize], {"x": [1, 1, 24, 24]}, "y", held), tmp_path)).graph
+        found.append(rounding_of(graph, "fp32", False, 0, 0).accumulated)
+    assert found == [1, 1 + 2 * 24**2]
 
 
 def test_programs_at_tf32_are_compared_in_ieee_precision() -> None:

@@ -15,6 +15,12 @@ from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, elemen
 Type = Literal["float64", "float32", "float16", "bfloat16"]
 
 _COARSEST: tuple[Type, ...] = ("bfloat16", "float16", "float32")
+_INTERPOLATIONS = {"Resize": "nearest", "Upsample": "nearest", "GridSample": "linear", "RoiAlign": "avg"}
+"""Operators that weigh neighbours by places in single precision, and their `mode` where none is stated.
+
+A place up to n is off by as much as n numbers near 1 together, and its neighbours' weights with it: it counts as n²
+roundings in sequence, once for itself and once for the scale.
+"""
 _AUTOCAST: dict[str, Type] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -36,7 +42,7 @@ def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundarie
         result = next((graph.type_of(name) for name in node.outputs if name), None)
         if result is None or not result.dtype.is_floating:
             continue
-        rounds = use.row.kind not in ("view", "memory")
+        rounds = use.row.kind not in ("view", "memory") or node.op in _INTERPOLATIONS
         forward = _terms(node, use, graph, result) if rounds else 0
         most_sums = most_narrow = 0
         for operand in _floating(graph, node):
@@ -68,6 +74,8 @@ def _floating(graph: Graph, node: Node) -> Iterator[Value]:
 def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
     """Roundings in sequence of each element of a tensor, a result or the gradient of an operand."""
     elements = max(tensor.elements, 1)
+    if node.op in _INTERPOLATIONS and node.text("mode", _INTERPOLATIONS[node.op]) != "nearest":
+        return 1 + 2 * sum(extent**2 for extent in _inexact_extents(node, graph))
     if use.row.kind in PRODUCT_KINDS:
         if use.row.name == LINEAR_CROSS_ENTROPY and tensor.name in node.outputs:
             elements = math.prod(score_extents(use.space, {}))
@@ -75,3 +83,14 @@ def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
         return max(1, math.ceil(use.flops / 2 / elements)) * repeats
     shared = math.prod(axis.extent for axis in use.space.axes if axis.kind.is_joint)
     return 1 + math.ceil(math.log2(max(use.space.points / elements, shared, 1)))
+
+
+def _inexact_extents(node: Node, graph: Graph) -> Iterator[int]:
+    """The extents along which an interpolation's places are rounded: all but those resized by a power of two, which
+    leaves halves and quarters."""
+    before, after = (graph.type_of(name).shape for name in (node.inputs[0], node.outputs[0]))
+    places = node.text("coordinate_transformation_mode", "half_pixel")
+    for old, new in zip(before[2:], after[2:], strict=False):
+        exact = places != "align_corners" and math.frexp(new / max(old, 1))[0] == 0.5
+        if node.op not in ("Resize", "Upsample") or (new != old and not exact):
+            yield old

@@ -410,13 +410,17 @@ def _as_defined(
 
 def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:
     """The node with values named by position (one name for one value) and nothing else that tells it from its like."""
-    import onnx
+    import onnx.helper
 
     names: dict[str, str] = {}
     found = onnx.NodeProto(op_type=node.op_type, domain="" if node.domain == "ai.onnx" else node.domain)
     found.input.extend(names.setdefault(name, f"i{len(names)}") if name else "" for name in node.input)
     found.output.extend(f"o{index}" if name else "" for index, name in enumerate(node.output))
-    found.attribute.extend(sorted(node.attribute, key=lambda each: each.name))
+    stated = list(node.attribute)
+    if node.op_type == "STFT" and all(each.name != "onesided" for each in stated):
+        # The operator's default is 1, that of ONNX's shape inference 0.
+        stated.append(onnx.helper.make_attribute("onesided", 1))
+    found.attribute.extend(sorted(stated, key=lambda each: each.name))
     return found
 
 
