@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from autopipe.ir.graph import DType, Node
 from autopipe.ir.ops.elementwise import pointwise
 from autopipe.ir.ops.normalization import MOMENTS, NORM
 from autopipe.ir.ops.operator import (
@@ -24,12 +25,28 @@ from autopipe.ir.ops.operator import (
 from autopipe.ir.ops.products import batched
 from autopipe.ir.space import Space
 
+PRECISIONS = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
+"""Element types by ONNX's TensorProto.DataType."""
+
 
 def is_positional(signature: Signature) -> bool:
     """True if what a query may see depends on its place."""
     node = signature.node
     windows = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
     return bool(node.integer("is_causal")) or max(windows) >= 0
+
+
+def softmax_type(node: Node, dtype: DType) -> DType | None:
+    """Type of the softmax of an attention, where it is not `dtype`, that of the operands."""
+    found = PRECISIONS.get(node.integer("softmax_precision"))
+    return None if found is dtype else found
+
+
+def is_stepwise(node: Node, dtype: DType) -> bool:
+    """True if no kernel of torch computes an attention: a cap, a sink, scores as a result, a softmax in another type
+    than `dtype`, that of the operands."""
+    special = any(node.inputs[7:]) or any(node.outputs[3:]) or softmax_type(node, dtype) is not None
+    return special or bool(node.number("softcap"))
 
 
 def attention(signature: Signature) -> Space:

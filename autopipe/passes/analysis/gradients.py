@@ -13,6 +13,7 @@ from autopipe.ir.attention_kernels import AttentionForm, Capability, Kernel, ker
 from autopipe.ir.graph import DType, Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
+from autopipe.ir.ops.attention import is_stepwise
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, scratch_bytes
 from autopipe.ir.ops.operator import single
 from autopipe.ir.space import Dimension, Windowed
@@ -128,39 +129,54 @@ class SavedTensor:
         return size
 
 
-_SCORES = "\0scores"
+@dataclass(frozen=True, slots=True)
+class AttentionTensor:
+    """A tensor that an attention writes besides its result: its scores, or the keys and values of every query head.
+    Backward reads them where they are `kept`, else it writes them again."""
+
+    tensor: SavedTensor
+    scores: bool
+    kept: bool = True
 
 
 @remembered(GRAPHS)
 def attention_tensors(
     graph: Graph, precision: str = "fp32", capability: Capability | None = None
-) -> dict[int, SavedTensor]:
-    """A tensor that GPUs of `capability` write for an attention besides its result, by node, and backward reads: with
-    the math kernel its probabilities, in single precision at least, with the fused one for fp32 and masks the keys
-    and values of every query head. Without `capability`, on a CPU, they write nothing."""
-    found: dict[int, SavedTensor] = {}
+) -> dict[int, AttentionTensor]:
+    """A tensor that devices of `capability`, or CPUs, write for an attention, by node: with the math kernel its
+    probabilities, in single precision at least, with the fused one for fp32 and masks the keys and values of every
+    query head; the scores of one that is computed step by step."""
+    found: dict[int, AttentionTensor] = {}
     for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
-        if capability is None or use.row.name != "Attention":
+        if use.row.name != "Attention":
             continue
         axes, value = use.space.extents(), graph.type_of(node.inputs[0])
+        stepwise = is_stepwise(node, value.dtype)
+        if capability is None and not stepwise:
+            continue
         dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(precision, value.dtype.value)
-        masked = len(node.inputs) > 3 and any(node.inputs[3:])
-        causal, square = bool(node.integer("is_causal")), axes["q"] == axes["k"]
-        form = AttentionForm(dtype, axes["d"], axes["v"], masked, causal, square, axes["r"] > 1)
         rows, keys = axes["b"] * axes["h"] * axes["r"], axes["k"] + axes.get("p", 0)
         result, width = node.outputs[0], 2 if dtype in ("bfloat16", "float16") else value.dtype.itemsize
-        if kernels_of(form, capability)[0] is Kernel.MATH:
+        form = _form_of(node, axes, dtype)
+        if stepwise or (capability is not None and kernels_of(form, capability)[0] is Kernel.MATH):
             size = rows * axes["q"] * keys * max(width, 4)
-            found[index] = SavedTensor((result + _SCORES, max(width, 4)), size, (("b",), ("h", "r"), ("q",)))
-        elif repeats_heads(form, capability):
+            tensor = SavedTensor((f"{result}\0scores", max(width, 4)), size, (("b",), ("h", "r"), ("q",)))
+            found[index] = AttentionTensor(tensor, True, not stepwise or any(node.outputs[3:]))
+        elif capability is not None and repeats_heads(form, capability):
             size = rows * keys * (axes["d"] + axes["v"]) * width
-            found[index] = SavedTensor((f"{result}\0heads", width), size, (("b",), ("h", "r")))
+            tensor = SavedTensor((f"{result}\0heads", width), size, (("b",), ("h", "r")))
+            found[index] = AttentionTensor(tensor, False)
     return found
 
 
-def scores_in(tensor: SavedTensor | None) -> int:
-    """Bytes of the scores that the math kernel writes; none where a tensor is something else."""
-    return tensor.bytes if tensor is not None and tensor.key[0].endswith(_SCORES) else 0
+def _form_of(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionForm:
+    """The traits of an attention of whole sequences. Windows, and a causal one behind a cache, reach torch as masks."""
+    windows = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
+    masked = any(node.inputs[3:4]) or any(node.inputs[6:7]) or max(windows) >= 0
+    causal = bool(node.integer("is_causal"))
+    masked = masked or (causal and (any(node.inputs[4:]) or any(node.outputs[1:])))
+    square = axes["q"] == axes["k"]
+    return AttentionForm(dtype, axes["d"], axes["v"], masked, causal and not masked, square, axes["r"] > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +263,8 @@ def kept_values(
         if use.row.kind == "view" or not use.row.differentiable or gradient.isdisjoint(node.inputs):
             return ()
         found: dict[tuple[str, int], SavedTensor] = {}
-        for each in (*tensors(node, use), beside.get(index)):
+        own = beside.get(index)
+        for each in (*tensors(node, use), own.tensor if own is not None and own.kept else None):
             if each is not None:
                 found.setdefault(each.key, each)
         return tuple(found.values())

@@ -19,7 +19,6 @@ from autopipe.passes.analysis.gradients import (
     Scratch,
     attention_tensors,
     kept_values,
-    scores_in,
     scratch_of,
     sent_bytes,
     waiting_operands,
@@ -204,16 +203,18 @@ def gradient_workspace(work: StageWork) -> int:
 
 def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]) -> int:
     """Bytes of the gradients of a node's results and operands, parameters not among them, and of what it makes besides:
-    the probabilities and the scores of an attention that writes them, a block of a loss's scores."""
+    the probabilities and the scores of an attention that writes them, two more of one that computes them again, a block
+    of a loss's scores."""
     graph = problem.graph
     if each.use.row.kind == "view":
         return 0
     read = each.read_bytes(widths)
     operands = sum(size for name, size in read.items() if graph.producer(name) is not None)
     beside = attention_tensors(graph, problem.precision, capability_of(problem.cluster)).get(each.index)
-    scores = beside.local_bytes(each.sharing.degrees) if beside is not None and scores_in(beside) else 0
+    scores = beside.tensor.local_bytes(each.sharing.degrees) if beside is not None and beside.scores else 0
+    scores *= 2 if beside is None or beside.kept else 4
     scratch = _scratch(problem, each)
-    return sum(each.written_bytes(widths).values()) + operands + 2 * scores + scratch.samples + scratch.weight
+    return sum(each.written_bytes(widths).values()) + operands + scores + scratch.samples + scratch.weight
 
 
 def _scratch(problem: Problem, each: StageNode) -> Scratch:

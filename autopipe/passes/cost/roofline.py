@@ -16,7 +16,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.measured_costs import Affine
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, score_extents
 from autopipe.ir.problem import Problem, Work
-from autopipe.passes.analysis.gradients import attention_tensors, differentiable_values, kept_values, scores_in
+from autopipe.passes.analysis.gradients import attention_tensors, differentiable_values, kept_values
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, SampleAxes, element_bytes, uses_of
 from autopipe.passes.analysis.stage_nodes import live_nodes
 
@@ -163,6 +163,9 @@ _PASSES = 4
 """How often the math kernel of attention writes or reads all scores: a product, a softmax and a product after it. So
 does a cross-entropy that makes its scores itself: a product, the largest, and exponentials that it adds up."""
 
+_STEPS = 12
+"""The same of one computed step by step: a cap by three operations, and a mask, each of which reads and writes them."""
+
 
 def annotate(graph: Graph, precision: str = "fp32", capability: Capability | None = None) -> tuple[Work, ...]:
     """The work of every node, in order, with the widths its tensors have at `precision`, by the kernels of GPUs of
@@ -181,7 +184,8 @@ def annotate(graph: Graph, precision: str = "fp32", capability: Capability | Non
         new = {each.key: each.bytes for each in values if each.key not in seen}
         seen |= new.keys()
         kept.append(sum(new.values()))
-    scores = {index: scores_in(each) for index, each in attention_tensors(graph, precision, capability).items()}
+    beside = attention_tensors(graph, precision, capability)
+    scores = {index: _PASSES * each.tensor.bytes for index, each in beside.items() if each.scores}
     return _annotated(graph, sizes, [use.flops for use in uses], kept, scores | _own_scores(graph))
 
 
@@ -206,8 +210,8 @@ def _annotated(
     kept: Sequence[int],
     scores: Mapping[int, float] = _FUSED,
 ) -> tuple[Work, ...]:
-    """The work of every node, of what its values' bytes, its FLOPs, the bytes that backward keeps of it, and those of
-    the scores that it writes are."""
+    """The work of every node, of what its values' bytes, its FLOPs, the bytes that backward keeps of it, and those that
+    it moves of scores are."""
     gradient = differentiable_values(graph)
     found = []
     nodes = zip(graph.nodes, uses_of(graph), flops, kept, strict=True)
@@ -220,7 +224,7 @@ def _annotated(
             # large as the table: backward writes zeros where only parts were read.
             moved = float(sum(min(size, written) for size in read.values()) + written)
             cleared = sum(max(0.0, size - written) for name, size in read.items() if name in gradient)
-        moved = 0 if use.row.kind == "view" else moved + _PASSES * scores.get(index, 0)
+        moved = 0 if use.row.kind == "view" else moved + scores.get(index, 0)
         share = 0.0
         if use.row.differentiable and not gradient.isdisjoint(node.inputs):
             share = _backward_share(node, use, gradient)
@@ -239,9 +243,11 @@ def _annotated(
 
 
 def _own_scores(graph: Graph) -> dict[int, int]:
-    """Bytes of all scores, in single precision, of each cross-entropy that makes them itself."""
+    """Bytes moved of all scores, in single precision, of each cross-entropy that makes them itself and each attention
+    that no kernel computes, on any device."""
     own = ((index, use) for index, use in enumerate(uses_of(graph)) if use.row.name == LINEAR_CROSS_ENTROPY)
-    return {index: 4 * math.prod(score_extents(use.space, {})) for index, use in own}
+    found = {index: _PASSES * 4 * math.prod(score_extents(use.space, {})) for index, use in own}
+    return found | {index: _STEPS * each.tensor.bytes for index, each in attention_tensors(graph).items()}
 
 
 def _backward_share(node: Node, use: OpInstance, gradient: Set[str]) -> float:

@@ -80,6 +80,17 @@ def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
     )
 
 
+def number_array(value: float, dtype: DType) -> np.ndarray:
+    """One number as a constant of a floating type holds it, the largest or smallest of its type where it lies
+    beyond."""
+    most = float(np.finfo(dtype.value if dtype in (DType.FLOAT16, DType.FLOAT64) else np.float32).max)
+    value = max(-most, min(most, value))
+    if dtype is DType.BFLOAT16:
+        bits = np.asarray(value, np.float32).view(np.uint32)
+        return (bits >> 16).astype(np.uint16)
+    return np.asarray(value, dtype.value)
+
+
 def stored_bytes(dtype: DType, shape: Sequence[int]) -> int:
     """Bytes that a tensor takes in a file."""
     elements = math.prod(shape)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from autopipe.ir.graph import DType
-from autopipe.passes.analysis.gradients import kept_values, scores_in
+from autopipe.ir.graph import DType, Graph
+from autopipe.passes.analysis.gradients import attention_tensors, kept_values
 from autopipe.passes.cost.roofline import annotate
 from tests.distributed.support.builder import Builder
 from tests.distributed.support.trained import in_double
@@ -70,8 +72,34 @@ def test_what_a_gpu_writes_for_attention_is_priced() -> None:
     assert more[layers[0]] == 12 * 12 * 12 * (4 + 4) * 4  # samples, heads, keys, numbers of key and value, bytes
     assert flash == kept_values(graph, "bf16")
     double = in_double(graph)
-    (scores, *_) = [each for each in kept_values(double, "fp32", (8, 0))[layers[0]] if scores_in(each)]
+    scores = attention_tensors(double, "fp32", (8, 0))[layers[0]].tensor
+    assert scores in kept_values(double, "fp32", (8, 0))[layers[0]]
     assert scores.bytes == 12 * 12 * 12 * 12 * 8
     assert scores.local_bytes({"b": 3, "h": 2}) == scores.bytes // 6
     written, priced = annotate(double)[layers[0]], annotate(double, "fp32", (8, 0))[layers[0]]
     assert priced.forward_bytes - written.forward_bytes == 4 * scores.bytes
+
+
+def test_capped_scores_are_moved_and_windows_are_masks() -> None:
+    """No kernel caps scores: they are written on every device, and backward makes them again. A window is a mask, of
+    which flash attention knows none: for heads of 4 numbers in bf16 that leaves the kernel that writes scores."""
+    graph, _ = small_graph("llama")
+
+    def with_attribute(name: str, number: float) -> Graph:
+        nodes = (
+            replace(node, attributes=tuple(sorted((*node.attributes, (name, number)))))
+            if node.op == "Attention"
+            else node
+            for node in graph.nodes
+        )
+        return replace(graph, nodes=tuple(nodes))
+
+    layer = next(index for index, node in enumerate(graph.nodes) if node.op == "Attention")
+    capped, narrow = with_attribute("softcap", 30.0), with_attribute("left_window_size", 2)
+    assert kept_values(capped) == kept_values(graph)
+    scores = attention_tensors(capped)[layer].tensor
+    assert scores.bytes == 12 * 12 * 12 * 12 * 4
+    assert annotate(capped)[layer].forward_bytes - annotate(graph)[layer].forward_bytes == 12 * scores.bytes
+    assert layer not in attention_tensors(graph, "bf16", (8, 0))
+    masked = attention_tensors(narrow, "bf16", (8, 0))[layer]
+    assert masked.scores and masked.kept

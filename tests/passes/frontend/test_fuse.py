@@ -197,7 +197,7 @@ def test_repeated_heads_are_shared(heads: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_choice_between_scores_and_a_hiding_number(causal: bool, tmp_path: Path) -> None:
-    """Causal masks as GPT-2 had them first; any other choice is left as it is."""
+    """Causal masks as GPT-2 had them first; any other choice is a mask that is added."""
     nodes = [
         node("Transpose", "k", "kt", perm=[0, 1, 3, 2]), node("MatMul", "q kt", "scores"),
         node("Div", "scores root", "s"), node("Where", "shown s low", "masked"), node("Softmax", "masked", "p"),
@@ -208,8 +208,8 @@ def test_a_choice_between_scores_and_a_hiding_number(causal: bool, tmp_path: Pat
     held = {"root": scalar(8**0.5), "low": scalar(-1e9), "shown": shown.reshape(1, 1, 5, 5)}
     shapes = {"q": [2, 4, 5, 8], "k": [2, 4, 5, 8], "v": [2, 4, 5, 8]}
     read = read_and_compare(model(nodes, shapes, "y", held), tmp_path)
-    assert operators(read)[-1] == ("Attention" if causal else "MatMul")
-    assert not causal or read.graph.nodes[-1].integer("is_causal") == 1
+    assert operators(read) == (["Attention"] if causal else ["Where", "Attention"])
+    assert read.graph.nodes[-1].integer("is_causal") == causal
 
 
 def test_a_softmax_over_queries_is_no_attention(tmp_path: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopipe.backends.torch.emission.call import PRECISIONS, Call, Emitter, called, formula, in_one_type, torch_dtype
+from autopipe.backends.torch.emission.call import Call, Emitter, called, formula, in_one_type, torch_dtype
 from autopipe.backends.torch.emission.normalization import rms_norm
 from autopipe.backends.torch.emission.products import multiply
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import DType
-from autopipe.ir.ops.attention import is_positional
+from autopipe.ir.ops.attention import is_positional, is_stepwise, softmax_type
 
 
 def _attention(call: Call) -> str:
@@ -41,21 +40,15 @@ def _attention(call: Call) -> str:
 def _is_fused(call: Call) -> bool:
     """True if one call of torch's kernel gives the only result."""
     node = call.node
-    if any(node.outputs[1:]) or any(call.present(index) for index in (4, 5, 6, 7)) or node.number("softcap"):
+    if is_stepwise(node, call.operand(0).dtype) or any(node.outputs[1:]) or any(node.inputs[4:]):
         return False
     if max(node.integer("left_window_size", -1), node.integer("right_window_size", -1)) >= 0:
         return False
-    if _precision(call) is not None or (call.is_split("q") and is_positional(call)):
+    if call.is_split("q") and is_positional(call):
         return False
     mask = call.operand(3).shape if call.present(3) else None
     keys = call.operand(1).shape[call.rank - 2]
     return mask is None or (not node.integer("is_causal") and len(mask) > 1 and mask[-1] == keys)
-
-
-def _precision(call: Call) -> DType | None:
-    """Type of the softmax, where it is not that of the operands."""
-    found = PRECISIONS.get(call.node.integer("softmax_precision"))
-    return None if found is call.operand(0).dtype else found
 
 
 def _general(call: Call, operands: list[str]) -> str:
@@ -64,7 +57,7 @@ def _general(call: Call, operands: list[str]) -> str:
     while words[-1] == "None":
         words.pop()
     window = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
-    precision = _precision(call)
+    precision = softmax_type(node, call.operand(0).dtype)
     code = called(
         "operators.attention",
         *words,

@@ -165,9 +165,6 @@ def torch_dtype(dtype: DType) -> str:
     return f"torch.{dtype.held}"
 
 
-PRECISIONS = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
-"""Element types by ONNX's TensorProto.DataType."""
-
 Emitter = Callable[[Call], str]
 
 

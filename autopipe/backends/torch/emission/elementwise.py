@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 
 from autopipe.backends.torch.emission.call import (
-    PRECISIONS,
     Call,
     Emitter,
     called,
@@ -22,6 +21,7 @@ from autopipe.backends.torch.emission.call import (
     torch_dtype,
 )
 from autopipe.ir.graph import DType
+from autopipe.ir.ops.attention import PRECISIONS
 from autopipe.ir.ops.elementwise import is_active, transformed_axis
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Attribute, DType, Node, Value
-from autopipe.passes.frontend.elements import NUMBERS, attributes_of, shape_of
+from autopipe.passes.frontend.elements import NUMBERS, attributes_of, number_array, shape_of
 
 if TYPE_CHECKING:
     import onnx
@@ -118,12 +118,7 @@ class Rewriting:
 
     def number(self, value: float, dtype: DType) -> str:
         """A scalar, the largest or smallest of its type where it lies beyond."""
-        most = float(np.finfo(dtype.value if dtype in (DType.FLOAT16, DType.FLOAT64) else np.float32).max)
-        value = max(-most, min(most, value))
-        if dtype is DType.BFLOAT16:
-            bits = np.asarray(value, np.float32).view(np.uint32)
-            return self.constant((bits >> 16).astype(np.uint16), dtype)
-        return self.constant(np.asarray(value, dtype.value), dtype)
+        return self.constant(number_array(value, dtype), dtype)
 
     def integers(self, *values: int) -> str:
         return self.constant(np.asarray(values, np.int64))

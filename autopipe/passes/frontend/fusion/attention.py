@@ -1,7 +1,8 @@
 """Attention, softmax(scale · Q Kᵀ + mask) V (Vaswani et al. 2017, section 3.2.1), as torch's exporters write it.
 
-Scale on the scores or its root on each side, NaN rows of a fully masked softmax replaced by zeros, key-value heads
-repeated for the query heads that share them (Ainslie et al. 2023).
+Scale on the scores or its root on each side, scores capped by tanh (Gemma 2, arXiv:2408.00118, section 2), masks that
+are added or that choose, NaN rows of a fully masked softmax replaced by zeros, key-value heads repeated for the query
+heads that share them (Ainslie et al. 2023), samples and heads in one dimension or in more than two.
 """
 
 from __future__ import annotations
@@ -10,68 +11,47 @@ import math
 
 import numpy as np
 
-from autopipe.ir.graph import Attribute, Node, Value
+from autopipe.ir.graph import Attribute, Node
+from autopipe.passes.frontend.fusion.scores import Mask, Scores, Shape, keeps_rows, kind_of_mask, parts, scores_of
 from autopipe.passes.frontend.fusion.view import View
-from autopipe.passes.frontend.tables import HIDDEN
 
 SOFTMAX_SINCE = 13
 """The opset from which Softmax's default axis is the last."""
 
 
 def attention(view: View, node: Node) -> tuple[Node, ...] | None:
-    """A product of softmaxed scores and values, four-dimensional: samples, heads, positions, features."""
+    """A product of softmaxed scores and values, or of values and them, both transposed."""
     weights, value = node.inputs
-    shapes = [view.shape(name) for name in (weights, value, node.outputs[0])]
-    if any(len(shape) != 4 for shape in shapes) or shapes[0][:2] != shapes[1][:2]:
+    softmax, turned = _softmax(view, weights), False
+    if softmax is None and (transpose := view.made_by(value, "Transpose")) is not None and _swaps(transpose):
+        weights, value, turned = transpose.inputs[0], weights, True
+        softmax = _softmax(view, weights)
+    if softmax is None or not _multiplies(view.shape(weights), view.shape(value), turned):
         return None
-    softmax = view.made_by(_unguarded(view, view.uncast(weights)), "Softmax")
-    if softmax is None or softmax.integer("axis", -1 if view.graph.opset >= SOFTMAX_SINCE else 1) not in (-1, 3):
+    scores = scores_of(view, softmax.inputs[0])
+    if scores is None or view.type_of(scores.query).dtype is not view.type_of(value).dtype:
         return None
-    scores = _scores(view, view.uncast(softmax.inputs[0]))
-    if scores is None or view.type_of(scores[0]).dtype is not view.type_of(value).dtype:
+    lead = _lead(view, scores)
+    return None if lead is None else _Writer(view, node, lead).written(scores, value, turned)
+
+
+def _multiplies(weights: Shape, value: Shape, turned: bool) -> bool:
+    """True if values have the samples and heads of probabilities, or one head for all."""
+    lead, own = weights[:-2], value[:-2]
+    return own == lead or (len(lead) == 2 and own == (lead[0], 1) and not turned)
+
+
+def _softmax(view: View, name: str) -> Node | None:
+    """The softmax over the last dimension that makes probabilities, which may have other dimensions before it."""
+    name = view.uncast(name)
+    node = view.made_by(name, "Reshape", "Squeeze", "Unsqueeze")
+    if node is not None and keeps_rows(view, node):
+        name = view.uncast(node.inputs[0])
+    softmax, rank = view.made_by(_unguarded(view, name), "Softmax"), len(view.shape(name))
+    axis = -1 if view.graph.opset >= SOFTMAX_SINCE else 1
+    if softmax is None or rank < 3 or softmax.integer("axis", axis) not in (-1, rank - 1):
         return None
-    query, transposed, product_scale, added, causal = scores
-    key, key_scale, turn = _keys(view, transposed, value, node)
-    shared = [None if turn else _shared_head(view, name) for name in (key, value)]
-    if shared[0] is not None and shared[1] is not None:
-        key, value = shared[0], shared[1]
-    mask, sums = _summed(view, added, node)
-    attributes: list[tuple[str, Attribute]] = [("scale", product_scale * key_scale)]
-    if causal:
-        attributes.append(("is_causal", 1))
-    operands = (query, key, value, *([mask] if mask else []))
-    return (*turn, *sums, Node(node.name, "Attention", operands, node.outputs, tuple(sorted(attributes))))
-
-
-def _keys(view: View, transposed: str, value: str, node: Node) -> tuple[str, float, tuple[Node, ...]]:
-    """K with the number it is multiplied by, and the node that makes it where only Kᵀ is at hand."""
-    found = _key(view, transposed)
-    if found is not None:
-        scale, key = view.scaled(found)
-        shared = _shared_head(view, key) is not None and _shared_head(view, value) is not None
-        if shared or len(view.shape(key)) == 4:
-            return key, scale, ()
-    type_, key = view.type_of(transposed), f"{node.outputs[0]}_key"
-    samples, heads, features, positions = type_.shape
-    view.made[key] = Value(key, type_.dtype, (samples, heads, positions, features))
-    order = (0, 1, 3, 2)
-    transpose = view.made_by(transposed, "Transpose")
-    if transpose is not None:
-        transposed, perm = transpose.inputs[0], transpose.integers("perm", (3, 2, 1, 0))
-        order = (perm[0], perm[1], perm[3], perm[2])
-    return key, 1.0, (Node(f"{node.name}/key", "Transpose", (transposed,), (key,), (("perm", order),)),)
-
-
-def _summed(view: View, masks: tuple[str, ...], node: Node) -> tuple[str, list[Node]]:
-    """The sum of several masks, "" where there are none, and the nodes that add them up."""
-    total, nodes = next(iter(masks), ""), []
-    for number, mask in enumerate(masks[1:]):
-        name = f"{node.outputs[0]}_mask_{number}"
-        shape = np.broadcast_shapes(view.shape(total), view.shape(mask))
-        view.made[name] = Value(name, view.type_of(total).dtype, shape)
-        nodes.append(Node(f"{node.name}/mask_{number}", "Add", (total, mask), (name,)))
-        total = name
-    return total, nodes
+    return softmax
 
 
 def _unguarded(view: View, name: str) -> str:
@@ -83,83 +63,182 @@ def _unguarded(view: View, name: str) -> str:
     return node.inputs[2]
 
 
-def _scores(view: View, name: str) -> tuple[str, str, float, tuple[str, ...], bool] | None:
-    """Q, Kᵀ, scale, masks and whether they are causal of scale · Q Kᵀ + masks before a softmax.
+def _lead(view: View, scores: Scores) -> tuple[int, int] | None:
+    """Samples and heads: as scores have them anywhere, or queries before; else the first dimension and the others."""
+    source = view.made_by(scores.query, "Reshape")
+    shapes = [*scores.shapes, view.shape(source.inputs[0])] if source is not None else scores.shapes
+    lead, tail = scores.shapes[-1][:-2], view.shape(scores.query)[-2:]
+    for shape in shapes:
+        if len(shape) == 4 and (shape[-2:] == tail or shape in scores.shapes):
+            return shape[0], shape[1]
+    found = lead[0], math.prod(lead[1:])
+    return found if all(parts(shape[:-2], found) is not None for shape in scores.shapes) else None
 
-    Masks are recognised where their numbers are known; none are left where they are causal.
-    """
-    masks: list[str] = []
-    chosen = _chosen(view, name)
-    name = chosen or name
-    while (product := _product(view, name)) is None:
-        node = view.made_by(name, "Add")
-        if node is None:
+
+def _swaps(transpose: Node) -> bool:
+    """True if a Transpose exchanges the last two dimensions."""
+    perm = transpose.integers("perm")
+    return len(perm) > 2 and perm == (*range(len(perm) - 2), len(perm) - 1, len(perm) - 2)
+
+
+class _Writer:
+    """The nodes of one attention: `Attention` on four dimensions, and what its operands are made of."""
+
+    def __init__(self, view: View, node: Node, lead: tuple[int, int]) -> None:
+        self.view, self.node, self.lead, self.nodes = view, node, lead, list[Node]()
+
+    def written(self, scores: Scores, value: str, turned: bool) -> tuple[Node, ...] | None:
+        view = self.view
+        masks = [(mask, shown) for mask in scores.masks if (shown := kind_of_mask(view, mask)) != "blank"]
+        causal = masks[0][1] if len(masks) == 1 and masks[0][1] != "other" else ""
+        value = self.turned(value, "value") if turned else value
+        key, key_scale = self.keys(scores.transposed, value)
+        value = self.headed(value, "value")
+        query = self.headed(scores.query, "query")
+        shared = [_shared_head(view, name) for name in (key, value)]
+        if shared[0] is not None and shared[1] is not None:
+            key, value = shared[0], shared[1]
+        elif view.shape(key)[:2] != view.shape(value)[:2]:
             return None
-        left, right = (view.uncast(each) for each in node.inputs)
-        is_left = _product(view, left) is not None or view.made_by(left, "Add") is not None
-        name = left if is_left else right
-        masks.append(node.inputs[1] if is_left else node.inputs[0])
-    scale, operands = product
-    (query_scale, query), (key_scale, key) = map(view.scaled, operands)
-    types = [view.type_of(each) for each in (query, key)]
-    if any(len(each.shape) != 4 for each in types) or types[0].shape[:2] != types[1].shape[:2]:
-        return None
-    added = [view.type_of(mask) for mask in masks]
-    if any(mask.dtype is not types[0].dtype or len(mask.shape) < 2 for mask in added):
-        return None
-    telling = [mask for mask in masks if _mask_kind(view, mask) != "blank"]
-    if chosen and telling:
-        return None
-    causal = bool(chosen) or (len(telling) == 1 and _mask_kind(view, telling[0]) == "causal")
-    return query, key, scale * query_scale * key_scale, () if causal else tuple(telling), causal
+        attributes: list[tuple[str, Attribute]] = [("scale", scores.scale * key_scale)]
+        if scores.softcap:
+            attributes.append(("softcap", scores.softcap))
+        operands = [query, key, value]
+        if causal:
+            attributes.append(("is_causal", 1))
+            attributes += [("left_window_size", int(causal))] if causal != "causal" else []
+        elif masks:
+            added = [self.added(mask) for mask, _ in masks]
+            if None in added:
+                return None
+            operands.append(self.summed([each for each in added if each]))
+        return self.ended(operands, tuple(sorted(attributes)), turned)
+
+    def ended(
+        self, operands: list[str], attributes: tuple[tuple[str, Attribute], ...], turned: bool
+    ) -> tuple[Node, ...]:
+        """All nodes, the last of which writes what the product wrote."""
+        view, node, result = self.view, self.node, self.node.outputs[0]
+        shape = (*self.lead, view.shape(operands[0])[2], view.shape(operands[2])[3])
+        steps = [("Transpose", _swapped(shape))] if turned else []
+        if shape[:2] != view.shape(result)[:-2]:
+            steps.append(("Reshape", view.shape(result)))
+        name = view.add(f"{result}_heads", view.type_of(operands[0]).dtype, shape) if steps else result
+        self.nodes.append(Node(node.name, "Attention", tuple(operands), (name,), attributes))
+        for number, (operator, made) in enumerate(steps):
+            last = number == len(steps) - 1
+            name = self.step(operator, name, "result", made, result if last else "")
+        return tuple(self.nodes)
+
+    def step(self, operator: str, name: str, what: str, shape: Shape, result: str = "", perm: Shape = ()) -> str:
+        """The result of a new Reshape, Expand or Transpose (of the last two dimensions, where `perm` is not given)."""
+        view, node = self.view, self.node
+        result = result or view.add(f"{node.outputs[0]}_{what}", view.type_of(name).dtype, shape)
+        label = f"{node.name}/{what}_{len(self.nodes)}"
+        if operator == "Transpose":
+            rank = len(shape)
+            perm = perm or (*range(rank - 2), rank - 1, rank - 2)
+            self.nodes.append(Node(label, operator, (name,), (result,), (("perm", perm),)))
+        else:
+            self.nodes.append(Node(label, operator, (name, view.shape_constant(shape)), (result,)))
+        return result
+
+    def headed(self, name: str, what: str) -> str:
+        """A value as samples, heads, positions, features, before it was reshaped where that is how it was."""
+        view, shape = self.view, self.view.shape(name)
+        if len(shape) == 4 and shape[:2] in (self.lead, (self.lead[0], 1)):
+            return name
+        wanted = (*self.lead, *shape[-2:])
+        source = view.made_by(name, "Reshape")
+        if source is not None and view.shape(source.inputs[0]) == wanted:
+            return source.inputs[0]
+        return self.step("Reshape", name, what, wanted)
+
+    def turned(self, name: str, what: str) -> str:
+        """A value with the last two dimensions exchanged, as it was before where it was transposed."""
+        view, perm, shape = self.view, tuple(range(len(self.view.shape(name)))), _swapped(self.view.shape(name))
+        transpose = view.made_by(name, "Transpose")
+        if transpose is not None:
+            name, perm = transpose.inputs[0], transpose.integers("perm", perm[::-1])
+        perm = (*perm[:-2], perm[-1], perm[-2])
+        return name if perm == tuple(range(len(perm))) else self.step("Transpose", name, what, shape, perm=perm)
+
+    def keys(self, transposed: str, value: str) -> tuple[str, float]:
+        """K, and the number it is multiplied by."""
+        view = self.view
+        found = _key(view, transposed)
+        if found is not None:
+            scale, key = view.scaled(found)
+            shared = _shared_head(view, key) is not None and _shared_head(view, value) is not None
+            if shared or (len(view.shape(key)) == 4 and view.shape(key)[:2] in (self.lead, (self.lead[0], 1))):
+                return key, scale
+        if view.made_by(transposed, "Reshape") is not None:
+            return self.turned(self.headed(transposed, "key"), "key"), 1.0
+        scale, key = view.scaled(self.turned(transposed, "key"))
+        return self.headed(key, "key"), scale
+
+    def added(self, mask: Mask) -> str | None:
+        """A mask as it is added to scores of four dimensions; None where it does not go with samples and heads."""
+        view, name = self.view, mask.name
+        if mask.low is not None:
+            dtype = view.type_of(self.node.outputs[0]).dtype
+            ends = [view.number_constant(each, dtype) for each in (0.0, mask.low)]
+            name = self.made("Where", (name, *(ends if mask.shown else ends[::-1])), view.shape(name), "mask")
+        elif mask.factor != 1.0:
+            factor = view.number_constant(mask.factor, view.type_of(name).dtype)
+            name = self.made("Mul", (name, factor), view.shape(name), "mask")
+        return self.spread(name, mask.scores[:-2])
+
+    def made(self, operator: str, operands: tuple[str, ...], shape: Shape, what: str) -> str:
+        """The result of a new node, of the type of its last operand."""
+        result = self.view.add(f"{self.node.outputs[0]}_{what}", self.view.type_of(operands[-1]).dtype, shape)
+        self.nodes.append(Node(f"{self.node.name}/{what}_{len(self.nodes)}", operator, operands, (result,)))
+        return result
+
+    def spread(self, name: str, scores: Shape) -> str | None:
+        """A mask of scores that have these dimensions before the last two, as one of samples and heads."""
+        shape = self.view.shape(name)
+        own, count = (1,) * (len(scores) + 2 - len(shape)) + shape[:-2], parts(scores, self.lead)
+        if scores == self.lead or set(own) <= {1}:
+            return name if len(shape) <= 4 else self.step("Reshape", name, "mask", (1, 1, *shape[-2:]))
+        if own == scores:
+            return self.headed_mask(name, (*self.lead, *shape[-2:]))
+        if count is None:
+            return None
+        groups = [(own[:count], scores[:count]), (own[count:], scores[count:])]
+        full = [group if set(group) <= {1} else whole for group, whole in groups]
+        whole = (*full[0], *full[1])
+        if whole != own:
+            name = self.step("Expand", name, "mask", (*whole, *shape[-2:]))
+        return self.headed_mask(name, (math.prod(full[0]), math.prod(full[1]), *shape[-2:]))
+
+    def headed_mask(self, name: str, wanted: Shape) -> str:
+        source = self.view.made_by(name, "Reshape")
+        if source is not None and self.view.shape(source.inputs[0]) == wanted:
+            return source.inputs[0]
+        return self.step("Reshape", name, "mask", wanted)
+
+    def summed(self, masks: list[str]) -> str:
+        """The sum of masks."""
+        total = masks[0]
+        for mask in masks[1:]:
+            shape = np.broadcast_shapes(self.view.shape(total), self.view.shape(mask))
+            total = self.made("Add", (total, mask), shape, "mask")
+        return total
 
 
-def _chosen(view: View, name: str) -> str | None:
-    """The scores within Where(causal, scores, number that hides)."""
-    node = view.made_by(name, "Where")
-    hidden = view.scalar(node.inputs[2]) if node is not None else None
-    if node is None or hidden is None or hidden > HIDDEN or view.shape(node.inputs[1]) != view.shape(name):
-        return None
-    return node.inputs[1] if _mask_kind(view, node.inputs[0]) == "causal" else None
-
-
-def _product(view: View, name: str) -> tuple[float, tuple[str, ...]] | None:
-    """Coefficient and operands of a value that is scale · Q Kᵀ."""
-    scale, inner = view.scaled(name)
-    node = view.made_by(inner, "MatMul")
-    return None if node is None else (scale, node.inputs)
-
-
-def _mask_kind(view: View, mask: str) -> str:
-    """`blank` for a mask of zeros, `causal` for one that shows each position itself and those before it, else `other`.
-
-    A mask is added, or chooses by true what is shown. Layers share their masks, and a mask of a long sequence is
-    large: each is looked at once.
-    """
-    if mask not in view.masks:
-        numbers = view.known.array(mask)
-        if numbers is not None and numbers.dtype == np.bool_:
-            numbers = np.where(numbers, np.float32(0), np.float32(-np.inf))
-        blank = numbers is not None and not numbers.any()
-        view.masks[mask] = "blank" if blank else "causal" if _is_causal(numbers) else "other"
-    return view.masks[mask]
-
-
-def _is_causal(mask: np.ndarray | None) -> bool:
-    if mask is None or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.dtype.kind not in "fV":
-        return False
-    square = mask.reshape(-1, *mask.shape[-2:]).astype(np.float32, copy=False)
-    shown = np.tri(mask.shape[-1], dtype=bool)
-    return bool(np.all((square == 0) == shown) and np.all((square <= HIDDEN) != shown))
+def _swapped(shape: Shape) -> Shape:
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def _key(view: View, transposed: str) -> str | None:
-    """K where a value is Kᵀ and K is at hand, perhaps not yet merged from (samples, heads, sharers, …)."""
+    """K where a value of four dimensions is Kᵀ and K is at hand, perhaps not yet merged from (samples, heads, sharers,
+    …)."""
     node = view.made_by(transposed, "Transpose")
     if node is not None:
         return node.inputs[0] if node.integers("perm") == (0, 1, 3, 2) else None
     path = view.path(transposed, "Reshape", "Transpose", "Reshape")
-    if not path or path[1].integers("perm") != (0, 2, 1):
+    if not path or path[1].integers("perm") != (0, 2, 1) or len(view.shape(transposed)) != 4:
         return None
     samples, heads, features, positions = view.shape(transposed)
     if view.shape(path[1].inputs[0]) != (samples * heads, positions, features):
@@ -168,7 +247,7 @@ def _key(view: View, transposed: str) -> str | None:
     return path[2].inputs[0] if (samples, heads, positions, features) in (source, _merged_heads(source)) else None
 
 
-def _merged_heads(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _merged_heads(shape: Shape) -> Shape:
     """The shape (samples, heads, sharers, …) with one dimension of heads · sharers."""
     return (*shape[:1], math.prod(shape[1:3]), *shape[3:])
 

@@ -58,4 +58,6 @@ def fused(graph: Graph) -> Graph:
     if len(nodes) == len(graph.nodes) and all(map(lambda new, old: new is old, nodes, graph.nodes)):
         return graph
     values = tuple(view.type_of(name) for node in nodes for name in node.outputs if name)
-    return without_unread(without_repeats(dataclasses.replace(graph, nodes=tuple(nodes), values=values)))
+    constants = (*graph.constants, *view.constants.values())
+    made = dataclasses.replace(graph, nodes=tuple(nodes), values=values, constants=constants)
+    return without_unread(without_repeats(made))

@@ -6,7 +6,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from autopipe.ir.graph import Fill, Graph, Node, Value
+import numpy as np
+
+from autopipe.ir.graph import Constant, DType, Fill, Graph, Node, Value
+from autopipe.passes.frontend.elements import number_array
 from autopipe.passes.frontend.inference import ConstantFolder
 
 MOST_STEPS = 32
@@ -30,6 +33,8 @@ class View:
         self.writers: dict[str, Node] = {}
         self.made: dict[str, Value] = {}
         """Values that rules have added to those of `graph`."""
+        self.constants: dict[str, Constant] = {}
+        """Constants that rules have added."""
         self.masks: dict[str, str] = {}
         """Positions hidden by the masks seen so far: see `_mask_kind`."""
         self.sums: dict[str, MaskedSum] = {}
@@ -37,6 +42,27 @@ class View:
 
     def type_of(self, name: str) -> Value:
         return self.made.get(name) or self.graph.type_of(name)
+
+    def add(self, name: str, dtype: DType, shape: tuple[int, ...]) -> str:
+        """The name of a new value of this type."""
+        while name in self.made or self.graph.has(name):
+            name += "_"
+        self.made[name] = Value(name, dtype, shape)
+        return name
+
+    def shape_constant(self, shape: tuple[int, ...]) -> str:
+        """The name of a constant that holds a shape."""
+        return self._constant("shape_" + "x".join(map(str, shape)), np.asarray(shape, np.int64), DType.INT64)
+
+    def number_constant(self, number: float, dtype: DType) -> str:
+        """The name of a constant of one number."""
+        return self._constant(f"{dtype.value}_{number!r}", number_array(number, dtype), dtype)
+
+    def _constant(self, key: str, array: np.ndarray, dtype: DType) -> str:
+        if key not in self.constants:
+            name = self.add(key, dtype, array.shape)
+            self.constants[key] = Constant(self.made[name], array)
+        return self.constants[key].value.name
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.type_of(name).shape

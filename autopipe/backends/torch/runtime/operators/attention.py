@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +110,17 @@ def attention(
         result = fused_attention(query, key, value, bias, scale=scale)
         captured = None
     else:
-        result, captured = _spelled_out(query, key, value, bias, sink, scale, softcap, precision, capture)
+        kind = query.device.type
+        narrows = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        autocast = torch.get_autocast_dtype(kind) if narrows else None
+        softmax = _Softmax(scale, softcap, precision, autocast)
+        if capture is None:
+            # Else backward would keep what products round anyway.
+            operands = (each.to(autocast or each.dtype) for each in (query, key, value))
+            result, captured = _Stepwise.apply(softmax, *operands, bias, sink), None  # type: ignore[no-untyped-call]
+        else:
+            probabilities, captured = softmax.probabilities(query, key, bias, sink, capture)
+            result, captured = torch.matmul(probabilities, _for_each(query, value)), captured.to(query.dtype)
     return result.transpose(1, 2).flatten(2) if merge else result, key, value, captured
 
 
@@ -145,44 +158,78 @@ def _visible(
     return mask if allowed is None else mask & allowed
 
 
-def _spelled_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    precision: torch.dtype | None,
-    capture: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Attention step by step; queries that see nothing give 0."""
+@dataclass(frozen=True, slots=True)
+class _Softmax:
+    """The settings of a softmax over scores."""
+
+    scale: float | None
+    softcap: float
+    precision: torch.dtype | None
+    autocast: torch.dtype | None
+
+    def probabilities(
+        self, query: Tensor, key: Tensor, bias: Tensor | None, sink: Tensor | None, capture: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Probabilities step by step, and what `capture` asks for; queries that see nothing have zeros."""
+        root = math.sqrt(self.scale if self.scale is not None else 1 / math.sqrt(query.shape[-1]))
+        key = _for_each(query, key)
+        scores = torch.matmul(query * root, key.transpose(-1, -2) * root)
+        captured = scores
+        if self.softcap > 0:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+            captured = scores if capture == 1 else captured
+        blind = None
+        if bias is not None:
+            hidden = ~bias if bias.dtype is torch.bool else torch.isneginf(bias)
+            scores = scores.masked_fill(hidden, -math.inf) if bias.dtype is torch.bool else scores + bias
+            blind = hidden.all(-1, keepdim=True)
+        captured = scores if capture == 2 else captured
+        kept = scores if self.precision is None else scores.to(self.precision)
+        if sink is not None:
+            column = sink.to(kept.dtype).reshape(-1, 1, 1).expand(*kept.shape[:-1], 1)
+            probabilities = torch.softmax(torch.cat((kept, column), -1), -1)[..., :-1]
+        elif blind is None:
+            probabilities = torch.softmax(kept, -1)
+        else:
+            # A softmax of nothing but -inf is NaN, and so is its gradient: such rows are blanked before and after.
+            probabilities = torch.softmax(kept.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+        return probabilities.to(query.dtype), probabilities if capture == 3 else captured
+
+
+def _for_each(query: Tensor, key: Tensor) -> Tensor:
+    """Keys, or values, of every query head."""
     repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
-    scores = torch.matmul(query * root, key.transpose(-1, -2) * root)
-    captured = scores
-    if softcap > 0:
-        scores = torch.tanh(scores / softcap) * softcap
-        captured = scores if capture == 1 else captured
-    blind = None
-    if bias is not None:
-        hidden = ~bias if bias.dtype is torch.bool else torch.isneginf(bias)
-        scores = scores.masked_fill(hidden, -math.inf) if bias.dtype is torch.bool else scores + bias
-        blind = hidden.all(-1, keepdim=True)
-    captured = scores if capture == 2 else captured
-    kept = scores if precision is None else scores.to(precision)
-    if sink is not None:
-        column = sink.to(kept.dtype).reshape(-1, 1, 1).expand(*kept.shape[:-1], 1)
-        probabilities = torch.softmax(torch.cat((kept, column), -1), -1)[..., :-1]
-    elif blind is None:
-        probabilities = torch.softmax(kept, -1)
-    else:
-        # A softmax of nothing but -inf is NaN, and so is its gradient: such rows are blanked before and after.
-        probabilities = torch.softmax(kept.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
-    captured = probabilities if capture == 3 else captured
-    return torch.matmul(probabilities.to(query.dtype), value), captured.to(query.dtype)
+    return key.repeat_interleave(repeats, 1) if repeats > 1 else key
+
+
+class _Stepwise(torch.autograd.Function):
+    """Attention of which backward keeps the operands alone: it computes probabilities again."""
+
+    @staticmethod
+    def forward(context: Any, softmax: _Softmax, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+        context.softmax = softmax
+        context.save_for_backward(query, key, value, *others)
+        return torch.matmul(softmax.probabilities(query, key, *others)[0], _for_each(query, value))
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, _, value, *_ = context.saved_tensors
+        softmax, wanted, (gradient,) = context.softmax, context.needs_input_grad[1:], gradients
+        places = [place for place in (0, 1, 3, 4) if wanted[place]]
+        leaves: list[Any] = [each if each is None else each.detach() for each in context.saved_tensors]
+        flowing: list[Tensor] = [leaves[place].requires_grad_() for place in places]
+        kind, dtype = query.device.type, softmax.autocast
+        with torch.enable_grad(), torch.autocast(kind, dtype) if dtype is not None else nullcontext():
+            probabilities, _ = softmax.probabilities(leaves[0], leaves[1], leaves[3], leaves[4])
+        found: list[Tensor | None] = [None] * len(leaves)
+        if wanted[2]:
+            of_value = torch.matmul(probabilities.detach().transpose(-1, -2), gradient)
+            found[2] = of_value.unflatten(1, (value.shape[1], -1)).sum(2)
+        if flowing:
+            of_probabilities = torch.matmul(gradient, _for_each(query, value).transpose(-1, -2))
+            for place, each in zip(places, torch.autograd.grad(probabilities, flowing, of_probabilities), strict=True):
+                found[place] = each
+        return None, *found
 
 
 def rotary_embedding(

@@ -122,3 +122,19 @@ def test_both_ways_through_attention_agree() -> None:
     torch.testing.assert_close(
         fused, F.scaled_dot_product_attention(query, key, value, mask, scale=0.3).transpose(1, 2).reshape(2, 3, 8)
     )
+
+
+@pytest.mark.parametrize("with_sink", [True, False])
+def test_backward_of_a_capped_attention_keeps_its_operands_alone(with_sink: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(1, 4, 3, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(1, 2, 3, 2, generator=generator, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    sink = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True) if with_sink else None
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.data_ptr()) or each, lambda each: each):
+        result = operators.attention(query, key, value, sink=sink, softcap=2.0)[0]
+    leaves = [each for each in (query, key, value, sink) if each is not None]
+    assert kept == [each.data_ptr() for each in leaves]
+    stepwise = operators.attention(query, key, value, sink=sink, softcap=2.0, capture=0)[0]
+    found, expected = (torch.autograd.grad(each.square().sum(), leaves) for each in (result, stepwise))
+    torch.testing.assert_close(found, expected)
