@@ -90,7 +90,7 @@ class _Writer:
     def written(self, scores: Scores, value: str, turned: bool) -> tuple[Node, ...] | None:
         view = self.view
         masks = [(mask, shown) for mask in scores.masks if (shown := kind_of_mask(view, mask)) != "blank"]
-        causal = masks[0][1] if len(masks) == 1 and masks[0][1] != "other" else ""
+        causal = masks[0][1] if len(masks) == 1 and masks[0][1] not in ("some", "other") else ""
         value = self.turned(value, "value") if turned else value
         key, key_scale = self.keys(scores.transposed, value)
         value = self.headed(value, "value")

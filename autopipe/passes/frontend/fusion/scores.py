@@ -98,8 +98,7 @@ def _is_applied(view: View, mask: Mask, dtype: DType) -> bool:
     type_ = view.type_of(mask.name)
     if mask.low is None:
         return type_.dtype is dtype and len(type_.shape) > 1
-    numbers = view.known.array(mask.name)
-    if numbers is not None and bool((numbers == mask.shown).any(-1).all()):
+    if kind_of_mask(view, mask) != "other":
         return mask.low <= HIDDEN  # each row shows something, and what is hidden weighs nothing
     return mask.low <= ABSORBING.get(dtype, -1e9) and len(type_.shape) > 1
 
@@ -137,7 +136,7 @@ def _reaches(view: View, name: str, steps: int) -> bool:
 
 def kind_of_mask(view: View, mask: Mask) -> str:
     """`blank` for a mask that changes nothing, `causal` for one that shows each position itself and those before it, a
-    number W for one that shows itself and the W before it, else `other`.
+    number W for one that shows itself and the W before it, `some` for one that chooses and hides no row, else `other`.
 
     Layers share their masks, and a mask of a long sequence is large: each is looked at once.
     """
@@ -149,6 +148,8 @@ def kind_of_mask(view: View, mask: Mask) -> str:
         elif mask.low is not None:
             shown = numbers == mask.shown
             view.masks[key] = "blank" if shown.all() else _band(shown)
+            if view.masks[key] == "other" and bool(shown.any(-1).all()):
+                view.masks[key] = "some"
         else:
             view.masks[key] = _added(numbers)
     return view.masks[key]
