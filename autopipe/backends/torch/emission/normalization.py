@@ -31,7 +31,9 @@ def _batch_norm(call: Call) -> str:
     x, scale, bias, mean, variance = (call.arg(index) for index in range(5))
     momentum, epsilon = call.stated("momentum", 0.9), call.stated("epsilon", 1e-5)
     if not trains(call):
-        return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
+        if mean.startswith("p.") and variance.startswith("p."):
+            return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
+        return called("operators.batch_norm_by", x, mean, variance, scale, bias, epsilon)
     group = call.group("n", *_spatial(call))
     running = "p.running" if mean.startswith("p.w") and variance.startswith("p.w") else None
     if not group and not any(call.results[1:]):

@@ -54,7 +54,7 @@ VECTOR = floats(4)
         ("MaxPool", [IMAGE], {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1}, "F.max_pool2d(a, 3, 2, ceil_mode=True)"),
         ("AveragePool", [IMAGE], {"kernel_shape": [2, 2], "strides": [2, 2]}, "F.avg_pool2d(a, 2, 2)"),
         ("GlobalAveragePool", [IMAGE], {}, "torch.mean(a, (2, 3), keepdim=True)"),
-        ("BatchNormalization", [IMAGE, *[VECTOR] * 4], {}, "F.batch_norm(a, d, e, b, c, eps=1e-05)"),
+        ("BatchNormalization", [IMAGE, *[VECTOR] * 4], {}, "operators.batch_norm_by(a, d, e, b, c, 1e-05)"),
         ("LayerNormalization", [floats(2, 3, 4), VECTOR, VECTOR], {}, "F.layer_norm(a, (4,), b, c, 1e-05)"),
         ("RMSNormalization", [floats(2, 3, 4), VECTOR], {"epsilon": 1e-6}, "F.rms_norm(a, (4,), b, 1e-06)"),
         ("InstanceNormalization", [IMAGE, VECTOR, VECTOR], {}, "F.instance_norm(a, weight=b, bias=c, eps=1e-05)"),

@@ -251,6 +251,13 @@ def _by_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return (y * scale.reshape(shape) + bias.reshape(shape)).to(y.dtype)
 
 
+def batch_norm_by(x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """x normalised by statistics that are computed, as of weights that are standardised: unlike `F.batch_norm` it gives
+    them gradients."""
+    shape = (-1, *[1] * (x.dim() - 2))
+    return _by_channel((x - mean.reshape(shape)) * torch.rsqrt(variance.reshape(shape) + epsilon), scale, bias)
+
+
 def layer_norm_part(
     x: Tensor, dims: Dims, scale: Tensor, bias: Tensor | None, epsilon: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:

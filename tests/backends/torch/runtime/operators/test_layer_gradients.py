@@ -70,6 +70,10 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
         lambda x, s, b: operators.batch_norm(x, s, b, torch.zeros(2), torch.ones(2), 0.9, 1e-5)[0],
         ((3, 2, 2), (2,), (2,)),
     ),
+    "batch_norm_by": (
+        lambda x, m, v, s, b: operators.batch_norm_by(x, m, v.exp(), s, b, 1e-5),
+        ((3, 2, 2), *[(2,)] * 4),
+    ),
     "layer_norm": (lambda x, s: operators.layer_norm(x, (3, 2), s, None, 1e-5)[0], ((2, 3, 2), (3, 1))),
     "skip_layer_norm": (
         lambda x, y, s, t, b: operators.skip_layer_norm(x, y, s, t, b, 1e-5)[0],
