@@ -227,8 +227,8 @@ def told_by_rule(node: onnx.NodeProto, operands: Operands, where: str) -> tuple[
 
 
 TYPED_BY = {
-    "BatchNormalization": (0, 9),
-    "InstanceNormalization": (0, 6),
+    "BatchNormalization": (0, 1),
+    "InstanceNormalization": (0, 1),
     "LayerNormalization": (0, 17),
     "RMSNormalization": (1, 23),
 }
