@@ -14,6 +14,8 @@ from tests.distributed.support.allocations import peak_of_rank
 
 pytestmark = pytest.mark.distributed
 
+TYPES = ("fp32", "bf16")
+
 
 def gpt(folder: Path, hidden: int, **more: str) -> Path:
     path = folder / "gpt.onnx"
@@ -72,6 +74,19 @@ def test_stages_that_recompute_hold_copies_in_16_bits_where_memory_has_room(wide
     assert not all(stage.holds_copies for stage in plan.placement.stages) and max(timeline.peak_memory) <= limit
     for rank, predicted in enumerate(timeline.peak_memory):
         assert 0.95 <= peak_of_rank(folder / "program", rank) / predicted <= 1.05
+
+
+def test_inference_holds_weights_of_products_in_16_bits_alone(wide_model: Path) -> None:
+    plans = [open_prediction(planned(wide_model, "gpipe", 6, "mode=infer", f"precision={each}")) for each in TYPES]
+    (whole, _), (narrow, timeline) = plans
+    table = 4 * 256 * 128  # Looked up, too, and so held in full.
+    assert (
+        narrow.prediction.stages[1].parameter_bytes
+        < 0.55 * (whole.prediction.stages[1].parameter_bytes - table) + table
+    )
+    folder = planned(wide_model, "gpipe", 6, "mode=infer", "precision=bf16")
+    for rank, predicted in enumerate(timeline.peak_memory):
+        assert 0.9 <= peak_of_rank(folder / "program", rank) / predicted <= 1.1
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -71,13 +71,15 @@ def state_of(
     figures, train, shard = _figures(problem.graph, problem.precision), problem.train, problem.optimizer.shard
     for name, count in parts:
         whole, elements, is_trained, is_matrix, copy = figures[name]
-        size = whole // count
+        size = (whole if train or not copy else copy) // count  # Inference loads what is copied in 16 bits.
         own += size
+        if not train:
+            continue
         if problem.recomputes_all if read_again is None else name in read_again:
             cast += copy // count
         else:
             low += copy // count
-        if train and is_trained:
+        if is_trained:
             gradients += size
             tensors += 1
             holders = copies.get(name, 1) if shard else 1

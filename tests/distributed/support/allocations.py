@@ -30,10 +30,11 @@ def peak_of_rank(folder: Path, rank: int) -> int:
 
 
 def _read_bytes(folder: Path, rank: int) -> int:
-    """Parameters are numpy's, whom torch does not ask for memory; but for those that move into rows of shares."""
+    """Parameters are numpy's, whom torch does not ask for memory; but for those that move into rows of shares, and in
+    inference those that are held in 16 bits."""
     manifest = read_manifest(folder)
     total = 0
-    moved: set[int] = set()
+    moved = set() if manifest.train else set(manifest.low_precision)
     if manifest.optimizer["shard"]:
         moved.update(block.parameter for bucket in buckets_of_rank(manifest, rank) for block in bucket.blocks)
     for shard in manifest.shards[rank]:

@@ -148,18 +148,27 @@ def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def load_parameters(
-    manifest: Manifest, rank: int, device: torch.device, seed: int, valued: bool = True
+    manifest: Manifest,
+    rank: int,
+    device: torch.device,
+    seed: int,
+    narrow: torch.dtype | None = None,
+    valued: bool = True,
 ) -> dict[int, torch.Tensor]:
-    """The rank's blocks by parameter index, on `device`, gradients enabled for the trainable ones when training. Not
-    `valued`, they are tensors of their shapes and types that nothing is read or drawn for."""
+    """The rank's blocks by parameter index, on `device`, gradients enabled for the trainable ones when training; as
+    `narrow`, where that is given, those that stages read in 16 bits. Not `valued`, they are tensors of their shapes and
+    types that nothing is read or drawn for."""
     found: dict[int, torch.Tensor] = {}
     threads = processors_of_this_rank()
     for shard in manifest.shards[rank]:
         parameter = manifest.parameters[shard.parameter]
+        dtype = torch_dtype(parameter.value.dtype)
+        if narrow is not None and shard.parameter in manifest.low_precision:
+            dtype = narrow
         if valued:
-            tensor = read_block(manifest.model, parameter, shard.box, seed, threads).to(device)
+            tensor = read_block(manifest.model, parameter, shard.box, seed, threads).to(dtype).to(device)
         else:
-            tensor = torch.empty(shard.box.shape, dtype=torch_dtype(parameter.value.dtype), device=device)
+            tensor = torch.empty(shard.box.shape, dtype=dtype, device=device)
         tensor.requires_grad_(manifest.train and parameter.trainable and tensor.is_floating_point())
         found[shard.parameter] = tensor
     return found

@@ -17,18 +17,23 @@ from autopipe.backends.torch.runtime.transport import Transport
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def low_precision_type(precision: str) -> torch.dtype | None:
+    """The 16-bit type of a program's precision, None where it has none."""
+    return _AUTOCAST.get(precision)
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """The context of a forward at a program's precision."""
-    dtype = _AUTOCAST.get(precision)
+    dtype = low_precision_type(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 class LowPrecisionCopies:
     """Copies of parameters in 16 bits, which autocast would otherwise make in every forward. To autograd a copy is a
-    cast of its parameter, to which gradients go on and are added in fp32."""
+    cast of its parameter, to which gradients go on and are added in fp32. In inference it is the parameter itself."""
 
     def __init__(self, parameters: Mapping[int, torch.Tensor], manifest: Manifest) -> None:
-        dtype = _AUTOCAST.get(manifest.precision)
+        dtype = low_precision_type(manifest.precision)
         held = [index for index in manifest.low_precision if index in parameters]
         self._parameters = [parameters[index] for index in held]
         self.tensors = {index: parameters[index].to(dtype) for index in held}

@@ -43,7 +43,7 @@ from autopipe.backends.torch.runtime.optimizers import (
 )
 from autopipe.backends.torch.runtime.outputs import OutputCollector
 from autopipe.backends.torch.runtime.parameters import Arguments, load_parameters
-from autopipe.backends.torch.runtime.precision import LossScaler, LowPrecisionCopies, set_products
+from autopipe.backends.torch.runtime.precision import LossScaler, LowPrecisionCopies, low_precision_type, set_products
 from autopipe.backends.torch.runtime.records import RECORDED_STEPS, dump_tensors, load_gradients
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.backends.torch.runtime.running_statistics import move, shared_statistics
@@ -159,7 +159,9 @@ class Rank(RankContext):
         transport.connect(groups | self._shared_statistics, manifest.channels)
         if self.device.type == "cuda" and manifest.memory_limits:
             limit_memory(manifest.memory_limits[self.number], self.device)
-        self.parameters = load_parameters(manifest, self.number, self.device, self.seed, self.memory_tracker is None)
+        narrow = None if self.train else low_precision_type(manifest.precision)
+        valued = self.memory_tracker is None
+        self.parameters = load_parameters(manifest, self.number, self.device, self.seed, narrow, valued)
         if options.perturb:
             for index, tensor in self.parameters.items():
                 tensor.data = perturbed(tensor.data, options.perturb, index)
