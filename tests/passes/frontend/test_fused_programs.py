@@ -29,6 +29,13 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, object], dict[str, np.nda
     "attention with biases": (
         [*SCORES, node("Add", "s bias", "masked"), *ENDED], HEADS | {"bias": [2, 4, 5, 5]}, {}, ["Attention"]
     ),
+    "attention whose probabilities are cast there and back": (
+        [
+            *SCORES, node("Add", "s bias", "masked"), node("Softmax", "masked", "p", axis=-1),
+            node("Cast", "p", "wide", to=11), node("Cast", "wide", "narrow", to=1), node("MatMul", "narrow v", "y"),
+        ],
+        HEADS | {"bias": [2, 4, 5, 5]}, {}, ["Attention"],
+    ),
     "causal attention": (
         [*SCORES, node("Where", "causal s low", "masked"), *ENDED], HEADS,
         {"causal": np.tri(5, dtype=bool).reshape(1, 1, 5, 5)}, ["Attention"],

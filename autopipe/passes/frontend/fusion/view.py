@@ -104,11 +104,13 @@ class View:
         return constant is not None and not constant.array.any()
 
     def uncast(self, name: str) -> str:
-        """The value before a cast between floating-point types."""
-        node = self.made_by(name, "Cast")
-        if node is None or not all(self.type_of(each).dtype.is_floating for each in (node.inputs[0], name)):
-            return name
-        return node.inputs[0]
+        """The value before casts between floating-point types: half precision is written as a cast there and back."""
+        for _ in range(MOST_STEPS):
+            node = self.made_by(name, "Cast")
+            if node is None or not all(self.type_of(each).dtype.is_floating for each in (node.inputs[0], name)):
+                break
+            name = node.inputs[0]
+        return name
 
     def scaled(self, name: str) -> tuple[float, str]:
         """A value as coefficient times another, multiplications and divisions by one number taken off."""
