@@ -27,6 +27,7 @@ from autopipe.ir.schedule import StageGraph
 from autopipe.passes.analysis.chain import Chain, make_chain
 from autopipe.passes.cost.memory_check import with_copies
 from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.frontend import read_model
 from autopipe.passes.pipeline import Request, Runner, problems_of
 from autopipe.passes.placement.tessel_shapes import (
     CostedModel,
@@ -227,7 +228,11 @@ def problem_on_v100(
             recompute="full",
             memory_limit=2**60,  # `step_seconds` checks memory.
         )
-        return next(problems_of(request, TesselShapes(), Runner()))[1]
+        runner = Runner()
+        # The loss's scores are whole, as in the paper.
+        read = read_model(path, batch=micro_batch_size, whole_scores=True)
+        runner.models.update(dict.fromkeys((None, micro_batch_size), read))
+        return next(problems_of(request, TesselShapes(), runner))[1]
 
 
 def step_seconds(problem: Problem, placement: Placement, scheduler: Scheduler) -> float:
