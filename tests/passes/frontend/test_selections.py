@@ -185,6 +185,10 @@ SMALL = {
          node("ReduceSum", "k last", "n", keepdims=0), node("Split", "kept n", "a b", axis=0), node("Exp", "a", "e"),
          node("Concat", "b e", "c", axis=0), node("CumSum", "c first", "z"), TOTAL],
     ),
+    "chosen of the chosen": (
+        [KEPT, node("Gather", "kept one", "g", axis=1), node("Greater", "g middle", "b"), node("NonZero", "b", "n"),
+         node("Squeeze", "n axis0", "i"), node("Gather", "kept i", "c"), node("CumSum", "c first", "z"), TOTAL],
+    ),
     "put where another tensor says": (
         [node("Compress", "labels keep", "l"), node("Unsqueeze", "l last", "p"), KEPT,
          node("ScatterND", "table p kept", "y", reduction="add")],
@@ -204,6 +208,7 @@ def test_small_graphs(name: str, tmp_path: Path) -> None:
         "halves": integers(2, 3),
         "one_place": integers(1).reshape(1, 1),
     }
+    held |= {"middle": np.array(0.9, np.float32)}
     held |= {"first_row": floats(1, 4, seed=6)}
     held |= {"table": floats(5, 4, seed=4), "first_rows": floats(3, 4, seed=5)}
     read = {operand for each in nodes for operand in each.input}

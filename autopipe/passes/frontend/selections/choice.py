@@ -62,6 +62,18 @@ def chosen_by(use: Use, data: Value, masks: Masks) -> Selection:
     return selection_of(use, mask, held, data.shape, root)
 
 
+def choose_again(use: Use) -> None:
+    """The numbers, among chosen rows of one number each, of those that are not zero: they are chosen of these."""
+    rows, write = use.held[0], use.write
+    if use.node.op_type != "NonZero" or not isinstance(rows, Rows) or rows.type.shape != (ROWS,):
+        raise use.refused()
+    rows = write.placed(write.whole(rows), rows.selection.axes)
+    mask = write.node("And", [write.line(rows.selection), write.cast(rows.value, DType.BOOL)])
+    selection = selection_of(use, mask, (rows.shape[0],), (rows.shape[0],), f"{rows.selection.key} {use.operands[0]}")
+    places = write.reshape(write.ranks(rows.selection), (1, rows.shape[0]))
+    use.found[use.node.output[0]] = Rows(selection, Value("", DType.INT64, (1, ROWS)), 1, (0,), places)
+
+
 def _known_many(use: Use, mask: str, extent: int, count: int, below: int) -> None:
     """The places of as many true elements as the file says: the experts that its example ran. Where tensors of no more
     rows are read there, they are all of these rows."""

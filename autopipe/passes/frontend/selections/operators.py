@@ -22,7 +22,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.along import along, settle
-from autopipe.passes.frontend.selections.choice import CHOOSING, choose
+from autopipe.passes.frontend.selections.choice import CHOOSING, choose, choose_again
 from autopipe.passes.frontend.selections.counts import OF_SHAPES, compute_count, cut, cuts, measure, summed_mask
 from autopipe.passes.frontend.selections.lookups import cuts_rows, looked_up, splits_rows
 from autopipe.passes.frontend.selections.masks import Masks
@@ -148,8 +148,11 @@ class Selections(dict[str, Held]):
 
     def _treat(self, use: Use) -> None:
         operator = use.node.op_type
-        if operator in CHOOSING and not any(use.held):
-            choose(use, self._uses, self._masks)
+        if operator in CHOOSING:
+            if any(use.held):
+                choose_again(use)
+            else:
+                choose(use, self._uses, self._masks)
         elif operator == "Identity":
             use.found.update((use.node.output[0], each) for each in use.held if each is not None)
         elif operator in ("Shape", "Size"):
