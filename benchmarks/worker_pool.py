@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from autopipe.backends.torch.child import end_with, python_command
 from autopipe.backends.torch.launcher import rank_environment, read_reports
-from autopipe.backends.torch.runtime.network import LOOPBACK, interface_of
+from autopipe.backends.torch.runtime.job import LOOPBACK, interface_of
 from autopipe.ir.errors import LaunchError
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from autopipe.backends.torch.launcher import LaunchConfig, local_ranks, read_reports
+from autopipe.backends.torch.runtime.job import Endpoint, endpoint_of
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.backends.torch.runtime.network import Endpoint, endpoint_of
 from autopipe.cli.main import main
 from autopipe.ir.errors import ConfigurationError
 from tests.distributed.support.launching import write_chain

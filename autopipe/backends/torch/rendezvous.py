@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS
-from autopipe.backends.torch.runtime.network import LOOPBACK, Endpoint, endpoint_of, family, interface_of
+from autopipe.backends.torch.runtime.job import LOOPBACK, Endpoint, endpoint_of, family, interface_of
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
 from autopipe.ir.errors import ConfigurationError, LaunchError
 

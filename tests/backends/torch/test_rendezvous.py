@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from autopipe.backends.torch.rendezvous import Handler, Node, Place, StateHolder, check_nodes, missing_nodes
-from autopipe.backends.torch.runtime.network import LOOPBACK
+from autopipe.backends.torch.runtime.job import LOOPBACK
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
