@@ -34,7 +34,7 @@ from autopipe.passes.analysis.training import check_groups, check_padding
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work
-from autopipe.passes.cost.memory_check import with_copies
+from autopipe.passes.cost.memory_check import with_copies, without_copies
 from autopipe.passes.cost.stage_work import check_whole_matrices
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.registry import Scheduler, Strategy
@@ -400,8 +400,7 @@ def schedule_placed(placed: Placed, scheduler: Scheduler, runner: Runner) -> tup
     except OutOfMemoryError:
         if not any(stage.holds_copies for stage in placed.placement.stages):
             raise
-    stages = tuple(replace(stage, holds_copies=False) for stage in placed.placement.stages)
-    placement = replace(placed.placement, stages=stages)
+    placement = without_copies(placed.placement)
     prediction = runner.run("predict", lambda: predict(placed.problem, placement))
     placed = replace(placed, placement=placement, prediction=prediction)
     return placed, time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)

@@ -58,11 +58,15 @@ def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
     return tuple(min(each // size, count) for each, size, count in zip(samples, sizes, own, strict=True))
 
 
+def without_copies(placement: Placement) -> Placement:
+    return replace(placement, stages=tuple(replace(each, holds_copies=False) for each in placement.stages))
+
+
 def with_copies(problem: Problem, placement: Placement) -> Placement:
     """The placement in which stages that recompute hold copies of parameters in 16 bits where their devices have room:
     with twice the micro-batches in flight that 1F1B keeps, since other schedules keep more."""
     holding = replace(placement, stages=tuple(replace(each, holds_copies=each.recompute) for each in placement.stages))
-    plain = replace(placement, stages=tuple(replace(each, holds_copies=False) for each in placement.stages))
+    plain = without_copies(placement)
     if not problem.train or not low_precision_copies(problem.graph, problem.precision) or plain == holding:
         return plain
     used: defaultdict[int, int] = defaultdict(int)

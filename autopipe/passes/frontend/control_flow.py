@@ -16,8 +16,9 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType
+from autopipe.passes.frontend.elements import made_node
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS, DEEPEST_BODY, nested
-from autopipe.passes.frontend.sequences import empty, made_node, truth
+from autopipe.passes.frontend.sequences import empty, truth
 
 if TYPE_CHECKING:
     import onnx

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -109,6 +109,23 @@ def type_proto(value: Value) -> onnx.TypeProto:
     import onnx.helper
 
     return onnx.helper.make_tensor_type_proto(NUMBERS[value.dtype], value.shape)
+
+
+def made_node(
+    origin: onnx.NodeProto, op: str, operands: Sequence[str], results: Sequence[str], **attributes: Any
+) -> onnx.NodeProto:
+    """A node that stands for a part of another, under its name."""
+    import onnx.helper
+
+    return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
+
+
+def renamed(node: onnx.NodeProto, operands: Sequence[str], results: Sequence[str]) -> onnx.NodeProto:
+    """The node with other operands and results."""
+    copy = type(node)()
+    copy.CopyFrom(node)
+    copy.input[:], copy.output[:] = operands, results
+    return copy
 
 
 def attributes_of(node: onnx.NodeProto) -> tuple[tuple[str, Attribute], ...]:

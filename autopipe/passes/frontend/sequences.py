@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopipe.ir.errors import ModelError
+from autopipe.passes.frontend.elements import made_node
 
 if TYPE_CHECKING:
     import onnx
@@ -177,15 +178,6 @@ class Sequences(dict[str, tuple[str, ...]]):
         held = f"{results[0]}/{title}"
         constant = made_node(node, "Constant", [], [held], value_ints=sizes)
         return [constant, made_node(node, operator, [operand, held], results, **attributes)]
-
-
-def made_node(
-    origin: onnx.NodeProto, op: str, operands: Sequence[str], results: Sequence[str], **attributes: Any
-) -> Any:
-    """A node that stands for a part of another, under its name."""
-    import onnx.helper
-
-    return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
 
 
 def truth(origin: onnx.NodeProto, result: str, value: bool) -> Any:

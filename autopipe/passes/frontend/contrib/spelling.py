@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
+from autopipe.passes.frontend.elements import renamed
 
 if TYPE_CHECKING:
     import onnx
@@ -55,14 +56,7 @@ class Spelling:
 
     def own(self, operands: Sequence[str], outputs: Sequence[str]) -> None:
         """Add the node itself with other operands and results."""
-        import onnx
-
-        node = onnx.NodeProto()
-        node.CopyFrom(self.node)
-        del node.input[:], node.output[:]
-        node.input.extend(operands)
-        node.output.extend(outputs)
-        self.nodes.append(node)
+        self.nodes.append(renamed(self.node, operands, outputs))
 
     def integers(self, *values: int) -> str:
         """A constant of whole numbers."""

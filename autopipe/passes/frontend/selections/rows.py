@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autopipe.ir.graph import DType, Value
-from autopipe.passes.frontend.elements import NUMBERS
+from autopipe.passes.frontend.elements import NUMBERS, made_node, renamed
 
 if TYPE_CHECKING:
     import onnx
@@ -89,23 +89,14 @@ class Writer:
 
     def node(self, operator: str, operands: Sequence[str], result: str = "", **attributes: Any) -> str:
         """Write a node; the name of its result."""
-        import onnx.helper
-
         self._count += 1
         name = result or f"{next(filter(None, self._origin.output))}/rows/{self._count}"
-        self.nodes.append(onnx.helper.make_node(operator, operands, [name], name=self._origin.name, **attributes))
+        self.nodes.append(made_node(self._origin, operator, operands, [name], **attributes))
         return name
 
     def again(self, operands: Sequence[str], results: Sequence[str]) -> None:
         """Write the file's own node with other operands and results."""
-        import onnx
-
-        node = onnx.NodeProto()
-        node.CopyFrom(self._origin)
-        del node.input[:], node.output[:]
-        node.input.extend(operands)
-        node.output.extend(results)
-        self.nodes.append(node)
+        self.nodes.append(renamed(self._origin, operands, results))
 
     def state(self, name: str, number: int) -> None:
         """An attribute of the last node."""
@@ -151,12 +142,10 @@ class Writer:
 
     def sorted(self, name: str, count: int) -> tuple[str, str]:
         """A vector's numbers from the smallest on, and their places."""
-        import onnx.helper
-
         self._count += 1
         values = f"{next(filter(None, self._origin.output))}/rows/{self._count}"
         operands, results = [name, self.numbers([count])], [values, f"{values}/places"]
-        self.nodes.append(onnx.helper.make_node("TopK", operands, results, name=self._origin.name, axis=0, largest=0))
+        self.nodes.append(made_node(self._origin, "TopK", operands, results, axis=0, largest=0))
         return values, results[1]
 
     def in_order(self, mask: str, count: int) -> str:
