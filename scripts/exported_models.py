@@ -26,13 +26,12 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "exported-models.md"
 sys.path.insert(0, str(ROOT))
 
-from tests.distributed.support.pool import Pools  # noqa: E402 - needs the path above
+from tests.distributed.support.pool import Pools, ranks_in  # noqa: E402 - needs the path above
 from tests.exports.journey import (  # noqa: E402
     MICRO_BATCHES,
     Journey,
     Outcome,
     all_journeys,
-    ranks_in,
     travel,
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.support.pool import Pools
+from tests.distributed.support.pool import Pools, ranks_in
 from tests.distributed.support.zoo import SmallModels
 
 
@@ -16,6 +16,13 @@ def pools() -> Iterator[Pools]:
     found = Pools()
     yield found
     found.stop()
+
+
+@pytest.fixture
+def here(pools: Pools) -> Iterator[None]:
+    """Commands start programs on the pools instead of in processes of their own."""
+    with ranks_in(pools):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,9 @@ from autopipe.cli.main import main
 from tests.distributed.support import dropping
 from tests.distributed.support.alone import as_rank
 from tests.distributed.support.pool import Pools
-from tests.distributed.test_verify import OF_TRAINING, generated, here, verified
+from tests.distributed.test_verify import OF_TRAINING, generated, verified
 
 pytestmark = pytest.mark.distributed
-__all__ = ["here"]
-
 PLANS = {
     "recomputed": (
         "--gpus",

@@ -13,7 +13,7 @@ import pytest
 
 from autopipe.backends.torch.checkpoint import committed_steps
 from autopipe.cli.main import main
-from tests.distributed.support.launching import launch
+from tests.distributed.support.launching import launch, launch_here
 
 pytestmark = pytest.mark.distributed
 
@@ -49,20 +49,22 @@ def program(folder: Path, gpus: int, batch: int, micro_batches: int) -> Path:
     return plan / "program"
 
 
-def test_epochs_on_two_ranks_are_those_of_batches_of_just_their_samples(folder: Path) -> None:
+def test_epochs_on_two_ranks_are_those_of_batches_of_just_their_samples(
+    here: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of 11 samples the second batch of 8 has 3: in micro-batches of 2, one whole, one half, two empty. A run that
     goes on under a plan of 3 samples a batch takes just these in its place."""
     padded, exact = program(folder, 2, 8, 4), program(folder, 1, 3, 1)
-    whole = launch(padded, "--json")
+    whole = launch_here(capsys, padded, "--json")
     assert whole.code == 0, whole.stderr
     assert "11 samples are 2 batches of 8, the last of 3, filled up with samples that count nothing" in whole.stderr
     assert "4 steps go on into epoch 2" in whole.stderr
     saved = "--json", "--checkpoint", folder / "saved"
-    first = launch(padded, *saved, "--steps", 1)
-    second = launch(exact, *saved, "--steps", 2, "--resume")
-    third = launch(padded, *saved, "--steps", 4, "--resume")
+    first = launch_here(capsys, padded, *saved, "--steps", 1)
+    second = launch_here(capsys, exact, *saved, "--steps", 2, "--resume")
+    third = launch_here(capsys, padded, *saved, "--steps", 4, "--resume")
     assert [first.code, second.code, third.code] == [0, 0, 0], first.stderr + second.stderr + third.stderr
-    ended = launch(padded, *saved, "--resume")
+    ended = launch_here(capsys, padded, *saved, "--resume")
     assert ended.code == 0 and ended.losses == [] and "holds 4 steps of 4; --steps or --epochs" in ended.stderr
     assert len(whole.losses) == 4
     assert whole.losses == pytest.approx([*first.losses, *second.losses, *third.losses], abs=1e-6)

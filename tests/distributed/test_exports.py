@@ -9,42 +9,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.support.pool import Pools
-from tests.exports.journey import Journey, all_journeys, ranks_in, travel
+from tests.exports.journey import Journey, all_journeys, travel
 
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
+APART = "gpt2-dynamo-dynamic-loss"
+"""The one whose ranks run in processes of their own."""
 FAST = (
     "squeezenet-onnx-static-loss",
-    "gpt2-dynamo-dynamic-loss",
     "llama-torchscript-dynamic-forward",
     "dlrm-torchscript-dynamic-loss",
-)
-"""At least one of each exporter, kind of shapes and kind of output."""
-RECENT = (
     "yolo-torchscript-static-loss",
     "gpt2_step-torchscript-static-forward",
     "resnet_qdq-torchscript-static-forward",
     "functions-hand-static-forward",
 )
-"""Of those whose ranks run in processes that are kept."""
+"""With it at least one of each exporter, kind of shapes and kind of output."""
 
 SLOW = (pytest.mark.sweep, pytest.mark.timeout(1800))
 JOURNEYS = {journey.name: journey for journey in all_journeys()}
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", FAST)
-def test_representative_exports_are_verified_on_four_ranks(name: str, tmp_path: Path) -> None:
-    check(JOURNEYS[name], tmp_path)
+def test_an_export_is_verified_on_four_ranks_that_launch_starts(tmp_path: Path) -> None:
+    check(JOURNEYS[APART], tmp_path)
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
-    "name", [name if name in RECENT else pytest.param(name, marks=SLOW) for name in JOURNEYS if name not in FAST]
+    "name", [name if name in FAST else pytest.param(name, marks=SLOW) for name in JOURNEYS if name != APART]
 )
-def test_every_export_is_verified_on_four_ranks(name: str, tmp_path: Path, pools: Pools) -> None:
-    with ranks_in(pools):
-        check(JOURNEYS[name], tmp_path)
+def test_every_export_is_verified_on_four_ranks(name: str, tmp_path: Path) -> None:
+    check(JOURNEYS[name], tmp_path)
 
 
 def check(journey: Journey, folder: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from autopipe.cli.main import main
+from tests.distributed.support.pool import Pools, ranks_in
 from tests.exports.decoders import VOCABULARY, decoder_file, reference_tokens
 from tests.exports.genai import decoder
 
@@ -53,14 +54,14 @@ def generated(folder: Path, *flags: str) -> list[list[int]]:
     return found
 
 
-def test_four_stages_give_the_tokens_of_onnx_runtime(plan: Plan) -> None:
+def test_four_stages_give_the_tokens_of_onnx_runtime(here: None, plan: Plan) -> None:
     model = decoder_file("gpt2")
     found = generated(plan(model, 1, 4, 8, *grid(pipeline=4)), "--max-new-tokens", str(NEW))
     assert found == reference_tokens(model, PROMPTS, NEW)
     assert all(len(set(tokens)) > NEW // 8 for tokens in found), "tokens that hardly change say little"
 
 
-def test_split_stages_take_prompts_in_pieces_and_the_next_where_one_has_ended(plan: Plan) -> None:
+def test_split_stages_take_prompts_in_pieces_and_the_next_where_one_has_ended(here: None, plan: Plan) -> None:
     """Eight prompts in four rows, four tokens of a prompt a step."""
     model = decoder_file("llama", "dynamo")
     whole = reference_tokens(model, PROMPTS, NEW)
@@ -80,24 +81,26 @@ def in_place(plan: Plan, folder: Path, new: int, chunk: int) -> list[list[int]]:
     return found
 
 
-def test_a_cache_that_is_written_in_place(plan: Plan, tmp_path: Path) -> None:
+def test_a_cache_that_is_written_in_place(here: None, plan: Plan, tmp_path: Path) -> None:
     found = in_place(plan, tmp_path, 24, 4)
     assert all(len(set(tokens)) > 3 for tokens in found), "tokens that hardly change say little"
 
 
 @pytest.mark.sweep
-def test_a_step_that_is_longer_than_what_is_left_feeds_tokens_again(plan: Plan, tmp_path: Path) -> None:
+def test_a_step_that_is_longer_than_what_is_left_feeds_tokens_again(here: None, plan: Plan, tmp_path: Path) -> None:
     in_place(plan, tmp_path, 1, 6)
 
 
-def test_sampled_tokens_are_the_same_on_any_ranks(plan: Plan) -> None:
+def test_sampled_tokens_are_the_same_on_any_ranks(plan: Plan, pools: Pools) -> None:
+    """On two that generate starts, and on one of the tests' own."""
     model = decoder_file("llama", "dynamo")
     flags = ("--max-new-tokens", "16", "--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--seed")
     one = plan(model, 1, 1, 2, *grid())
     two = plan(model, 1, 2, 8, *grid(pipeline=2))
-    found = generated(one, *flags, "7", "--prefill-chunk", "1")
-    assert generated(two, *flags, "7") == found
-    assert found != generated(one, *flags, "8")
+    found = generated(two, *flags, "7")
+    with ranks_in(pools):
+        assert generated(one, *flags, "7", "--prefill-chunk", "1") == found
+        assert generated(one, *flags, "8") != found
     assert found != reference_tokens(model, PROMPTS, 16)
 
 
@@ -109,13 +112,15 @@ def test_sampled_tokens_are_the_same_on_any_ranks(plan: Plan) -> None:
     "--strategy grid --set strategy.pipeline=4 --micro-batches 4 --schedule chimera",
 ])  # fmt: skip
 @pytest.mark.parametrize(("kind", "exporter"), [("gpt2", "dynamo"), ("llama", "torchscript")])
-def test_any_plan_gives_the_tokens_of_onnx_runtime(plan: Plan, kind: str, exporter: str, flags: str) -> None:
+def test_any_plan_gives_the_tokens_of_onnx_runtime(
+    here: None, plan: Plan, kind: str, exporter: str, flags: str
+) -> None:
     model = decoder_file(kind, exporter)
     assert generated(plan(model, 1, 4, 8, *flags.split())) == reference_tokens(model, PROMPTS, NEW)
 
 
 @pytest.mark.sweep
-def test_stages_may_have_groups_of_their_own_size(plan: Plan) -> None:
+def test_stages_may_have_groups_of_their_own_size(here: None, plan: Plan) -> None:
     model = decoder_file("gpt2")
     folder = plan(model, 1, 4, 8, *grid(pipeline=4))
     placement = folder / "placement.yaml"

@@ -10,9 +10,7 @@ import pytest
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from tests.distributed.support.pool import Pools
-from tests.distributed.test_verify import SETTINGS, here, verified
-
-__all__ = ["here"]
+from tests.distributed.test_verify import SETTINGS, verified
 
 pytestmark = pytest.mark.distributed
 

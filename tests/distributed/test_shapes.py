@@ -9,9 +9,7 @@ import pytest
 
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
-from tests.distributed.test_verify import here, verified
-
-__all__ = ["here"]
+from tests.distributed.test_verify import verified
 
 pytestmark = pytest.mark.distributed
 

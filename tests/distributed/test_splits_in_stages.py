@@ -14,9 +14,7 @@ from autopipe.passes.placement.expert import Expert
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.trained import Trained, check, problem_of
 from tests.distributed.support.zoo import SmallModels
-from tests.distributed.test_verify import SETTINGS, here, verified
-
-__all__ = ["here"]
+from tests.distributed.test_verify import SETTINGS, verified
 
 pytestmark = pytest.mark.distributed
 

@@ -20,7 +20,7 @@ from tests.distributed.support.dropping import save_with_batch_statistics, save_
 from tests.distributed.support.launching import finish, start
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import report_lines
-from tests.distributed.support.verifying import on_pools, verified
+from tests.distributed.support.verifying import verified
 from tests.distributed.support.zoo import SIZES
 
 pytestmark = pytest.mark.distributed
@@ -32,12 +32,6 @@ OF_TRAINING = {
     "parameters after 2 updates",
     "outputs of one device",
 }
-
-
-@pytest.fixture
-def here(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs start on the pools instead of in processes of their own."""
-    on_pools(pools, monkeypatch)
 
 
 def generated(folder: Path, *flags: str, loss: bool = True) -> Path:

@@ -10,18 +10,12 @@ from pathlib import Path
 import pytest
 
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from tests.distributed.support.pool import Pools
-from tests.distributed.support.verifying import generated, on_pools, verified
+from tests.distributed.support.verifying import generated, verified
 from tests.distributed.support.zoo import SIZES
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("here")]
 
 STRATEGIES = ("pase", "tepdist", "grid")
-
-
-@pytest.fixture(autouse=True)
-def _on_pools(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_pools(pools, monkeypatch)
 
 
 def passes(name: str, strategy: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

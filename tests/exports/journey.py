@@ -7,16 +7,11 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.cli.main import main
-from autopipe.ir.errors import LaunchError
-from tests.distributed.support.pool import Pools, RankFailure
 from tests.exports.architectures import SEQUENCE
 from tests.exports.export import Export, onnx_file
 from tests.exports.light import LIGHT
@@ -128,30 +123,6 @@ def _exported(export: Export, folder: Path) -> Path:
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise CommandError(f"export: {type(error).__name__}: {lines[0] if lines else ''}") from error
-
-
-@contextlib.contextmanager
-def ranks_in(pools: Pools) -> Iterator[None]:
-    """Ranks of programs run in processes that are kept: to import torch in ten new ones takes longer than a journey."""
-
-    def run(size: int, folder: Path, arguments: list[str]) -> None:
-        try:
-            pools.of(size).run(folder, *arguments)
-        except RankFailure as error:
-            raise LaunchError(str(error).strip().splitlines()[-1], where=folder.name) from error
-
-    def together(manifest: Manifest, arguments: list[str], *_: object) -> None:
-        run(manifest.world_size, manifest.folder, arguments)
-
-    def alone(folder: Path, arguments: list[str]) -> None:
-        run(1, folder, arguments)
-
-    with (
-        mock.patch("autopipe.cli.launch.launch_program", together),
-        mock.patch("autopipe.cli.verify.launch_program", together),
-        mock.patch("autopipe.cli.verify.run_alone", alone),
-    ):
-        yield
 
 
 _FIELDS = {

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
+from autopipe.cli.main import main
 from autopipe.ir.batch import batch_axes_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Optimizer
@@ -128,6 +131,13 @@ def finish(process: subprocess.Popen[str]) -> Ended:
 def launch(program: Path, *arguments: object) -> Ended:
     """`autopipe launch` from start to end."""
     return finish(start(program, *arguments))
+
+
+def launch_here(capsys: pytest.CaptureFixture[str], program: Path, *arguments: object) -> Ended:
+    """The same in this process, for tests whose ranks are those of `here`."""
+    capsys.readouterr()
+    code = main(["launch", str(program), "--device", "cpu", *map(str, arguments)])
+    return Ended(code, *capsys.readouterr())
 
 
 def write_key(folder: Path) -> Path:

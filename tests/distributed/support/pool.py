@@ -13,12 +13,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest import mock
+
+from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.ir.errors import LaunchError
 
 TIMEOUT_S = 300.0
 """A program of a test takes well under a second; one that takes this long waits for something that never comes."""
@@ -120,6 +124,38 @@ class Pools:
         """End all processes."""
         for pool in self._by_size.values():
             pool.stop()
+
+
+@contextlib.contextmanager
+def ranks_in(pools: Pools) -> Iterator[None]:
+    """Commands run programs in processes that are kept: to import torch in ten new ones takes longer than a journey."""
+
+    def run(size: int, folder: Path, arguments: list[str]) -> None:
+        try:
+            pools.of(size).run(folder, *arguments)
+        except RankFailure as error:
+            raise LaunchError(str(error).strip().splitlines()[-1], where=folder.name) from error
+
+    def together(
+        manifest: Manifest,
+        arguments: list[str],
+        config: object,
+        note: object = None,
+        poll: Callable[[], None] = lambda: None,
+    ) -> None:
+        run(manifest.world_size, manifest.folder, arguments)
+        poll()
+
+    def alone(folder: Path, arguments: list[str]) -> None:
+        run(1, folder, arguments)
+
+    with (
+        mock.patch("autopipe.backends.torch.launcher.launch_program", together),
+        mock.patch("autopipe.cli.launch.launch_program", together),
+        mock.patch("autopipe.cli.verify.launch_program", together),
+        mock.patch("autopipe.cli.verify.run_alone", alone),
+    ):
+        yield
 
 
 def _serve(rank: int, size: int, store: str, connection: Connection[object, object]) -> None:

@@ -1,4 +1,4 @@
-"""`autopipe verify` on the tests' own processes, and small models of the zoo planned and generated for it."""
+"""`autopipe verify`, and small models of the zoo planned and generated for it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.cli import verify as verification
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
-from tests.distributed.support.pool import Pools
 from tests.distributed.support.zoo import SIZES
 
 CLUSTER = """
@@ -25,19 +22,6 @@ levels:
   - {name: cluster, latency: 0us, bandwidth: 1GB/s}
 """
 """Without latencies: with them, splits of so small a model in more than one way are never worth it."""
-
-
-def on_pools(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `verify` run programs on the pools instead of in processes of their own."""
-
-    def launch(manifest: Manifest, arguments: list[str], *rest: object) -> None:
-        pools.of(manifest.world_size).run(manifest.folder, *arguments)
-
-    def alone(folder: Path, arguments: list[str]) -> None:
-        pools.of(1).run(folder, *arguments)
-
-    monkeypatch.setattr(verification, "launch_program", launch)
-    monkeypatch.setattr(verification, "run_alone", alone)
 
 
 def generated(name: str, folder: Path, *flags: str) -> Path:
