@@ -358,16 +358,25 @@ class Verification:
             for start in range(0, forward.batch_size, size)
         ]
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
+        shapes = {entry.value.name: entry.value.shape for entry in forward.outputs}
         found = {}
         for name in (each for each in evaluations[0] if each in axes):
             parts, axis = [each[name] for each in evaluations], axes[name]
             if axis is None:
-                found[name] = np.asarray(np.mean(np.stack(parts), axis=0))
+                found[name] = np.asarray(np.mean([_filled_up(part, shapes[name]) for part in parts], axis=0))
             else:  # Of its samples those that are data.
                 joined = np.concatenate(parts, axis=axis)
                 count = round(joined.shape[axis] * (source.count(0) / forward.batch_size))
                 found[name] = np.take(joined, range(count), axis=axis)
         return found
+
+
+def _filled_up(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows that data choose as ranks give them: zeros behind them, to as many rows as there could be."""
+    if array.ndim != len(shape) or array.shape == shape:
+        return array
+    behind = [(0, max(most - extent, 0)) for most, extent in zip(shape, array.shape, strict=True)]
+    return np.pad(array, behind)
 
 
 def _in_rounds(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:

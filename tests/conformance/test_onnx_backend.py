@@ -22,7 +22,7 @@ LISTED = frozenset(
     HardSigmoid LeakyRelu PRelu Elu Selu Softplus Softsign Mish LogSoftmax Clip Floor Ceil Round Sign Mod Or Xor
     Trilu Einsum ConvTranspose Resize DepthToSpace SpaceToDepth GRU RNN GatherElements ReduceMax ReduceMin
     ReduceProd ReduceL1 ReduceL2 ReduceLogSumExp ReduceSumSquare ArgMin NegativeLogLikelihoodLoss Size EyeLike
-    BitwiseAnd BitwiseOr BitwiseXor BitwiseNot MeanVarianceNormalization GlobalMaxPool LpPool
+    BitwiseAnd BitwiseOr BitwiseXor BitwiseNot MeanVarianceNormalization GlobalMaxPool LpPool NonMaxSuppression
     """.split()  # noqa: SIM905 - a hundred names are read more easily so
 )
 """Operators counted in real exports, and those that a user expects besides."""

@@ -198,7 +198,26 @@ SPECTRAL = (
 
 # Regions are independent of one another; the images they lie in are looked up.
 _ROI_ALIGN = notated("n! c i0! i1!, r 1, r -> r c o0! o1!")
-REGIONS = (Operator("RoiAlign", _ROI_ALIGN, "memory", per_result(16.0), 2.0, keeps=("0", "1", "2")),)
+_ROI_POOL = notated("n! c i0! i1!, r 1 -> r c o0! o1!")
+
+
+def _suppression_flops(signature: Signature, space: Space) -> float:
+    """Each box that is kept is held against all others."""
+    rows = math.prod(signature.result().shape[:-1] or (1,)) if signature.node.domain else signature.result().shape[0]
+    most = signature.result().shape[-1] if signature.node.domain else 1
+    return 16.0 * rows * most * signature.operand(1).shape[-1]
+
+
+REGIONS = (
+    Operator("RoiAlign", _ROI_ALIGN, "memory", per_result(16.0), 2.0, keeps=("0", "1", "2")),
+    Operator("MaxRoiPool", _ROI_POOL, "memory", per_result(16.0), 2.0, keeps=("0", "1", ">0")),
+    Operator("NonMaxSuppression", opaque, "elementwise", _suppression_flops, static=(2,), differentiable=False),
+    # For each image and class the numbers of the boxes that are kept, -1 behind the last.
+    Operator(
+        "autopipe.NonMaxSuppression", notated("b 1 1, b c 1 -> b c 1"), "elementwise", _suppression_flops,
+        differentiable=False,
+    ),
+)  # fmt: skip
 
 _DRAW = 25.0
 """Operations that a number takes: ten rounds of Philox make four."""

@@ -190,7 +190,15 @@ def _packed_lookup(operands: Operands, flags: Flags) -> Results:
     return (Value("", scales.dtype, (*places.shape, width)),)
 
 
+def _suppression(operands: Operands, flags: Flags) -> Results:
+    boxes, scores = (value for value in operands[:2] if value is not None)
+    if len(scores.shape) != 3 or boxes.shape != (scores.shape[0], scores.shape[2], 4):
+        raise ValueError("boxes are [images, boxes, 4], scores [images, classes, boxes]")
+    return (Value("", DType.INT64, (*scores.shape[:2], flags["most"])),)
+
+
 RULES: dict[tuple[str, str], Rule] = {
+    ("autopipe", "NonMaxSuppression"): _suppression,
     **dict.fromkeys((("", name) for name in ("GroupNormalization", "MeanVarianceNormalization")), _like_first),
     ("", "SimplifiedLayerNormalization"): _like_scale,
     **dict.fromkeys(

@@ -148,6 +148,10 @@ def interpret(
             sweep.keep(held)
     for node in source.nodes:
         _visit(sweep, node)
+    for name in sweep.results:
+        if name in selections:
+            for node in selections.given(name):
+                _visit(sweep, node)
     return _graph(sweep, inputs), sweep.aliases
 
 
@@ -443,8 +447,6 @@ def _outputs(sweep: _Sweep) -> Iterator[tuple[str, str]]:
         if info.name in sweep.sequences:
             held = [(f"{info.name}/{number}", name) for number, name in enumerate(sweep.sequences[info.name])]
         for name, source in held:
-            if source in sweep.selections:
-                raise sweep.selections.refused_output(source)
             if source not in sweep.types:
                 raise ModelError(f"output {name!r} is never written")
             yield name, sweep.aliases.get(source, source)

@@ -42,7 +42,7 @@ BY_OPERATOR = {
     **dict.fromkeys(("If", "Loop", "Scan", "SequenceMap"), _FLOW),
     **dict.fromkeys(("StringConcat", "StringNormalizer", "StringSplit", "RegexFullMatch", "TfIdfVectorizer"), _TEXT),
     **dict.fromkeys(("Optional", "OptionalGetElement", "OptionalHasElement"), _OPTIONAL),
-    **dict.fromkeys(("Compress", "NonMaxSuppression", "NonZero", "Unique"), _DATA),
+    **dict.fromkeys(("Compress", "NonZero", "Unique"), _DATA),
     "ImageDecoder": "images in files, which are read before the model",
     **dict.fromkeys(
         (f"com.microsoft.{name}" for name in ("AdamOptimizer", "AdamWOptimizer", "LambOptimizer", "SGDOptimizerV2")),

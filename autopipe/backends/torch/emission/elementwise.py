@@ -364,6 +364,24 @@ def _roi_align(call: Call) -> str:
     )
 
 
+def _max_roi_pool(call: Call) -> str:
+    size, scale = call.result().shape[2:], call.stated("spatial_scale", 1.0)
+    return called("operators.max_roi_pool", call.args(2), size=size, scale=scale)
+
+
+def _suppressed(call: Call, most: int, slot: int) -> str:
+    """Thresholds stand from operand `slot` on: the largest overlap, the least score."""
+    overlap, least = ((call.scalar(at) or call.arg(at)) if call.present(at) else None for at in (slot, slot + 1))
+    corners = None if call.node.integer("center_point_box") else True
+    return called("operators.suppressed", call.args(2), most, overlap or "0.0", least, corners=corners)
+
+
+def _rows_kept(call: Call) -> str:
+    """The first rows [image, class, box], as many as the file says."""
+    most = min(max(call.integers(2), default=0), call.operand(1).shape[-1])
+    return called("operators.rows_kept", _suppressed(call, most, 3), call.result().shape[0])
+
+
 def _dropout(call: Call) -> str:
     data = call.arg(0)
     both = len(call.results) > 1
@@ -445,6 +463,9 @@ ELEMENTWISE: dict[str, Emitter] = {
     "STFT": _stft,
     "Det": formula("torch.linalg.det({0})"),
     "RoiAlign": _roi_align,
+    "MaxRoiPool": _max_roi_pool,
+    "NonMaxSuppression": _rows_kept,
+    "autopipe.NonMaxSuppression": lambda call: _suppressed(call, call.result().shape[-1], 2),
     "Dropout": _dropout,
     "Bernoulli": lambda call: called("operators.bernoulli", call.arg(0), call.stream(), call.dtype),
     **dict.fromkeys(("RandomUniform", "RandomUniformLike"), _UNIFORM),

@@ -1,4 +1,4 @@
-"""The operators that choose by data: `NonZero`, `Compress` and `Unique`."""
+"""The operators that choose by data: `NonZero`, `Compress`, `Unique` and `NonMaxSuppression`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.masks import Masks
-from autopipe.passes.frontend.selections.places import Places
+from autopipe.passes.frontend.selections.places import Places, as_rows
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
 from autopipe.passes.frontend.selections.use import Use, selection_of
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from autopipe.passes.frontend.uses import Uses
 
-CHOOSING = frozenset({"Compress", "NonZero", "Unique"})
+CHOOSING = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 _HANDED_ON = frozenset({"Transpose", "Cast", "Identity"})
 _TAKEN_APART = _HANDED_ON | {"Split", "Squeeze", "Unsqueeze", "Reshape", "Gather"}
 
@@ -33,6 +33,8 @@ def choose(use: Use, uses: Uses, masks: Masks) -> None:
             _non_zero(use, data, uses, masks)
         case "Compress":
             _compress(use, data, masks)
+        case "NonMaxSuppression":
+            _suppress(use)
         case _:
             _unique(use, data)
 
@@ -131,6 +133,31 @@ def _compress(use: Use, data: Value, masks: Masks) -> None:
     selection = selection_of(use, mask, (count,), (count,), root)
     type_ = Value("", data.dtype, (*shape[:axis], ROWS, *shape[axis + 1 :]))
     use.found[use.node.output[0]] = Rows(selection, type_, axis, (0,), name)
+
+
+def _suppress(use: Use) -> None:
+    """Rows [image, class, box]: all classes may keep as many boxes as the file lets them."""
+    write, scores, most = use.write, use.types[use.operands[1]], (*use.numbers(), None)[2]
+    count, named = scores.shape[-1], (*use.operands, "")[2]
+    if named and most is not None:
+        count = min(count, int(most.reshape(-1)[0]))
+    if not named or count < 1:
+        raise ModelError("it may keep no box: its third operand is how many of a class", where=use.where)
+    operands = [*use.operands[:2], *use.operands[3:]]
+    form = use.attribute("center_point_box")
+    numbers = write.node("NonMaxSuppression", operands, domain="autopipe", most=count, center_point_box=form)
+    mask, zero = write.node("Not", [write.node("Less", [numbers, write.number(0, DType.INT64)])]), np.zeros((1, 2), int)
+    if most is None:
+        steps = write.node("Range", [write.number(each, DType.INT64) for each in (0, count, 1)])
+        mask = write.node("And", [mask, write.node("Less", [steps, named])])
+    shape = (*scores.shape[:2], count)
+    selection = selection_of(use, mask, shape, shape)
+    terms = (zero, np.array([[1, 0]]), np.array([[0, 1]]), zero, zero)
+    first = as_rows(write, Places(selection, Value("", DType.INT64, (ROWS, 2)), 0, terms))
+    columns = [write.placed(first, selection.axes).value, write.reshape(numbers, (selection.extent(selection.axes), 1))]
+    type_ = Value("", DType.INT64, (ROWS, 3))
+    rows = write.node("Concat", columns, axis=1)
+    use.found[use.node.output[0]] = Rows(selection, type_, 0, selection.axes, rows)
 
 
 def _unique(use: Use, data: Value) -> None:

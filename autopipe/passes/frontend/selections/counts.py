@@ -66,7 +66,7 @@ def compute_count(use: Use) -> None:
             _note(use, name, selection, *numbers)
     else:
         read = zip(use.operands, use.held, strict=True)
-        names = [_at_run_time(use, each) if isinstance(each, Counted) else name for name, each in read]
+        names = [at_run_time(use, each) if isinstance(each, Counted) else name for name, each in read]
         use.write.again(names, use.node.output)
 
 
@@ -80,7 +80,7 @@ def _demand(use: Use, wanted: np.ndarray) -> None:
     use.write.again([use.operands[0], shape], use.node.output)
 
 
-def _at_run_time(use: Use, counted: Counted) -> str:
+def at_run_time(use: Use, counted: Counted) -> str:
     """The numbers, computed from how many elements are chosen, on which they depend linearly."""
     first, second = counted.numbers
     slope, uneven = np.divmod(second.astype(np.int64) - first, OTHER_ROWS - ROWS)

@@ -23,7 +23,15 @@ from autopipe.ir.graph import Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.along import along, settle
 from autopipe.passes.frontend.selections.choice import CHOOSING, choose, choose_again
-from autopipe.passes.frontend.selections.counts import OF_SHAPES, compute_count, cut, cuts, measure, summed_mask
+from autopipe.passes.frontend.selections.counts import (
+    OF_SHAPES,
+    at_run_time,
+    compute_count,
+    cut,
+    cuts,
+    measure,
+    summed_mask,
+)
 from autopipe.passes.frontend.selections.lookups import cuts_rows, looked_up, splits_rows
 from autopipe.passes.frontend.selections.masks import Masks
 from autopipe.passes.frontend.selections.places import Places, as_rows, taken, taken_of_itself
@@ -85,7 +93,8 @@ class Selections(dict[str, Held]):
             return self._counts(node, operands, types, arrays)
         if node.op_type not in CHOOSING or stated(node.output[0]) is not None:
             return False
-        return operands[1 if node.op_type == "Compress" else 0] not in arrays
+        tells = {"Compress": 1, "NonMaxSuppression": 1}.get(node.op_type, 0)
+        return operands[tells] not in arrays
 
     def _counts(
         self,
@@ -164,13 +173,19 @@ class Selections(dict[str, Held]):
         elif not cuts_rows(use) and not splits_rows(use) and not _own(use) and not looked_up(use):
             _treat_one(_aligned(use))
 
-    def refused_output(self, name: str) -> ModelError:
-        """For a result of the model that is held here."""
-        return ModelError(
-            f"the shape of output {name!r} cannot be told before running: {self[name].selection.node} chooses its rows "
-            "by data",
-            hint="let the model give what is computed of them: a sum, or the tensor that they are put into",
-        )
+    def given(self, name: str) -> list[onnx.NodeProto]:
+        """The nodes of a result of the model that is held here: its rows in front, zeros in place of those that are
+        not there."""
+        import onnx.helper
+
+        use = self._use(onnx.helper.make_node("Identity", [name], [f"{name}/given"], name=name), (name,), {}, {})
+        held, write = self.pop(name), use.write
+        if isinstance(held, Counted):
+            write.node("Identity", [at_run_time(use, held)], name)
+        else:
+            rows = as_rows(write, held) if isinstance(held, Places) else held
+            write.node("Identity", [write.packed(write.filled(rows, 0, rows.selection.axes)).name], name)
+        return write.nodes
 
 
 def _own(use: Use) -> bool:

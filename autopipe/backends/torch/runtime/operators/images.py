@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.misc import along, centre, requantize
+from autopipe.backends.torch.runtime.operators.misc import along, centre, nonzero, requantize
 
 Extents = tuple[int, ...]
 _CONV = (F.conv1d, F.conv2d, F.conv3d)
@@ -311,6 +311,72 @@ def _samples(
     low, inside = clamped.floor().long(), (places >= -1.0) & (places <= pixels)
     weight = clamped - low
     return [(low, 1 - weight), ((low + 1).clamp(max=pixels - 1), weight)], inside
+
+
+def max_roi_pool(images: Tensor, regions: Tensor, *, size: tuple[int, int], scale: float) -> Tensor:
+    """The largest pixels of `size` bins of each region [image, x1, y1, x2, y2], whose corners are rounded to pixels and
+    belong to it; 0 where a bin has no pixel. Girshick, "Fast R-CNN", 2015."""
+    corners = regions[:, 1:].detach() * scale
+    corners = torch.where(corners < 0, (corners - 0.5).ceil(), (corners + 0.5).floor())
+    pooled, empty = images[regions[:, 0].long()], torch.zeros((), dtype=torch.bool, device=images.device)
+    for axis in (3, 2):
+        start, count = corners[:, 3 - axis], size[axis - 2]
+        extent = (corners[:, 5 - axis] - start + 1).clamp(min=1) / count
+        bins = torch.arange(count + 1, device=images.device)[:, None] * extent
+        places = torch.arange(images.shape[axis], device=images.device)
+        inside = (places >= (bins[:-1].floor() + start)[..., None]) & (places < (bins[1:].ceil() + start)[..., None])
+        shape = [-1, 1, *([1] * (axis - 2)), len(places), *([1] * (3 - axis))]  # Of a bin's regions and pixels.
+        pooled = torch.stack([pooled.masked_fill(~each.view(shape), -math.inf).amax(axis) for each in inside], axis)
+        shape[axis] = count
+        empty = empty | ~inside.any(2).t().reshape(shape)
+    return pooled.masked_fill(empty, 0.0)
+
+
+def suppressed(
+    boxes: Tensor,
+    scores: Tensor,
+    most: int,
+    overlap: float | Tensor = 0.0,
+    least: float | Tensor | None = None,
+    *,
+    corners: bool = False,
+) -> Tensor:
+    """Of boxes [images, boxes, 4] with scores [images, classes, boxes] for each class those that are kept, by their
+    numbers and in the order of their scores: [images, classes, most], -1 behind the last. Left out are those whose
+    score is not above `least`, and those that share with one kept before more than `overlap` of what both cover. Boxes
+    are two opposite corners, or else a center and its extents."""
+    places = boxes.detach().float().movedim(2, 0)[:, :, None]  # [4, images, 1, boxes]
+    one, two = places.split(2)
+    low, high = (torch.minimum(one, two), torch.maximum(one, two)) if corners else (one - two / 2, one + two / 2)
+    area = (high - low).prod(0)
+    count, scores = scores.shape[2], scores.detach().float()
+    order = scores.argsort(dim=2, descending=True, stable=True)
+    rank, kept = order.argsort(2), []
+    left = torch.ones_like(scores, dtype=torch.bool) if least is None else scores > least
+    for _ in range(most):
+        best = torch.where(left, rank, count).amin(2, keepdim=True)
+        number = order.gather(2, best.clamp(max=count - 1))
+        kept.append(torch.where(best < count, number, -1))
+        own_low, own_high, own_area = (_picked(each, number) for each in (low, high, area))
+        extents = torch.minimum(high, own_high) - torch.maximum(low, own_low)
+        shared = extents.prod(0)
+        both = area + own_area - shared
+        real = (extents > 0).all(0) & (shared > 0) & (area > 0) & (own_area > 0) & (both > 0)
+        left = left & (rank > best) & ~(real & (shared / both > overlap))
+    return torch.cat(kept, 2) if kept else order[..., :0]
+
+
+def _picked(facts: Tensor, number: Tensor) -> Tensor:
+    """Of facts [..., images, 1, boxes] those of boxes [images, classes, 1]."""
+    outer = facts.shape[:-3]
+    spread = facts.expand(*outer, *number.shape[:2], facts.shape[-1])
+    return spread.gather(-1, number.expand(*outer, *number.shape))
+
+
+def rows_kept(numbers: Tensor, count: int) -> Tensor:
+    """Rows [image, class, box] of the first `count` boxes that are kept."""
+    places = nonzero(numbers >= 0, count)
+    return torch.cat([places[:2], numbers[tuple(places)][None]]).t()
 
 
 def dft(data: Tensor, dim: int, *, length: int | None = None, inverse: bool = False, onesided: bool = False) -> Tensor:
