@@ -16,6 +16,7 @@ from autopipe.ir.ops.operator import (
     Statistics,
     aligned,
     marked,
+    names,
     notate,
     notated,
     per_point,
@@ -91,6 +92,13 @@ def rotary_embedding(signature: Signature) -> Space:
     return _headed(signature, "s", signature.node.integer("num_heads"), *others)
 
 
+def _rotary(signature: Signature) -> Space:
+    """`*x d!, *x 1, *x 1 -> *x d`: a rotary embedding as files spell it, its cosines and sines as they broadcast."""
+    words, shape = names(signature.rank - 1, "x"), signature.operand(0).shape
+    angles = [[*aligned(signature.operand(index).shape[:-1], shape[:-1], words), "1"] for index in (1, 2)]
+    return notate(signature, [[*words, "d!"], *angles], [[*words, "d"]])
+
+
 def linear_attention(signature: Signature) -> Space:
     """`b t (h r d), b t (h d), b t (h v), b h d v -> b t (h r v), b h d v` with t and d whole."""
     node, key, value = signature.node, signature.operand(1).shape, signature.operand(2).shape
@@ -122,7 +130,11 @@ ATTENTION = (
         ("0", "1"),
     ),
     Operator("Attention", attention, "matmul", _attention_flops, 2.5, ("0", "1", "2", ">0")),
-    Operator("RotaryEmbedding", rotary_embedding, "elementwise", per_result(3.0), 1.0, ("1", "2")),
+    *(
+        # A product, to each half of which the other's is added.
+        Operator(name, space, "elementwise", per_result(3.0), 1.0, ("1", "2"), kernels=3)
+        for name, space in (("RotaryEmbedding", rotary_embedding), ("autopipe.Rotary", _rotary))
+    ),
 )
 
 
@@ -171,7 +183,9 @@ CONTRIB = (
     Operator(f"{_DOMAIN}FusedMatMul", _fused_matmul, "matmul", per_point(2.0), 2.0, ("0", "1"), weights=(0, 1)),
     _skipping("SkipLayerNormalization", 9.0, per_row(*MOMENTS, through=(0, 1, 4))),
     _skipping("SkipSimplifiedLayerNormalization", 6.0, per_row(*NORM, through=(0, 1, 3))),
-    Operator(f"{_DOMAIN}RotaryEmbedding", _rotary_embedding, "elementwise", per_result(3.0), 1.0, ("1", "2", "3")),
+    Operator(
+        f"{_DOMAIN}RotaryEmbedding", _rotary_embedding, "elementwise", per_result(3.0), 1.0, ("1", "2", "3"), kernels=3
+    ),
 )
 
 ROWS = (*ATTENTION, *CONTRIB)

@@ -24,6 +24,16 @@ NUMBERS = {
 }  # fmt: skip
 SCORES = [node("Transpose", "k", "kt", perm=[0, 1, 3, 2]), node("MatMul", "q kt", "qk"), node("Div", "qk root", "s")]
 ENDED = [node("Softmax", "masked", "p", axis=-1), node("MatMul", "p v", "y")]
+PAIRS = [
+    node("Split", "q", "a b", axis=-1, num_outputs=2), node("Mul", "a cos", "ac"), node("Mul", "b sin", "bs"),
+    node("Sub", "ac bs", "m"), node("Mul", "b cos", "bc"), node("Mul", "a sin", "as"), node("Add", "as bc", "n"),
+]  # fmt: skip
+NEIGHBOURS = [node("Slice", "q zero eight last step", "a"), node("Slice", "q single eight last step", "b")]
+PLACES = {
+    "zero": integers(0), "single": integers(1), "eight": integers(8), "last": integers(-1), "step": integers(2),
+    "shape": integers(2, 4, 5, 8),
+}  # fmt: skip
+ANGLES: dict[str, object] = {"q": HEADS["q"], "cos": [1, 5, 4], "sin": [1, 5, 4]}
 
 CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, object], dict[str, np.ndarray], list[str]]] = {
     "attention with biases": (
@@ -88,6 +98,40 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, object], dict[str, np.nda
             node("MatMul", "x pt", "y"),
         ],
         {"x": [2, 8, 5]}, {}, ["Transpose", "Reshape", "Attention", "Transpose", "Reshape"],
+    ),
+    "halves of a head turned": (
+        [
+            node("Split", "q", "a b", axis=-1, num_outputs=2), node("Neg", "b", "n"),
+            node("Concat", "n a", "t", axis=3), node("Mul", "t sin", "u"), node("Mul", "cos q", "c"),
+            node("Add", "c u", "y"),
+        ],
+        {"q": HEADS["q"], "cos": [1, 5, 8], "sin": [2, 1, 5, 8]}, {}, ["Rotary"],
+    ),
+    "neighbours of a part of a head turned": (
+        [
+            node("Slice", "q zero four last", "x"), node("Slice", "q four eight last", "rest"),
+            node("Slice", "x zero four last step", "a"), node("Slice", "x single four last step", "b"),
+            node("Neg", "b", "n"), node("Unsqueeze", "n last", "n5"), node("Unsqueeze", "a last", "a5"),
+            node("Concat", "n5 a5", "t5", axis=-1), node("Reshape", "t5 shape", "t"), node("Mul", "x cos", "c"),
+            node("Mul", "t sin", "u"), node("Add", "c u", "turned"), node("Concat", "turned rest", "y", axis=-1),
+        ],
+        {"q": HEADS["q"], "cos": [1, 1, 5, 4], "sin": [1, 1, 5, 4]},
+        PLACES | {"four": integers(4), "shape": integers(2, 4, 5, 4)}, ["Rotary"],
+    ),
+    "both results of a pair": ([*PAIRS, node("Concat", "m n", "y", axis=-1)], ANGLES, {}, ["Rotary"]),
+    "both results of neighbours, put apart": (
+        [*NEIGHBOURS, *PAIRS[1:], node("Concat", "m n", "y", axis=-1)], ANGLES, PLACES, ["Rotary"]
+    ),
+    "both results of neighbours, side by side": (
+        [
+            *NEIGHBOURS, *PAIRS[1:], node("Unsqueeze", "m last", "m5"), node("Unsqueeze", "n last", "n5"),
+            node("Concat", "m5 n5", "t5", axis=-1), node("Reshape", "t5 shape", "y"),
+        ],
+        ANGLES, PLACES, ["Rotary"],
+    ),
+    "a pair of other places": (
+        [node("Split", "q", "b a", axis=-1, num_outputs=2), *PAIRS[1:], node("Concat", "m n", "y", axis=-1)],
+        ANGLES, {}, ["Split", "Mul", "Mul", "Sub", "Mul", "Mul", "Add", "Concat"],
     ),
     "RMSNormalization": (
         [

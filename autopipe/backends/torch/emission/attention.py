@@ -128,6 +128,11 @@ def _rotary(call: Call, words: list[str], heads: int) -> str:
     return f"{turned}.flatten(2)" if split else turned
 
 
+def _spelled_rotary(call: Call) -> str:
+    flags = {name: call.flag(name) for name in ("interleaved", "apart")}
+    return called("operators.rotary", call.args(3), width=call.node.integer("rotary_embedding_dim") or None, **flags)
+
+
 def _gelu(approximate: str, call: Call) -> str:
     x = f"{call.arg(0)} + {call.arg(1)}" if call.present(1) else call.arg(0)
     return f"F.gelu({x}{approximate})"
@@ -155,6 +160,7 @@ ATTENTION: dict[str, Emitter] = {
     "RotaryEmbedding": lambda call: _rotary(
         call, [call.arg(1), call.arg(2), call.optional(3)], call.share(call.node.integer("num_heads"), "h")
     ),
+    "autopipe.Rotary": _spelled_rotary,
     **dict.fromkeys(("com.microsoft.Gelu", "com.microsoft.BiasGelu"), partial(_gelu, "")),
     "com.microsoft.QuickGelu": formula("{0} * torch.sigmoid({alpha} * {0})", alpha=1.702),
     "com.microsoft.FastGelu": partial(_gelu, ', approximate="tanh"'),

@@ -200,12 +200,12 @@ def _unit(view: View, name: str, layer: Callable[[View, str], Layer | None]) -> 
     if second is None or node is None:
         return None
     gates, beta, limit = _settings(view, node)
-    halves = _parted(view, *gates)
-    first = layer(view, halves[0]) if halves is not None else None
-    if first is None or halves is None:
+    source, in_turn = view.halves(*gates)
+    first = layer(view, source) if source else None
+    if first is None:
         return None
     alpha = node.number("alpha", 1.0)
-    attributes: dict[str, Attribute] = {"activation_type": "swiglu", "swiglu_fusion": halves[1]}
+    attributes: dict[str, Attribute] = {"activation_type": "swiglu", "swiglu_fusion": _IN_TURN if in_turn else _HALVES}
     attributes |= {"activation_alpha": alpha} if alpha != 1.0 else {}
     attributes |= {"activation_beta": beta} if beta else {}
     attributes |= {"swiglu_limit": limit} if limit < math.inf else {}
@@ -227,34 +227,6 @@ def _settings(view: View, node: Node) -> tuple[tuple[str, str], float, float]:
     if low is None and high is not None and high == highest and lowest == -high:
         return (clips[0].inputs[0], clips[1].inputs[0]), beta, high
     return (gate, up), beta, math.inf
-
-
-def _parted(view: View, gate: str, up: str) -> tuple[str, int] | None:
-    """The value of which gates and what they gate are halves, or stand in turn along the last axis."""
-    split = view.writers.get(gate)
-    if split is not None and split.op == "Split" and tuple(split.outputs) == (gate, up):
-        rank = len(view.shape(gate))
-        is_last = split.integer("axis") in (-1, rank - 1) and view.shape(gate) == view.shape(up)
-        return (split.inputs[0], _HALVES) if is_last else None
-    slices = [view.made_by(each, "Slice") for each in (gate, up)]
-    found = [None if each is None else _slice(view, each) for each in slices]
-    if slices[0] is None or slices[1] is None or slices[0].inputs[0] != slices[1].inputs[0]:
-        return None
-    source = slices[0].inputs[0]
-    extent = view.shape(source)[-1]
-    if found == [(0, extent // 2, 1), (extent // 2, extent, 1)] and extent % 2 == 0:
-        return source, _HALVES
-    return (source, _IN_TURN) if found == [(0, extent, 2), (1, extent, 2)] and extent % 2 == 0 else None
-
-
-def _slice(view: View, node: Node) -> tuple[int, int, int] | None:
-    """Start, end and step of a Slice along the last axis."""
-    numbers = [view.known.array(name) for name in node.inputs[1:]]
-    shape = view.shape(node.inputs[0])
-    if len(numbers) < 3 or any(each is None or each.size != 1 for each in numbers):
-        return None
-    start, end, axis, step = (*(int(each.reshape(())) for each in numbers if each is not None), 1)[:4]
-    return (start, min(end, shape[-1]), step) if axis in (-1, len(shape) - 1) else None
 
 
 def _of_each(view: View, name: str) -> Layer | None:

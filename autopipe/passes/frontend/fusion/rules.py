@@ -12,6 +12,7 @@ from autopipe.passes.frontend.fusion.attention import attention
 from autopipe.passes.frontend.fusion.experts import looked_up, masked
 from autopipe.passes.frontend.fusion.gated import gated, swish
 from autopipe.passes.frontend.fusion.layers import gelu, normalization, offset
+from autopipe.passes.frontend.fusion.rotary import joined, stacked, summed
 from autopipe.passes.frontend.fusion.view import View
 
 FUSED = frozenset(
@@ -24,6 +25,7 @@ FUSED = frozenset(
         "LinearCrossEntropy",
         "ListedExperts",
         "RMSNormalization",
+        "Rotary",
         "SwiGLU",
         "Swish",
     }
@@ -31,7 +33,9 @@ FUSED = frozenset(
 """Operators that rules put together; a loss only once it is known what is wanted (`fusion.cross_entropy`)."""
 RULES: dict[str, tuple[Callable[[View, Node], tuple[Node, ...] | None], ...]] = {
     "Mul": (gelu, normalization, swish, gated),
-    "Add": (offset, masked),
+    "Add": (offset, summed, masked),
+    "Concat": (joined,),
+    "Reshape": (stacked,),
     "ReduceSum": (looked_up,),
     "MatMul": (attention,),
 }

@@ -164,6 +164,35 @@ class View:
                 return value, number
         return "", math.nan
 
+    def taken(self, name: str) -> tuple[str, range]:
+        """A value, and the places along its last axis that a Slice or a Split takes; all of it for any other."""
+        node = self.writers.get(name)
+        everything = name, range(self.shape(name)[-1] if self.shape(name) else 0)
+        if node is None or node.domain or node.op not in ("Slice", "Split"):
+            return everything
+        shape = self.shape(node.inputs[0])
+        last = (-1, len(shape) - 1)
+        if node.op == "Split":
+            first = sum(self.shape(each)[-1] for each in node.outputs[: node.outputs.index(name)])
+            found = first, first + self.shape(name)[-1]
+            return (node.inputs[0], range(*found)) if node.integer("axis") in last else everything
+        numbers = [self.known.array(each) for each in node.inputs[1:]]
+        if len(numbers) < 3 or any(each is None or each.size != 1 for each in numbers):
+            return everything
+        start, end, axis, step = (*(int(each.reshape(())) for each in numbers if each is not None), 1)[:4]
+        places = range(*slice(start, end, step).indices(shape[axis])) if axis in last else range(0)
+        return (node.inputs[0], places) if axis in last else everything
+
+    def halves(self, first: str, second: str) -> tuple[str, bool]:
+        """The value of which two others are halves, or (True) stand in turn along the last axis; "" where there is
+        none."""
+        (source, ones), (other, twos) = self.taken(first), self.taken(second)
+        extent = self.shape(source)[-1] if source == other and self.shape(source) else 1
+        places = range(extent)
+        if extent % 2 == 0 and ones == places[: extent // 2] and twos == places[extent // 2 :]:
+            return source, False
+        return (source, True) if extent % 2 == 0 and (ones, twos) == (places[::2], places[1::2]) else ("", False)
+
 
 def near(number: float, expected: float) -> bool:
     """True if a constant is the one meant, as far as a file in half precision can tell."""

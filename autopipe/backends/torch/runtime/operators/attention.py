@@ -241,17 +241,68 @@ def rotary_embedding(
     width: int = 0,
     head_axis: int = 1,
 ) -> Tensor:
-    """The first `width` numbers (0: all) of each head turned by its position, pairs half a width apart or neighbours. x
-    is [b, h, s, d], or [b, s, h, d] with `head_axis` 2; the caches are [b, s, width / 2], or tables to look `positions`
-    [b, s] up in. Su et al., "RoFormer", 2021."""
+    """`rotary` by caches [b, s, width / 2], or tables to look `positions` [b, s] up in; x is [b, h, s, d], or [b, s, h,
+    d] with `head_axis` 2."""
     if positions is not None:
         cosines, sines = F.embedding(positions, cosines), F.embedding(positions, sines)
-    cosines, sines = cosines.unsqueeze(head_axis), sines.unsqueeze(head_axis)
-    turned, rest = (x, None) if width in (0, x.shape[-1]) else (x[..., :width], x[..., width:])
-    if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-    else:
-        first, second = turned.chunk(2, -1)
-    real, imaginary = cosines * first - sines * second, sines * first + cosines * second
-    result = torch.stack((real, imaginary), -1).flatten(-2) if interleaved else torch.cat((real, imaginary), -1)
-    return result if rest is None else torch.cat((result, rest), -1)
+    return rotary(x, cosines.unsqueeze(head_axis), sines.unsqueeze(head_axis), interleaved, width)
+
+
+def rotary(
+    x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool = False, width: int = 0, apart: bool = False
+) -> Tensor:
+    """The first `width` numbers (0: all) of each head turned by angles (Su et al., "RoFormer", 2021).
+
+    A pair (a, b), half a width apart or neighbours, becomes a · cos − b · sin, b · cos + a · sin, where it was or, with
+    `apart`, half a width apart. Cosines and sines broadcast, and have a number for each of a pair or one for both.
+    """
+    width = width or x.shape[-1]
+    cosines, sines = (
+        _pairs(each, interleaved) if each.shape[-1] == width else each.unsqueeze(-2) for each in (cosines, sines)
+    )
+    form = interleaved, interleaved and not apart, width
+    found: Tensor = _Rotary.apply(x, cosines, sines, form)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _pairs(x: Tensor, interleaved: bool) -> Tensor:
+    """[…, 2, width / 2] of […, width], a view."""
+    found: Tensor = x.unflatten(-1, (-1, 2)).mT if interleaved else x.unflatten(-1, (2, -1))
+    return found
+
+
+_Form = tuple[bool, bool, int]
+"""True where pairs that are read, and that are written, are neighbours, and the width that is turned."""
+
+
+class _Rotary(torch.autograd.Function):
+    """Backward turns gradients back, and keeps x only where cosines or sines have gradients."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, cosines: Tensor, sines: Tensor, form: _Form) -> Tensor:
+        context.form = form
+        context.save_for_backward(cosines, sines, *([x] if any(context.needs_input_grad[1:]) else []))
+        return _turned(x, cosines, sines, form)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (cosines, sines, *kept), (gradient,), (read, written, width) = context.saved_tensors, gradients, context.form
+        found: list[Tensor | None] = [None] * 4
+        if context.needs_input_grad[0]:
+            found[0] = _turned(gradient, cosines, -sines.flip(-2), (written, read, width))
+        for x in kept:
+            pairs, back = _pairs(x[..., :width], read), _pairs(gradient[..., :width], written)
+            found[1] = (pairs * back).sum_to_size(cosines.shape)
+            crossed = pairs.flip(-2) * back
+            found[2] = torch.stack((-crossed[..., 0, :], crossed[..., 1, :]), -2).sum_to_size(sines.shape)
+        return tuple(found)
+
+
+def _turned(x: Tensor, cosines: Tensor, sines: Tensor, form: _Form) -> Tensor:
+    read, written, width = form
+    pairs = _pairs(x[..., :width], read)
+    turned = pairs * cosines
+    turned[..., 0, :].addcmul_(pairs[..., 1, :], sines[..., 0, :], value=-1)
+    turned[..., 1, :].addcmul_(pairs[..., 0, :], sines[..., -1, :])
+    turned = (turned.mT if written else turned).flatten(-2)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)

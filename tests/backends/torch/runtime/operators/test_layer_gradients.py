@@ -14,6 +14,7 @@ from autopipe.backends.torch.runtime import operators
 LABELS = torch.tensor([[0, 2], [1, 2]])
 LENGTHS = torch.tensor([3, 1])
 HEADS = (2, 2, 3, 4)
+ANGLES = (2, 3, 2, 6), (2, 4), (3, 1, 2)
 AXES = [(2, 3, 0.75, 0.0, 1.0), (3, 5, 1.25, 0.0, 1.0)]
 REGIONS = torch.tensor([[0.0, 0.0, 3.0, 2.0], [1.0, 0.5, 2.5, 3.5]], dtype=torch.float64)
 
@@ -41,6 +42,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
         ((1, 4, 3, 2), (1, 2, 3, 2), (1, 2, 3, 2)),
     ),
     "rotary": (lambda x, c, s: operators.rotary_embedding(x, c, s, width=2), ((2, 3, 2, 4), (2, 2, 1), (2, 2, 1))),
+    "rotary of neighbours": (lambda *each: operators.rotary(*each, interleaved=True, width=4), ANGLES),
+    "rotary put apart": (lambda *each: operators.rotary(*each, interleaved=True, width=4, apart=True), ANGLES),
     "average_pool": (
         lambda x: operators.average_pool(x, (2, 2), (2, 1), (1, 2), (1, 1, 0, 1), (0, 0, 0, 0)),
         ((1, 2, 4, 4),),
