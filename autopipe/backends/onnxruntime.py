@@ -163,6 +163,7 @@ class ReferenceModel:
         used = {each.name for each in proto.graph.output}.union(*(node.input for node in _nodes(proto)))
         batches = 0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
         kept += _switch_recurrences_to_single(proto)
+        kept += _keep_tokens_of_experts(proto)
         changed = bool(weights) or self.dropouts + batches + kept > 0 or _BFLOAT16 in _types_used(proto)
         changed = _cast_to_one_type(proto) or changed
         self._path = _completed(model, proto, weights, Path(self._scratch.name)) if changed else model
@@ -402,6 +403,17 @@ def _in_single(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
     node = make_node("LSTM", operands[:8], [*lstm.output], name=lstm.name)
     node.attribute.extend(lstm.attribute)
     yield node
+
+
+def _keep_tokens_of_experts(proto: onnx.ModelProto) -> int:
+    """Make outputs of the tokens that mixtures of experts read: how many there are. ONNX Runtime's kernel may be given
+    their memory for its result, which it fills before it has read them all."""
+    import onnx
+
+    have = {each.name for each in (*proto.graph.input, *proto.graph.output)}
+    names = {node.input[0] for node in proto.graph.node if node.op_type == "MoE"} - have
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(names))
+    return len(names)
 
 
 def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:

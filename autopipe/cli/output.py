@@ -186,14 +186,15 @@ class Output:
 
 
 def _plain(value: object) -> object:
-    """`value` in JSON's own types; a figure that is infinite or no number becomes null, which JSON can say."""
+    """`value` in JSON's own types; a figure that is infinite or no number becomes "inf" or "nan", as JSON has no such
+    number."""
     match value:
         case enum.Enum():
             return _plain(value.value)
         case None | int() | str():
             return value
         case float():
-            return float(value) if math.isfinite(value) else None
+            return float(value) if math.isfinite(value) else str(float(value))
         case Mapping():
             return {str(key): _plain(entry) for key, entry in value.items()}
         case list() | tuple():

@@ -35,7 +35,7 @@ def written(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_result_as_json_keeps_structure_and_makes_what_is_not_finite_null() -> None:
+def test_result_as_json_keeps_structure_and_names_what_is_not_finite() -> None:
     output = Output(as_json=True, stdout=plain(), stderr=plain())
     values = {
         "time": numpy.float32(0.5),
@@ -52,8 +52,8 @@ def test_result_as_json_keeps_structure_and_makes_what_is_not_finite_null() -> N
     assert json.loads(written(output.stdout)) == {
         "time": 0.5,
         "peaks": [1, 2],
-        "gap": None,
-        "unknown": None,
+        "gap": "inf",
+        "unknown": "nan",
         "where": {"x": 1.5, "path": "a/b"},
         "mode": "train",
         "names": ["a", "b"],

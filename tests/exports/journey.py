@@ -110,8 +110,8 @@ def travel(journey: Journey, folder: Path) -> Outcome:
         return Outcome(journey, **seen, failure=re.sub(r"\S*/(\S+\.onnx)", r"\1", str(error)))
     for check in verified["checks"]:
         field = _FIELDS[check["compared"].removesuffix(" without Dropout")]
-        seen[field] = check["relative_difference"]
-    worst = max(verified["checks"], key=lambda check: check["relative_difference"])
+        seen[field] = float(check["relative_difference"])
+    worst = max(verified["checks"], key=lambda check: float(check["relative_difference"]))
     failure = "" if verified["equal"] else f"verify: {worst['compared']} differ, most in {worst['worst']}"
     return Outcome(journey, **seen, failure=failure)
 

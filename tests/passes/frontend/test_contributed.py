@@ -186,6 +186,7 @@ QUANTIZED: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("QLinearLeakyRelu", [*A, *result_of()], {"alpha": 0.2}),
     ("QLinearSoftmax", [*in_bytes("a", 3, 9, scale=0.02), *NARROW], {"opset": 13, "axis": -1}),
     ("QLinearSoftmax", [*in_bytes("a", 3, 2, 5, scale=0.02), *NARROW], {"opset": 12, "axis": 1}),
+    ("QLinearSoftmax", [*in_bytes("a", 9, 8, scale=0.001), *result_of(1 / 255, 0)], {"opset": 13, "axis": -1}),
     ("QLinearConcat", [*result_of(), *A, *in_bytes("b", 2, 3, 2, scale=0.04, zero=100)], {"axis": 2}),
     ("QLinearWhere", [("c", whole(3, 8) > 127), *in_bytes("a", 3, 8), *in_bytes("b", 8, scale=0.04), *result_of()], {}),
     ("QLinearGlobalAveragePool", [*IMAGE, *result_of(0.0213)], {}),

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
+from autopipe.backends.onnxruntime import ReferenceModel
 from tests.ir.ops.splitting import check, check_pairs
-from tests.passes.frontend.test_contributed import compare, floats, use_of, whole
+from tests.passes.frontend.test_contributed import compare, computed, floats, use_of, whole
 
 TOKENS, HIDDEN, INNER, EXPERTS = 6, 32, 32, 4
 Operands = list[tuple[str, np.ndarray] | None]
@@ -43,6 +45,19 @@ def test_activations_and_weights_of_experts(activation: str, biased: bool, norma
 def test_gated_experts_of_a_batch_in_three_dimensions(tmp_path: Path) -> None:
     operands = operands_of(INNER, True, False, (2, TOKENS // 2, HIDDEN))
     compare(tmp_path, "MoE", operands, "w1 w2 b1 b2", k=3, activation_type="gelu", rtol=1e-3)
+
+
+def test_the_reference_does_not_write_over_the_tokens_it_reads(tmp_path: Path) -> None:
+    text = f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+    experts (float[{TOKENS}, {HIDDEN}] a, float[{TOKENS}, {EXPERTS}] r, float[{EXPERTS}, {INNER}, {HIDDEN}] u,
+             float[{EXPERTS}, {HIDDEN}, {INNER}] d) => (float[{TOKENS}, {HIDDEN}] z)
+    {{ x = Add(a, a)  y = com.microsoft.MoE <k: int = 2, activation_type: string = "silu"> (x, r, u, , d)  z = Abs(y) }}
+    """
+    file = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(text), file)
+    feeds = dict(filter(None, operands_of(INNER, False, False)))
+    feeds = dict(zip("arud", feeds.values(), strict=True))
+    np.testing.assert_allclose(computed(file, feeds)[0], ReferenceModel(file, {}).run(feeds)["z"], rtol=1e-3, atol=1e-5)
 
 
 def packed_operands(bits: int, block: int, points: bool, rows: int, biased: bool) -> Operands:

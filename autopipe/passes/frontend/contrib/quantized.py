@@ -24,7 +24,8 @@ def _single(operator: str, spelling: Spelling, *left_out: str) -> None:
 
 
 def _softmax(spelling: Spelling) -> None:
-    """Before opset 13 over all axes from `axis` on."""
+    """Before opset 13 over all axes from `axis` on. A share is counted in whole steps of which 1 has ⌊1 / scale⌋, as by
+    the kernel's tables: 254 for the usual scale, 1 / 255 in single precision."""
     shape, x = spelling.shape(0), spelling.dequantized(0)
     if spelling.integer("opset") < 13:
         axis = spelling.integer("axis", 1) % max(len(shape), 1)
@@ -32,7 +33,9 @@ def _softmax(spelling: Spelling) -> None:
         found = spelling.shaped(spelling.add("Softmax", x, axis=1), *shape)
     else:
         found = spelling.add("Softmax", x, axis=spelling.integer("axis", -1))
-    spelling.quantize(found, 3)
+    steps = spelling.add("Floor", spelling.add("Reciprocal", spelling.operand(3)))
+    point = filter(None, [spelling.operand(4)])
+    spelling.add("QuantizeLinear", found, spelling.add("Reciprocal", steps), *point, result=0)
 
 
 def _concat(spelling: Spelling) -> None:
