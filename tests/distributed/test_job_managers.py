@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.support.launching import Ended, finish, launch, spell_data, write_chain, write_key
+from tests.distributed.support.launching import Ended, finish, spell_data, write_chain, write_key
 from tests.distributed.support.machines import STARTED, documented, machines, srun, start_on
+from tests.distributed.support.pool import Pools
 
 pytestmark = pytest.mark.distributed
 ENDPOINT = "10.77.0.1:29400"
@@ -35,9 +36,11 @@ def report(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def losses(program: Path) -> list[float]:
-    """Those of a launch on one machine."""
-    return launch(program, "--steps", 2, "--json").losses
+def losses(pools: Pools, program: Path) -> list[float]:
+    """Those of ranks on one machine."""
+    path = program.parent / "report.jsonl"
+    pools.of(4).run(program, *RUN, "--report", path)
+    return reported(path)
 
 
 def reported(path: Path) -> list[float]:

@@ -212,7 +212,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools, tmp_path: P
     ],
     ids=["tensor parallel in halves", "replicas recomputed in shares"],
 )  # fmt: skip
-def test_verify_finds_a_transformer_in_fp16_equal(tmp_path: Path, plan: tuple[str, ...]) -> None:
+def test_verify_finds_a_transformer_in_fp16_equal(here: None, tmp_path: Path, plan: tuple[str, ...]) -> None:
     model = tmp_path / "gpt.onnx"
     sizes = {"layers": "2", "hidden": "32", "heads": "4", "sequence": "16", "vocabulary": "64", "loss": "true"}
     build(configure("gpt", sizes)).save(model)

@@ -25,7 +25,7 @@ def test_seven_billion_parameters_take_four_bits_each_and_their_scales(tmp_path:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["expert", pytest.param("pipedream", marks=pytest.mark.sweep)])
-def test_a_64th_of_it_equals_onnxruntime_on_four_ranks(strategy: str, tmp_path: Path) -> None:
+def test_a_64th_of_it_equals_onnxruntime_on_four_ranks(here: None, strategy: str, tmp_path: Path) -> None:
     onnx.save(Builder(SMALL, numbers=True).model(), tmp_path / "model.onnx")
     plan, program = str(tmp_path / "plan"), str(tmp_path / "program")
     for words in (

@@ -13,7 +13,7 @@ from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.program import KINDS
 from autopipe.passes.lower.traffic import communication_bytes
-from tests.distributed.support.launching import finish, start
+from tests.distributed.support.alone import dry_run
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import report_lines, schedule_of, write
 from tests.distributed.support.strategies import random_placement
@@ -40,7 +40,7 @@ def test_a_plan_its_ranks_and_their_dry_runs_agree(pools: Pools, tmp_path: Path,
 
 
 @pytest.mark.distributed
-def test_messages_have_half_the_bytes_under_autocast(pools: Pools, tmp_path: Path) -> None:
+def test_messages_have_half_the_bytes_under_autocast(here: None, pools: Pools, tmp_path: Path) -> None:
     """As many as are predicted, of the same stages; the ranks' gradients are one device's as far as 16 bits go."""
     model = tmp_path / "gpt.onnx"
     build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
@@ -78,7 +78,7 @@ levels:
 
 
 @pytest.mark.distributed
-def test_a_rank_sends_its_part_where_the_other_group_has_faster_links(pools: Pools, tmp_path: Path) -> None:
+def test_a_rank_sends_its_part_where_the_other_group_has_faster_links(here: None, pools: Pools, tmp_path: Path) -> None:
     """Two devices a layer halve what each sends; the other half is gathered. On uniform links all of it is sent."""
     model, cluster = tmp_path / "gpt.onnx", tmp_path / "nodes.yaml"
     build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
@@ -114,9 +114,8 @@ def test_dry_runs_of_random_strategies_count_what_is_predicted(tmp_path: Path, n
 def rehearsed(program: Path, ranks: int) -> dict[str, int]:
     """What dry runs of all ranks count together."""
     total: Counter[str] = Counter()
-    processes = [start(program, "--dry-run", "--rank", rank, "--json") for rank in range(ranks)]
-    for process in processes:
-        ended = finish(process)
-        assert ended.code == 0, ended.stderr
-        total.update(ended.result["communication_bytes"])
+    report = program.with_name("rehearsed.json")
+    for rank in range(ranks):
+        dry_run(program, rank, "--device", "cpu", "--report", report)
+        total.update(json.loads(report.read_text(encoding="utf-8"))["communication_bytes"])
     return {kind: total[kind] for kind in KINDS}
