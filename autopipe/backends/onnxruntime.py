@@ -128,6 +128,43 @@ def _opset(signature: Signature) -> int:
 
 
 _RANDOM = {name for name, row in OPERATORS.items() if row.random} - {"Dropout"}
+_MADE_OF_ZEROS = frozenset({"Cast", "Identity", "Mul", "Reshape", "Slice", "Transpose", "Unsqueeze"})
+"""Operators that make zeros of zeros."""
+_DEPTH = 8
+"""Operators, one behind the other, to a product with zero."""
+
+
+def _drawing(proto: onnx.ModelProto) -> Iterator[str]:
+    """The operators that draw numbers, but for those whose numbers are multiplied by zero: noise of no scale."""
+    from onnx import numpy_helper
+
+    tensors = {each.name: each for each in proto.graph.initializer}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in _nodes(proto):
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            tensors[node.output[0]] = node.attribute[0].t
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    outputs = {each.name for each in proto.graph.output}
+
+    def is_zero(name: str) -> bool:
+        tensor = tensors.get(name)
+        return tensor is not None and not tensor.external_data and not numpy_helper.to_array(tensor).any()
+
+    def vanishes(name: str, depth: int = _DEPTH) -> bool:
+        return (
+            bool(depth)
+            and name not in outputs
+            and all(
+                node.op_type in _MADE_OF_ZEROS
+                and ((node.op_type == "Mul" and any(map(is_zero, node.input))) or vanishes(node.output[0], depth - 1))
+                for node in readers.get(name, ())
+            )
+        )
+
+    return (node.op_type for node in _nodes(proto) if node.op_type in _RANDOM and not vanishes(node.output[0]))
+
+
 _INLINE_LIMIT = 2**30
 """Bytes of weights above which they go to a file beside the model: protobuf ends at 2 GiB."""
 
@@ -155,8 +192,8 @@ class ReferenceModel:
         self._scratch = tempfile.TemporaryDirectory()
         proto = _loaded(model)
         self._fixed = {each.name: _full(each, fixed[each.name]) for each in proto.graph.input if each.name in fixed}
-        self.random = tuple(sorted({node.op_type for node in _nodes(proto)} & _RANDOM))
-        """Operators of it that draw numbers, which are none of ours."""
+        self.random = tuple(sorted(set(_drawing(proto))))
+        """Operators of it that draw numbers, which are none of ours, unless all that is made of these is zero."""
         self.dropouts = sum(map(_switch_off_dropout, _nodes(proto)))
         """Of its Dropouts those that were switched off."""
         kept = sum(map(_switch_to_single, _nodes(proto)))

@@ -97,7 +97,10 @@ _MODEL_FLAGS = ("dim", "assignment", "batch_axis")
 
 
 def _model_flags() -> tuple[Callable[[Command], Command], ...]:
-    dim = "Bind a symbolic dimension, or axis AXIS of an input as INPUT:AXIS=EXTENT (repeatable)."
+    dim = (
+        "Bind a symbolic dimension, axis AXIS of an input as INPUT:AXIS=EXTENT, or the most numbers that data may give "
+        "a Range as RESULT:0=EXTENT (repeatable)."
+    )
     return (
         click.option("--dim", multiple=True, metavar="NAME=EXTENT", help=dim),
         click.option("--batch-axis", multiple=True, metavar="INPUT=AXIS", help="Axis that counts samples, or null."),

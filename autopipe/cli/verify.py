@@ -361,9 +361,10 @@ class Verification:
         shapes = {entry.value.name: entry.value.shape for entry in forward.outputs}
         found = {}
         for name in (each for each in evaluations[0] if each in axes):
-            parts, axis = [each[name] for each in evaluations], axes[name]
+            axis = axes[name]
+            parts = [_filled_up(each[name], shapes[name], axis) for each in evaluations]
             if axis is None:
-                found[name] = np.asarray(np.mean([_filled_up(part, shapes[name]) for part in parts], axis=0))
+                found[name] = np.asarray(np.mean(np.stack(parts), axis=0))
             else:  # Of its samples those that are data.
                 joined = np.concatenate(parts, axis=axis)
                 count = round(joined.shape[axis] * (source.count(0) / forward.batch_size))
@@ -371,11 +372,12 @@ class Verification:
         return found
 
 
-def _filled_up(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _filled_up(array: np.ndarray, shape: tuple[int, ...], batch_axis: int | None) -> np.ndarray:
     """Rows that data choose as ranks give them: zeros behind them, to as many rows as there could be."""
     if array.ndim != len(shape) or array.shape == shape:
         return array
-    behind = [(0, max(most - extent, 0)) for most, extent in zip(shape, array.shape, strict=True)]
+    pairs = zip(shape, array.shape, strict=True)
+    behind = [(0, 0 if axis == batch_axis else max(most - have, 0)) for axis, (most, have) in enumerate(pairs)]
     return np.pad(array, behind)
 
 

@@ -114,6 +114,7 @@ def _made(name: str, static: tuple[int, ...] = (), cost: float = 0.0) -> Operato
 GENERATION = (
     Operator("ConstantOfShape", notated("-> *d"), "memory", backward=0.0, static=(0,), differentiable=False),
     *map(_made, ("Constant", "EyeLike", "Shape", "Size")),
+    Operator("autopipe.Bounded", broadcast, "elementwise", backward=0.0, differentiable=False),
     _made("Range", (0, 1, 2)),
     _made("HannWindow", (0,), 6.0),
     _made("HammingWindow", (0,), 6.0),

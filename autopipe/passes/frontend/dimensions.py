@@ -166,6 +166,13 @@ class Inputs:
     """Samples of one evaluation as bound here; None where no input carries samples."""
 
 
+def bounds_of(nodes: Iterable[onnx.NodeProto], dims: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Of extents that a user gives those of results of Range, by their names, and the others."""
+    ranges = {f"{node.output[0]}:0": node.output[0] for node in nodes if node.op_type == "Range"}
+    own = {name for name, extent in dims.items() if name in ranges and extent > 0}
+    return {ranges[name]: dims[name] for name in own}, {name: dims[name] for name in dims if name not in own}
+
+
 def by_symbol(
     inputs: tuple[onnx.ValueInfoProto, ...], dims: Mapping[str, int], stated_axes: Mapping[str, int | None]
 ) -> dict[str, int]:

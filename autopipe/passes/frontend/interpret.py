@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopipe.ir.errors import ModelError
+from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.contrib.attention import is_rewritten, rewritten
 from autopipe.passes.frontend.contrib.operators import spelled_out
@@ -120,9 +120,10 @@ class _Sweep:
 
 
 def interpret(
-    source: Source, inputs: Inputs, weights: Weights, fixed: Mapping[str, np.ndarray]
+    source: Source, inputs: Inputs, weights: Weights, fixed: Mapping[str, np.ndarray], bounds: Mapping[str, int]
 ) -> tuple[Graph, dict[str, str]]:
-    """The graph of `source` with inputs of these shapes, and with those of `fixed` as constants.
+    """The graph of `source` with inputs of these shapes, and with those of `fixed` as constants. `bounds` has the most
+    numbers that there may be in results of Range.
 
     What is read but never written is an absent weight.
 
@@ -135,7 +136,7 @@ def interpret(
     for info in (*source.graph.value_info, *source.graph.output):
         stated.setdefault(info.name, []).append(info)
     inference = Inference(source.opsets)
-    selections = Selections(source.nodes, inference, source.opset, weights.roles.uses)
+    selections = Selections(source.nodes, inference, source.opset, weights.roles.uses, bounds)
     sweep = _Sweep(source, inputs, weights, inference, Sequences(source.opset), selections, stated)
     sweep.results = dict.fromkeys(info.name for info in source.graph.output)
     sweep.types.update((value.name, value) for value in inputs.values)
@@ -152,6 +153,9 @@ def interpret(
         if name in selections:
             for node in selections.given(name):
                 _visit(sweep, node)
+    for name, most in bounds.items():
+        if name in sweep.types:
+            raise ConfigurationError(f"--dim {name}:0={most}: it is {sweep.types[name].shape[0]} whatever the data are")
     return _graph(sweep, inputs), sweep.aliases
 
 

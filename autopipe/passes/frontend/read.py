@@ -12,7 +12,7 @@ from autopipe.ir.ops import operator_of, signature_of
 from autopipe.ir.problem import Mode, wanted_outputs
 from autopipe.passes.frontend.batch_inputs import told_apart
 from autopipe.passes.frontend.cleanup import at_inference, cleaned, with_plain_gathers, without_unread
-from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, by_symbol, fixed_numbers
+from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, bounds_of, by_symbol, fixed_numbers
 from autopipe.passes.frontend.fusion.cross_entropy import with_linear_losses
 from autopipe.passes.frontend.fusion.rules import fused
 from autopipe.passes.frontend.interpret import interpret
@@ -50,16 +50,17 @@ def read_model(
 ) -> Model:
     """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on `batch` samples.
 
-    Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name
-    or INPUT:AXIS. `fixed_inputs` are inputs that are one number, whatever is computed. `batch_axes` says which axis
-    of an input counts samples where it is not axis 0 (None: no axis does). `loss` is an output or a loss to add;
-    without it the model's own is found, if it has one. `mode` defaults to training where there is a loss. Unless
-    `training`, which defaults to the mode, nothing is dropped and BatchNormalization reads its running statistics.
-    Parameters whose names match `frozen` (globs, or regular expressions after `re:`) are not trained, tensors whose
-    names match `trainable` are, whatever else speaks against it. Operators without a row are refused, or listed in
-    the result `with_unsupported`. `normalize` is `loss.normalize`. With `whole_scores` no loss makes its scores itself,
-    as in published plans. Raises ModelError, naming file and node, for what cannot be read, and ConfigurationError for
-    dimensions, batches and losses that do not fit.
+    Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name or
+    INPUT:AXIS; of a Range's RESULT:0 it is the most numbers that data may tell. `fixed_inputs` are inputs that are
+    one number, whatever is computed. `batch_axes` says which axis of an input counts samples where it is not axis 0
+    (None: no axis does). `loss` is an output or a loss to add; without it the model's own is found, if it has one.
+    `mode` defaults to training where there is a loss. Unless `training`, which defaults to the mode, nothing is
+    dropped and BatchNormalization reads its running statistics. Parameters whose names match `frozen` (globs, or
+    regular expressions after `re:`) are not trained, tensors whose names match `trainable` are, whatever else speaks
+    against it. Operators without a row are refused, or listed in the result `with_unsupported`. `normalize` is
+    `loss.normalize`. With `whole_scores` no loss makes its scores itself, as in published plans. Raises ModelError,
+    naming file and node, for what cannot be read, and ConfigurationError for dimensions, batches and losses that do
+    not fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
     try:
@@ -84,6 +85,7 @@ def _read(
     chosen: Chosen,
 ) -> Model:
     (dims, batch, batch_axes, fixed), (loss, normalize, whole_scores) = asked, losses
+    bounds, dims = bounds_of(source.nodes, dims)
     initializers = {tensor.name for tensor in source.graph.initializer}
     offered = {info.name: info for info in source.graph.input if info.name not in initializers}
     numbers = fixed_numbers(offered, fixed)
@@ -92,12 +94,12 @@ def _read(
     roles = roles_of(source)
 
     def followed(tried: Inputs) -> Graph:
-        return with_plain_gathers(interpret(source, tried, Weights(source, roles, chosen), numbers)[0])
+        return with_plain_gathers(interpret(source, tried, Weights(source, roles, chosen), numbers, bounds)[0])
 
     apart = told_apart(data, dims, batch_axes, followed)
     inputs = bind_inputs(data, dims, batch, apart)
     weights = Weights(source, roles, chosen)
-    interpreted, aliases = interpret(source, inputs, weights, numbers)
+    interpreted, aliases = interpret(source, inputs, weights, numbers, bounds)
     chosen.require_matched()
     read = without_unread(interpreted)
     graph, scalar = _simplified(read, loss)

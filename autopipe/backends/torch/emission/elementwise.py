@@ -446,6 +446,9 @@ ELEMENTWISE: dict[str, Emitter] = {
     "ConstantOfShape": _filled,
     "Constant": _constant,
     "Range": _range,
+    "autopipe.Bounded": lambda call: called(
+        "operators.bounded", call.arg(0), str(call.node.integer("most")), repr(call.node.text("title"))
+    ),
     "EyeLike": _eye_like,
     "Shape": _shape,
     "Size": lambda call: f"torch.full((), {call.operand(0).elements}, {_made(call)})",

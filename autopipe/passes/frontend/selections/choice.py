@@ -1,7 +1,8 @@
-"""The operators that choose by data: `NonZero`, `Compress`, `Unique` and `NonMaxSuppression`."""
+"""Operators that choose by data: `NonZero`, `Compress`, `Unique`, `NonMaxSuppression`, `Range` up to what data tell."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,9 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.selections.counts import number
 from autopipe.passes.frontend.selections.masks import Masks
+from autopipe.passes.frontend.selections.neighbours import bounded
 from autopipe.passes.frontend.selections.places import Places, as_rows
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
 from autopipe.passes.frontend.selections.use import Use, selection_of
@@ -37,6 +40,22 @@ def choose(use: Use, uses: Uses, masks: Masks) -> None:
             _suppress(use)
         case _:
             _unique(use, data)
+
+
+def choose_first(use: Use, masks: Masks, bounds: Mapping[str, int]) -> None:
+    """The numbers from 0 on, before one that data tell."""
+    result, limit = use.node.output[0], use.operands[1]
+    start, _, step = use.numbers()
+    if start is None or step is None or (start.item(), step.item()) != (0, 1):
+        raise ModelError("data tell its limit: it is supported from 0 on in steps of 1", where=use.where)
+    root = f"first {masks.number(limit, use.types, use.arrays)!r}"
+    if result not in bounds and root not in use.joins:
+        raise ModelError(
+            f"data tell how many numbers its result {result!r} has",
+            hint=f"add --dim {shlex.quote(f'{result}:0=EXTENT')} with the most that there may be",
+            where=use.where,
+        )
+    number(use, use.joins.get(root) or bounded(use, limit, root, bounds[result]))
 
 
 def _non_zero(use: Use, data: Value, uses: Uses, masks: Masks) -> None:

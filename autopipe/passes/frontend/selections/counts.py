@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.masks import Masks
-from autopipe.passes.frontend.selections.places import Places
+from autopipe.passes.frontend.selections.neighbours import first_of
+from autopipe.passes.frontend.selections.places import Places, as_rows
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
 from autopipe.passes.frontend.selections.use import OTHER_ROWS, Counted, Use, selection_of
 
@@ -56,8 +58,8 @@ def compute_count(use: Use) -> None:
         _spread(use, known[-1], selection)
     elif operator == "Reshape" and known[0] is None and known[1] is not None and use.held[0] is None:
         _demand(use, known[1])
-    elif operator == "Range" and complete and [each.tolist() for each in known if each is not None] == [0, ROWS, 1]:
-        _number(use, selection)
+    elif operator == "Range" and complete and _numbers(use, selection):
+        return
     elif complete and operator in OF_SHAPES and (operator != "Cast" or use.attribute("to") in _WHOLE):
         first, second = (use.inference.evaluate(use.node, tuple(use.numbers(version)), ()) for version in (0, 1))
         if first is None or second is None:
@@ -66,7 +68,7 @@ def compute_count(use: Use) -> None:
             _note(use, name, selection, *numbers)
     else:
         read = zip(use.operands, use.held, strict=True)
-        names = [at_run_time(use, each) if isinstance(each, Counted) else name for name, each in read]
+        names = [at_run_time(use, name, each) if isinstance(each, Counted) else name for name, each in read]
         use.write.again(names, use.node.output)
 
 
@@ -80,9 +82,11 @@ def _demand(use: Use, wanted: np.ndarray) -> None:
     use.write.again([use.operands[0], shape], use.node.output)
 
 
-def at_run_time(use: Use, counted: Counted) -> str:
+def at_run_time(use: Use, name: str, counted: Counted) -> str:
     """The numbers, computed from how many elements are chosen, on which they depend linearly."""
     first, second = counted.numbers
+    if first.dtype.kind == "f":  # They are in the graph already.
+        return name
     slope, uneven = np.divmod(second.astype(np.int64) - first, OTHER_ROWS - ROWS)
     if uneven.any() or first.dtype.kind != "i":
         raise use.refused()
@@ -124,10 +128,36 @@ def _constant_type(use: Use) -> DType:
     return told.dtype
 
 
-def _number(use: Use, selection: Selection) -> None:
+def _numbers(use: Use, selection: Selection) -> bool:
+    """A Range over the rows, or over the first of as many; False for another one."""
+    start, end, step = (each.tolist() for each in use.numbers() if each is not None)
+    other = use.numbers(1)[1]
+    if (start, step) != (0, 1) or other is None:
+        return False
+    if end != ROWS and selection.first is not None:
+        scale, rest = divmod(int(other) - int(end), OTHER_ROWS - ROWS)
+        if rest or scale < 1:
+            return False
+        selection, end = first_of(use, selection, scale, int(end) - scale * ROWS), ROWS
+    if end != ROWS:
+        return False
+    number(use, selection)
+    return True
+
+
+def number(use: Use, selection: Selection) -> None:
     """The rows counted from 0 on."""
-    terms = np.eye(1, len(selection.shape) + 2, len(selection.shape) + 1, np.int64).T
-    use.found[use.node.output[0]] = Places(selection, Value("", DType.INT64, (ROWS,)), 0, tuple(terms))
+    column = 1 if selection.first is not None else len(selection.shape) + 1
+    terms = np.eye(1, len(selection.shape) + 2, column, np.int64).T
+    places = Places(selection, Value("", DType.INT64, (ROWS,)), 0, tuple(terms))
+    kind = next(each.dtype for each in use.numbers() if each is not None).name
+    name = use.node.output[0]
+    if kind == "int64":
+        use.found[name] = places
+        return
+    rows = as_rows(use.write, places)
+    dtype = DType(kind)
+    use.found[name] = replace(rows, type=replace(rows.type, dtype=dtype), value=use.write.cast(rows.value, dtype))
 
 
 def cuts(use: Use) -> bool:

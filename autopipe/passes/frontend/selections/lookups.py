@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.selections.neighbours import cut_first
 from autopipe.passes.frontend.selections.places import Places, as_rows
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
 from autopipe.passes.frontend.selections.use import Counted, Use
@@ -84,6 +85,8 @@ def cuts_rows(use: Use) -> bool:
     if axis != rows.axis or (start == 0 and end >= ROWS):
         return False
     held = as_rows(write, rows) if isinstance(rows, Places) else rows
+    if cut_first(use, held, start, end):
+        return True
     selection = held.selection
     rank, told = write.ranks(selection), write.line(selection)
     count = write.counted(selection)

@@ -42,6 +42,17 @@ class Masks:
             self._roots[name] = self._find(name, types, arrays, depth)
         return self._roots[name]
 
+    def number(self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]) -> str:
+        """The first value of the file that is the same whole number as `name`, in whichever type."""
+        node = self._made.get(name)
+        while node is not None and node.op_type in {*_REWRITTEN, "Cast"}:
+            source = types.get(node.input[0])
+            if source is None or not source.dtype.is_integer:
+                break
+            name = node.input[0]
+            node = self._made.get(name)
+        return self.root(name, types, arrays)
+
     def _find(self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray], depth: int) -> str:
         node = self._made.get(name)
         if node is None or not depth:

@@ -21,8 +21,9 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 from autopipe.ir.ops.operator import positive
+from autopipe.passes.frontend.inference import RANDOM
 from autopipe.passes.frontend.selections.along import along, settle
-from autopipe.passes.frontend.selections.choice import CHOOSING, choose, choose_again
+from autopipe.passes.frontend.selections.choice import CHOOSING, choose, choose_again, choose_first
 from autopipe.passes.frontend.selections.counts import (
     OF_SHAPES,
     at_run_time,
@@ -34,6 +35,7 @@ from autopipe.passes.frontend.selections.counts import (
 )
 from autopipe.passes.frontend.selections.lookups import cuts_rows, looked_up, splits_rows
 from autopipe.passes.frontend.selections.masks import Masks
+from autopipe.passes.frontend.selections.neighbours import neighbours
 from autopipe.passes.frontend.selections.places import Places, as_rows, taken, taken_of_itself
 from autopipe.passes.frontend.selections.puts import puts
 from autopipe.passes.frontend.selections.reshaped import joined, of_joined, reshaped
@@ -68,9 +70,17 @@ _FAILURES = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError
 class Selections(dict[str, Held]):
     """Facts of each value that has a row for each chosen element, by its name in the file."""
 
-    def __init__(self, nodes: Iterable[onnx.NodeProto], inference: Inference, opset: int, uses: Uses) -> None:
+    def __init__(
+        self,
+        nodes: Iterable[onnx.NodeProto],
+        inference: Inference,
+        opset: int,
+        uses: Uses,
+        bounds: Mapping[str, int],
+    ) -> None:
+        """`bounds` has the most numbers that there may be in results of Range."""
         super().__init__()
-        self._inference, self._opset, self._uses = inference, opset, uses
+        self._inference, self._opset, self._uses, self._bounds = inference, opset, uses, bounds
         self._masks = Masks(nodes)
         self._sums: dict[str, Counted] = {}
         self._joins: dict[object, Selection] = {}
@@ -91,10 +101,10 @@ class Selections(dict[str, Held]):
             return True
         if node.op_type == "ReduceSum" or any(name in self._sums for name in operands):
             return self._counts(node, operands, types, arrays)
-        if node.op_type not in CHOOSING or stated(node.output[0]) is not None:
+        if node.op_type not in {*CHOOSING, "Range"} or stated(node.output[0]) is not None:
             return False
-        tells = {"Compress": 1, "NonMaxSuppression": 1}.get(node.op_type, 0)
-        return operands[tells] not in arrays
+        tells = {"Compress": 1, "NonMaxSuppression": 1, "Range": 1}.get(node.op_type, 0)
+        return len(operands) > tells and operands[tells] not in arrays
 
     def _counts(
         self,
@@ -129,6 +139,9 @@ class Selections(dict[str, Held]):
         except _FAILURES as error:
             raise use.refused() from error
         self.update(use.found)
+        if node.op_type == "Cast" and isinstance(use.held[0], Counted) and node.output[0] not in use.found:
+            first, second = (each.astype(np.float64) for each in use.held[0].numbers)
+            self._sums[node.output[0]] = Counted(use.held[0].selection, (first, second))
         return use.write.nodes
 
     def _use(
@@ -162,6 +175,8 @@ class Selections(dict[str, Held]):
                 choose_again(use)
             else:
                 choose(use, self._uses, self._masks)
+        elif operator == "Range" and not any(use.held):
+            choose_first(use, self._masks, self._bounds)
         elif operator == "Identity":
             use.found.update((use.node.output[0], each) for each in use.held if each is not None)
         elif operator in ("Shape", "Size"):
@@ -181,7 +196,7 @@ class Selections(dict[str, Held]):
         use = self._use(onnx.helper.make_node("Identity", [name], [f"{name}/given"], name=name), (name,), {}, {})
         held, write = self.pop(name), use.write
         if isinstance(held, Counted):
-            write.node("Identity", [at_run_time(use, held)], name)
+            write.node("Identity", [at_run_time(use, name, held)], name)
         else:
             rows = as_rows(write, held) if isinstance(held, Places) else held
             write.node("Identity", [write.packed(write.filled(rows, 0, rows.selection.axes)).name], name)
@@ -297,12 +312,15 @@ def _compute(use: Use) -> None:
         if isinstance(each, Rows | Places)
     }
     if axes is None:
-        along(use, rows, types)
+        if 0 not in rows or not neighbours(use, rows[0], types[0]):
+            along(use, rows, types)
         return
     if operator == "Mul" and _weighed(use, types[0], axes[0], rows):
         return
     apart = operator in _PER_ROW and len(rows) == 1
     over = tuple(sorted({axis for each in rows.values() for axis in (*each.over, *(() if apart else each.weighed))}))
+    if operator in RANDOM:
+        over = next(iter(rows.values())).selection.axes
     names = list(use.operands)
     for slot, each in rows.items():
         rows[slot] = each if apart else write.placed(write.whole(each), over)

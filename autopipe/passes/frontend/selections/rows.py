@@ -23,6 +23,17 @@ own extents divide."""
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """How many first elements of a vector are chosen: `scale` times a whole number of 64 bits and `offset`."""
+
+    count: str
+    root: str
+    """The root of a selection of as many as `count`."""
+    scale: int = 1
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """The true elements of a mask, in row-major order."""
 
@@ -34,6 +45,13 @@ class Selection:
     """Who chooses, for messages: the same elements may be chosen by several."""
     root: str = field(default="", compare=False)
     """The name of the mask's elements, whichever dimensions they are given."""
+    prefix: Prefix | None = field(default=None, compare=False)
+    """Where it chooses all rows before one along the mask's first axis, how many."""
+
+    @property
+    def first(self) -> Prefix | None:
+        """How many elements are chosen, where those are the first."""
+        return self.prefix if len(self.shape) == 1 else None
 
     @property
     def key(self) -> tuple[str, tuple[tuple[bool, int], ...]]:
@@ -185,6 +203,8 @@ class Writer:
     def packed(self, rows: Rows) -> Value:
         """The rows as a static value: those chosen, in their order, before all others."""
         rows = self.placed(self.whole(rows), rows.selection.axes)
+        if rows.selection.first is not None:
+            return Value(rows.value, rows.type.dtype, rows.shape)
         mask, blocks, inner = self.blocks(rows.selection)
         before, after = rows.shape[: rows.axis], rows.shape[rows.axis + 1 :]
         apart = self.reshape(rows.value, (*before, blocks, inner, *after))

@@ -5,6 +5,7 @@ differ, which torch refuses. Products of integers are exact, computed in float64
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,6 +21,13 @@ from autopipe.backends.torch.runtime.random_streams import Stream
 def converted(results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> tuple[Tensor, ...]:
     """Results of an operator in the types that the model has for them."""
     return tuple(each if dtype is None else each.to(dtype) for each, dtype in zip(results, dtypes, strict=True))
+
+
+def bounded(count: Tensor, most: int, title: str) -> Tensor:
+    """A number of rows that data tell. Raises RuntimeError, on a GPU without waiting, for more than `most`."""
+    hint = f"plan with a larger --dim {shlex.quote(f'{title}=EXTENT')}"
+    torch._assert_async(count <= most, f"data tell more than {most} rows of {title!r}: {hint}")
+    return count
 
 
 def shrink(data: Tensor, threshold: float, bias: float) -> Tensor:
