@@ -185,7 +185,12 @@ UNSUPPORTED: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[str, ...]]] = 
     "domain": (_unknown_domain, ("org.example.Frobnicate (1)", "a custom operator of domain 'org.example'")),
     "misspelt": (_misspelt, ("Sofmax (1)", "did you mean 'Softmax'?", "'last'")),
     "control flow": (_control_flow, ("If 'choice'", "it depends on data whether 'y' is")),
-    "depends on data": (lambda: model([node("NonZero", "x", "y")], {"x": [2, 3]}, "y"), ("cannot be told", "nonzero")),
+    "depends on data": (
+        lambda: model(
+            [node("NonZero", "x", "n"), node("Einsum", "n n", "y", equation="ij,kl->ijkl")], {"x": [2, 3]}, "y"
+        ),
+        ("cannot be told", "nonzero"),
+    ),
     "other learning": (_learnt_before, ("ai.onnx.ml.Scaler (1)", "'scaler'", "classical machine learning")),
 }
 """Sound models of which something is not supported, and what the line says besides the file's name."""

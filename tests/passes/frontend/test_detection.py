@@ -88,6 +88,36 @@ def test_rows_read_at_the_places_of_boxes(tmp_path: Path) -> None:
         same_rows(read, drawn(seed))
 
 
+def test_boxes_kept_of_chosen_ones(tmp_path: Path) -> None:
+    """Scores below 0 come before those of boxes that are not chosen."""
+    nodes = [
+        node("Greater", "chosen half", "is"),
+        node("NonZero", "is", "n"),
+        node("Squeeze", "n first", "at"),
+        node("Gather", "boxes at", "b", axis=1),
+        node("Gather", "scores at", "s", axis=2),
+        node("Neg", "s", "below"),
+        node("NonMaxSuppression", "b below most overlap", "rows"),
+        node("Gather", "rows two", "numbers", axis=1),
+        node("Squeeze", "numbers last", "number"),
+        node("Gather", "b number", "taken", axis=1),
+    ]
+    held = {"most": integers(99), "half": np.array(0.5, np.float32)}
+    held |= {"first": integers(0), "last": integers(1), "two": integers(2)}
+    inputs = {"boxes": [1, BOXES, 4], "scores": [1, 1, BOXES], "overlap": [1], "chosen": [BOXES]}
+    read = read_model(saved(model(nodes, inputs, "rows taken", held), tmp_path), batch_axes=dict.fromkeys(inputs))
+    for seed in range(9):
+        random = np.random.default_rng(seed)
+        feeds = {name: random.random(shape, np.float32) for name, shape in inputs.items()}
+        feeds["chosen"] *= seed / 4
+        found, expected = emitted(read, feeds), run(read.path, feeds)
+        kept = len(expected["rows"])
+        np.testing.assert_array_equal(found["rows"][:kept], expected["rows"])
+        np.testing.assert_array_equal(found["taken"][:, :kept], expected["taken"])
+        assert not found["rows"][kept:].any()
+        assert not found["taken"][:, kept:].any()
+
+
 def test_a_file_that_keeps_no_box_is_refused(tmp_path: Path) -> None:
     path = saved(model([node("NonMaxSuppression", "boxes scores", "y")], dict([*INPUTS.items()][:2]), "y"), tmp_path)
     with pytest.raises(ModelError, match="its third operand is how many"):

@@ -189,6 +189,27 @@ SMALL = {
         [KEPT, node("Gather", "kept one", "g", axis=1), node("Greater", "g middle", "b"), node("NonZero", "b", "n"),
          node("Squeeze", "n axis0", "i"), node("Gather", "kept i", "c"), node("CumSum", "c first", "z"), TOTAL],
     ),
+    "the first two": ([KEPT, node("Slice", "kept axis0 axis2 axis0", "s"), node("CumSum", "s first", "z"), TOTAL],),
+    "of one column the largest, at most four, and their rows": (
+        [KEPT, node("Gather", "kept one", "g", axis=1), node("Shape", "g", "s"), node("Concat", "four s", "b", axis=0),
+         node("ReduceMin", "b", "k", keepdims=1), node("TopK", "g k", "v i", axis=0), node("Gather", "kept i", "r"),
+         node("Unsqueeze", "v last", "c"), node("Mul", "r c", "m"), node("CumSum", "m first", "z"), TOTAL],
+    ),
+    "of one column the largest, at most two": (
+        [KEPT, node("Gather", "kept one", "g", axis=1), node("Shape", "g", "s"), node("Min", "s axis2", "k"),
+         node("TopK", "g k", "v i", axis=0), node("CumSum", "v first", "z"), TOTAL],
+    ),
+    "put into chosen rows where another number chooses them": (
+        [KEPT, node("Gather", "kept one", "g", axis=1), node("Greater", "g middle", "b"), node("NonZero", "b", "n"),
+         node("Squeeze", "n axis0", "i"), node("Gather", "kept i", "c"), node("Shape", "c", "s"),
+         node("Unsqueeze", "i last", "j"), node("Expand", "j s", "e"), node("Shape", "kept", "t"),
+         node("ConstantOfShape", "t", "o"), node("ScatterElements", "o e c", "w", axis=0),
+         node("CumSum", "w first", "z"), TOTAL],
+    ),
+    "flattened in part and read by number": (
+        [KEPT, node("Reshape", "kept squares", "q"), node("Flatten", "q", "f", axis=2),
+         node("Gather", "f backwards", "y")],
+    ),
     "put where another tensor says": (
         [node("Compress", "labels keep", "l"), node("Unsqueeze", "l last", "p"), KEPT,
          node("ScatterND", "table p kept", "y", reduction="add")],
@@ -206,6 +227,8 @@ def test_small_graphs(name: str, tmp_path: Path) -> None:
         "end": integers(-1),
         "pairs": integers(-1, 2),
         "halves": integers(2, 3),
+        "four": integers(4),
+        "squares": integers(-1, 2, 2),
         "one_place": integers(1).reshape(1, 1),
     }
     held |= {"middle": np.array(0.9, np.float32)}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
-from autopipe.passes.frontend.selections.places import nothing_for
+from autopipe.passes.frontend.selections.neighbours import most_root
+from autopipe.passes.frontend.selections.places import Places, as_rows, nothing_for
 from autopipe.passes.frontend.selections.rows import ROWS, Rows
 from autopipe.passes.frontend.selections.use import Counted, Use, is_static
 
@@ -30,9 +32,6 @@ def along(use: Use, rows: Mapping[int, Rows], types: list[Value]) -> None:
     """Write the node for all rows that could be chosen."""
     operator, write, names = use.node.op_type, use.write, list(use.operands)
     first, result = next(iter(rows.values())), use.node.output[0]
-    if operator == "TopK":
-        _largest(use, rows[0])
-        return
     if operator not in {*_FILLS, *_LOSSES} or (operator not in _ROWS_AGAIN and not is_static(types)):
         raise use.refused()
     every = first.selection.axes
@@ -68,24 +67,41 @@ def _nothing(operator: str, dtype: DType) -> float:
     return nothing_for(_FILLS[operator], dtype)
 
 
-def _largest(use: Use, rows: Rows) -> None:
-    """TopK along the rows: of a known number of them, or all, in their new order."""
-    write, wanted = use.write, use.numbers()[1]
-    if wanted is None or wanted.size != 1 or rows.axis != positive(use.attribute("axis", -1), len(rows.type.shape)):
+def largest(use: Use) -> bool:
+    """TopK along the rows: of a known number of them, of all in their new order, or of at most as many as a number
+    says; False for another node."""
+    held, wanted = (*use.held, None)[:2]
+    if use.node.op_type != "TopK" or not isinstance(held, Rows | Places):
+        return False
+    if held.axis != positive(use.attribute("axis", -1), len(held.type.shape)):
+        return False
+    write, k = use.write, use.numbers()[1]
+    rows = as_rows(write, held) if isinstance(held, Places) else held
+    if k is None or k.size != 1:
         raise use.refused()
-    count, k = math.prod(rows.selection.shape), int(wanted.reshape(-1)[0])
-    if k != ROWS and k > count:
+    count, most = math.prod(rows.selection.shape), int(k.reshape(-1)[0])
+    told = wanted.selection if isinstance(wanted, Counted) and most == ROWS else None
+    of_all = told is not None and told.key == rows.selection.key
+    if told is not None and not of_all and told.root != most_root(rows.selection, told.shape[0]):
+        raise use.refused()
+    if told is not None:
+        most = count if of_all else told.shape[0]
+    if most > count:
         raise use.refused()
     fill = nothing_for(-math.inf if use.attribute("largest", 1) else math.inf, rows.type.dtype)
-    held = write.packed(write.filled(rows, fill, rows.selection.axes))
+    packed = write.packed(write.filled(rows, fill, rows.selection.axes))
     results = (*use.node.output, "")[:2]
-    names = list(results) if k != ROWS else [f"{name}/rows" if name else "" for name in results]
-    write.again([held.name, write.numbers([min(k, count)])], names)
-    if k != ROWS:
-        return
-    for result, name, dtype in zip(results, names, (held.dtype, DType.INT64), strict=True):
-        if result:
-            use.found[result] = write.unpacked(rows.selection, Value(name, dtype, held.shape), rows.axis)
+    names = list(results) if told is None else [f"{name}/rows" if name else "" for name in results]
+    write.again([packed.name, write.numbers([most])], names)
+    for result, name, dtype in zip(results, names, (packed.dtype, DType.INT64), strict=True):
+        if not result or told is None:
+            continue
+        value = Value(name, dtype, (*packed.shape[: rows.axis], most, *packed.shape[rows.axis + 1 :]))
+        if of_all:
+            use.found[result] = write.unpacked(rows.selection, value, rows.axis)
+        else:
+            use.found[result] = Rows(told, replace(rows.type, dtype=dtype), rows.axis, told.axes, name)
+    return True
 
 
 def settle(use: Use, names: list[str], count: int) -> None:

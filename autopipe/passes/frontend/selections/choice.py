@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -30,14 +31,19 @@ _TAKEN_APART = _HANDED_ON | {"Split", "Squeeze", "Unsqueeze", "Reshape", "Gather
 
 def choose(use: Use, uses: Uses, masks: Masks) -> None:
     """The places or rows that the node chooses."""
+    operator = use.node.op_type
+    if operator == "NonMaxSuppression":
+        _suppress(use)
+        return
+    if any(use.held):
+        _choose_again(use)
+        return
     data = use.types[use.operands[0]]
-    match use.node.op_type:
+    match operator:
         case "NonZero":
             _non_zero(use, data, uses, masks)
         case "Compress":
             _compress(use, data, masks)
-        case "NonMaxSuppression":
-            _suppress(use)
         case _:
             _unique(use, data)
 
@@ -83,7 +89,7 @@ def chosen_by(use: Use, data: Value, masks: Masks) -> Selection:
     return selection_of(use, mask, held, data.shape, root)
 
 
-def choose_again(use: Use) -> None:
+def _choose_again(use: Use) -> None:
     """The numbers, among chosen rows of one number each, of those that are not zero: they are chosen of these."""
     rows, write = use.held[0], use.write
     if use.node.op_type != "NonZero" or not isinstance(rows, Rows) or rows.type.shape != (ROWS,):
@@ -156,13 +162,17 @@ def _compress(use: Use, data: Value, masks: Masks) -> None:
 
 def _suppress(use: Use) -> None:
     """Rows [image, class, box]: all classes may keep as many boxes as the file lets them."""
-    write, scores, most = use.write, use.types[use.operands[1]], (*use.numbers(), None)[2]
-    count, named = scores.shape[-1], (*use.operands, "")[2]
+    write, most, named = use.write, (*use.numbers(), None)[2], (*use.operands, "")[2]
+    boxes, scores = _boxes(use)
+    count = scores.shape[-1]
     if named and most is not None:
         count = min(count, int(most.reshape(-1)[0]))
     if not named or count < 1:
         raise ModelError("it may keep no box: its third operand is how many of a class", where=use.where)
-    operands = [*use.operands[:2], *use.operands[3:]]
+    overlap, least = (*use.operands, "", "")[3:5]
+    if use.held[1] is not None and not least:
+        least = write.number(float(np.finfo(np.float32).min), DType.FLOAT32)
+    operands = [boxes.name, scores.name, overlap, least]
     form = use.attribute("center_point_box")
     numbers = write.node("NonMaxSuppression", operands, domain="autopipe", most=count, center_point_box=form)
     mask, zero = write.node("Not", [write.node("Less", [numbers, write.number(0, DType.INT64)])]), np.zeros((1, 2), int)
@@ -177,6 +187,20 @@ def _suppress(use: Use) -> None:
     type_ = Value("", DType.INT64, (ROWS, 3))
     rows = write.node("Concat", columns, axis=1)
     use.found[use.node.output[0]] = Rows(selection, type_, 0, selection.axes, rows)
+
+
+def _boxes(use: Use) -> tuple[Value, Value]:
+    """Boxes and their scores. Of chosen ones those that are chosen stand in front; all others have no score."""
+    boxes, scores = use.held[:2]
+    if boxes is None and scores is None:
+        return use.types[use.operands[0]], use.types[use.operands[1]]
+    if not isinstance(boxes, Rows) or not isinstance(scores, Rows) or (boxes.axis, scores.axis) != (1, 2):
+        raise use.refused()
+    if boxes.selection.key != scores.selection.key:
+        raise use.refused()
+    every = boxes.selection.axes, scores.selection.axes
+    kept = use.write.filled(boxes, 0.0, every[0]), use.write.filled(scores, -math.inf, every[1])
+    return use.write.packed(kept[0]), use.write.packed(kept[1])
 
 
 def _unique(use: Use, data: Value) -> None:

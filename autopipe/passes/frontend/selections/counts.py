@@ -10,7 +10,7 @@ import numpy as np
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.masks import Masks
-from autopipe.passes.frontend.selections.neighbours import first_of
+from autopipe.passes.frontend.selections.neighbours import at_most, first_of
 from autopipe.passes.frontend.selections.places import Places, as_rows
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
 from autopipe.passes.frontend.selections.use import OTHER_ROWS, Counted, Use, selection_of
@@ -21,6 +21,8 @@ _SHAPED = """
 """
 OF_SHAPES = frozenset(_SHAPED.split())
 """Operators of which exporters make shapes."""
+FEWEST = frozenset({"Min", "ReduceMin"})
+"""Operators that bound them."""
 _WHOLE = (6, 7)
 """Types of shapes, as ONNX counts them: int32 and int64."""
 _MOST_NUMBERS = 1 << 16
@@ -58,7 +60,7 @@ def compute_count(use: Use) -> None:
         _spread(use, known[-1], selection)
     elif operator == "Reshape" and known[0] is None and known[1] is not None and use.held[0] is None:
         _demand(use, known[1])
-    elif operator == "Range" and complete and _numbers(use, selection):
+    elif complete and (_numbers(use, selection) or _fewest(use, selection)):
         return
     elif complete and operator in OF_SHAPES and (operator != "Cast" or use.attribute("to") in _WHOLE):
         first, second = (use.inference.evaluate(use.node, tuple(use.numbers(version)), ()) for version in (0, 1))
@@ -70,6 +72,27 @@ def compute_count(use: Use) -> None:
         read = zip(use.operands, use.held, strict=True)
         names = [at_run_time(use, name, each) if isinstance(each, Counted) else name for name, each in read]
         use.write.again(names, use.node.output)
+
+
+def _fewest(use: Use, selection: Selection) -> bool:
+    """How many are chosen, but at most a number: how many the first of the chosen are. False for another node."""
+    if use.node.op_type not in FEWEST:
+        return False
+    told = [use.numbers(version)[: None if use.node.op_type == "Min" else 1] for version in (0, 1)]
+    first, second = ([int(each) for array in arrays if array is not None for each in array.flat] for arrays in told)
+    pairs = set(zip(first, second, strict=True))
+    fixed = [one for one, other in pairs if one == other]
+    results = use.evaluated(use.numbers(), ())
+    if results is None or results[0].size != 1 or pairs - {(each, each) for each in fixed} != {(ROWS, OTHER_ROWS)}:
+        return False
+    most, total = min(fixed, default=ROWS), math.prod(selection.shape)
+    if most < 1:
+        return False
+    if most < total:
+        selection = at_most(use, selection, most)
+    shape = results[0].shape
+    use.found[use.node.output[0]] = Counted(selection, (np.full(shape, ROWS), np.full(shape, OTHER_ROWS)))
+    return True
 
 
 def _demand(use: Use, wanted: np.ndarray) -> None:
@@ -129,7 +152,9 @@ def _constant_type(use: Use) -> DType:
 
 
 def _numbers(use: Use, selection: Selection) -> bool:
-    """A Range over the rows, or over the first of as many; False for another one."""
+    """A Range over the rows, or over the first of as many; False for another node."""
+    if use.node.op_type != "Range":
+        return False
     start, end, step = (each.tolist() for each in use.numbers() if each is not None)
     other = use.numbers(1)[1]
     if (start, step) != (0, 1) or other is None:

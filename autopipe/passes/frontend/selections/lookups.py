@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
-from autopipe.passes.frontend.selections.neighbours import cut_first
+from autopipe.passes.frontend.selections.neighbours import at_most, cut_first
 from autopipe.passes.frontend.selections.places import Places, as_rows
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
 from autopipe.passes.frontend.selections.use import Counted, Use
@@ -88,6 +89,12 @@ def cuts_rows(use: Use) -> bool:
     if cut_first(use, held, start, end):
         return True
     selection = held.selection
+    if start == 0 and 0 < end < math.prod(selection.shape):
+        packed = write.packed(held)
+        first = at_most(use, selection, end)
+        value = write.sliced(packed.name, axis, 0, end)
+        use.found[use.node.output[0]] = Rows(first, held.type, axis, first.axes, value)
+        return True
     rank, told = write.ranks(selection), write.line(selection)
     count = write.counted(selection)
     for bound, compared in ((start, "Less"), (end, "GreaterOrEqual")):

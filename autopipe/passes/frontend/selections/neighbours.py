@@ -38,6 +38,16 @@ def first_of(use: Use, selection: Selection, scale: int, offset: int) -> Selecti
     return use.joins[root]
 
 
+def at_most(use: Use, selection: Selection, most: int) -> Selection:
+    """The first of the chosen, but no more than a number."""
+    root = most_root(selection, most)
+    return use.joins.get(root) or _first(use, root, Prefix(use.write.counted(selection), root), most)
+
+
+def most_root(selection: Selection, most: int) -> str:
+    return f"{selection.key}, at most {most}"
+
+
 def _first(use: Use, root: str, prefix: Prefix, most: int) -> Selection:
     write, count = use.write, prefix.count
     if most < 1:

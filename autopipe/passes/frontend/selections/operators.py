@@ -22,9 +22,10 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.inference import RANDOM
-from autopipe.passes.frontend.selections.along import along, settle
-from autopipe.passes.frontend.selections.choice import CHOOSING, choose, choose_again, choose_first
+from autopipe.passes.frontend.selections.along import along, largest, settle
+from autopipe.passes.frontend.selections.choice import CHOOSING, choose, choose_first
 from autopipe.passes.frontend.selections.counts import (
+    FEWEST,
     OF_SHAPES,
     at_run_time,
     compute_count,
@@ -37,7 +38,7 @@ from autopipe.passes.frontend.selections.lookups import cuts_rows, looked_up, sp
 from autopipe.passes.frontend.selections.masks import Masks
 from autopipe.passes.frontend.selections.neighbours import neighbours
 from autopipe.passes.frontend.selections.places import Places, as_rows, taken, taken_of_itself
-from autopipe.passes.frontend.selections.puts import puts
+from autopipe.passes.frontend.selections.puts import PUTS, puts
 from autopipe.passes.frontend.selections.reshaped import joined, of_joined, reshaped
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection, Writer
 from autopipe.passes.frontend.selections.use import SHAPE_OPERANDS, Counted, Held, Use
@@ -120,7 +121,7 @@ class Selections(dict[str, Held]):
         with contextlib.suppress(ModelError, *_FAILURES):
             if node.op_type == "ReduceSum":
                 summed_mask(use, self._masks)
-            elif node.op_type in OF_SHAPES:
+            elif node.op_type in OF_SHAPES - FEWEST:
                 compute_count(use)
             self._sums.update((name, each) for name, each in use.found.items() if isinstance(each, Counted))
         return False
@@ -171,21 +172,16 @@ class Selections(dict[str, Held]):
     def _treat(self, use: Use) -> None:
         operator = use.node.op_type
         if operator in CHOOSING:
-            if any(use.held):
-                choose_again(use)
-            else:
-                choose(use, self._uses, self._masks)
+            choose(use, self._uses, self._masks)
         elif operator == "Range" and not any(use.held):
             choose_first(use, self._masks, self._bounds)
-        elif operator == "Identity":
+        elif operator == "Identity" or (operator == "Concat" and len(use.operands) == 1):
             use.found.update((use.node.output[0], each) for each in use.held if each is not None)
         elif operator in ("Shape", "Size"):
             measure(use)
-        elif (operator == "Reshape" and reshaped(use)) or (operator == "Concat" and joined(use)):
-            return
         elif cuts(use):
             cut(use)
-        elif not cuts_rows(use) and not splits_rows(use) and not _own(use) and not looked_up(use):
+        elif not any(rule(use) for rule in _RULES):
             _treat_one(_aligned(use))
 
     def given(self, name: str) -> list[onnx.NodeProto]:
@@ -207,6 +203,17 @@ def _own(use: Use) -> bool:
     """Read of each row what stands at known places; False where the node does not."""
     places = use.held[1] if len(use.held) > 1 else None
     return isinstance(places, Places) and isinstance(use.held[0], Rows) and _reads_itself(use, places)
+
+
+def _puts_others(use: Use) -> bool:
+    """Put rows into rows that are chosen by another mask; False where the node does not."""
+    target, *rest = use.held
+    if not isinstance(target, Rows | Places) or not any(isinstance(each, Rows | Places) for each in rest):
+        return False
+    if all(each is None or each.selection.key == target.selection.key for each in rest) or use.node.op_type not in PUTS:
+        return False
+    others = _aligned(replace(use, held=(None, *rest)))
+    return puts(replace(others, held=(target, *others.held[1:])))
 
 
 def _aligned(use: Use) -> Use:
@@ -358,3 +365,7 @@ def _weighed(use: Use, type_: Value, axis: int, rows: Mapping[int, Rows]) -> boo
             use.found[use.node.output[0]] = weighed
             return True
     return False
+
+
+_RULES = (reshaped, joined, largest, cuts_rows, splits_rows, _own, looked_up, _puts_others)
+"""Rules for rows beside which there may be others, chosen by another mask, tried in turn."""

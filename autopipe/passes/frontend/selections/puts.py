@@ -12,11 +12,13 @@ from autopipe.passes.frontend.selections.places import MODES, Places, as_rows, p
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection, Writer
 from autopipe.passes.frontend.selections.use import Counted, Use
 
+PUTS = frozenset({"Scatter", "ScatterElements", "ScatterND"})
+
 
 def puts(use: Use) -> bool:
     """Put rows at chosen places; False where the node does not."""
     operator, result = use.node.op_type, use.node.output[0]
-    if operator not in ("ScatterND", "ScatterElements", "Scatter"):
+    if operator not in PUTS:
         return False
     target, places = use.held[0], use.held[1]
     mode = next((each.s.decode(errors="replace") for each in use.node.attribute if each.name == "reduction"), "none")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.places import Places, as_rows
@@ -18,7 +20,11 @@ from autopipe.passes.frontend.selections.use import OTHER_ROWS, Counted, Use
 
 def reshaped(use: Use) -> bool:
     """A Reshape of rows into others of another size; False where the node is none, or leaves rows as they are."""
-    rows, target = use.held[0], use.numbers()[1]
+    if use.node.op_type not in ("Flatten", "Reshape"):
+        return False
+    rows, target = use.held[0], (*use.numbers(), None)[1]
+    if use.node.op_type == "Flatten" and isinstance(rows, Rows | Places):
+        target = np.array([-1, math.prod(rows.type.shape[use.attribute("axis", 1) :])])
     if not isinstance(rows, Rows | Places) or rows.axis or target is None or target.ndim != 1:
         return False
     shape = [extent or rows.type.shape[place] for place, extent in enumerate(target.tolist())]
@@ -70,6 +76,8 @@ def _taken_apart(write: Writer, rows: Rows, rest: list[int]) -> Rows | None:
 
 def joined(use: Use) -> bool:
     """A Concat of rows with others, which data may choose as well or not; False where the node is none."""
+    if use.node.op_type != "Concat":
+        return False
     write, result = use.write, use.node.output[0]
     held = [each for each in use.held if not isinstance(each, Counted)]
     if len(held) < len(use.held):
