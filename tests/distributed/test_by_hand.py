@@ -297,3 +297,22 @@ def test_exchanges_of_every_type(pools: Pools, tmp_path: Path, precision: str) -
     batch = batch_of(graph, 2)
     expected = expected_step(graph, loss, folder, batch, 2)
     assert_equal_steps(run_step(pools, folder, batch), expected, 1e-5 if precision == "fp32" else 3e-2)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_first_gradients_that_autograd_lets_share_memory(pools: Pools, tmp_path: Path, stages: int) -> None:
+    """Parts of one gradient become two parameters': adding a micro-batch to either must not change the other."""
+    builder = Builder()
+    value = builder.node("MatMul", builder.input((1, 3, 4)), builder.parameter((4, 4)))
+    first = builder.node("Concat", builder.parameter((1, 1, 4)), value, axis=1)
+    second = builder.node("Concat", builder.parameter((1, 1, 4)), value, axis=1)
+    together = builder.node("Add", first, second)
+    flat = builder.node("Reshape", together, builder.constant([16]))
+    moved = builder.node("Add", flat, builder.node("Reshape", builder.parameter((4, 4)), builder.constant([16])))
+    loss = builder.mean_square(builder.node("Tanh", moved))
+    graph = builder.graph(loss)
+    nodes = tuple(range(len(graph.nodes)))
+    cut = len(nodes) if stages == 1 else graph.nodes.index(next(each for each in graph.nodes if each.op == "Tanh"))
+    parts = [part for part in (nodes[:cut], nodes[cut:]) if part]
+    placement = Placement(tuple(Stage(part, (rank,), 1) for rank, part in enumerate(parts)))
+    check(pools, graph, loss, placement, 4, tmp_path / "program")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeVar
@@ -258,6 +258,8 @@ class Stage:
         self._waiting: dict[int, Waiting] = {}
         self._backwards = 0
         """Micro-batches of this step whose gradients of parameters are being or have been computed."""
+        self._unowned: list[torch.Tensor] | None = None
+        """Parameters that no backward of this step has given a gradient of their own; None before the first."""
         self.losses: dict[int, torch.Tensor] = {}
 
     def _due(self, ports: tuple[_Between, ...], micro_batch: int, gradient: bool = False) -> list[_Between]:
@@ -483,6 +485,7 @@ class Stage:
         start = self._rank.clock.mark()
         if seeds := self._seeds(micro_batch, results, incoming):
             torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
+            self._own_gradients([gradient for _, gradient in seeds], arguments)
         waiting += self.p.weight_grads.take()  # What ran again leaves.
         if phase == "I":
             self._waiting[micro_batch] = waiting
@@ -496,6 +499,24 @@ class Stage:
         }
         for source in self._due(self.receives, micro_batch, gradient=True):
             self._pass_on(source, micro_batch, gradients[source.argument])
+
+    def _own_gradients(self, seeds: Iterable[torch.Tensor], arguments: Tensors) -> None:
+        """Copy each first gradient whose memory another parameter's, an argument's or a result's lies in: autograd
+        keeps a part of what it was given as it is, and the next micro-batch is added in place."""
+        if self._unowned is None:
+            self._unowned = [each for each in self._rank.parameters.values() if each.requires_grad]
+        if not self._unowned:
+            return
+        taken = [*seeds, *(each.grad for each in arguments.values() if each.grad is not None)]
+        memory = {each.untyped_storage().data_ptr() for each in taken}
+        for parameter in (given := [each for each in self._unowned if each.grad is not None]):
+            assert parameter.grad is not None
+            place = parameter.grad.untyped_storage().data_ptr()
+            if place in memory:
+                parameter.grad = parameter.grad.clone()
+            memory.add(place)
+        if given:
+            self._unowned = [each for each in self._unowned if each.grad is None]
 
     def _seeds(
         self, micro_batch: int, results: tuple[OutputEdge, ...], incoming: defaultdict[int, list[Block]]
@@ -522,3 +543,4 @@ class Stage:
         self._leaving.clear()
         self.losses.clear()
         self._backwards = 0
+        self._unowned = None
