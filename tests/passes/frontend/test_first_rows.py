@@ -50,6 +50,7 @@ HELD: dict[str, np.ndarray] = {
     "bias": floats(WIDTH, seed=3), "around": integers(0, 0, 2, 0, 0, 0), "both": integers(0, 0, 1, 0, 0, 1),
     "table": floats(MOST + 3, WIDTH, seed=4), "from_two": integers(2), "but_one": integers(-1),
     "end": integers(1 << 62), "from_0": integers(0), "nothing": np.array(0, np.float32),
+    "least": np.array(-1e9, np.float32),
 }  # fmt: skip
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CASES: dict[str, tuple[list[onnx.NodeProto], Function]] = {
@@ -109,6 +110,22 @@ CASES: dict[str, tuple[list[onnx.NodeProto], Function]] = {
         [node("Gather", "table range", "g"), node("Transpose", "g", "t", perm=[1, 0]), node("Mul", "rows t", "y")],
         lambda x, w: x * torch.from_numpy(HELD["table"])[: x.shape[-1]].T,
     ),
+    "attention": (
+        [node("Transpose", "rows", "t", perm=[0, 2, 1]), node("MatMul", "t rows", "s"),
+         node("Less", "range two", "i"), node("Where", "i s least", "w"), node("Softmax", "w", "p", axis=-1),
+         node("MatMul", "p t", "a"), node("Transpose", "a", "b", perm=[0, 2, 1]), node("Conv", "b weight", "y")],
+        lambda x, w: F.conv1d(((x.mT @ x)[..., :2].softmax(-1) @ x.mT[:, :2]).mT, w),
+    ),
+    "scores of all rows": (
+        [node("Transpose", "rows", "t", perm=[0, 2, 1]), node("MatMul", "t rows", "s"), node("Exp", "s", "y")],
+        lambda x, w: (x.mT @ x).exp(),
+    ),
+    "distances": (
+        [node("Unsqueeze", "range from_0", "r"), node("Unsqueeze", "range last", "c"), node("Sub", "r c", "d"),
+         node("Abs", "d", "a"), node("Cast", "a", "f", to=FLOAT), node("Sqrt", "f", "s"), node("MatMul", "rows s", "m"),
+         node("ReduceMax", "s last", "largest"), node("Squeeze", "largest last", "l"), node("Mul", "m l", "y")],
+        lambda x, w: x @ (apart := distances(x.shape[-1])) * apart.amax(-1),
+    ),
     "noise of no scale": (
         [node("RandomNormalLike", "rows", "r"), node("Mul", "r nothing", "z"), node("Add", "rows z", "y")],
         lambda x, w: x,
@@ -121,6 +138,11 @@ CASES: dict[str, tuple[list[onnx.NodeProto], Function]] = {
 HELD |= {"pair": WEIGHT[..., :2].copy(), "one_row": integers(1), "halves": integers(0, 1)}
 HELD["one_tap"] = np.full((1, 1, 1), 0.5, np.float32)
 _bias = torch.from_numpy(HELD["bias"])
+
+
+def distances(count: int) -> torch.Tensor:
+    steps = torch.arange(count)
+    return (steps - steps[:, None]).abs().float().sqrt()
 
 
 def rows_of(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -174,10 +196,10 @@ def test_as_many_rows_as_data_tell(read: Callable[[str], tuple[Path, Graph]], na
     found = compiled(path, graph)(x, torch.tensor(lengths))
     (expected,) = run(path, {"x": x.detach().numpy(), "n": np.array(lengths)}).values()
     wanted = CASES[name][1](rows_of(x, lengths), weight)
-    count = expected.shape[-1]
-    np.testing.assert_allclose(found[..., :count].detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+    there = found[tuple(map(slice, expected.shape))]
+    np.testing.assert_allclose(there.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(wanted, torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
-    assert not found[..., count:].any()
+    assert found.count_nonzero() == there.count_nonzero()
     if wanted.requires_grad:
         ours, theirs = (torch.autograd.grad(each.square().sum(), x)[0] for each in (found, wanted))
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)

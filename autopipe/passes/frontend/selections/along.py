@@ -24,6 +24,7 @@ _FILLS = {
 """Numbers in rows that are not chosen, so that operators along the rows pass over them."""
 _LOSSES = frozenset({"NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"})
 _ROWS_AGAIN = frozenset({"CumSum", "LogSoftmax", "Softmax"})
+_COUNTING = frozenset({"ArgMax", "ArgMin", "ReduceMean"})
 _LEFT_OUT = -100
 """The label that losses leave out, where the node states none."""
 
@@ -59,6 +60,20 @@ def along(use: Use, rows: Mapping[int, Rows], types: list[Value]) -> None:
         )  # ORT's mean of none: 0
         chosen = write.cast(some, dtype)
         write.node("Mul", [f"{result}/rows", write.node("Div", [write.number(count, dtype), chosen])], result)
+
+
+def across(use: Use, rows: Mapping[int, Rows], together: tuple[int | None, ...]) -> Mapping[int, Rows]:
+    """Of values with two dimensions of rows the operands of a node that takes those along `together` together."""
+    operator, write, found = use.node.op_type, use.write, dict(rows)
+    if operator not in _FILLS or operator in _COUNTING:
+        raise use.refused()
+    for slot, each in rows.items():
+        number = _nothing(operator, each.type.dtype)
+        if together[slot] == each.axis:
+            found[slot] = write.filled(each, number, each.selection.axes)
+        elif together[slot] is not None:
+            found[slot] = write.filled_beside(each, number)
+    return found
 
 
 def _nothing(operator: str, dtype: DType) -> float:

@@ -34,6 +34,8 @@ def measure(use: Use) -> None:
     (held,) = use.held
     assert held is not None
     shape = held.numbers[0].shape if isinstance(held, Counted) else held.type.shape
+    if isinstance(held, Rows):
+        shape = held.told.shape
     start, end = use.attribute("start"), use.attribute("end", len(shape))
     found = []
     for count in (ROWS, OTHER_ROWS):

@@ -64,7 +64,7 @@ def neighbours(use: Use, rows: Rows, type_: Value) -> bool:
     """Write a node that reads each of the first rows with its neighbours; False for another node. `type_` is that of
     its result where there are `ROWS` rows."""
     selection, operator = rows.selection, use.node.op_type
-    if selection.first is None or any(each is not None for each in use.held[1:]):
+    if selection.first is None or rows.beside is not None or any(each is not None for each in use.held[1:]):
         return False
     match operator:
         case "Conv" | "ConvTranspose" | "MaxPool":

@@ -22,7 +22,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.inference import RANDOM
-from autopipe.passes.frontend.selections.along import along, largest, settle
+from autopipe.passes.frontend.selections.along import across, along, largest, settle
 from autopipe.passes.frontend.selections.choice import CHOOSING, choose, choose_first
 from autopipe.passes.frontend.selections.counts import (
     FEWEST,
@@ -41,7 +41,7 @@ from autopipe.passes.frontend.selections.places import Places, as_rows, taken, t
 from autopipe.passes.frontend.selections.puts import PUTS, puts
 from autopipe.passes.frontend.selections.reshaped import joined, of_joined, reshaped
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection, Writer
-from autopipe.passes.frontend.selections.use import SHAPE_OPERANDS, Counted, Held, Use
+from autopipe.passes.frontend.selections.use import SHAPE_OPERANDS, Counted, Followed, Held, Use
 
 if TYPE_CHECKING:
     import onnx
@@ -85,7 +85,7 @@ class Selections(dict[str, Held]):
         self._masks = Masks(nodes)
         self._sums: dict[str, Counted] = {}
         self._joins: dict[object, Selection] = {}
-        self._followed: dict[object, tuple[list[Value], list[int] | None]] = {}
+        self._followed: dict[object, Followed] = {}
 
     def concern(
         self,
@@ -179,6 +179,8 @@ class Selections(dict[str, Held]):
             use.found.update((use.node.output[0], each) for each in use.held if each is not None)
         elif operator in ("Shape", "Size"):
             measure(use)
+        elif any(isinstance(each, Rows) and each.beside is not None for each in use.held):
+            _compute(_aligned(use))
         elif cuts(use):
             cut(use)
         elif not any(rule(use) for rule in _RULES):
@@ -195,7 +197,12 @@ class Selections(dict[str, Held]):
             write.node("Identity", [at_run_time(use, name, held)], name)
         else:
             rows = as_rows(write, held) if isinstance(held, Places) else held
-            write.node("Identity", [write.packed(write.filled(rows, 0, rows.selection.axes)).name], name)
+            rows = write.filled(rows, 0, rows.selection.axes)
+            if rows.beside is not None:
+                if rows.selection.first is None:
+                    raise use.refused()
+                rows = write.filled_beside(rows, 0)
+            write.node("Identity", [write.packed(rows).name], name)
         return write.nodes
 
 
@@ -287,8 +294,8 @@ def _moves(use: Use) -> bool:
         return False
     if operator == "Cast" and use.attribute("to") not in (6, 7):
         return False
-    types, axes = use.followed()
-    if axes is None:
+    types, axes, beside, _ = use.followed()
+    if axes is None or beside:
         return False
     found = []  # Of each term alone, as all these operators are linear.
     for term in range(len(places[0].terms)):
@@ -312,28 +319,31 @@ def _moves(use: Use) -> bool:
 def _compute(use: Use) -> None:
     """Compute each row alone, for all that could be chosen; or along the rows, passing over those that are not."""
     write, operator = use.write, use.node.op_type
-    types, axes = use.followed()
+    types, axes, beside, together = use.followed()
     rows = {
         slot: as_rows(write, each) if isinstance(each, Places) else each
         for slot, each in enumerate(use.held)
         if isinstance(each, Rows | Places)
     }
+    if axes is None and any(each.beside is not None for each in rows.values()):
+        raise use.refused()
     if axes is None:
         if 0 not in rows or not neighbours(use, rows[0], types[0]):
             along(use, rows, types)
         return
-    if operator == "Mul" and _weighed(use, types[0], axes[0], rows):
+    if operator == "Mul" and not beside and _weighed(use, types[0], axes[0], rows):
         return
     apart = operator in _PER_ROW and len(rows) == 1
     over = tuple(sorted({axis for each in rows.values() for axis in (*each.over, *(() if apart else each.weighed))}))
-    if operator in RANDOM:
+    if operator in RANDOM or beside:
         over = next(iter(rows.values())).selection.axes
-    names = list(use.operands)
     for slot, each in rows.items():
         rows[slot] = each if apart else write.placed(write.whole(each), over)
         if (operator, slot) in _BENIGN and not isinstance(use.held[slot], Places) and not _is_power(use):
-            rows[slot] = write.filled(rows[slot], _BENIGN[operator, slot])
-        names[slot] = rows[slot].value
+            rows[slot] = _benign(write, rows[slot], _BENIGN[operator, slot])
+    if together:
+        rows.update(across(use, rows, together))
+    names = [rows[slot].value if slot in rows else name for slot, name in enumerate(use.operands)]
     first = next(iter(rows.values()))
     settle(use, names, first.selection.extent(first.over))
     results = [f"{name}/rows" if name else "" for name in use.node.output]
@@ -341,9 +351,18 @@ def _compute(use: Use) -> None:
     weight = first.weight if apart else ""
     if weight and operator == "Cast":
         weight = write.cast(weight, types[0].dtype)
-    for name, type_, axis in zip(filter(None, use.node.output), types, axes, strict=True):
-        weighed = first.weighed if weight else ()
-        use.found[name] = Rows(first.selection, type_, axis, first.over, f"{name}/rows", weight, weighed)
+    count, weighed = math.prod(first.selection.shape), first.weighed if weight else ()
+    others = beside or (None,) * len(types)
+    for name, type_, axis, other in zip(filter(None, use.node.output), types, axes, others, strict=True):
+        shape = tuple(count if place == other else extent for place, extent in enumerate(type_.shape))
+        held = replace(type_, shape=shape)
+        use.found[name] = Rows(first.selection, held, axis, first.over, f"{name}/rows", weight, weighed, other)
+
+
+def _benign(write: Writer, rows: Rows, number: float) -> Rows:
+    """The same rows, with a number in place of what is not chosen."""
+    filled = write.filled(rows, number)
+    return filled if rows.beside is None else write.filled_beside(filled, number)
 
 
 def _is_power(use: Use) -> bool:

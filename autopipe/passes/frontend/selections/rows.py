@@ -90,6 +90,15 @@ class Rows:
     value: str
     weight: str = ""
     weighed: tuple[int, ...] = ()
+    beside: int | None = None
+    """A second dimension with an element for each chosen row, which `type` and `value` have for every place: of scores
+    of all rows with all rows."""
+
+    @property
+    def told(self) -> Value:
+        """The type as the file has it."""
+        shape = tuple(ROWS if axis == self.beside else extent for axis, extent in enumerate(self.type.shape))
+        return replace(self.type, shape=shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -260,6 +269,14 @@ class Writer:
         wide = rows.selection.spread(rows.over)
         flat = self.reshape(self.expand(mask, shape, wide), (math.prod(wide), *[1] * (len(rows.shape) - rows.axis - 1)))
         kept = self.node("Where", [flat, rows.value, self.number(number, rows.type.dtype)])
+        return replace(rows, value=kept)
+
+    def filled_beside(self, rows: Rows, number: float) -> Rows:
+        """The same rows, with `number` in the elements of those that are not chosen along their second dimension."""
+        assert rows.beside is not None
+        ones = [1] * (len(rows.shape) - rows.beside - 1)
+        line = self.reshape(self.line(rows.selection), (rows.shape[rows.beside], *ones))
+        kept = self.node("Where", [line, rows.value, self.number(number, rows.type.dtype)])
         return replace(rows, value=kept)
 
     def counted(self, selection: Selection) -> str:

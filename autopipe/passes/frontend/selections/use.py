@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,17 @@ class Counted:
 Held = Rows | Places | Counted
 
 
+class Followed(NamedTuple):
+    """Types of a node's results, and the dimension of each that counts rows; None for these where the node does not
+    compute each row alone. Where values have two such dimensions, the second of each result, and where the node takes
+    rows along it together, that of each operand."""
+
+    types: list[Value]
+    axes: list[int] | None = None
+    beside: tuple[int | None, ...] = ()
+    together: tuple[int | None, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """A node, its operands with aliases resolved, and what is known of them; `found` is what its results are."""
@@ -54,7 +65,7 @@ class Use:
     inference: Inference
     opset: int
     write: Writer
-    known: dict[object, tuple[list[Value], list[int] | None]]
+    known: dict[object, Followed]
     """Results of `followed` by what the node and its operands are: files repeat themselves."""
     joins: dict[object, Selection]
     """Of rows that were joined, the selections: by their parts, and by what of them depends on data, how often that is
@@ -94,41 +105,55 @@ class Use:
         ]
         return self.inference.evaluate(self.node, tuple(arrays), real)
 
-    def followed(self) -> tuple[list[Value], list[int] | None]:
-        """Types of the results, and the dimension of each that counts rows; None for these where the node does not
-        compute each row alone."""
+    def followed(self) -> Followed:
+        """Which dimensions of the results count rows."""
         types, numbers = [*map(self._type, self.operands, self.held)], self.numbers()
         kinds = tuple(None if each is None else (each.dtype, each.shape) for each in types)
-        axes = tuple(each.axis if isinstance(each, Rows | Places) else None for each in self.held)
+        axes = tuple(self._dimensions(each) for each in self.held)
         contents = tuple(None if each is None else content_of(each) for each in numbers)
         key = (*form_of(self.node), kinds, axes, contents)
         if key not in self.known:
             self.known[key] = self._follow(types, numbers)
         return self.known[key]
 
-    def _follow(
-        self, types: Sequence[Value | None], known: Sequence[np.ndarray | None]
-    ) -> tuple[list[Value], list[int] | None]:
+    def _dimensions(self, held: Held | None) -> tuple[int, ...]:
+        """The dimensions that count rows."""
+        if not isinstance(held, Rows | Places):
+            return ()
+        return (held.axis,) if isinstance(held, Places) or held.beside is None else (held.axis, held.beside)
+
+    def _follow(self, types: Sequence[Value | None], known: Sequence[np.ndarray | None]) -> Followed:
         told = self.inference.types(self.node, tuple(zip(types, known, strict=True)))
         results = [each for each in told if each is not None]
         if len(results) < sum(map(bool, self.node.output)):
             raise self.refused()
         space = self._space(types, told, known)
-        read = zip(space.operands, self.held, strict=True)
-        names = {dims[each.axis] for dims, each in read if dims is not None and isinstance(each, Rows | Places)}
-        if len(names) != 1:
-            return results, None
-        (name,) = names
-        if len(name) != 1 or space.axis(name[0]).kind is not AxisKind.PARALLEL:
-            return results, None
-        places = [
-            [place for place, each in enumerate(dims) if each == name] for dims in space.results if dims is not None
+        read = [
+            (dims, self._dimensions(each))
+            for dims, each in zip(space.operands, self.held, strict=True)
+            if dims is not None
         ]
-        return results, [place[0] for place in places] if all(places) else None
+        names = [*dict.fromkeys(dims[axis] for dims, axes in read for axis in axes)]
+        alone = [each for each in names if len(each) == 1 and space.axis(each[0]).kind is AxisKind.PARALLEL]
+        if len(names) not in (1, 2) or not alone:
+            return Followed(results)
+        other = next((each for each in names if each != alone[0]), None)
+        written = [(_place(dims, alone[0]), _place(dims, other)) for dims in space.results if dims is not None]
+        axes = [axis for axis, _ in written if axis is not None]
+        if len(axes) < len(written):
+            return Followed(results)
+        if other is None:
+            return Followed(results, axes)
+        beside = tuple(each for _, each in written)
+        if other in alone:
+            return Followed(results, axes, beside)
+        return Followed(results, axes, beside, tuple(_place(dims or (), other) for dims in space.operands))
 
     def _type(self, name: str, held: Held | None) -> Value | None:
         if isinstance(held, Counted):
             return Value(name, DType.INT64, held.numbers[0].shape)
+        if isinstance(held, Rows):
+            return held.told
         return held.type if held is not None else self.types[name] if name else None
 
     def _space(
@@ -144,6 +169,10 @@ class Use:
             raise self.refused()
         known_node = Node(node.name, node.op_type, self.operands, tuple(node.output), attributes_of(node), domain)
         return row.space(Signature(known_node, tuple(types), tuple(results), tuple(known), self.opset))
+
+
+def _place(dims: Sequence[object], name: object) -> int | None:
+    return next((place for place, each in enumerate(dims) if each == name), None)
 
 
 def is_static(types: Sequence[Value]) -> bool:
