@@ -1,13 +1,17 @@
-"""What every test may ask for: comparison with golden files, and one thread a process."""
+"""What every test may ask for: comparison with golden files, ranks that are kept, and one thread a process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.distributed.support.pool import Pools
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -26,6 +30,25 @@ settings.load_profile("default run")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what is found into tests/golden")
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """`pools.of(4).run(folder, "--steps", 1)` runs the four ranks of a program folder."""
+    from tests.distributed.support.pool import Pools
+
+    found = Pools()
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def here(pools: Pools) -> Iterator[None]:
+    """Commands start programs on the pools instead of in processes of their own."""
+    from tests.distributed.support.pool import ranks_in
+
+    with ranks_in(pools):
+        yield
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ SHORTER = {
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    here: None, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("demo-output").mkdir()

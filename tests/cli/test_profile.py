@@ -22,7 +22,9 @@ def model(command_line: CommandLine) -> Path:
 
 
 def test_a_profile_is_planned_with(model: Path, command_line: CommandLine) -> None:
-    shown = json.loads(command_line.done("profile", model, *QUICK, "--name", "core", "--json").out)
+    ended = command_line.done("profile", model, *QUICK, "--name", "core", "--json", "-q")
+    assert ended.err == ""
+    shown = json.loads(ended.out)
     assert shown["costs"] == f"{model}.costs"
     assert shown["refused"] == []
     (device,) = read_costs(Path(shown["costs"])).devices

@@ -98,7 +98,7 @@ def test_small_pipelines_tell_what_the_ends_of_any_messages_take(monkeypatch: py
 
 
 @pytest.mark.distributed
-def test_the_period_of_a_pipeline(model: Model, tmp_path: Path) -> None:
+def test_the_period_of_a_pipeline(here: None, model: Model, tmp_path: Path) -> None:
     found = write_pipeline(model, "fp32", known(model), tmp_path / "program")
     assert found is not None
     assert 0 < measure_period(found.folder, "cpu") < 1.0

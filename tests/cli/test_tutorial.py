@@ -110,7 +110,9 @@ def label(line: str) -> str:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)  # torch exports and ranks start slowly where other work has the cores
-def test_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_command(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     reader = Reader(tmp_path, capfd)
     for found in BLOCK.finditer(TUTORIAL):

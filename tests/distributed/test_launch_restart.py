@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from autopipe.backends.torch.checkpoint import committed_steps
+from autopipe.backends.torch.verification import read_losses
 from autopipe.ir.problem import Optimizer
 from tests.distributed.support.launching import (
     finish,
-    launch,
     rank_pids,
     runs,
     spell_data,
@@ -22,6 +22,7 @@ from tests.distributed.support.launching import (
     wait_for,
     write_chain,
 )
+from tests.distributed.support.pool import Pools
 
 pytestmark = pytest.mark.distributed
 
@@ -44,10 +45,14 @@ SLOW = """if step == 4 and rank == 0 and not (here / 'reached').exists():
     ],
     ids=["adamw", "momentum"],
 )
-def test_losses_after_a_restart_are_those_of_an_undisturbed_run(tmp_path: Path, optimizer: Optimizer) -> None:
+def test_losses_after_a_restart_are_those_of_an_undisturbed_run(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: Optimizer
+) -> None:
+    monkeypatch.chdir(tmp_path)
     program = write_chain(tmp_path / "program", optimizer, groups=((0, 1), (2,)))
-    undisturbed = launch(program, "--steps", STEPS, "--json", "--data", spell_data(tmp_path))
-    assert undisturbed.code == 0, undisturbed.stderr
+    report = tmp_path / "report.jsonl"
+    pools.of(3).run(program, "--device", "cpu", "--steps", STEPS, "--report", report, "--data", spell_data(tmp_path))
+    undisturbed = read_losses(report)
     flags = ("--checkpoint", tmp_path / "saved", "--checkpoint-every", 2)
     process = start(program, "--steps", STEPS, "--json", "--data", spell_data(tmp_path, BLOCK), *flags)
     wait_for((tmp_path / "reached").exists, process)
@@ -55,8 +60,8 @@ def test_losses_after_a_restart_are_those_of_an_undisturbed_run(tmp_path: Path, 
     ended = finish(process)
     assert ended.code == 0, ended.stderr
     assert "rank 1: killed by SIGKILL" in ended.stderr and "starting all ranks again" in ended.stderr
-    assert len(set(undisturbed.losses)) == STEPS
-    assert ended.losses == undisturbed.losses
+    assert len(set(undisturbed)) == STEPS
+    assert ended.losses == undisturbed
     assert committed_steps(tmp_path / "saved") == [4, 6]
 
 

@@ -13,7 +13,7 @@ import pytest
 from autopipe.backends.torch.checkpoint import committed_steps, keep_only, prune
 from autopipe.backends.torch.runtime.step_agreement import SAVE, STOP, StepAgreement
 from autopipe.ir.problem import Optimizer
-from tests.distributed.support.launching import finish, launch, spell_data, start, wait_for, write_chain
+from tests.distributed.support.launching import finish, launch, launch_here, spell_data, start, wait_for, write_chain
 
 pytestmark = pytest.mark.distributed
 
@@ -24,7 +24,14 @@ SLOW = """time.sleep(0.2)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.sweep)])
-def test_who_stops_a_run_may_go_on_as_if_nothing_had_been(tmp_path: Path, sent: signal.Signals) -> None:
+def test_who_stops_a_run_may_go_on_as_if_nothing_had_been(
+    here: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sent: signal.Signals,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     program = write_chain(tmp_path / "program", Optimizer("adamw", lr=0.05), groups=((0, 1), (2,)))
     flags = ("--json", "--checkpoint", tmp_path / "saved")
     data = spell_data(tmp_path, SLOW)
@@ -38,9 +45,9 @@ def test_who_stops_a_run_may_go_on_as_if_nothing_had_been(tmp_path: Path, sent: 
         assert "to go on: autopipe launch" in stopped.stderr and "--resume" in stopped.stderr
     (saved,) = committed_steps(tmp_path / "saved")
     assert 4 <= saved < 1000
-    resumed = launch(program, "--steps", saved + 2, "--resume", "--data", data, *flags)
+    resumed = launch_here(capsys, program, "--steps", saved + 2, "--resume", "--data", data, *flags)
     assert resumed.code == 0, resumed.stderr
-    whole = launch(program, "--steps", saved + 2, "--data", data, "--json")
+    whole = launch_here(capsys, program, "--steps", saved + 2, "--data", data, "--json")
     assert resumed.losses == whole.losses[saved:]
 
 
@@ -136,12 +143,12 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
     assert committed_steps(tmp_path) == [30]
 
 
-def test_minutes_between_checkpoints(tmp_path: Path) -> None:
+def test_minutes_between_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = write_chain(tmp_path / "program")
     flags = ("--checkpoint", tmp_path / "saved", "--checkpoint-every", "0.02m", "--keep-latest-k", 0)
     ended = launch(program, "--steps", 30, "--data", spell_data(tmp_path, "time.sleep(0.2)"), *flags)
     assert ended.code == 0, ended.stderr
     *between, last = committed_steps(tmp_path / "saved")
     assert last == 30 and between
-    wrong = launch(program, "--checkpoint", tmp_path / "other", "--checkpoint-every", "5x")
+    wrong = launch_here(capsys, program, "--checkpoint", tmp_path / "other", "--checkpoint-every", "5x")
     assert wrong.code == 2 and "neither a number of steps nor minutes" in wrong.stderr

@@ -34,11 +34,11 @@ OF_TRAINING = {
 }
 
 
-def generated(folder: Path, *flags: str, loss: bool = True) -> Path:
+def generated(folder: Path, *flags: str, loss: bool = True, layers: int = 2) -> Path:
     """The program of a small GPT planned with these flags, by pipedream where they name no strategy."""
     model = folder / "gpt.onnx"
     flags = flags if "--strategy" in flags else (*flags, "--strategy", "pipedream")
-    build(configure("gpt", SETTINGS | {"loss": str(loss).lower()})).save(model)
+    build(configure("gpt", SETTINGS | {"loss": str(loss).lower(), "layers": str(layers)})).save(model)
     assert main(["plan", str(model), *flags, "-o", str(folder / "plan"), "-q"]) == 0
     assert main(["codegen", str(folder / "plan"), "-q"]) == 0
     return folder / "plan" / "program"

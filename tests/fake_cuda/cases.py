@@ -1,7 +1,7 @@
 """Runs the emitted forward of each node case that ships with ONNX, and its backward, on fake CUDA tensors, and writes a
-JSON line for each. A share of the cases is run, in float32 or under CUDA's autocast in bfloat16:
+JSON line for each. A share of the cases is run, in float32 and under CUDA's autocast in bfloat16:
 
-    python -m autopipe.backends.torch.fake_cuda LIBRARY tests/fake_cuda/cases.py FOUND fp32|bf16 SHARE SHARES
+    python -m autopipe.backends.torch.fake_cuda LIBRARY tests/fake_cuda/cases.py FOUND SHARE SHARES
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopipe.backends.torch.emission.stage import emit_forward
 from tests.conformance.adapter import fed_names, forward_of, stage_of, to_tensor
 from tests.conformance.cases import all_cases, data_of, model_of, skips
-from tests.conformance.importer import import_model
+from tests.conformance.importer import Imported, import_model
 from tests.fake_cuda.watching import Watcher, line
 
 DEVICE = torch.device("cuda", 0)
@@ -49,15 +50,27 @@ def _held(tensors: list[torch.Tensor], trained: bool) -> list[torch.Tensor]:
     return [each.requires_grad_(trained and each.dtype in (torch.float32, torch.float64)) for each in tensors]
 
 
-def run(name: str, precision: str, watcher: Watcher, trained: bool = True) -> None:
+class Case(NamedTuple):
+    """A node case, read and emitted."""
+
+    imported: Imported
+    given: dict[str, np.ndarray]
+    forward: Callable[..., Any]
+
+    @staticmethod
+    def of(name: str) -> Case:
+        case = all_cases()["node", name]
+        model = model_of(case)
+        arrays = [np.asarray(each) for each in next(iter(data_of(case)))[0]]
+        imported = import_model(model, arrays)
+        forward = forward_of(emit_forward(stage_of(imported.graph)).text)
+        return Case(imported, dict(zip(fed_names(model, arrays), arrays, strict=True)), forward)
+
+
+def run(case: Case, precision: str, watcher: Watcher, trained: bool = True) -> None:
     """Forward and backward of a case. Raises AssertionError for a result that is elsewhere or has no gradient."""
-    case = all_cases()["node", name]
-    model = model_of(case)
-    arrays = [np.asarray(each) for each in next(iter(data_of(case)))[0]]
-    imported = import_model(model, arrays)
+    imported, given, forward = case
     graph = imported.graph
-    given = dict(zip(fed_names(model, arrays), arrays, strict=True))
-    forward = forward_of(emit_forward(stage_of(graph)).text)
     with FakeTensorMode(allow_non_fake_inputs=True):
         weights = _held([to_tensor(array, DEVICE) for array in imported.weights], trained)
         constants = {f"c{index}": to_tensor(each.array, DEVICE) for index, each in enumerate(graph.constants)}
@@ -82,24 +95,26 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    _, path, precision, share, shares = sys.argv
+    _, path, share, shares = sys.argv
     names = [name for kind, name in all_cases() if kind == "node" and name not in skips()]
     with Path(path).open("w", encoding="utf-8") as out:
         for name in names[int(share) :: int(shares)]:
-            watcher, error, needs_values = Watcher(), "", False
-            try:
+            case = Case.of(name)
+            for precision in ("fp32", "bf16"):
+                watcher, error, needs_values = Watcher(), "", False
                 try:
-                    run(name, precision, watcher)
-                except RuntimeError as caught:
-                    if "is not differentiable" not in str(caught):
-                        raise
-                    run(name, precision, watcher, trained=False)  # The weights of a loss are no parameters.
-            except NEEDS_VALUES:
-                needs_values = True
-            except Exception as caught:  # noqa: BLE001
-                error = f"{caught}\n{''.join(traceback.format_tb(caught.__traceback__)[-3:])}"
-            found = [(kind, place, count) for (kind, place), count in sorted(watcher.found.items())]
-            out.write(line(case=name, error=error, needs_values=needs_values, found=found))
+                    try:
+                        run(case, precision, watcher)
+                    except RuntimeError as caught:
+                        if "is not differentiable" not in str(caught):
+                            raise
+                        run(case, precision, watcher, trained=False)  # The weights of a loss are no parameters.
+                except NEEDS_VALUES:
+                    needs_values = True
+                except Exception as caught:  # noqa: BLE001
+                    error = f"{caught}\n{''.join(traceback.format_tb(caught.__traceback__)[-3:])}"
+                found = [(kind, place, count) for (kind, place), count in sorted(watcher.found.items())]
+                out.write(line(case=name, precision=precision, error=error, needs_values=needs_values, found=found))
 
 
 main()

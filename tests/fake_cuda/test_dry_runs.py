@@ -12,6 +12,7 @@ import torch
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from tests.backends.torch.runtime.test_dry_run import PLANS, SIZES, generated
+from tests.distributed.support.alone import dry_run
 
 if torch.cuda.is_available():
     pytest.skip("dry runs are on the GPU", allow_module_level=True)
@@ -24,10 +25,10 @@ def test_a_rank_does_the_same_as_on_meta(
     build(configure("gpt", SIZES)).save(tmp_path / "gpt.onnx")
     program = generated(tmp_path / "gpt.onnx", tmp_path / "plan", *flags)
     capsys.readouterr()
-    reports: list[dict[str, Any]] = []
-    for device in ("meta", "cuda"):
-        assert main(["launch", str(program), "--dry-run", "--device", device, "--rank", "3", "--json"]) == 0
-        reports.append(json.loads(capsys.readouterr().out))
+    assert main(["launch", str(program), "--dry-run", "--device", "cuda", "--rank", "3", "--json"]) == 0
+    on_cuda, on_meta = capsys.readouterr().out, tmp_path / "meta.json"
+    dry_run(program, 3, "--device", "meta", "--report", on_meta)
+    reports: list[dict[str, Any]] = [json.loads(text) for text in (on_meta.read_text(encoding="utf-8"), on_cuda)]
     peaks = [report.pop("peak_memory_bytes") for report in reports]
     assert reports[0] == reports[1] and reports[0]["communication_bytes"]["gradient"]
     # Attention is another kernel, and batches are copied to the device.

@@ -55,7 +55,7 @@ class Pool:
                 self._start()
                 self._replies(START_TIMEOUT_S)
             for connection in self._connections:
-                connection.send((str(folder), [str(argument) for argument in arguments]))
+                connection.send((str(folder), os.getcwd(), [str(argument) for argument in arguments]))
             return self._replies(timeout_s)
         except RankFailure:
             self.stop()
@@ -151,6 +151,7 @@ def ranks_in(pools: Pools) -> Iterator[None]:
 
     with (
         mock.patch("autopipe.backends.torch.launcher.launch_program", together),
+        mock.patch("autopipe.backends.torch.profiler.communication.launch_program", together),
         mock.patch("autopipe.cli.launch.launch_program", together),
         mock.patch("autopipe.cli.verify.launch_program", together),
         mock.patch("autopipe.cli.verify.run_alone", alone),
@@ -176,13 +177,13 @@ def _serve(rank: int, size: int, store: str, connection: Connection[object, obje
     connection.send(("", ""))
     while True:
         try:
-            folder, arguments = connection.recv()
+            folder, cwd, arguments = connection.recv()
         except EOFError:
             os._exit(0)
         printed = io.StringIO()
         error = ""
         try:
-            with contextlib.redirect_stdout(printed), _as_main(folder, arguments):
+            with contextlib.redirect_stdout(printed), _as_main(folder, cwd, arguments):
                 runpy.run_path(str(Path(folder) / f"rank_{rank:03d}.py"), run_name="__main__")
         except BaseException:  # noqa: BLE001 - whatever ends a rank is the test's to see
             error = traceback.format_exc()
@@ -192,13 +193,17 @@ def _serve(rank: int, size: int, store: str, connection: Connection[object, obje
 
 
 @contextlib.contextmanager
-def _as_main(folder: str, arguments: list[str]) -> Iterator[None]:
-    """The module path and command line that a process of its own would have."""
+def _as_main(folder: str, cwd: str, arguments: list[str]) -> Iterator[None]:
+    """The working folder, module path and command line that a process of its own would have."""
+    os.chdir(cwd)
     sys.argv = ["rank", *arguments]
+    path, modules = list(sys.path), set(sys.modules)
     sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.path.remove(folder)
-        for name in [name for name in sys.modules if name.startswith("stage_")]:
-            del sys.modules[name]
+        sys.path[:] = path
+        # Those of the next program, and of its data, may have the same names.
+        for name in set(sys.modules) - modules:
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith((folder, cwd)):
+                del sys.modules[name]

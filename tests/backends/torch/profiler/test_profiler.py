@@ -153,7 +153,7 @@ def test_what_tasks_take_besides_their_operators(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_ends_of_messages_in_a_pipeline(tmp_path: Path) -> None:
+def test_ends_of_messages_in_a_pipeline(here: None, tmp_path: Path) -> None:
     folders = tmp_path / "together", tmp_path / "apart", tmp_path / "laden"
     for folder, ranks, messages in zip(folders, (1, 2, 2), (1, 1, 3), strict=True):
         write_pair(folder, ranks, messages)
