@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
@@ -35,3 +36,26 @@ def test_a_64th_of_it_equals_onnxruntime_on_four_ranks(here: None, strategy: str
         ["verify", program],
     ):
         assert main(words) == 0, words
+
+
+@pytest.mark.distributed
+def test_what_rounding_to_16_bits_may_change_is_measured_by_moving_scales(here: None, tmp_path: Path) -> None:
+    """All weights are whole numbers: inputs and weights have nothing else to move."""
+    layer = """
+      n{0} = com.microsoft.DequantizeLinear(w, s, z)   m{0} = MatMul(q{0}, n{0})   g{0} = Tanh(m{0})
+      u{0} = com.microsoft.QuantizeLinear(g{0}, t, o)  q{1} = com.microsoft.DequantizeLinear(u{0}, t, o)
+    """
+    text = f"""<ir_version: 10, opset_import: ["": 18, "com.microsoft": 1]>
+    g (int64[2, 8] ids) => (float[2, 8, 64] q4)
+    <float s = {{0.003}}, int8 z = {{1}}, float t = {{0.00004}}, int16 o = {{7}}>
+    {{ d = com.microsoft.DequantizeLinear(w, s, z)  q0 = Gather(d, ids)
+      {"".join(layer.format(each, each + 1) for each in range(4))} }}
+    """
+    model, numbers = onnx.parser.parse_model(text), np.random.default_rng(0).integers(-128, 128, (64, 64))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(numbers.astype(np.int8), "w"))
+    onnx.save(model, tmp_path / "model.onnx")
+    plan, program = str(tmp_path / "plan"), str(tmp_path / "program")
+    size = ["--gpus", "2", "--batch-size", "4", "--micro-batches", "2", "--cluster", "cpu-local"]
+    assert main(["plan", str(tmp_path / "model.onnx"), *size, "-o", plan]) == 0
+    assert main(["codegen", plan, "-o", program]) == 0
+    assert main(["verify", program, "--device", "cpu"]) == 0

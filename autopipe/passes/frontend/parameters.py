@@ -49,7 +49,8 @@ SCALES = frozenset(
 )
 """Operands that are ones or zeros in a new model of torch's."""
 SCALES_OF_WEIGHTS = frozenset(
-    {("MatMulNBits", 2), ("MatMulNBits", 3), ("GatherBlockQuantized", 2)} | {("QMoE", slot) for slot in (3, 6, 9)}
+    {("MatMulNBits", 2), ("MatMulNBits", 3), ("MatMulBnb4", 2), ("GatherBlockQuantized", 2)}
+    | {("QMoE", slot) for slot in (3, 6, 9)}
 )
 """Operands that say what packed whole numbers mean."""
 SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})

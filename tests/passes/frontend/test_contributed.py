@@ -111,6 +111,12 @@ def test_products_of_packed_weights(bits: int, points: str, inner: int, tmp_path
     compare(tmp_path, "MatMulNBits", operands, "b scales points bias", **settings)
 
 
+@pytest.mark.parametrize("kind", [0, 1])
+def test_products_of_weights_in_bitsandbytes_types(kind: int, tmp_path: Path) -> None:
+    operands = [("x", floats(2, 3, 48)), ("b", whole(12 * 48 // 2)), ("scales", floats(12 * 48 // 16, scale=0.05))]
+    compare(tmp_path, "MatMulBnb4", operands, "b scales", K=48, N=12, block_size=16, quant_type=kind)
+
+
 def test_older_files_have_flat_scales(tmp_path: Path) -> None:
     b, scales, points = filter(None, packed(4, "packed", 128))
     operands = [("x", floats(3, 128)), b, ("scales", scales[1].reshape(-1)), ("points", points[1].reshape(-1))]
@@ -390,3 +396,16 @@ def test_lookups_of_elements_of_4_bits(gathered: int, axis: int, points: bool, k
     ]
     settings = {"block_size": 16, "gather_axis": gathered, "quantize_axis": axis}
     compare(tmp_path, "GatherBlockQuantized", operands, "table scales points", **settings)
+
+
+def test_numbers_of_4_bits_in_a_file_of_an_opset_without_them(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["": 18, "com.microsoft": 1]>
+    g (float[3, 4] x) => (float[3, 4] y) <float s = {0.25}>
+    { n = com.microsoft.DequantizeLinear(w, s, z)  y = Mul(x, n) }
+    """
+    model, kind = onnx.parser.parse_model(text), onnx.TensorProto.INT4
+    model.graph.initializer.append(oh.make_tensor("w", kind, [4], [-8, 7, 3, -1]))
+    model.graph.initializer.append(oh.make_tensor("z", kind, [], [1]))
+    onnx.save(model, tmp_path / "model.onnx")
+    ours = computed(tmp_path / "model.onnx", {"x": np.ones((3, 4), np.float32)})
+    np.testing.assert_array_equal(ours[0][0], [-2.25, 1.5, 0.5, -0.5])

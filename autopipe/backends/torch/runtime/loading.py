@@ -15,7 +15,7 @@ from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.parameters import Arguments, load_constants
 from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
-from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage
+from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
 
 _PACKAGE = "autopipe.backends.torch.runtime"
@@ -27,6 +27,10 @@ def equip_stages(rank: RankContext) -> None:
     """Give all stages their parameters, constants, group and random numbers."""
     names = {name for stage in rank.stages.values() for name in stage.module.CONSTANTS}
     constants = load_constants(rank.manifest.folder, names, rank.device)
+    if step := rank.options.perturb:  # Scales of whole numbers too: nothing else is there to be moved in some models.
+        for key, name in enumerate(sorted(constants)):
+            if constants[name].numel() == 1:
+                constants[name] = perturbed(constants[name], step, key)
     copies, held = rank.low_precision_copies.tensors, frozenset(rank.manifest.low_precision)
     read = {index: copies.get(index, tensor) if index in held else tensor for index, tensor in rank.parameters.items()}
     named = constants | {f"w{index}": tensor for index, tensor in read.items()}

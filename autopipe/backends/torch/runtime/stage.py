@@ -215,7 +215,7 @@ def perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
     signs = np.random.default_rng(key).integers(0, 2, tensor.shape, np.int8)
-    factors = 1 + (torch.from_numpy(2 * signs - 1) * step).to(torch.float64)
+    factors = 1 + (torch.as_tensor(2 * signs - 1) * step).to(torch.float64)
     return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)
 
 

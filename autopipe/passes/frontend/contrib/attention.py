@@ -417,6 +417,21 @@ def causal_convolution(to: Rewriting) -> None:
     to.itself(shape, (*shape[:2], weight[2] - 1))
 
 
+def dequantize(to: Rewriting) -> None:
+    """ONNX's own operator of that name, of types that it may not have yet in the file's opset."""
+    _in_type(to, to.type_of(to.required(1)).dtype)
+
+
+def quantize(to: Rewriting) -> None:
+    """ONNX's own operator of that name, of types that it may not have yet in the file's opset."""
+    _in_type(to, to.type_of(to.operand(2)).dtype if to.operand(2) else DType.UINT8)
+
+
+def _in_type(to: Rewriting, dtype: DType) -> None:
+    attributes = dict(to.node.attributes)
+    to.gives(0, to.add(to.node.op, to.operands, to.shape(to.required(0)), dtype=dtype, **attributes))
+
+
 def _require_defaults(to: Rewriting, **defaults: int) -> None:
     for name, default in defaults.items():
         to.require(to.node.integer(name, default) == default, f"only {name}={default} is supported")
@@ -426,11 +441,13 @@ REWRITERS: dict[str, Rewriter] = {
     "Attention": merged_attention,
     "CausalConvWithState": causal_convolution,
     "DecoderMaskedMultiHeadAttention": decoder_masked_attention,
+    "DequantizeLinear": dequantize,
     "GroupQueryAttention": group_query_attention,
     "LinearAttention": linear_attention,
     "MultiHeadAttention": multi_head_attention,
     "PackedAttention": packed_attention,
     "PackedMultiHeadAttention": packed_multi_head_attention,
+    "QuantizeLinear": quantize,
 }
 """By operator of the domain."""
 

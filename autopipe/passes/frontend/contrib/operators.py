@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
+from autopipe.passes.frontend.contrib import blocked
 from autopipe.passes.frontend.contrib.flex_attention import flex_attention
 from autopipe.passes.frontend.contrib.quantized import QUANTIZED
 from autopipe.passes.frontend.contrib.spelling import Spelling
@@ -38,6 +41,31 @@ def _matmul_nbits(spelling: Spelling) -> None:
     spelling.own(operands, [product])
     if bias:
         spelling.add("Add", product, bias, result=0)
+
+
+_FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
+_NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0)
+_NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+"""The numbers of 4 bits by bitsandbytes' two types (Dettmers et al., "QLoRA", 2023); of the first a bit is the sign."""
+
+
+def _matmul_bnb4(spelling: Spelling) -> None:
+    """Each byte looked up as two numbers, its upper half first; blocks of the flat weight times the largest of each."""
+    if not spelling.integer("transB", 1):
+        raise ModelError("only a transposed weight is supported", where=f"MatMulBnb4 {spelling.node.name!r}")
+    numbers = np.array(_NF4 if spelling.integer("quant_type", 1) else (*_FP4, *(-each for each in _FP4)), np.float32)
+    pairs = np.stack([np.repeat(numbers, 16), np.tile(numbers, 16)], axis=1)
+    table = spelling.shaped(spelling.add("Constant", value_floats=pairs.reshape(-1).tolist()), 256, 2)
+    found = spelling.add("Gather", table, spelling.add("Cast", spelling.operand(1), to=NUMBERS[DType.INT32]))
+    kind = spelling.type(2).dtype
+    found = found if kind is DType.FLOAT32 else spelling.add("Cast", found, to=NUMBERS[kind])
+    found = spelling.add(
+        "Mul",
+        spelling.shaped(found, spelling.shape(2)[0], spelling.integer("block_size")),
+        spelling.shaped(spelling.operand(2), -1, 1),
+    )
+    found = spelling.add("Transpose", spelling.shaped(found, spelling.integer("N"), spelling.integer("K")), perm=[1, 0])
+    spelling.add("MatMul", spelling.operand(0), found, result=0)
 
 
 def _gather_blocks(spelling: Spelling) -> None:
@@ -146,17 +174,24 @@ def _activated(spelling: Spelling, x: str, parameters: list[float]) -> None:
         spelling.add("Identity", x, result=0)
 
 
-def _fused_conv(spelling: Spelling, last: bool = False) -> None:
-    """A convolution, perhaps something added, and an activation."""
+def _fused_conv(spelling: Spelling, last: bool = False, weight: str = "") -> None:
+    """A convolution, perhaps of another weight, perhaps something added, and an activation."""
     rank, x = len(spelling.shape(0)), spelling.operand(0)
     x = spelling.moved(x, rank, last=False) if last else x
     bias = [spelling.operand(2)] if spelling.operand(2) else []
     attributes = spelling.attributes("activation", "activation_params")
-    x = spelling.add("Conv", x, spelling.operand(1), *bias, **attributes)
+    x = spelling.add("Conv", x, weight or spelling.operand(1), *bias, **attributes)
     x = spelling.moved(x, rank, last=True) if last else x
     if spelling.operand(3):
         x = spelling.add("Add", x, spelling.operand(3))
     _activated(spelling, x, list(spelling.attributes().get("activation_params", [])))
+
+
+BLOCKED: dict[str, Speller] = {
+    "Conv": lambda spelling: _fused_conv(spelling, weight=blocked.ordered_weight(spelling)),
+    **blocked.BLOCKED,
+}
+"""By operator of the domain of blocked channels."""
 
 
 def _fused_gemm(spelling: Spelling) -> None:
@@ -202,6 +237,7 @@ def _embedding(spelling: Spelling) -> None:
 
 SPELLERS: dict[str, Speller] = {
     "MatMulNBits": _matmul_nbits,
+    "MatMulBnb4": _matmul_bnb4,
     "GatherBlockQuantized": _gather_blocks,
     "GroupNorm": _group_norm,
     "SkipGroupNorm": partial(_group_norm, skips=True),
@@ -219,6 +255,8 @@ SPELLERS: dict[str, Speller] = {
 
 
 def _speller(node: onnx.NodeProto) -> Speller | None:
+    if node.domain == blocked.DOMAIN:
+        return BLOCKED.get(node.op_type)
     if (node.domain, node.op_type) == ("ai.onnx.preview", "FlexAttention"):
         return flex_attention
     return SPELLERS.get(node.op_type) if node.domain == DOMAIN else None

@@ -232,11 +232,4 @@ QUANTIZED: dict[str, Callable[[Spelling], None]] = {
     "DynamicQuantizeMatMul": _dynamic_product,
     "DynamicQuantizeLSTM": _lstm,
     "QAttention": _attention,
-    "DequantizeLinear": lambda spelling: _same("DequantizeLinear", spelling),
-    "QuantizeLinear": lambda spelling: _same("QuantizeLinear", spelling),
 }
-
-
-def _same(operator: str, spelling: Spelling) -> None:
-    """ONNX's operator of the same name."""
-    spelling.add(operator, *filter(None, spelling.operands), result=0, **spelling.attributes())
