@@ -58,7 +58,6 @@ BY_DOMAIN = {
     "ai.onnx.training": _GRADIENT,
     "ai.onnx.contrib": _TEXT,
     "com.microsoft.extensions": _TEXT,
-    "com.microsoft.nchwc": "a layout for one CPU: save the model with optimizations up to extended",
     "com.microsoft": "an operator of ONNX Runtime without a row here: give the model as it was before its optimizer",
     "org.pytorch.aten": "a function of torch that its exporter left as it is",
 }

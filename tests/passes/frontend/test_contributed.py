@@ -409,3 +409,39 @@ def test_numbers_of_4_bits_in_a_file_of_an_opset_without_them(tmp_path: Path) ->
     onnx.save(model, tmp_path / "model.onnx")
     ours = computed(tmp_path / "model.onnx", {"x": np.ones((3, 4), np.float32)})
     np.testing.assert_array_equal(ours[0][0], [-2.25, 1.5, 0.5, -0.5])
+
+
+def test_images_whose_channels_stand_in_blocks(tmp_path: Path) -> None:
+    """As a session writes a file that it has optimized for its machine."""
+    text = """<ir_version: 10, opset_import: ["": 20]>
+    g (float[2, 3, 12, 12] x, float[20, 3, 3, 3] a, float[64, 20, 3, 3] b, float[64, 1, 3, 3] c, float[64] e,
+       float[32, 32, 1, 1] d) => (float[2, 32, 10, 10] y, float[2, 96, 1, 1] z)
+    {
+      f = Conv <pads = [1, 1, 1, 1]> (x, a)
+      h = Relu(f)
+      i = Conv <strides = [2, 2]> (h, b, e)
+      j = Conv <group = 64, pads = [1, 1, 1, 1]> (i, c)
+      k = Add(j, i)
+      l = Conv <group = 2> (k, d)
+      m = MaxPool <kernel_shape = [2, 2], pads = [0, 0, 1, 1]> (l)
+      n = Concat <axis = 1> (m, i)
+      z = GlobalAveragePool(n)
+      scales = Constant <value = float[4] {1.0, 1.0, 2.0, 2.0}> ()
+      y = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"> (l, , scales)
+    }
+    """
+    model = onnx.parser.parse_model(text)
+    for each in list(model.graph.input)[1:]:
+        shape = [extent.dim_value for extent in each.type.tensor_type.shape.dim]
+        model.graph.initializer.append(onh.from_array(floats(*shape, scale=0.2), each.name))
+        model.graph.input.remove(each)
+    options, file = ort.SessionOptions(), tmp_path / "model.onnx"
+    options.optimized_model_filepath, options.log_severity_level = str(file), 4
+    fed = {"x": floats(2, 3, 12, 12)}
+    expected = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(
+        None, fed
+    )
+    written = {each.op_type for each in onnx.load(file).graph.node if each.domain == "com.microsoft.nchwc"}
+    assert {"ReorderOutput", "Conv", "MaxPool", "Upsample", "GlobalAveragePool"} <= written
+    for ours, theirs in zip(computed(file, fed), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -27,7 +27,7 @@ def block() -> int:
     return 8 if told.exists() and "avx512f" not in told.read_text(encoding="utf-8") else 16
 
 
-def ordered_weight(spelling: Spelling) -> str:
+def weight_by_channel(spelling: Spelling) -> str:
     """A convolution's weight, by output channel. It stands in blocks of those, behind the others within a block; where
     the input's channels stand in blocks, too, these come before."""
     size, (out, within, *window) = block(), spelling.shape(1)

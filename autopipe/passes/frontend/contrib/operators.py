@@ -44,8 +44,10 @@ def _matmul_nbits(spelling: Spelling) -> None:
 
 
 _FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
-_NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0)
-_NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+_NF4 = (
+    *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+)
 """The numbers of 4 bits by bitsandbytes' two types (Dettmers et al., "QLoRA", 2023); of the first a bit is the sign."""
 
 
@@ -188,7 +190,7 @@ def _fused_conv(spelling: Spelling, last: bool = False, weight: str = "") -> Non
 
 
 BLOCKED: dict[str, Speller] = {
-    "Conv": lambda spelling: _fused_conv(spelling, weight=blocked.ordered_weight(spelling)),
+    "Conv": lambda spelling: _fused_conv(spelling, weight=blocked.weight_by_channel(spelling)),
     **blocked.BLOCKED,
 }
 """By operator of the domain of blocked channels."""
