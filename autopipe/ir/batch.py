@@ -19,6 +19,7 @@ from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Constant, Graph, Node, Value
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of, spaces_of
+from autopipe.ir.ops.loop import operand_ports
 from autopipe.ir.space import AxisKind, Dimension, NotationError, Space
 
 
@@ -194,6 +195,7 @@ def rebatched(graph: Graph, size: int) -> Graph:
         return shrunk.get(value.name, value)
 
     constants, nodes = _targets(graph, shrunk)
+    nodes = tuple(node if node.body is None else _with_body(graph, node, axes, size) for node in nodes)
     result = dataclasses.replace(
         graph,
         inputs=tuple(map(resized, graph.inputs)),
@@ -203,6 +205,23 @@ def rebatched(graph: Graph, size: int) -> Graph:
     )
     _check(result)
     return result
+
+
+def _with_body(graph: Graph, node: Node, axes: BatchAxes, size: int) -> Node:
+    """A loop whose body is that of `size` samples."""
+    assert node.body is not None
+    given, places = {value.name for value in node.body.inputs}, []
+    for name, port in zip(node.inputs, operand_ports(node), strict=True):
+        inner = port.places(len(graph.type_of(name).shape))
+        for samples in axes.values.get(name, ()) if port.name in given else ():
+            place = inner[samples.dimension]
+            if place is None or (samples.outer, samples.inner) != (1, 1):
+                message = f"its runs do not each have a part of all samples of {name!r}, so the batch cannot shrink"
+                raise ModelError(message, _EXPORT, repr(node.name))
+            places.append(place)
+    if not places:
+        return node
+    return dataclasses.replace(node, body=rebatched(dataclasses.replace(node.body, batch_axes=tuple(places)), size))
 
 
 def _targets(graph: Graph, shrunk: dict[str, Value]) -> tuple[list[Constant], tuple[Node, ...]]:

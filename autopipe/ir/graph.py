@@ -222,6 +222,7 @@ class Node:
     outputs: tuple[str, ...]
     attributes: tuple[tuple[str, Attribute], ...] = ()
     domain: str = ""
+    body: Graph | None = field(default=None, repr=False)
 
     def integer(self, name: str, default: int = 0) -> int:
         return int(self._attribute(name, int, default))
@@ -345,4 +346,6 @@ class Graph:
         for constant in self.constants:
             digest.update(repr(constant.value).encode())
             digest.update(constant.array.tobytes())
+        for node in self.nodes:
+            digest.update(b"" if node.body is None else node.body.digest().encode())
         return digest.hexdigest()

@@ -102,7 +102,8 @@ def operation_of(signature: Signature, gradients: Iterable[int], precision: str)
         for side in (signature.operands, signature.results)
     )
     node = signature.node
-    return Operation(qualified_name(node), node.attributes, operands, results, tuple(gradients), precision)
+    body: Attributes = () if node.body is None else (("body", node.body.digest()),)
+    return Operation(qualified_name(node), (*body, *node.attributes), operands, results, tuple(gradients), precision)
 
 
 @dataclass(frozen=True, slots=True)

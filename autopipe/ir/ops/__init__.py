@@ -14,22 +14,20 @@ from autopipe.ir.ops import (
     elementwise,
     experts,
     linear_cross_entropy,
+    loop,
     movement,
     normalization,
     products,
     quantized,
 )
-from autopipe.ir.ops.operator import Operator, Signature, signature_of
+from autopipe.ir.ops.operator import OPERATORS, Operator, Signature, qualified_name, signature_of
 from autopipe.ir.space import Space
 
-__all__ = ["OPERATORS", "Operator", "Signature", "operator_of", "signature_of", "space_of", "spaces_of"]
-_FAMILIES = attention, elementwise, experts, linear_cross_entropy, movement, normalization, products, quantized
-OPERATORS: dict[str, Operator] = {row.name: row for family in _FAMILIES for row in family.ROWS}
-
-
-def qualified_name(node: Node) -> str:
-    """The operator's name as rows and emitters are keyed: with the domain in front unless it is ONNX's own."""
-    return f"{node.domain}.{node.op}" if node.domain not in ("", "ai.onnx") else node.op
+__all__ = [
+    "OPERATORS", "Operator", "Signature", "operator_of", "qualified_name", "signature_of", "space_of", "spaces_of",
+]  # fmt: skip
+_FAMILIES = attention, elementwise, experts, linear_cross_entropy, loop, movement, normalization, products, quantized
+OPERATORS.update((row.name, row) for family in _FAMILIES for row in family.ROWS)
 
 
 def operator_of(node: Node) -> Operator | None:
@@ -44,7 +42,7 @@ def space_of(graph: Graph, node: Node) -> Space:
 
 def use_keys(graph: Graph) -> tuple[Hashable, ...]:
     """For each node what its use of its operator is made of: equal keys, equal spaces and operations. Those are
-    operator, attributes, the types of its tensors, and constants among them."""
+    operator, attributes, body, the types of its tensors, and constants among them."""
     constants = {each.value.name: (each.array.dtype.str, each.array.tobytes()) for each in graph.constants}
 
     def types(names: tuple[str, ...]) -> Hashable:
@@ -55,6 +53,7 @@ def use_keys(graph: Graph) -> tuple[Hashable, ...]:
         (
             qualified_name(node),
             node.attributes,
+            node.body and node.body.digest(),
             types(node.inputs),
             types(node.outputs),
             tuple([constants.get(name) for name in node.inputs]),

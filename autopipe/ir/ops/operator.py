@@ -243,6 +243,15 @@ class Operator:
             raise ModelError(message, where=where) from error
 
 
+OPERATORS: dict[str, Operator] = {}
+"""Every row by name; the package puts those of all families in."""
+
+
+def qualified_name(node: Node) -> str:
+    """The operator's name as rows and emitters are keyed: with the domain in front unless it is ONNX's own."""
+    return f"{node.domain}.{node.op}" if node.domain not in ("", "ai.onnx") else node.op
+
+
 def notated(text: str) -> Callable[[Signature], Space]:
     """The same line for every use, as `notate` takes it."""
     left, _, right = text.partition("->")

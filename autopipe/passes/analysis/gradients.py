@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from autopipe.ir.attention_kernels import AttentionForm, Capability, Kernel, kernels_of, repeats_heads
-from autopipe.ir.graph import DType, Graph, Node
+from autopipe.ir.graph import DType, Fill, Graph, Node, Parameter
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
 from autopipe.ir.ops.attention import is_stepwise
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, scratch_bytes
+from autopipe.ir.ops.loop import body_of, operand_ports, run_axes
 from autopipe.ir.ops.operator import single
 from autopipe.ir.space import Dimension, Windowed
 from autopipe.passes.analysis.operators import (
@@ -36,6 +37,23 @@ def differentiable_values(graph: Graph) -> frozenset[str]:
         if row is not None and row.differentiable and any(name in found for name in node.inputs):
             found.update(name for name in node.outputs if name and graph.type_of(name).dtype.is_floating)
     return frozenset(found)
+
+
+@remembered(GRAPHS)
+def trained_body(graph: Graph, node: Node) -> Graph:
+    """A loop's body whose parameters are what gradients flow through in `graph`, and the states that a run computes of
+    it."""
+    body, gradient = body_of(node), differentiable_values(graph)
+    flowing = {port.name for port, name in zip(operand_ports(node), node.inputs, strict=True) if name in gradient}
+    while True:
+        inputs = tuple(value for value in body.inputs if value.name not in flowing)
+        parameters = tuple(Parameter(value, Fill(0.0)) for value in body.inputs if value.name in flowing)
+        found = replace(body, inputs=inputs, parameters=parameters)
+        reached = differentiable_values(found)
+        states = zip(body.inputs[1 : 1 + node.integer("states")], body.outputs, strict=False)
+        if not (more := {value.name for value, result in states if result in reached} - flowing):
+            return found
+        flowing |= more
 
 
 _NARROW = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
@@ -209,19 +227,20 @@ Kept = SavedTensor | None
 
 @remembered(GRAPHS)
 def kept_values(
-    graph: Graph, precision: str = "fp32", capability: Capability | None = None
+    graph: Graph, precision: str = "fp32", capability: Capability | None = None, made: tuple[str, ...] = ()
 ) -> tuple[tuple[SavedTensor, ...], ...]:
     """For each node what backward needs of it, at `precision` on GPUs of `capability`, or on CPUs.
 
     Parameters, constants and graph inputs are there anyway and do not count, but the 16-bit copies that autocast makes
     of a product's operands do: one of a trained parameter for all products of a forward, one of anything else for each
     that reads it (PyTorch documentation, "Automatic Mixed Precision package", `cache_enabled`). A view keeps nothing;
-    keeping a view keeps what it is a view of. Nodes through which no gradient flows keep nothing.
+    keeping a view keeps what it is a view of. Nodes through which no gradient flows keep nothing. Of a graph that is a
+    loop's body, `made` are the values that are there only because the loop has made them.
     """
     gradient, widths = differentiable_values(graph), element_bytes(graph, precision)
     trained = {each.value.name for each in graph.parameters if each.trainable}
     free = {value.name for value in graph.inputs} | {each.value.name for each in graph.constants}
-    free |= {each.value.name for each in graph.parameters}
+    free = (free | {each.value.name for each in graph.parameters}) - set(made)
     beside = attention_tensors(graph, precision, capability)
 
     def tensor(name: str, dimensions: Dimensions, windows: Iterable[Windowed] = (), cast: str = "") -> Kept:
@@ -264,9 +283,32 @@ def kept_values(
             return ()
         found: dict[tuple[str, int], SavedTensor] = {}
         own = beside.get(index)
-        for each in (*tensors(node, use), own.tensor if own is not None and own.kept else None):
+        inside = () if node.body is None else _kept_of_runs(graph, node, use, tensor, (precision, capability))
+        for each in (*tensors(node, use), *inside, own.tensor if own is not None and own.kept else None):
             if each is not None:
                 found.setdefault(each.key, each)
         return tuple(found.values())
 
     return tuple(map(kept, itertools.count(), graph.nodes, uses_of(graph)))
+
+
+def _kept_of_runs(
+    graph: Graph,
+    node: Node,
+    use: OpInstance,
+    tensor: Callable[[str, Dimensions], Kept],
+    target: tuple[str, Capability | None],
+) -> Iterator[Kept]:
+    """The tensors of a run of a loop as often as it runs, but for those that all runs read, which are there once."""
+    body, states, title = trained_body(graph, node), node.integer("states"), next(filter(None, node.outputs))
+    outside = {port.name: place for place, port in enumerate(operand_ports(node)) if place >= states}
+    names = {(index, axis): each.name for each in run_axes(node) for index, axis in each.nodes.items()}
+    given = tuple(value.name for value in body_of(node).inputs)
+    for index, own in enumerate(kept_values(body, *target, given)):
+        for each in own:
+            (name, width), place = each.key, outside.get(each.key[0])
+            if place is not None:
+                yield tensor(node.inputs[place], use.space.operands[place])
+                continue
+            dimensions = tuple(tuple(names.get((index, axis), "") for axis in axes) for axes in each.dimensions)
+            yield SavedTensor((f"{title}\0{name}", width), each.bytes * node.integer("count"), dimensions)

@@ -9,7 +9,7 @@ from typing import Literal
 from autopipe.ir.graph import DType, Graph, Node, Value
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, score_extents
 from autopipe.ir.rounding import Rounding
-from autopipe.passes.analysis.gradients import differentiable_values
+from autopipe.passes.analysis.gradients import differentiable_values, trained_body
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, element_bytes, uses_of
 
 Type = Literal["float64", "float32", "float16", "bfloat16"]
@@ -34,8 +34,15 @@ def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundarie
     the operand lacks.
     """
     dtype = _coarsest(graph, precision)
-    widths = element_bytes(graph, precision)
     flowing = differentiable_values(graph) if train else frozenset[str]()
+    sums, narrow = _in_sequence(graph, precision, flowing)
+    sent = boundaries * (1 + train) if dtype in ("bfloat16", "float16") else 0
+    return Rounding(dtype, max(sums + added, 1), narrow, sent)
+
+
+def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple[int, int]:
+    """The most roundings that follow one another, of sums and of results in 16 bits; gradients are of `flowing`."""
+    widths = element_bytes(graph, precision)
     sums: dict[str, int] = {}
     narrow: dict[str, int] = {}
     for node, use in zip(graph.nodes, uses_of(graph), strict=True):
@@ -43,19 +50,23 @@ def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundarie
         if result is None or not result.dtype.is_floating:
             continue
         rounds = use.row.kind not in ("view", "memory") or node.op in _INTERPOLATIONS
-        forward = _terms(node, use, graph, result) if rounds else 0
+        own_narrow = int(rounds and widths[result.name] == 2)
+        loop = 0
+        if node.body is not None:
+            body = trained_body(graph, node)
+            inside = differentiable_values(body) if flowing else flowing
+            loop, own_narrow = (node.integer("count") * each for each in _in_sequence(body, precision, inside))
+        forward = _terms(node, use, graph, result) if rounds and node.body is None else loop
         most_sums = most_narrow = 0
         for operand in _floating(graph, node):
             back = operand.name in flowing
-            own = forward + (_terms(node, use, graph, operand) if back and use.row.kind != "view" else 0)
+            more = back and use.row.kind != "view" and node.body is None
+            own = forward + (_terms(node, use, graph, operand) if more else 0)
             most_sums = max(most_sums, sums.get(operand.name, 0) + own)
-            rounded = rounds and widths[result.name] == 2
-            most_narrow = max(most_narrow, narrow.get(operand.name, 0) + rounded * (1 + back))
+            most_narrow = max(most_narrow, narrow.get(operand.name, 0) + own_narrow * (1 + (back and not loop)))
         for name in filter(None, node.outputs):
             sums[name], narrow[name] = most_sums, most_narrow
-    sent = boundaries * (1 + train) if dtype in ("bfloat16", "float16") else 0
-    accumulated = max(sums.values(), default=0) + added
-    return Rounding(dtype, max(accumulated, 1), max(narrow.values(), default=0), sent)
+    return max(sums.values(), default=0), max(narrow.values(), default=0)
 
 
 def _coarsest(graph: Graph, precision: str) -> Type:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,8 +16,9 @@ from autopipe.ir.cluster import Device
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.measured_costs import Affine
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, score_extents
+from autopipe.ir.ops.loop import run_axes
 from autopipe.ir.problem import Problem, Work
-from autopipe.passes.analysis.gradients import attention_tensors, differentiable_values, kept_values
+from autopipe.passes.analysis.gradients import attention_tensors, differentiable_values, kept_values, trained_body
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, SampleAxes, element_bytes, uses_of
 from autopipe.passes.analysis.stage_nodes import live_nodes
 
@@ -159,6 +161,7 @@ def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
 
 
 _FUSED: Mapping[int, float] = {}
+_NO_LOOPS: Mapping[int, Work] = {}
 _PASSES = 4
 """How often the math kernel of attention writes or reads all scores: a product, a softmax and a product after it. So
 does a cross-entropy that makes its scores itself: a product, the largest, and exponentials that it adds up."""
@@ -186,7 +189,8 @@ def annotate(graph: Graph, precision: str = "fp32", capability: Capability | Non
         kept.append(sum(new.values()))
     beside = attention_tensors(graph, precision, capability)
     scores = {index: _PASSES * each.tensor.bytes for index, each in beside.items() if each.scores}
-    return _annotated(graph, sizes, [use.flops for use in uses], kept, scores | _own_scores(graph))
+    loops = {index: _runs(graph, node, precision) for index, node in enumerate(graph.nodes) if node.body is not None}
+    return _annotated(graph, sizes, [use.flops for use in uses], kept, scores | _own_scores(graph), loops)
 
 
 def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: float) -> tuple[Work, ...]:
@@ -200,7 +204,36 @@ def annotate_share(graph: Graph, samples: SampleAxes, precision: str, share: flo
     }
     flops = [use.flops * (share if own else 1.0) for use, own in zip(samples.uses, samples.batch.nodes, strict=True)]
     scores = {index: size * (share if samples.axes[index] else 1.0) for index, size in _own_scores(graph).items()}
-    return _annotated(graph, sizes, flops, [0] * len(flops), scores)
+    loops = {
+        index: _runs(graph, node, precision, share, samples.axes[index])
+        for index, node in enumerate(graph.nodes)
+        if node.body is not None
+    }
+    return _annotated(graph, sizes, flops, [0] * len(flops), scores, loops)
+
+
+def _runs(graph: Graph, node: Node, precision: str, share: float = 1.0, axis: str | None = None) -> Work:
+    """The work of a loop, as often that of its body as it runs, on `share` of its axis `axis`."""
+    body, count = trained_body(graph, node), node.integer("count")
+    cut = next((each for each in run_axes(node) if each.name == axis), None)
+    sizes = {
+        name: width * body.type_of(name).elements * (share if cut is not None and name in cut.dimensions else 1.0)
+        for name, width in element_bytes(body, precision).items()
+    }
+    flops = [
+        use.flops * (share if cut is not None and index in cut.nodes else 1.0)
+        for index, use in enumerate(uses_of(body))
+    ]
+    run = [each for each in _annotated(body, sizes, flops, [0] * len(flops)) if each.kind != "view"]
+    return Work(
+        kind="recurrent",
+        forward_flops=count * sum(each.forward_flops for each in run),
+        backward_flops=count * sum(each.backward_flops for each in run),
+        forward_bytes=count * sum(each.forward_bytes for each in run),
+        backward_bytes=count * sum(each.backward_bytes for each in run),
+        kept_bytes=0,
+        launches=count * sum(each.launches for each in run),
+    )
 
 
 def _annotated(
@@ -209,13 +242,17 @@ def _annotated(
     flops: Sequence[float],
     kept: Sequence[int],
     scores: Mapping[int, float] = _FUSED,
+    loops: Mapping[int, Work] = _NO_LOOPS,
 ) -> tuple[Work, ...]:
     """The work of every node, of what its values' bytes, its FLOPs, the bytes that backward keeps of it, and those that
-    it moves of scores are."""
+    it moves of scores are; that of `loops` but for what backward keeps."""
     gradient = differentiable_values(graph)
     found = []
     nodes = zip(graph.nodes, uses_of(graph), flops, kept, strict=True)
     for index, (node, use, count, kept_bytes) in enumerate(nodes):
+        if index in loops:
+            found.append(replace(loops[index], kept_bytes=kept_bytes))
+            continue
         read = {name: sizes[name] for name in node.inputs if name}
         written = sum(sizes[name] for name in node.outputs if name)
         moved, cleared = float(sum(read.values()) + (2 * use.row.kernels - 1) * written), 0.0

@@ -16,6 +16,7 @@ import numpy as np
 from autopipe.ir.graph import Constant, DType, Graph, Node, Value
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.elementwise import is_active
+from autopipe.ir.ops.loop import body_of, operand_ports
 from autopipe.ir.ops.normalization import trains
 from autopipe.passes.frontend.inference import RANDOM, ConstantFolder
 
@@ -230,7 +231,7 @@ def without_repeats(graph: Graph) -> Graph:
     for node in graph.nodes:
         node = _reading(node, names)
         key = (node.domain, node.op, node.inputs, node.attributes, tuple(map(bool, node.outputs)))
-        earlier = first.setdefault(key, node) if node.op not in RANDOM else node
+        earlier = first.setdefault(key, node) if node.op not in RANDOM and node.body is None else node
         if earlier is node or not results.isdisjoint(node.outputs):
             kept.append(node)
         else:
@@ -256,6 +257,7 @@ def without_unread(graph: Graph) -> Graph:
     kept: list[Node] = []
     for node in reversed(graph.nodes):
         if not needed.isdisjoint(node.outputs):
+            node = node if node.body is None else _read_results(node, needed)
             kept.append(node)
             needed.update(node.inputs)
             needed.discard("")  # An operand that is absent.
@@ -263,6 +265,37 @@ def without_unread(graph: Graph) -> Graph:
         with_nodes(graph, reversed(kept)),
         parameters=tuple(parameter for parameter in graph.parameters if parameter.value.name in needed),
         constants=tuple(constant for constant in graph.constants if constant.value.name in needed),
+    )
+
+
+def _read_results(loop: Node, needed: set[str]) -> Node:
+    """A loop without the states and results on which no other value depends."""
+    body, states = body_of(loop), loop.integer("states")
+    names = [value.name for value in body.inputs]
+    kept = {place for place, name in enumerate(loop.outputs) if name in needed}
+    while True:
+        run = without_unread(dataclasses.replace(body, outputs=tuple(body.outputs[place] for place in sorted(kept))))
+        read = {*run.outputs, *(name for node in run.nodes for name in node.inputs)}
+        if not (more := {place for place in range(states) if names[1 + place] in read} - kept):
+            break
+        kept |= more
+    if len(kept) == len(body.outputs) and run.nodes == body.nodes:
+        return dataclasses.replace(loop, outputs=tuple(name if name in needed else "" for name in loop.outputs))
+    read |= {names[0], *(names[1 + place] for place in kept if place < states)}
+    operands = zip(operand_ports(loop), loop.inputs, strict=True)
+    scans = [place for place, name in enumerate(names[1 + states :][: len(loop.integers("scan_axes"))]) if name in read]
+    gathers = sorted(place - states for place in kept if place >= states)
+    chosen = {"scan": scans, "gather": gathers}
+    stated = dict(loop.attributes) | {"states": len(kept) - len(gathers)}
+    for title, places in chosen.items():
+        for key in (f"{title}_axes", f"{title}_directions"):
+            stated[key] = tuple(loop.integers(key)[place] for place in places)
+    return dataclasses.replace(
+        loop,
+        inputs=tuple(name for port, name in operands if port.name in read),
+        outputs=tuple(name if name in needed else "" for place, name in enumerate(loop.outputs) if place in kept),
+        attributes=tuple(sorted(stated.items())),
+        body=dataclasses.replace(run, inputs=tuple(value for value in run.inputs if value.name in read)),
     )
 
 

@@ -2,12 +2,14 @@
 
 That takes conditions and numbers of iterations that are known once dimensions are bound. A branch that depends on data
 is computed beside the other, and one of the two results chosen; a Loop that may end early is computed to the end that
-is known, and what it would no longer do is undone.
+is known, and what it would no longer do is undone. A body that would become too many nodes stays one, of an operator
+that runs it.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,12 +26,19 @@ if TYPE_CHECKING:
     import onnx
 
     from autopipe.ir.graph import FileSlice, Value
+    from autopipe.passes.frontend.sequences import Sequences
 
 MOST_CHOSEN = 512
 """Nodes of both branches of an If whose condition depends on data: both are computed."""
 
 _SCAN_OF_ONE = 9
 """The opset since which a Scan knows nothing of samples."""
+
+MOST_REPEATED = 2000
+"""Nodes that the runs of a body may become before it stays one body."""
+
+MOST_RUNS = 1 << 16
+"""Runs of such a body: a number in a file can spell any."""
 
 MOST_UNDONE = 1024
 """Iterations of a Loop whose end depends on data: all are computed."""
@@ -136,12 +145,63 @@ class Known:
 
     numbers: Callable[[str], np.ndarray | None]
     kind: Callable[[str], Value | None]
-    sequences: Mapping[str, tuple[str, ...]]
+    sequences: Sequences
     opset: int
     order: Callable[[onnx.GraphProto], list[onnx.NodeProto]]
     """The nodes of a body in topological order."""
     takes: Callable[[int], bool]
     """Counts nodes of bodies; False where they become too many."""
+    keeps: Callable[[Runs], str]
+    """Adds the operator that runs a body; where it cannot, the reason is what it gives."""
+    readers: Callable[[str], list[str]]
+    """The operators in the file that read a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A state of a body: what it is at first, its names before and after a run, and what it is at last."""
+
+    operand: str
+    name: str
+    result: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """A value of which each run has a slice along an axis, called `name`."""
+
+    operand: str
+    axis: int
+    backwards: bool
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A result of every run: all of them become one value along a new axis."""
+
+    result: str
+    output: str
+    axis: int
+    backwards: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A body that runs `count` times; its nodes have names that stand for the values of any run."""
+
+    title: str
+    name: str
+    count: int
+    nodes: list[onnx.NodeProto]
+    number: str
+    """Which run it is."""
+    states: tuple[Carried, ...]
+    scanned: tuple[Scanned, ...]
+    gathered: tuple[Gathered, ...]
+    ends: tuple[str, ...]
+    """The values that have to be true after every run."""
 
 
 def resolved(node: onnx.NodeProto, operands: tuple[str, ...], known: Known) -> Iterator[onnx.NodeProto]:
@@ -231,12 +291,15 @@ class _Repetition:
         self.size = sum(1 for _ in nodes_within(self.nodes)) + 1
         self.own = list(_written(body, deep=True))
         self.runs = 0
+        self.kept_apart = ""
+        """The reason why the body cannot stay one."""
 
     def run(self, inputs: list[str]) -> Iterator[onnx.NodeProto]:
         """The body's nodes on values of these names; `results` has what they write."""
         if not self.known.takes(self.size):
             raise ModelError(
                 f"after {self.runs} times its body of {self.size - 1} nodes, the file has become too many nodes",
+                hint=self.kept_apart and f"it cannot run as a loop: {self.kept_apart}",
                 where=self.where,
             )
         if len(inputs) != len(self.body.input):
@@ -258,6 +321,11 @@ class _Repetition:
             raise self._unbounded("how often its body runs depends on data")
         alive, inner = "", carried
         ends, going = condition, self._number(condition) if condition else 1
+        if limit is not None and going and self._is_long(limit):
+            kept = self._kept(limit, carried, [], [(0, False)] * len(stacked))
+            if kept is not None:
+                yield from kept
+                return
         while going != 0 and (limit is None or self.runs < limit):
             if going is None:
                 if stacked or self.runs >= MOST_UNDONE:
@@ -305,6 +373,14 @@ class _Repetition:
         gathered = list(self.node.output[len(carried) :])
         steps = []
         axes, backward = (_listed(stated, f"scan_input_{each}", count) for each in ("axes", "directions"))
+        extents = self._extents(scanned, axes)
+        if len(extents) == 1 and self._is_long(next(iter(extents))):
+            ways = (_listed(stated, f"scan_output_{each}", len(gathered)) for each in ("axes", "directions"))
+            slices = [(name, axis, bool(back)) for name, axis, back in zip(scanned, axes, backward, strict=True)]
+            outward = [(axis, bool(back)) for axis, back in zip(*ways, strict=True)]
+            if (kept := self._kept(next(iter(extents)), carried, slices, outward)) is not None:
+                yield from kept
+                return
         for place, (name, axis, back) in enumerate(zip(scanned, axes, backward, strict=True)):
             parts = f"{self.title}/steps{place}"
             yield made_node(self.node, "SplitToSequence", [name], [parts], axis=axis, keepdims=0)
@@ -338,6 +414,86 @@ class _Repetition:
                 gathered.append(name)
         for name, gathered in zip(self.node.output, found, strict=True):
             yield made_node(self.node, "SequenceConstruct", gathered, [name])
+
+    def _is_long(self, count: int) -> bool:
+        return count * (self.size - 1) > MOST_REPEATED and count <= MOST_RUNS
+
+    def _extents(self, scanned: Iterable[str], axes: Iterable[int]) -> set[int]:
+        """How often a Scan runs by each value that it goes through; none where a shape is not known or has no such
+        axis."""
+        found = set()
+        for name, axis in zip(scanned, axes, strict=True):
+            kind = self.known.kind(name)
+            found.add(kind.shape[axis] if kind is not None and -len(kind.shape) <= axis < len(kind.shape) else -1)
+        return found if min(found) >= 0 else set()
+
+    def _kept(
+        self, count: int, carried: list[str], scanned: list[tuple[str, int, bool]], gathers: list[tuple[int, bool]]
+    ) -> list[onnx.NodeProto] | None:
+        """The nodes behind an operator that runs the body `count` times; None where there can be no such operator.
+
+        What it carries unchanged is the same in all runs; a list to which each run adds a tensor is gathered.
+        """
+        counted = 2 * (self.node.op_type == "Loop")
+        inputs, results = ([each.name for each in side] for side in (self.body.input, self.body.output))
+        if len(inputs) != counted + len(carried) + len(scanned) or len(results) != len(self.node.output) + counted // 2:
+            return None  # `run` says so.
+        copies, nodes = {name: f"{self.title}/run/{name}" for name in self.own}, list(self.nodes)
+        ends, outward, outputs = results[: counted // 2], results[counted // 2 :], self.node.output
+        same = {each.output[0]: each.input[0] for each in nodes if each.op_type == "Identity"}
+        changing = []
+        behind: list[onnx.NodeProto] = []
+        for operand, name, result, output in zip(carried, inputs[counted:], outward, outputs, strict=False):
+            source = result
+            while source in same:
+                source = same[source]
+            if source == name:
+                copies[name] = operand
+                behind += [made_node(self.node, "Identity", [operand], [output])] if output else []
+            else:
+                changing.append((operand, name, result, output))
+        states, lists, gathered = list[Carried](), list[str](), list[Gathered]()
+        for result, output, way in zip(outward[len(carried) :], outputs[len(carried) :], gathers, strict=True):
+            gathered += [Gathered(copies.get(result, result), output, *way)] if output else []
+        for operand, name, result, output in changing:
+            if operand in self.known.sequences:
+                added = self._added(nodes, name, result)
+                if added is None or self.known.sequences[operand]:
+                    self.kept_apart = f"{name!r} is a sequence, to which a run does more than to add a tensor"
+                    return None
+                nodes.remove(added)
+                lists += [output] if output else []
+                tensor = added.input[1]
+                gathered += [Gathered(copies.get(tensor, tensor), f"{output}/stack", 0, False)] if output else []
+            else:
+                states.append(Carried(operand, copies[name], copies.get(result, result), output))
+        slices = zip(scanned, inputs[counted + len(carried) :], strict=True)
+        number, going = (copies[name] for name in inputs[:counted]) if counted else (f"{self.title}/run/number", "")
+        runs = Runs(
+            title=self.title,
+            name=self.node.name,
+            count=count,
+            nodes=[*([truth(self.node, going, True)] if going else []), *(_copied(each, copies) for each in nodes)],
+            number=number,
+            states=tuple(states),
+            scanned=tuple(Scanned(*each, copies[name]) for each, name in slices),
+            gathered=tuple(gathered),
+            ends=tuple(copies.get(name, name) for name in ends),
+        )
+        self.kept_apart = self.known.keeps(runs)
+        if self.kept_apart:
+            return None
+        for name in lists:
+            behind += self.known.sequences.stacked(self.node, name, self.known.readers(name))
+        return behind
+
+    @staticmethod
+    def _added(nodes: list[onnx.NodeProto], name: str, result: str) -> onnx.NodeProto | None:
+        """The node that adds a tensor to a sequence, if that is all that a body does with it."""
+        read = Counter(each for node in nodes for each in reads(node))
+        found = [each for each in nodes if each.op_type == "SequenceInsert" and each.output[0] == result]
+        is_plain = bool(found) and found[0].input[0] == name and len(found[0].input) == 2
+        return found[0] if is_plain and read[name] == 1 and not read[result] else None
 
     def _stacks(self, names: list[str], stacked: list[list[str]], axes: list[int]) -> Iterator[onnx.NodeProto]:
         """Of each of these values, all that the runs have written, along a new axis."""

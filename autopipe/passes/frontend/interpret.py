@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,12 +17,13 @@ from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
 from autopipe.passes.frontend.contrib.attention import is_rewritten, rewritten
 from autopipe.passes.frontend.contrib.operators import spelled_out
-from autopipe.passes.frontend.control_flow import Known, resolved
+from autopipe.passes.frontend.control_flow import Known, Runs, resolved
 from autopipe.passes.frontend.dimensions import extent_of
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, packed_value, shape_of
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.inference import RANDOM, Budget, Inference
 from autopipe.passes.frontend.load import MOST_NODES, topological_positions
+from autopipe.passes.frontend.loops import inner_types, loop_of
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.selections.operators import Selections
 from autopipe.passes.frontend.sequences import Sequences
@@ -94,7 +96,17 @@ class _Sweep:
             opset=self.source.opset,
             order=lambda body: [body.node[place] for place in topological_positions(body)],
             takes=self.repeated.takes,
+            keeps=lambda runs: _keep_loop(self, runs),
+            readers=lambda name: (
+                [node.op_type for node, _ in self.weights.roles.uses.readers.get(name, ())]
+                + ["output"] * (name in self.results)
+            ),
         )
+
+    def known_so_far(self) -> dict[str, Any]:
+        """Copies of the tables, by the names of their fields."""
+        tables = "types", "arrays", "parameters", "packed", "aliases", "nodes", "names", "numbers"
+        return {name: copy(getattr(self, name)) for name in tables}
 
     def hold(self, name: str, array: np.ndarray, dtype: DType) -> None:
         self.types[name] = Value(name, dtype, array.shape)
@@ -232,6 +244,28 @@ def _in_other_words(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
         return None
     spelled = spelled_out(node, operands, sweep.types)
     return None if spelled is None or spelled == (node,) else spelled
+
+
+def _keep_loop(sweep: _Sweep, runs: Runs) -> str:
+    """Add the operator that runs a body; where it cannot, nothing, and give the reason."""
+    former = sweep.known_so_far()
+    outer: list[Node] = former["nodes"]
+    sweep.nodes = []
+    try:
+        sweep.types.update(inner_types(runs, sweep.types))
+        for each in runs.nodes:
+            _visit(sweep, each)
+        made = loop_of(runs, sweep.nodes, sweep.types, sweep.arrays, sweep.aliases, sweep.source.opset)
+    except ModelError as error:
+        for name, table in former.items():
+            setattr(sweep, name, table)
+        return error.message
+    before, loop, constants, results = made
+    for constant in constants:
+        sweep.keep(constant)
+    sweep.types.update((value.name, value) for value in results)
+    sweep.nodes = [*outer, *before, replace(loop, name=_unique(sweep, loop.name))]
+    return ""
 
 
 def _rewritten(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:

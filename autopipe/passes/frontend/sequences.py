@@ -38,6 +38,8 @@ class Sequences(dict[str, tuple[str, ...]]):
         super().__init__()
         self.absent: set[str] = set()
         """Optionals that hold nothing."""
+        self._stacks: set[str] = set()
+        """Sequences that are slices of one tensor, and only ever put together again."""
         self._opset = opset
         self._held = 0
 
@@ -74,6 +76,8 @@ class Sequences(dict[str, tuple[str, ...]]):
                 return []
         if not operands or operands[0] not in self or any(name in self for name in operands[1:]):
             raise ModelError("it cannot take a sequence here", where=where)
+        if operands[0] in self._stacks:
+            return self._put_together(node, operands[0], types[f"{operands[0]}/stack"].shape, stated)
         tensors = self[operands[0]]
         last = len(tensors) - 1
         match node.op_type:
@@ -104,6 +108,32 @@ class Sequences(dict[str, tuple[str, ...]]):
             case _:
                 raise ModelError("it cannot take a sequence", where=where)
         return []
+
+    def stacked(self, origin: onnx.NodeProto, name: str, readers: Sequence[str]) -> list[onnx.NodeProto]:
+        """The nodes that make a sequence of the slices of `name`/stack; none where `readers`, the operators that read
+        it, only put them together again."""
+        if readers and set(readers) == {"ConcatFromSequence"}:
+            self._stacks.add(name)
+            self[name] = ()
+            return []
+        return [made_node(origin, "SplitToSequence", [f"{name}/stack"], [name], axis=0, keepdims=0)]
+
+    def _put_together(
+        self, node: onnx.NodeProto, name: str, shape: tuple[int, ...], stated: Mapping[str, int]
+    ) -> list[onnx.NodeProto]:
+        """The slices of a tensor along its first axis as one tensor again."""
+        source, result, is_new = f"{name}/stack", node.output[0], bool(stated.get("new_axis"))
+        axis = stated.get("axis", 0) % (len(shape) - (not is_new))
+        order = [*range(1, axis + 1), 0, *range(axis + 1, len(shape))]
+        if is_new:
+            return [made_node(node, "Transpose", [source], [result], perm=order)]
+        moved = [shape[place] for place in order]
+        extents = [*moved[:axis], moved[axis] * moved[axis + 1], *moved[axis + 2 :]]
+        return [
+            made_node(node, "Transpose", [source], [f"{result}/moved"], perm=order),
+            made_node(node, "Constant", [], [f"{result}/shape"], value_ints=extents),
+            made_node(node, "Reshape", [f"{result}/moved", f"{result}/shape"], [result]),
+        ]
 
     def _note(self, name: str, tensors: tuple[str, ...], where: str) -> None:
         self[name] = tensors

@@ -16,6 +16,7 @@ import numpy as np
 from autopipe.backends.torch.emission.attention import ATTENTION
 from autopipe.backends.torch.emission.call import Call, Emitter, called, group_code, literal, torch_dtype
 from autopipe.backends.torch.emission.elementwise import ELEMENTWISE
+from autopipe.backends.torch.emission.loop import body_code
 from autopipe.backends.torch.emission.movement import MOVEMENT
 from autopipe.backends.torch.emission.normalization import NORMALIZATION
 from autopipe.backends.torch.emission.products import PRODUCTS
@@ -24,6 +25,7 @@ from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Layout, degree_of
 from autopipe.ir.ops import qualified_name
+from autopipe.ir.ops.loop import LOOP, operand_ports, result_ports
 from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 
@@ -131,6 +133,9 @@ class _Writer:
     codes: dict[str, str] = field(default_factory=dict)
     """Identifiers by value."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
+    margin: str = "    "
+    loops: dict[str, str] = field(default_factory=dict)
+    """Functions that run the body of a loop again and again, by name."""
 
     def forward(self) -> Forward:
         stage = self.stage
@@ -146,8 +151,11 @@ class _Writer:
             lines = self._body(stage.operations, tuple(value.name for value in stage.inputs), outputs)
         head = f"def forward({', '.join(['p', *arguments])}):"
         text = "\n".join([head, *lines, f"    return {self._tuple(outputs)}", ""])
-        read = tuple(tuple(dict.fromkeys(_PARAMETER.findall(each))) for each in functions)
-        return Forward("\n\n".join([*functions, text]), arguments, self._of(outputs), read, self.codes)
+        own = [each + "".join(self.loops[name] for name in self.loops if f"{name}(" in each) for each in functions]
+        read = tuple(tuple(dict.fromkeys(_PARAMETER.findall(each))) for each in own)
+        return Forward(
+            "\n\n".join([*self.loops.values(), *functions, text]), arguments, self._of(outputs), read, self.codes
+        )
 
     def _fresh(self, value: Value) -> str:
         self.codes[value.name] = f"x{next(self.numbers)}"
@@ -203,15 +211,17 @@ class _Writer:
             target = ", ".join("_" if value is None or value.name in dead else self._fresh(value) for value in results)
             if target == "_":
                 return []
-        statement = f"    {target} = {code}{self._drop(name for name in dead if name not in operation.writes)}"
+        statement = f"{self.margin}{target} = {code}{self._drop(name for name in dead if name not in operation.writes)}"
         pad = max(2, 72 - len(statement))
         if len(statement) + pad + len(comment) <= _LINE:
             return [f"{statement}{' ' * pad}# {comment}"]
-        return [f"    # {comment}", statement]
+        return [f"{self.margin}# {comment}", statement]
 
     def _expression(self, operation: Compute) -> str:
         signature = operation.signature
         name = qualified_name(signature.node)
+        if name == LOOP:
+            return self._loop(operation)
         emitter = EMITTERS.get(name)
         if emitter is None:
             raise CodegenError(f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name))
@@ -221,6 +231,50 @@ class _Writer:
             mesh=operation.mesh, devices=len(self.stage.devices), samples=operation.samples,
         )  # fmt: skip
         return deferred(emitter, call) if operation.node in self.stage.deferred else emitter(call)
+
+    def _loop(self, operation: Compute) -> str:
+        """The call of a function that runs a loop's body again and again, which joins `loops`."""
+        node, code = operation.signature.node, body_code(operation)
+        code = replace(code, operations=_with_linear(code))
+        run, ports = _Writer(code, numbers=self.numbers, margin=" " * 8), operand_ports(node)
+        states, changing = node.integer("states"), node.integer("states") + len(node.integers("scan_axes"))
+        given: list[tuple[str, str]] = []
+        for place, (port, value) in enumerate(zip(ports, operation.signature.operands, strict=True)):
+            source = self.codes[value.name] if value is not None else "None"
+            if place >= changing and source.startswith("p."):
+                run.codes[port.name] = source
+            else:
+                given.append((f"x{next(self.numbers)}", source))
+                run.codes[port.name] = given[-1][0]
+        own = [name for name, _ in given]
+        number, count, through = code.inputs[0], node.integer("count"), list[tuple[str, str]]()
+        if any(number.name in each.reads for each in code.operations) or number in code.outputs:
+            through.append((run._fresh(number), f"torch.arange({count}, device=p.device).unbind()"))
+        for place in range(states, changing):
+            rows = f"{own[place]}.unbind({ports[place].axis})"
+            rows = f"reversed({rows})" if ports[place].backwards else rows
+            through.append((run._fresh(code.inputs[1 + place]), rows))
+        body = run._body(
+            code.operations, tuple(each.name for each in code.inputs), tuple(each.name for each in code.outputs)
+        )
+        names, rows = (", ".join(each) for each in zip(*through, strict=True)) if through else ("_", f"range({count})")
+        lists, results = (
+            [f"x{next(self.numbers)}" for _ in code.outputs[states:]],
+            run._of(each.name for each in code.outputs),
+        )
+        lines = [f"    {name} = []" for name in lists]
+        lines += [f"    for {names} in {f'zip({rows})' if len(through) > 1 else rows}:", *body]
+        lines += [f"        {name}.append({result})" for name, result in zip(lists, results[states:], strict=True)]
+        if own[:states] != list(results[:states]):
+            lines.append(f"        {', '.join(own[:states])} = {', '.join(results[:states])}")
+        stacks = [
+            f"torch.stack({name}{'[::-1]' if port.backwards else ''}, {port.axis})"
+            for name, port in zip(lists, result_ports(node)[states:], strict=True)
+        ]
+        title = f"loop_{len(self.loops)}"
+        head = f"@torch.compiler.disable  # It would write out every run.\ndef {title}({', '.join(['p', *own])}):"
+        self.loops[title] = "\n".join([head, *lines, f"    return {', '.join([*own[:states], *stacks])}", ""])
+        return called(title, "p", *(source for _, source in given))
 
     def _collective(self, operation: Collective) -> tuple[str, str]:
         """The call of a change of layout, and what it costs as a comment."""
@@ -317,7 +371,7 @@ def _imports(text: str) -> str:
     own = []
     if re.search(r"\boperators\.", text):
         own.append("from autopipe.backends.torch.runtime import operators\n")
-    if text.startswith("@recompute"):
+    if "\n@recompute" in f"\n{text}":
         own.append("from autopipe.backends.torch.runtime.recompute import recompute\n")
     return "".join([*lines, "\n", *own] if own else lines)
 

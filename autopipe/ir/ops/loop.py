@@ -1,0 +1,164 @@
+"""A Loop or Scan whose body runs again and again: one operator, which holds the body as a graph of its own.
+
+The body reads the number of its run, the states, a slice of each value that the loop goes through, and what is the same
+in all runs; it writes the states of the next run, and what the loop gathers. The loop reads the first states, the
+values that it goes through, what is the same in all runs, and the body's constants; it writes the last states and what
+it has gathered. Its attributes are the `count` of runs, that of `states`, and for each value that it goes through
+(`scan_`) or gathers (`gather_`) the axis of the runs and the direction: 1 from the last to the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.ir.graph import Graph, Node, Value
+from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.ops.operator import OPERATORS, Operator, Signature, notate, qualified_name, signature_of
+from autopipe.ir.space import AxisKind, Space
+
+LOOP = "autopipe.Loop"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An operand or a result of a loop: its name in the body, and the axis and direction of the runs in it, where each
+    run has a slice."""
+
+    name: str
+    axis: int | None = None
+    backwards: bool = False
+
+    def places(self, rank: int) -> list[tuple[str, int] | None]:
+        """For each dimension of the whole that of a slice, None for the runs'."""
+        inner = [(self.name, place) for place in range(rank - (self.axis is not None))]
+        return [*inner] if self.axis is None else [*inner[: self.axis], None, *inner[self.axis :]]
+
+
+def body_of(node: Node) -> Graph:
+    assert node.body is not None, f"{node.op} has no body"
+    return node.body
+
+
+def operand_ports(node: Node) -> tuple[Port, ...]:
+    body = body_of(node)
+    return _ports(node, "scan", [*body.inputs[1:], *(each.value for each in body.constants)])
+
+
+def result_ports(node: Node) -> tuple[Port, ...]:
+    body = body_of(node)
+    return _ports(node, "gather", [body.type_of(name) for name in body.outputs])
+
+
+def _ports(node: Node, title: str, values: list[Value]) -> tuple[Port, ...]:
+    states, axes = node.integer("states"), node.integers(f"{title}_axes")
+    names = [value.name for value in values]
+    sliced = zip(names[states:], axes, node.integers(f"{title}_directions"), strict=False)
+    return (
+        *map(Port, names[:states]),
+        *(Port(name, axis, bool(way)) for name, axis, way in sliced),
+        *map(Port, names[states + len(axes) :]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RunAxis:
+    """An axis along which parts of a loop are loops of their own, as samples are."""
+
+    name: str
+    extent: int
+    dimensions: dict[str, int]
+    """Which dimension it is of each value of the body that has it."""
+    nodes: dict[int, str]
+    """Which axis it is of the space of each node of the body that has it."""
+
+
+Place = tuple[str, int]
+"""A dimension of a value."""
+
+
+class _Sets:
+    """Dimensions of values, and axes of nodes, in sets of those that are one."""
+
+    def __init__(self) -> None:
+        self.following: dict[Place, Place] = {}
+
+    def first(self, place: Place) -> Place:
+        while (following := self.following.setdefault(place, place)) != place:
+            place = following
+        return place
+
+    def join(self, one: Place, other: Place) -> None:
+        self.following[self.first(other)] = self.first(one)
+
+
+@remembered(GRAPHS)
+def run_axes(node: Node) -> tuple[RunAxis, ...]:
+    """The axes of a loop: dimensions of the body's values that meet only one another, along which each of its nodes
+    that has them may be split."""
+    body, spaces = body_of(node), _spaces(body_of(node))
+    sets, whole = _Sets(), list[Place]()
+    marks: dict[Place, tuple[int, str]] = {}
+    for index, (each, space) in enumerate(zip(body.nodes, spaces, strict=True)):
+        own = {axis.name: (f"\0{index}\0{axis.name}", 0) for axis in space.axes}
+        marks |= {own[name]: (index, name) for name in own}
+        whole += [own[axis.name] for axis in space.axes if axis.kind is not AxisKind.PARALLEL]
+        tensors = zip((*each.inputs, *each.outputs), (*space.operands, *space.results), strict=True)
+        for name, tensor in tensors:
+            for at, dimension in enumerate(tensor or ()):
+                if dimension:
+                    sets.join((name, at), own[dimension[0]])
+                    whole += [own[axis] for axis in dimension[1:]]
+                else:
+                    whole.append((name, at))
+    states = node.integer("states")
+    for before, after in zip(body.inputs[1 : 1 + states], body.outputs[:states], strict=True):
+        for at in range(len(before.shape)):
+            sets.join((before.name, at), (after, at))
+    members: dict[Place, list[Place]] = {}
+    for place in list(sets.following):
+        members.setdefault(sets.first(place), []).append(place)
+    ends = {port.name for port in (*operand_ports(node), *result_ports(node))}
+    inner = {sets.first(place) for place in whole}
+    found: list[RunAxis] = []
+    for first, places in members.items():
+        values = [place for place in places if place not in marks]
+        axes = [marks[place] for place in places if place in marks]
+        reached = {body.type_of(name).shape[at] for name, at in values if name in ends}
+        once = len(dict(values)) == len(values) and len(dict(axes)) == len(axes)
+        if first in inner or len(reached) != 1 or reached == {1} or not once:
+            continue
+        (extent,) = reached
+        extents = [body.type_of(name).shape[at] for name, at in values]
+        extents += [spaces[index].axis(axis).extent for index, axis in axes]
+        if not any(each % extent for each in extents):  # What is made of several axes has this one outermost.
+            found.append(RunAxis(f"d{len(found)}", extent, dict(values), dict(axes)))
+    return tuple(found)
+
+
+@remembered(GRAPHS)
+def _spaces(body: Graph) -> tuple[Space, ...]:
+    return tuple(OPERATORS[qualified_name(node)].space(signature_of(body, node)) for node in body.nodes)
+
+
+def _notation(signature: Signature) -> Space:
+    """Every axis of the loop where it is; its runs, and what they compute with one another, are no axes."""
+    names = {place: axis.name for axis in run_axes(signature.node) for place in axis.dimensions.items()}
+
+    def words(ports: tuple[Port, ...], values: tuple[Value | None, ...]) -> list[list[str]]:
+        places = (port.places(len(value.shape) if value else 0) for port, value in zip(ports, values, strict=False))
+        return [["1" if each is None else names.get(each, "1") for each in own] for own in places]
+
+    operands, results = operand_ports(signature.node), result_ports(signature.node)
+    return notate(signature, words(operands, signature.operands), words(results, signature.results))
+
+
+def _flops(signature: Signature, space: Space) -> float:
+    body = body_of(signature.node)
+    flops = (
+        OPERATORS[qualified_name(node)].flops(signature_of(body, node), own)
+        for node, own in zip(body.nodes, _spaces(body), strict=True)
+    )
+    return signature.node.integer("count") * sum(flops)
+
+
+ROWS = (Operator(LOOP, _notation, "recurrent", _flops),)

@@ -1,0 +1,147 @@
+"""A body that would become too many nodes stays one: it computes, and gives the gradients, that its runs apart do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.numpy_helper as onh
+import onnx.parser
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.passes.frontend import Model, control_flow, read_model
+from tests.ir.ops.splitting import Use, check
+from tests.passes.frontend.building import floats
+from tests.passes.frontend.reference import assert_close, parameter_array, random_feeds, run
+from tests.passes.frontend.test_control_flow import READ, written
+from tests.passes.frontend.test_fused_programs import trained
+
+SHAPE = (3, 4, 2)
+WEIGHTS = {"w": floats(2, 2), "k": floats(5, 2, seed=1), "c": np.float32([[[0.5]]])}
+STEPS = {
+    "square": "{0} = Mul ({1}, {1})",
+    "tanh": "{0} = Tanh ({1})",
+    "state": "{0} = Add ({1}, h)",
+    "slice": "{0} = Mul ({1}, s)",
+    "product": "{0} = MatMul ({1}, w)",
+    "mean": "{0}m = ReduceMean <axes = [0]> ({1})\n{0} = Sub ({1}, {0}m)",
+    "softmax": "{0} = Softmax <axis = 0> ({1})",
+    "number": "{0}i = Cast <to = 1> (i)\n{0}j = Add ({0}i, one)\n{0} = Div ({1}, {0}j)",
+    "row": "{0}r = Gather (k, i)\n{0} = Add ({1}, {0}r)",
+    "same": "{0}t = Transpose <perm = [1, 0]> (w)\n{0}u = MatMul ({0}t, w)\n{0} = MatMul ({1}, {0}u)",
+    "constant": "{0} = Add ({1}, half)",
+}
+"""What a run may do with what it has computed so far."""
+
+
+def model(text: str, opset: int = 17) -> onnx.ModelProto:
+    """y = f(x) of these nodes."""
+    extents = ",".join(map(str, SHAPE))
+    head = f'<ir_version: 8, opset_import: ["" : {opset}]> g (float[{extents}] x) => (float y)'
+    proto = onnx.parser.parse_model(f"{head} {{{text}}}")
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    constants = {"one": np.float32(1), "half": np.float32([0.5, -0.5]), "flat": np.int64([-1]), "zero": np.int64(0)}
+    for name, array in (WEIGHTS | constants).items():
+        if re.search(rf"\b{name}\b", text):
+            proto.graph.initializer.append(onh.from_array(array, name))
+    return proto
+
+
+@st.composite
+def loops(draw: st.DrawFn) -> onnx.ModelProto:
+    """A Loop or Scan along any axis, its body a few random steps, and all that it gives as one vector."""
+    axis, backwards, outwards = draw(st.integers(0, 2)), draw(st.booleans()), draw(st.booleans())
+    count, out, is_loop = SHAPE[axis], draw(st.integers(0, 2)), draw(st.booleans())
+    allowed = [each for each in STEPS if is_loop or each not in ("number", "row")]
+    # Along the last axis a slice has no dimension of two for the weight.
+    allowed = [each for each in allowed if axis < 2 or each not in ("product", "row", "same", "constant")]
+    names, lines = ["s"], list[str]()
+    for number, step in enumerate(draw(st.lists(st.sampled_from(allowed), min_size=1, max_size=6))):
+        lines.append(STEPS[step].format(f"v{number}", draw(st.sampled_from([names[-1], "h", *names]))))
+        names.append(f"v{number}")
+    after, found = draw(st.sampled_from([*names, "h"])), draw(st.sampled_from([*names, "h"]))
+    body = "\n".join(lines)
+    first = f"first = ReduceMean <axes = [{axis}], keepdims = 0> (x)"
+    end = "a = Reshape (last, flat)\nb = Reshape (all, flat)\ny = Concat <axis = 0> (a, b)"
+    if not is_loop:
+        return model(f"""{first}
+            last, all = Scan (first, x) <num_scan_inputs = 1, scan_input_axes = [{axis}],
+                scan_input_directions = [{int(backwards)}], scan_output_axes = [{out}],
+                scan_output_directions = [{int(outwards)}],
+                body = b (float[p,q] h, float[p,q] s) => (float[p,q] g, float[p,q] o) {{
+                    {body}
+                    g = Identity ({after})
+                    o = Neg ({found})
+                }}>
+            {end}""")
+    if draw(st.booleans()):
+        return model(f"""{first}
+            count = Constant <value = int64 {{{count}}}> ()
+            yes = Constant <value = bool {{1}}> ()
+            last, all = Loop (count, yes, first) <
+                body = b (int64 i, bool going, float[p,q] h) => (bool still, float[p,q] g, float[p,q] o) {{
+                    still = Identity (going)
+                    s = Gather <axis = {axis}> (x, i)
+                    {body}
+                    g = Identity ({after})
+                    o = Neg ({found})
+                }}>
+            {end}""")
+    return model(f"""{first}
+        count = Constant <value = int64 {{{count}}}> ()
+        none = SequenceEmpty ()
+        last, list = Loop (count, , first, none) <
+            body = b (int64 i, bool going, float[p,q] h, seq(float[p,q]) l)
+                => (bool going, float[p,q] g, seq(float[p,q]) m) {{
+                s = Gather <axis = {axis}> (x, i)
+                {body}
+                g = Identity ({after})
+                o = Neg ({found})
+                m = SequenceInsert (l, o)
+            }}>
+        all = ConcatFromSequence <axis = {out if outwards else out % 2}, new_axis = {int(outwards)}> (list)
+        {end}""")
+
+
+def both(path: Path, **settings: object) -> tuple[Model, Model]:
+    """The model with its loops kept, and with their runs apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control_flow, "MOST_REPEATED", 0)
+        kept = read_model(path, **settings)  # type: ignore[arg-type]
+        patch.setattr(control_flow, "MOST_REPEATED", 10**9)
+        return kept, read_model(path, **settings)  # type: ignore[arg-type]
+
+
+@given(loops())
+@settings(max_examples=60, deadline=None)
+def test_a_loop_is_its_runs(tmp_path_factory: pytest.TempPathFactory, proto: onnx.ModelProto) -> None:
+    path = tmp_path_factory.mktemp("loop") / "model.onnx"
+    onnx.save(proto, path)
+    kept, apart = both(path)
+    assert [any(node.body for node in each.graph.nodes) for each in (kept, apart)] == [True, False]
+    feeds = random_feeds(kept.graph)
+    found = trained(kept, feeds)
+    assert_close(found, trained(apart, feeds))
+    assert_close({"y": found["y"]}, run(path, feeds))
+    for node in (node for node in kept.graph.nodes if node.body is not None):
+        arrays = {each.value.name: each.array for each in kept.graph.constants}
+        arrays |= {each.value.name: parameter_array(each, path) for each in kept.graph.parameters} | feeds
+        random = np.random.default_rng(0)
+        for name in node.inputs:
+            arrays.setdefault(name, random.standard_normal(kept.graph.type_of(name).shape).astype(np.float32))
+        check(Use(kept.graph, node, {name: arrays[name] for name in node.inputs}), 1e-4, 1e-5)
+
+
+KEPT = {"as often as there are columns": 1, "over rows and back": 1, "over columns": 1, "a value that grows": 0}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_what_cannot_stay_a_loop_is_repeated(case: str, tmp_path: Path) -> None:
+    kept, apart = both(written(READ[case], tmp_path))
+    assert sum(node.body is not None for node in kept.graph.nodes) == KEPT.get(case, 0)
+    feeds = random_feeds(kept.graph)
+    assert_close(trained(kept, feeds), trained(apart, feeds))
