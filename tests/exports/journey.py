@@ -21,7 +21,11 @@ SETTINGS = {
     "qwen2_vision": ("model.batch_axes.position_ids=1",),
 }
 """What a model's file does not tell."""
-MOST = {"vits_text": {"/model/Range_output_0:0": 64}}
+MOST = {
+    "vits_text-torchscript-static-forward": "/model/Range_output_0:0=64",
+    "matcha-torchscript-static-forward": "/Range_output_0:0=64",
+    "matcha-dynamo-static-loss": "arange:0=64",
+}
 """The most numbers that data may give a Range."""
 DEVICES = 4
 MICRO_BATCHES = 4
@@ -143,7 +147,7 @@ def _plan_arguments(journey: Journey, path: Path, folder: Path) -> list[object]:
     batch = ["--batch-size", MICRO_BATCHES * size, "--micro-batches", MICRO_BATCHES]
     arguments = [path, "--gpus", DEVICES, "--cluster", "cpu-local", "--strategy", journey.strategy, *batch]
     arguments += dimensions(path)
-    arguments += [word for name, most in MOST.get(export.model, {}).items() for word in ("--dim", f"{name}={most}")]
+    arguments += ["--dim", MOST[export.name]] if export.name in MOST else []
     arguments += [word for each in SETTINGS.get(export.model, ()) for word in ("--set", each)]
     if export.loss and export.model in LIGHT:
         written = folder / "loss.yaml"

@@ -143,6 +143,7 @@ EXPORTS: Mapping[str, str] = {
     "gan_generator": "torchscript-static-loss dynamo-dynamic-forward",
     "gan_discriminator": "dynamo-static-loss",
     "tacotron": "torchscript-static-loss dynamo-static-forward",
+    "matcha": "torchscript-static-forward dynamo-static-loss",
     "vocoder": "torchscript-static-loss dynamo-static-forward",
     "flow": "torchscript-dynamic-loss",
     "separator": "dynamo-static-loss",

@@ -194,6 +194,34 @@ class Tacotron(nn.Module):
         return torch.cat([found, self.stop(joined)], dim=-1)
 
 
+class Matcha(nn.Module):
+    """Characters last as many frames as is told of each; of the frames an even number, halved and doubled by
+    convolutions, attend to one another (Matcha-TTS, arXiv:2309.03199)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder, self.length = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Conv1d(WIDTH, 1, 1)
+        self.down, self.up = nn.Conv1d(WIDTH, WIDTH, 3, 2, 1), nn.ConvTranspose1d(WIDTH, WIDTH, 4, 2, 1)
+        self.norm, self.heads, self.joined = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.exit = nn.Conv1d(2 * WIDTH, 8, 3, padding=1)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(self.encoder(self.embedding(text).transpose(1, 2)))
+        lengths = torch.ceil(torch.exp(self.length(hidden.detach()).squeeze(1)))
+        total = lengths.sum(dim=1)
+        steps = torch.arange(((total.max() / 2).ceil() * 2).long())
+        inside = (steps < total[:, None]).to(hidden.dtype)
+        until = (steps < lengths.cumsum(dim=1)[..., None]).to(hidden.dtype)
+        frames = hidden @ (until - F.pad(until, (0, 0, 1, 0))[:, :-1])
+        deep = self.down(frames * inside[:, None])
+        query, key, value = self.heads(self.norm(deep.transpose(1, 2))).chunk(3, dim=-1)
+        scores = (query @ key.transpose(1, 2) / WIDTH**0.5).masked_fill(inside[:, None, ::2] == 0, -1e4)
+        deep = deep + self.joined(scores.softmax(dim=-1) @ value).transpose(1, 2)
+        result: torch.Tensor = self.exit(torch.cat([self.up(deep), frames], dim=1)) * inside[:, None]
+        return result
+
+
 class Vocoder(nn.Module):
     """A spectrum becomes a wave: transposed convolutions and dilated residual ones (HiFi-GAN, arXiv:2010.05646)."""
 
@@ -312,6 +340,7 @@ TORCH: dict[str, WithLoss] = {
     "gan_generator": WithLoss(lambda: Regression(generator()), lambda: _drawn(noise=(8,), target=(3, 16, 16))),
     "gan_discriminator": WithLoss(lambda: Regression(discriminator()), lambda: _drawn(image=(3, 32, 32), target=(1,))),
     "tacotron": WithLoss(lambda: Regression(Tacotron()), _spoken),
+    "matcha": WithLoss(lambda: Regression(Matcha()), lambda: {"text": tokens(), **_drawn(target=(8, 1))}),
     "vocoder": WithLoss(lambda: Regression(Vocoder()), lambda: _drawn(spectrum=(8, 10), target=(1, 160))),
     "flow": WithLoss(lambda: Regression(Flow()), lambda: _drawn(latent=(8, 12), target=(8, 12))),
     "separator": WithLoss(lambda: Regression(Separator()), lambda: _drawn(wave=(64,), target=(2, 64))),

@@ -159,7 +159,7 @@ def interpret(
             _folded(sweep, held)
         else:
             sweep.keep(held)
-    for node in source.nodes:
+    for node in _ranges_early(source.nodes, bounds):
         _visit(sweep, node)
     for name in sweep.results:
         if name in selections:
@@ -169,6 +169,19 @@ def interpret(
         if name in sweep.types:
             raise ConfigurationError(f"--dim {name}:0={most}: it is {sweep.types[name].shape[0]} whatever the data are")
     return _graph(sweep, inputs), sweep.aliases
+
+
+def _ranges_early(nodes: Sequence[onnx.NodeProto], bounds: Mapping[str, int]) -> list[onnx.NodeProto]:
+    """The nodes, each Range whose limit data tell right behind what it reads: shapes that the file makes of its limit
+    come after it."""
+    made = {name: place for place, node in enumerate(nodes) for name in node.output}
+
+    def place_of(pair: tuple[int, onnx.NodeProto]) -> tuple[int, bool]:
+        place, node = pair
+        is_early = node.op_type == "Range" and node.output[0] in bounds
+        return max(made.get(name, -1) for name in node.input) if is_early else place, is_early
+
+    return [node for _, node in sorted(enumerate(nodes), key=place_of)]
 
 
 def _folded(sweep: _Sweep, folded: Folded) -> None:

@@ -72,6 +72,14 @@ CASES: dict[str, tuple[list[onnx.NodeProto], Function]] = {
         [node("Conv", "rows weight", "c", strides=[2], pads=[1, 0]), node("Conv", "c weight", "y", pads=[2, 2])],
         lambda x, w: F.conv1d(F.conv1d(F.pad(x, (1, 0)), w, stride=2), w, padding=2),
     ),
+    "halved and doubled": (
+        [node("Cast", "most", "f", to=FLOAT), node("Div", "f two_f", "half"), node("Ceil", "half", "c"),
+         node("Mul", "c two_f", "double"), node("Range", "zero_f double one_f", "even"),
+         node("Unsqueeze", "even halves", "e"), node("Sin", "e", "s"),
+         node("Conv", "s taps", "d", strides=[2], pads=[1, 1]),
+         node("ConvTranspose", "d taps", "u", strides=[2], pads=[1, 0]), node("Add", "u s", "y")],
+        lambda x, w: up_and_down((torch.arange((x.shape[-1] + 1) // 2 * 2)[None, None]).sin()),
+    ),
     "transposed": (
         [node("ConvTranspose", "rows weight bias", "c", strides=[3], pads=[1, 0], output_padding=[1]),
          node("Relu", "c", "r"), node("Conv", "r weight", "d", pads=[1, 1]), node("Add", "c d", "y")],
@@ -94,6 +102,10 @@ CASES: dict[str, tuple[list[onnx.NodeProto], Function]] = {
         [node("Slice", "rows from_0 but_one last", "a"), node("Slice", "rows one_row end last", "b"),
          node("Sub", "b a", "y")],
         lambda x, w: x.diff(dim=-1),
+    ),
+    "every third": (
+        [node("Slice", "rows one_row end last three", "s"), node("Conv", "s narrow", "y")],
+        lambda x, w: F.conv1d(x[..., 1::3], torch.from_numpy(NARROW)),
     ),
     "a second range": ([*AGAIN, node("Mul", "rows again", "y")], lambda x, w: x * torch.arange(x.shape[-1])),
     "twice as many": (
@@ -135,9 +147,15 @@ CASES: dict[str, tuple[list[onnx.NodeProto], Function]] = {
         lambda x, w: 0.5 * torch.arange(x.shape[-1], dtype=torch.float32)[None, None],
     ),
 }  # fmt: skip
-HELD |= {"pair": WEIGHT[..., :2].copy(), "one_row": integers(1), "halves": integers(0, 1)}
+HELD |= {"pair": WEIGHT[..., :2].copy(), "one_row": integers(1), "three": integers(3), "halves": integers(0, 1)}
+HELD |= {"taps": floats(1, 1, 3, seed=5), "two_f": np.array(2, np.float32)}
 HELD["one_tap"] = np.full((1, 1, 1), 0.5, np.float32)
 _bias = torch.from_numpy(HELD["bias"])
+
+
+def up_and_down(waves: torch.Tensor) -> torch.Tensor:
+    taps = torch.from_numpy(HELD["taps"])
+    return waves + F.conv_transpose1d(F.conv1d(waves, taps, stride=2, padding=1), taps, stride=2)[..., 1:]
 
 
 def distances(count: int) -> torch.Tensor:
@@ -179,8 +197,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
     def of(name: str) -> tuple[Path, Graph]:
         if name not in found:
             path = saved(proto_of(CASES[name][0]), folder, f"{len(found)}.onnx")
-            frozen = read_model(path, dims={"range:0": MOST}, batch_axes={"x": None, "n": None})
-            found[name] = path, frozen.graph
+            dims = dict.fromkeys(("range:0", "even:0") if "halved" in name else ("range:0",), MOST)
+            found[name] = path, read_model(path, dims=dims, batch_axes={"x": None, "n": None}).graph
         return found[name]
 
     return of
@@ -209,7 +227,7 @@ def test_more_rows_than_there_may_be_stop_the_program(read: Callable[[str], tupl
     run_graph, x = compiled(*read("a convolution")), torch.zeros(2, WIDTH, 1)
     run_graph(x, torch.tensor([1, MOST]))
     with pytest.raises(
-        RuntimeError, match="data tell more than 12 rows of 'range:0': plan with a larger --dim range:0="
+        RuntimeError, match="data tell more than 12 rows of 'range:0': plan with a larger --dim 'range:0'="
     ):
         run_graph(x, torch.tensor([1, MOST + 1]))
 

@@ -14,10 +14,10 @@ from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.counts import number
 from autopipe.passes.frontend.selections.masks import Masks
-from autopipe.passes.frontend.selections.neighbours import bounded
+from autopipe.passes.frontend.selections.neighbours import bounded, limit_of
 from autopipe.passes.frontend.selections.places import Places, as_rows
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
-from autopipe.passes.frontend.selections.use import Use, selection_of
+from autopipe.passes.frontend.selections.use import Counted, Use, selection_of
 
 if TYPE_CHECKING:
     import onnx
@@ -48,8 +48,8 @@ def choose(use: Use, uses: Uses, masks: Masks) -> None:
             _unique(use, data)
 
 
-def choose_first(use: Use, masks: Masks, bounds: Mapping[str, int]) -> None:
-    """The numbers from 0 on, before one that data tell."""
+def choose_first(use: Use, masks: Masks, bounds: Mapping[str, int]) -> Counted:
+    """The numbers from 0 on, before one that data tell; what this one is in terms of rows."""
     result, limit = use.node.output[0], use.operands[1]
     start, _, step = use.numbers()
     if start is None or step is None or (start.item(), step.item()) != (0, 1):
@@ -61,7 +61,10 @@ def choose_first(use: Use, masks: Masks, bounds: Mapping[str, int]) -> None:
             hint=f"add --dim {shlex.quote(f'{result}:0=EXTENT')} with the most that there may be",
             where=use.where,
         )
-    number(use, use.joins.get(root) or bounded(use, limit, root, bounds[result]))
+    factor = masks.factor(limit, use.types, use.arrays)
+    selection = use.joins.get(root) or bounded(use, limit, root, bounds[result], factor)
+    number(use, selection)
+    return limit_of(use, selection, use.types[limit])
 
 
 def _non_zero(use: Use, data: Value, uses: Uses, masks: Masks) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.masks import Masks
-from autopipe.passes.frontend.selections.neighbours import at_most, first_of
+from autopipe.passes.frontend.selections.neighbours import at_most, first_of, in_parts
 from autopipe.passes.frontend.selections.places import Places, as_rows
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection
 from autopipe.passes.frontend.selections.use import OTHER_ROWS, Counted, Use, selection_of
@@ -38,10 +38,11 @@ def measure(use: Use) -> None:
         shape = held.told.shape
     start, end = use.attribute("start"), use.attribute("end", len(shape))
     found = []
-    for count in (ROWS, OTHER_ROWS):
+    selection, *counts = in_parts(use, held.selection)
+    for count in counts:
         extents = np.asarray([count * (each // ROWS) if each % ROWS == 0 else each for each in shape], np.int64)
         found.append(extents[start:end] if use.node.op_type == "Shape" else np.asarray(extents.prod()))
-    _note(use, use.node.output[0], held.selection, found[0], found[1])
+    _note(use, use.node.output[0], selection, found[0], found[1])
 
 
 def _note(use: Use, name: str, selection: Selection, first: np.ndarray, second: np.ndarray) -> None:

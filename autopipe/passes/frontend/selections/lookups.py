@@ -79,15 +79,20 @@ def cuts_rows(use: Use) -> bool:
     if use.node.op_type != "Slice" or not isinstance(rows, Rows | Places):
         return False
     starts, ends, axes, steps = (*use.numbers()[1:], None, None)[:4]
-    if starts is None or ends is None or starts.size != 1 or (steps is not None and (steps != 1).any()):
+    if starts is None or ends is None or starts.size != 1:
+        return False
+    step = 1 if steps is None else int(steps.reshape(-1)[0])
+    if step < 1 or (step > 1 and rows.selection.first is None):
         return False
     axis = 0 if axes is None else positive(int(axes.reshape(-1)[0]), len(rows.type.shape))
     start, end = int(starts.reshape(-1)[0]), int(ends.reshape(-1)[0])
-    if axis != rows.axis or (start == 0 and end >= ROWS):
+    if axis != rows.axis or (start == 0 and end >= ROWS and step == 1):
         return False
     held = as_rows(write, rows) if isinstance(rows, Places) else rows
-    if cut_first(use, held, start, end):
+    if cut_first(use, held, start, end, step):
         return True
+    if step > 1:
+        raise use.refused()
     selection = held.selection
     if start == 0 and 0 < end < math.prod(selection.shape):
         packed = write.packed(held)

@@ -8,21 +8,46 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.places import nothing_for
 from autopipe.passes.frontend.selections.rows import ROWS, Prefix, Rows, Selection
-from autopipe.passes.frontend.selections.use import Use
+from autopipe.passes.frontend.selections.use import OTHER_ROWS, Counted, Use
 
 
-def bounded(use: Use, limit: str, root: str, most: int) -> Selection:
-    """The first rows, as many as a number of the file says; more than `most` stop the program."""
+def bounded(use: Use, limit: str, root: str, most: int, factor: int) -> Selection:
+    """The first rows, as many as a number of the file says, a multiple of `factor`; more than `most` stop the
+    program."""
     write, result = use.write, use.node.output[0]
     dtype, told = use.types[limit].dtype, write.reshape(limit, ())
     checked = write.node("Bounded", [told], domain="autopipe", most=most, title=f"{result}:0")
     count = write.cast(write.node("Ceil", [checked]) if dtype.is_floating else checked, DType.INT64)
-    return _first(use, root, Prefix(count, root), most)
+    if factor == 1 or most < factor:
+        return _first(use, root, Prefix(count, root), most)
+    part = write.node("Div", [count, write.number(factor, DType.INT64)])
+    use.joins[root] = _told(use, Prefix(part, f"{root} / {factor}", factor), most // factor * factor)
+    return use.joins[root]
+
+
+def limit_of(use: Use, selection: Selection, limit: Value) -> Counted:
+    """A number that tells how many the first rows are."""
+    kind = np.float64 if limit.dtype.is_floating else np.int64
+    part, one, other = in_parts(use, selection)
+    return Counted(part, (np.full(limit.shape, one, kind), np.full(limit.shape, other, kind)))
+
+
+def in_parts(use: Use, selection: Selection) -> tuple[Selection, int, int]:
+    """How many are chosen in terms of that of which the first rows are a multiple, for `ROWS` and `OTHER_ROWS` of it:
+    what divides them is exact."""
+    first = selection.first
+    if first is None or (first.scale, first.offset) == (1, 0):
+        return selection, ROWS, OTHER_ROWS
+    part = _told(use, replace(first, scale=1, offset=0), (selection.shape[0] - first.offset) // first.scale)
+    use.joins.setdefault((part.key, first.scale, first.offset), selection)
+    return part, first.scale * ROWS + first.offset, first.scale * OTHER_ROWS + first.offset
 
 
 def first_of(use: Use, selection: Selection, scale: int, offset: int) -> Selection:
@@ -30,12 +55,18 @@ def first_of(use: Use, selection: Selection, scale: int, offset: int) -> Selecti
     first = selection.first
     assert first is not None
     told = replace(first, scale=first.scale * scale, offset=first.offset * scale + offset)
-    root = first.root if (told.scale, told.offset) == (1, 0) else f"{told.scale} x {first.root!r} + {told.offset}"
-    if root not in use.joins:
-        use.joins.setdefault(
-            (selection.key, scale, offset), _first(use, root, told, selection.shape[0] * scale + offset)
-        )
-    return use.joins[root]
+    found = _told(use, told, selection.shape[0] * scale + offset)
+    use.joins.setdefault((selection.key, scale, offset), found)
+    return found
+
+
+def _told(use: Use, prefix: Prefix, most: int) -> Selection:
+    root = (
+        prefix.root
+        if (prefix.scale, prefix.offset) == (1, 0)
+        else f"{prefix.scale} x {prefix.root!r} + {prefix.offset}"
+    )
+    return use.joins.get(root) or _first(use, root, prefix, most)
 
 
 def at_most(use: Use, selection: Selection, most: int) -> Selection:
@@ -119,12 +150,16 @@ def _strided(use: Use, selection: Selection, stride: int, offset: int) -> Select
         return first_of(use, selection, 1, offset)
     write, first, root = use.write, selection.first, f"{selection.root!r} by {stride} from {offset}"
     assert first is not None
+    most = (selection.shape[0] + offset - 1) // stride + 1
+    if first.scale % stride == 0:
+        behind = (first.offset + offset - 1) // stride + 1
+        return _told(use, replace(first, scale=first.scale // stride, offset=behind), most)
     if root in use.joins:
         return use.joins[root]
     numbers = (first.scale, first.offset + offset - 1 + stride, stride)
     scale, added, step = (write.number(each, DType.INT64) for each in numbers)
     count = write.node("Div", [write.node("Add", [write.node("Mul", [first.count, scale]), added]), step])
-    return _first(use, root, Prefix(count, root), (selection.shape[0] + offset - 1) // stride + 1)
+    return _first(use, root, Prefix(count, root), most)
 
 
 def _pads(use: Use, rows: Rows) -> tuple[float, Selection | None]:
@@ -149,13 +184,17 @@ def _pads(use: Use, rows: Rows) -> tuple[float, Selection | None]:
     return fill, first_of(use, rows.selection, 1, before + behind)
 
 
-def cut_first(use: Use, rows: Rows, start: int, end: int) -> bool:
-    """Cut the first rows from a number on, and before one counted from the last; False for other bounds."""
+def cut_first(use: Use, rows: Rows, start: int, end: int, step: int) -> bool:
+    """Cut the first rows from a number on, every `step`-th of them, and before one counted from the last; False for
+    other bounds."""
     if rows.selection.first is None or start < 0 or 0 <= end < ROWS:
         return False
     less = min(end, 0)
-    found, write = first_of(use, rows.selection, 1, less - start), use.write
+    found, write = _strided(use, rows.selection, step, less - start), use.write
     rows = write.placed(write.whole(rows), rows.selection.axes)
     value = write.sliced(rows.value, rows.axis, start, rows.shape[rows.axis] + less)
+    if step > 1:
+        bounds = [write.numbers([each]) for each in (0, rows.shape[rows.axis], rows.axis, step)]
+        value = write.node("Slice", [value, *bounds])
     use.found[use.node.output[0]] = replace(rows, selection=found, value=value)
     return True

@@ -174,7 +174,7 @@ class Selections(dict[str, Held]):
         if operator in CHOOSING:
             choose(use, self._uses, self._masks)
         elif operator == "Range" and not any(use.held):
-            choose_first(use, self._masks, self._bounds)
+            self._sums[use.operands[1]] = choose_first(use, self._masks, self._bounds)
         elif operator == "Identity" or (operator == "Concat" and len(use.operands) == 1):
             use.found.update((use.node.output[0], each) for each in use.held if each is not None)
         elif operator in ("Shape", "Size"):

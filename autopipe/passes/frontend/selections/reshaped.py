@@ -15,7 +15,7 @@ from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.selections.places import Places, as_rows
 from autopipe.passes.frontend.selections.rows import ROWS, Rows, Selection, Writer
-from autopipe.passes.frontend.selections.use import OTHER_ROWS, Counted, Use
+from autopipe.passes.frontend.selections.use import OTHER_ROWS, SHAPE_OPERANDS, Counted, Use
 
 
 def reshaped(use: Use) -> bool:
@@ -136,7 +136,7 @@ def of_joined(use: Use, counted: Counted) -> Counted:
     if (slope != slope[0]).any() or (fixed != fixed[0]).any() or (slope[0] == 1 and not fixed[0]):
         return counted
     selection = use.joins.get((counted.selection.key, int(slope[0]), int(fixed[0])))
-    if selection is None:
+    if selection is None or (selection.first is not None and use.node.op_type not in SHAPE_OPERANDS):
         return counted
     numbers = (first.copy(), first.copy())
     for array, count in zip(numbers, (ROWS, OTHER_ROWS), strict=True):

@@ -5,7 +5,6 @@ differ, which torch refuses. Products of integers are exact, computed in float64
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,7 +24,7 @@ def converted(results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -
 
 def bounded(count: Tensor, most: int, title: str) -> Tensor:
     """A number of rows that data tell. Raises RuntimeError, on a GPU without waiting, for more than `most`."""
-    hint = f"plan with a larger --dim {shlex.quote(f'{title}=EXTENT')}"
+    hint = f"plan with a larger --dim {title!r}=EXTENT"
     torch._assert_async(count <= most, f"data tell more than {most} rows of {title!r}: {hint}")
     return count
 
