@@ -16,7 +16,6 @@ from pathlib import Path
 from command_line import autopipe, parse_arguments
 from side_by_side import Contestant, compare
 
-RANKS = 4
 MICRO_BATCHES = 8
 
 MODELS = {
@@ -26,14 +25,14 @@ MODELS = {
 SHAPES = {"v": "gpt", "m": "gpt", "nn": "mt5"}
 
 
-def build(shape: str, folder: Path) -> Path:
+def build(shape: str, ranks: int, folder: Path) -> Path:
     """The program of a shape."""
     model = folder / f"{shape}.onnx"
     settings = [word for size in (*MODELS[SHAPES[shape]], "loss=true", "weights=none") for word in ("--set", size)]
     autopipe("zoo", "build", SHAPES[shape], "-o", model, *settings)
     batch = ["--batch-size", MICRO_BATCHES, "--micro-batches", MICRO_BATCHES]
     strategy = ["--strategy", "tessel_shapes", "--set", f"strategy.shape={shape}"]
-    autopipe("plan", model, "--gpus", RANKS, "--cluster", "cpu-local", *batch, *strategy, "-o", folder / shape)
+    autopipe("plan", model, "--gpus", ranks, "--cluster", "cpu-local", *batch, *strategy, "-o", folder / shape)
     autopipe("codegen", folder / shape)
     return folder / shape / "program"
 
@@ -42,13 +41,14 @@ def main() -> None:
     """Build the programs, run each both ways, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
-    arguments = parse_arguments(parser, rounds=1, shapes=["v"])
+    arguments = parse_arguments(parser, rounds=1, ranks=2, shapes=["v"])
     with tempfile.TemporaryDirectory() as scratch:
         for shape in arguments.shapes:
-            program = build(shape, Path(scratch))
+            program = build(shape, arguments.ranks, Path(scratch))
             ways = [Contestant("overlapping", program), Contestant("blocking", program, ("--blocking",))]
-            seconds = compare(ways, RANKS, arguments.rounds)
+            seconds = compare(ways, arguments.ranks, arguments.rounds)
             print(json.dumps({"shape": shape, **seconds, "ratio": seconds["blocking"] / seconds["overlapping"]}))
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from command_line import parse_arguments
@@ -20,25 +22,15 @@ from command_line import parse_arguments
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
-from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.optimizers import TensorGroup, make_optimizer
 from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
-from autopipe.ir import training
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
 from autopipe.ir.layout import whole
 from autopipe.ir.program import Shard
+from tests.backends.torch.runtime.checkpointing.saving import ADAMW, manifest_with
 
 SIDE = 1024
-ADAMW = {
-    "name": "adamw",
-    "lr": 0.1,
-    "momentum": 0.0,
-    "betas": [0.9, 0.999],
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "shard": False,
-}
 STATES = 3
 """A parameter and two states, in float32."""
 
@@ -49,9 +41,7 @@ def checkpointer(folder: Path, mebibytes: int) -> Checkpointer:
     values = (Value(f"w{each}", DType.FLOAT32, (SIDE, SIDE)) for each in range(count))
     entries = tuple(Parameter(value, Initializer("zeros")) for value in values)
     shards = tuple(Shard(each, whole((SIDE, SIDE)), (0,), None) for each in range(count))
-    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ()) | {"training": training.Training()}
-    form |= {"model": Path("m.onnx"), "model_digest": "", "plan": "", "world_size": 1, "optimizer": ADAMW}
-    manifest = Manifest(**form | {"parameters": entries, "shards": (shards,)})
+    manifest = manifest_with(parameters=entries, shards=(shards,))
     parameters = {each: torch.randn(SIDE, SIDE, requires_grad=True) for each in range(count)}
     optimizer = make_optimizer(ADAMW, [TensorGroup(tuple(parameters.values()), ADAMW["weight_decay"])])
     assert optimizer is not None

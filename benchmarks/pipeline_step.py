@@ -1,6 +1,6 @@
-"""What the generated pipeline costs: four ranks under 1F1B against `torch.distributed.pipelining` on the same stages.
+"""What the generated pipeline costs: ranks under 1F1B against `torch.distributed.pipelining` on the same stages.
 
-Both run in the same four processes over gloo, with the same stage functions (those that autopipe generated), the same
+Both run in the same processes over gloo, with the same stage functions (those that autopipe generated), the same
 weights, optimizer and micro-batches; steps are interleaved, and the figure is the ratio of the medians on rank 0.
 
     python benchmarks/pipeline_step.py --layers 8 --hidden 256 --rounds 15
@@ -27,8 +27,6 @@ from command_line import autopipe, parse_arguments
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-RANKS = 4
-
 
 class GeneratedStage(nn.Module):
     """A generated stage as a module: its parameters registered, its forward called."""
@@ -53,14 +51,15 @@ class GeneratedStage(nn.Module):
 def peer_step(rank: Any, module: ModuleType, p: Any, micro_batches: int) -> Callable[[], None]:
     """One training step under torch's Schedule1F1B on this rank's stage."""
     number = rank.number
-    last = number == RANKS - 1
+    ranks = rank.manifest.world_size
+    last = number == ranks - 1
     stage_module = GeneratedStage(module, p)
     # The peer sends a gradient back only where the example says that it wants one.
     inputs = [_example(dtype, shape) for dtype, shape in module.INPUTS.values()]
     activations = tuple(inputs[:-1]) if last else tuple(inputs)
     outputs = tuple(_example(dtype, shape or (1,)) for dtype, shape in module.OUTPUTS.values())
     stage = PipelineStage(
-        stage_module, number, RANKS, torch.device("cpu"), input_args=activations,
+        stage_module, number, ranks, torch.device("cpu"), input_args=activations,
         output_args=outputs[0] if len(outputs) == 1 else outputs,
     )  # fmt: skip
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=lambda output, target: output.sum())
@@ -117,7 +116,7 @@ def worker(program: Path, rounds: int) -> None:
 
 
 def build(arguments: argparse.Namespace, folder: Path) -> Path:
-    """The generated program: a Llama (its head is not tied, so that the peer can run it) in four stages under 1F1B."""
+    """The generated program: a Llama (its head is not tied, so that the peer runs it) in a stage a rank under 1F1B."""
     model, plan = folder / "llama.onnx", folder / "llama.plan"
     names = ("layers", "hidden", "heads", "vocabulary", "sequence")
     sizes = [f"{name}={getattr(arguments, name)}" for name in names]
@@ -126,22 +125,33 @@ def build(arguments: argparse.Namespace, folder: Path) -> Path:
     size = arguments.micro_batches * arguments.micro_batch_size
     batch = ["--batch-size", size, "--micro-batches", arguments.micro_batches]
     one_device_a_stage = ("--strategy", "pipedream", "--set", "strategy.replicate=false", "--schedule", "1f1b")
-    autopipe("plan", model, "--gpus", RANKS, "--cluster", "cpu-local", *one_device_a_stage, *batch, "-o", plan)
+    autopipe(
+        "plan", model, "--gpus", arguments.ranks, "--cluster", "cpu-local", *one_device_a_stage, *batch, "-o", plan
+    )
     autopipe("codegen", plan)
     return plan / "program"
 
 
 def main() -> None:
-    """Build the program, start four ranks of this file, let rank 0 print."""
+    """Build the program, start its ranks of this file, let rank 0 print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
         ("layers", 8), ("hidden", 256), ("heads", 8), ("vocabulary", 2000), ("sequence", 128),
-        ("micro-batches", 8), ("micro-batch-size", 2), ("rounds", 15),
+        ("micro-batches", 8), ("micro-batch-size", 2), ("ranks", 4), ("rounds", 15),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parse_arguments(
-        parser, layers=4, hidden=32, heads=2, vocabulary=64, sequence=16, micro_batches=4, micro_batch_size=1, rounds=1
+        parser,
+        layers=4,
+        hidden=32,
+        heads=2,
+        vocabulary=64,
+        sequence=16,
+        micro_batches=4,
+        micro_batch_size=1,
+        ranks=2,
+        rounds=1,
     )
     if arguments.worker:
         worker(arguments.worker, arguments.rounds)
@@ -149,7 +159,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         program = build(arguments, Path(scratch))
         words = [__file__, "--worker", str(program), "--rounds", str(arguments.rounds)]
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        start = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(arguments.ranks),
+        ]
         subprocess.run([*start, *words], check=True)
 
 

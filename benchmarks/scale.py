@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py [--case NUMBER] [FOLDER]
 
-Models are written into FOLDER (default: a temporary one) without weights. Of each plan four ranks are dry-run on device
-`meta`: the first ones of the first, second and middle stage, and the last of the last stage. Their tasks have to be
-those of the plan, in order, and what the first two send to one another has to be the same at both ends.
+Models are written into FOLDER (default: a temporary one) without weights. Of each plan at most four ranks are dry-run
+on device `meta`: the first ones of the first, second and middle stage, and the last of the last stage. Their tasks have
+to be those of the plan, in order, and what the first two send to one another has to be the same at both ends.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def measure(folder: Path, case: Case) -> None:
 def ranks_of(plan: Plan) -> list[int]:
     """The ranks that are dry-run."""
     stages = plan.placement.stages
-    return [*(stages[number].devices[0] for number in (0, 1, len(stages) // 2)), stages[-1].devices[-1]]
+    found = [*(stages[number].devices[0] for number in (0, 1, len(stages) // 2)), stages[-1].devices[-1]]
+    return list(dict.fromkeys(found))
 
 
 def rehearse(folder: Path, plan: Plan, rank: int) -> dict[str, Any]:

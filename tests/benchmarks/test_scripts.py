@@ -56,7 +56,7 @@ RANKS = {
     "auto_search": r"case .*\nsmall +{n} s +{n} s +{n} s +{n} s +{n} s  .* on 1 device of .*\n",
     "scale": (
         r"\| [\w .]+(?: \| {n}){{5}} \|\n"
-        r"(?:\| \d of \d \| \d \| \d+ \| {n} GiB \| {n} GiB \({n} GiB\) \| {n} \|\n){{4}}"
+        r"(?:\| \d of \d \| \d \| \d+ \| {n} GiB \| {n} GiB \({n} GiB\) \| {n} \|\n){{3}}"
         r"no dry run took more than {n} GiB of memory\n"
     ),
 }

@@ -14,25 +14,9 @@ import onnx.helper as oh
 import pytest
 
 from tests.cli.command_line import CommandLine
-from tests.passes.frontend.building import floats, model, node, saved
+from tests.passes.frontend.building import floats, linear, linear_beside, model, node, saved
 
 MODEL = "model.onnx"
-
-
-def linear(**changes: object) -> onnx.ModelProto:
-    """y = x w."""
-    return model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 4)}, **changes)  # type: ignore[arg-type]
-
-
-def _weights_at(folder: Path, location: str, offset: int = 0, length: int = 48) -> None:
-    """The model `linear`, its weights in another file."""
-    proto = linear()
-    (tensor,) = proto.graph.initializer
-    tensor.ClearField("raw_data")
-    tensor.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
-        tensor.external_data.add(key=key, value=value)
-    (folder / MODEL).write_bytes(proto.SerializeToString())
 
 
 def _bytes(content: bytes) -> Callable[[Path], object]:
@@ -49,31 +33,31 @@ def _unread(build: Callable[[], onnx.ModelProto]) -> Callable[[Path], object]:
 
 
 def _symlinked_weights(folder: Path) -> None:
-    _weights_at(folder, "data.bin")
+    linear_beside(folder, "data.bin")
     (folder.parent / "secret").mkdir()
     (folder.parent / "secret/data.bin").write_bytes(bytes(48))
     (folder / "data.bin").symlink_to(folder.parent / "secret/data.bin")
 
 
 def _symlinked_parent(folder: Path) -> None:
-    _weights_at(folder, "inner/data.bin")
+    linear_beside(folder, "inner/data.bin")
     (folder.parent / "secret").mkdir()
     (folder.parent / "secret/data.bin").write_bytes(bytes(48))
     (folder / "inner").symlink_to(folder.parent / "secret", target_is_directory=True)
 
 
 def _short_weights(folder: Path) -> None:
-    _weights_at(folder, "data.bin")
+    linear_beside(folder, "data.bin")
     (folder / "data.bin").write_bytes(bytes(47))
 
 
 def _weights_behind_the_end(folder: Path) -> None:
-    _weights_at(folder, "data.bin", offset=2**62)
+    linear_beside(folder, "data.bin", offset=2**62)
     (folder / "data.bin").write_bytes(bytes(48))
 
 
 def _weights_are_a_folder(folder: Path) -> None:
-    _weights_at(folder, "data.bin")
+    linear_beside(folder, "data.bin")
     (folder / "data.bin").mkdir()
 
 
@@ -173,9 +157,9 @@ CASES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "weights cut": (_short_weights, ("tensor 'w'", "'data.bin' ends before its data", "48 bytes are needed")),
     "weights behind the end": (_weights_behind_the_end, ("tensor 'w'", "'data.bin' ends before its data")),
     "weights are a folder": (_weights_are_a_folder, ("tensor 'w'", "'data.bin' is not a file")),
-    "weights above": (lambda folder: _weights_at(folder, "../data.bin"), ("tensor 'w'", "'../data.bin'", "inside")),
-    "weights absolute": (lambda folder: _weights_at(folder, "/etc/passwd"), ("tensor 'w'", "'/etc/passwd'", "inside")),
-    "weights without end": (lambda folder: _weights_at(folder, "a\0b"), ("tensor 'w'", "inside")),
+    "weights above": (lambda folder: linear_beside(folder, "../data.bin"), ("tensor 'w'", "'../data.bin'", "inside")),
+    "weights absolute": (lambda here: linear_beside(here, "/etc/passwd"), ("tensor 'w'", "'/etc/passwd'", "inside")),
+    "weights without end": (lambda folder: linear_beside(folder, "a\0b"), ("tensor 'w'", "inside")),
     "weights behind a link": (_symlinked_weights, ("tensor 'w'", "'data.bin'", "link that leaves")),
     "weights behind a linked folder": (_symlinked_parent, ("tensor 'w'", "'inner/data.bin'", "link that leaves")),
 }  # fmt: skip
@@ -222,7 +206,7 @@ def _infinite_weights(folder: Path) -> None:
     ("prepare", "warning"),
     [
         (_infinite_weights, ""),
-        (lambda folder: _weights_at(folder, "gone.bin"), "at random"),
+        (lambda folder: linear_beside(folder, "gone.bin"), "at random"),
     ],
     ids=["weights that are no numbers", "weights absent"],
 )

@@ -55,6 +55,24 @@ def model(
     return oh.make_model(graph, opset_imports=imports, ir_version=10)
 
 
+def linear(**changes: object) -> onnx.ModelProto:
+    """y = x w."""
+    return model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 4)}, **changes)  # type: ignore[arg-type]
+
+
+def linear_beside(folder: Path, location: str, offset: int = 0, length: int = 48) -> Path:
+    """The file of `linear`, which says that its weights are in another one."""
+    proto = linear()
+    (tensor,) = proto.graph.initializer
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
+    path = folder / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
 def saved(proto: onnx.ModelProto, folder: Path, name: str = "model.onnx") -> Path:
     """The file of a model, written without onnx's checks; output types are filled in so that onnxruntime takes it."""
     known = {info.name: info for info in onnx.shape_inference.infer_shapes(proto).graph.output}

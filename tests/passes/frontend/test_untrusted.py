@@ -16,12 +16,8 @@ from hypothesis import strategies as st
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.model import reason_for
-from tests.passes.frontend.building import floats, integers, model, node, saved
+from tests.passes.frontend.building import floats, integers, linear, linear_beside, model, node, saved
 from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read
-
-
-def linear(**changes: object) -> onnx.ModelProto:
-    return model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 4)}, **changes)  # type: ignore[arg-type]
 
 
 def refused(path: Path, words: str) -> ModelError:
@@ -135,22 +131,10 @@ def test_hostile_names_stay_names(name: str, tmp_path: Path) -> None:
     assert_close(run_read(read, feeds), run(path, feeds))
 
 
-def external(folder: Path, location: str, length: int = 48, offset: int = 0) -> Path:
-    proto = linear()
-    (tensor,) = proto.graph.initializer
-    tensor.ClearField("raw_data")
-    tensor.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
-        tensor.external_data.add(key=key, value=value)
-    path = folder / "model.onnx"
-    path.write_bytes(proto.SerializeToString())
-    return path
-
-
 def test_external_data_inside_the_folder_is_a_slice(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights/data.bin").write_bytes(bytes(16) + floats(3, 4).tobytes())
-    read = read_model(external(tmp_path, "weights/data.bin", offset=16))
+    read = read_model(linear_beside(tmp_path, "weights/data.bin", offset=16))
     feeds = random_feeds(read.graph)
     assert_close(run_read(read, feeds), {"y": feeds["x"] @ floats(3, 4)})
 
@@ -160,7 +144,7 @@ def test_external_data_outside_the_folder(location: str, tmp_path: Path) -> None
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "data.bin").write_bytes(bytes(48))
-    refused(external(folder, location), "may not lie in")
+    refused(linear_beside(folder, location), "may not lie in")
 
 
 @pytest.mark.parametrize("linked", ["weights/data.bin", "weights"])
@@ -169,7 +153,7 @@ def test_external_data_behind_a_link(linked: str, tmp_path: Path) -> None:
     (tmp_path / "secret/weights/data.bin").write_bytes(bytes(48))
     (tmp_path / "model" / linked).parent.mkdir(parents=True)
     (tmp_path / "model" / linked).symlink_to(tmp_path / "secret" / linked)
-    refused(external(tmp_path / "model", "weights/data.bin"), "link that leaves")
+    refused(linear_beside(tmp_path / "model", "weights/data.bin"), "link that leaves")
 
 
 def test_external_data_beside_the_file_that_the_model_is_a_link_to(tmp_path: Path) -> None:
@@ -177,7 +161,7 @@ def test_external_data_beside_the_file_that_the_model_is_a_link_to(tmp_path: Pat
     for folder in ("blobs", "snapshot/weights"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "blobs/1f").write_bytes(floats(3, 4).tobytes())
-    external(tmp_path / "blobs", "weights/data.bin").rename(tmp_path / "blobs/2e")
+    linear_beside(tmp_path / "blobs", "weights/data.bin").rename(tmp_path / "blobs/2e")
     (tmp_path / "snapshot/weights/data.bin").symlink_to(tmp_path / "blobs/1f")
     (tmp_path / "snapshot/model.onnx").symlink_to("../blobs/2e")
     read = read_model(tmp_path / "snapshot/model.onnx")
@@ -187,14 +171,14 @@ def test_external_data_beside_the_file_that_the_model_is_a_link_to(tmp_path: Pat
 
 def test_external_data_that_is_too_short_no_file_or_wrongly_sized(tmp_path: Path) -> None:
     (tmp_path / "short.bin").write_bytes(bytes(47))
-    refused(external(tmp_path, "short.bin"), "ends before its data")
+    refused(linear_beside(tmp_path, "short.bin"), "ends before its data")
     (tmp_path / "folder").mkdir()
-    refused(external(tmp_path, "folder"), "is not a file")
-    refused(external(tmp_path, "short.bin", length=40), "its shape needs 48")
+    refused(linear_beside(tmp_path, "folder"), "is not a file")
+    refused(linear_beside(tmp_path, "short.bin", length=40), "its shape needs 48")
 
 
 def test_external_data_that_is_absent_is_warned_of(tmp_path: Path) -> None:
-    read = read_model(external(tmp_path, "gone.bin"))
+    read = read_model(linear_beside(tmp_path, "gone.bin"))
     assert any("'w'" in warning and "at random" in warning for warning in read.warnings)
 
 

@@ -42,6 +42,14 @@ def drawn(name: str, shape: tuple[int, ...], trainable: bool = True) -> Paramete
     return Parameter(Value(name, DType.FLOAT32, shape), Initializer("zeros"), trainable)
 
 
+def manifest_with(**given: Any) -> Manifest:
+    """What is `given`, and of the rest as little as a save needs."""
+    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ()) | {"training": training.Training()}
+    form |= {"folder": Path(), "model": Path("m.onnx"), "model_digest": "model", "plan": "plan", "world_size": 1}
+    form |= {"train": True, "micro_batches": 1, "micro_batch_size": 1, "optimizer": ADAMW}
+    return Manifest(**form | given)
+
+
 def manifest_of(world_size: int) -> Manifest:
     """Two parameters: of "split" each rank holds some rows, of "whole" everything."""
     names = ("split", "whole")
@@ -54,10 +62,7 @@ def manifest_of(world_size: int) -> Manifest:
         )
         for rank in range(world_size)
     )
-    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ()) | {"training": training.Training()}
-    form |= {"folder": Path(), "model": Path("m.onnx"), "model_digest": "model", "plan": "plan"}
-    form |= {"train": True, "micro_batches": 1, "micro_batch_size": 1, "optimizer": ADAMW}
-    return Manifest(**form | {"world_size": world_size, "parameters": parameters, "shards": shards})
+    return manifest_with(world_size=world_size, parameters=parameters, shards=shards)
 
 
 def digest_of(split: bytes, whole: bytes) -> str:

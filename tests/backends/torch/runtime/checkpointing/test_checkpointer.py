@@ -25,22 +25,12 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.optimizers import TensorGroup, make_optimizer
 from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.backends.torch.runtime.transport import ControlGroup
-from autopipe.ir import training
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Parameter
 from autopipe.ir.layout import whole
 from autopipe.ir.program import Shard
-from tests.backends.torch.runtime.checkpointing.saving import drawn
+from tests.backends.torch.runtime.checkpointing.saving import ADAMW, drawn, manifest_with
 
-ADAMW = {
-    "name": "adamw",
-    "lr": 0.1,
-    "momentum": 0.0,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "shard": False,
-}
 MOMENTUM = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "shard": False}
 PLAIN = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "shard": False}
 HOSTILE = "../../w'\"\n"
@@ -50,10 +40,8 @@ BATCH = 8
 def manifest_of(optimizer: dict[str, Any], **changes: Any) -> Manifest:
     parameters = (drawn(HOSTILE, (4, 3)), drawn("frozen", (4, 3), trainable=False))
     shards = (Shard(0, whole((4, 3)), (0,), None), Shard(1, whole((4, 3)), (0,), None))
-    form: dict[str, Any] = dict.fromkeys(Manifest.__dataclass_fields__, ()) | {"training": training.Training()}
-    form |= {"folder": Path(), "model": Path("m.onnx"), "model_digest": "model", "plan": "plan", "world_size": 1}
-    form |= {"train": True, "micro_batches": 2, "micro_batch_size": BATCH // 2, "optimizer": optimizer}
-    return Manifest(**form | {"parameters": parameters, "shards": (shards,)} | changes)
+    form: dict[str, Any] = {"micro_batches": 2, "micro_batch_size": BATCH // 2, "optimizer": optimizer}
+    return manifest_with(**form | {"parameters": parameters, "shards": (shards,)} | changes)
 
 
 class Training:
@@ -159,7 +147,7 @@ def test_a_folder_without_checkpoints_starts_at_zero(tmp_path: Path) -> None:
 def test_the_manifest_says_what_each_tensor_is_and_keys_are_safe(tmp_path: Path) -> None:
     path = saved_once(tmp_path)
     found = read_checkpoint(path)
-    assert (found.step, found.samples, found.seed, found.optimizer) == (1, BATCH, 7, ADAMW | {"betas": [0.9, 0.999]})
+    assert (found.step, found.samples, found.seed, found.optimizer) == (1, BATCH, 7, ADAMW)
     parameter = found.parameter(HOSTILE)
     assert parameter is not None and parameter.trainable
     assert [name for name, _ in parameter.state] == ["exp_avg", "exp_avg_sq"]
