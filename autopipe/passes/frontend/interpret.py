@@ -434,7 +434,7 @@ def _measured(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> No
 
 
 def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
-    """True if a node hands on its operand: Identity, Dropout outside training, a Cast to the same type."""
+    """True if a node hands on its operand: Identity, Dropout outside training or of none, a Cast to the same type."""
     if node.op_type not in ("Identity", "Cast", "Dropout") or not operands or not operands[0]:
         return False
     readers = sweep.weights.roles.uses.readers
@@ -447,8 +447,9 @@ def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
         return target == NUMBERS[sweep.types[operands[0]].dtype]
     if sweep.source.opset < _MODE_STATED:
         return any(each.name == "is_test" and each.i for each in node.attribute)
-    training = operands[2] if len(operands) > 2 else ""
-    return not training or (training in sweep.arrays and not sweep.arrays[training].any())
+    ratio, training = (*operands[1:3], "", "")[:2]
+    drops_none = any(each in sweep.arrays and not sweep.arrays[each].any() for each in (ratio, training))
+    return not training or drops_none
 
 
 def _unique(sweep: _Sweep, base: str) -> str:

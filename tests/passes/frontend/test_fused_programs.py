@@ -24,6 +24,12 @@ NUMBERS = {
 }  # fmt: skip
 SCORES = [node("Transpose", "k", "kt", perm=[0, 1, 3, 2]), node("MatMul", "q kt", "qk"), node("Div", "qk root", "s")]
 ENDED = [node("Softmax", "masked", "p", axis=-1), node("MatMul", "p v", "y")]
+SUNK = [
+    node("Concat", "b column", "all", axis=-1), node("ReduceMax", "all last", "most"),
+    node("Sub", "all most", "masked"), node("Softmax", "masked", "p6", axis=-1),
+    node("Slice", "p6 zero last last", "p"), node("MatMul", "p v", "y"),
+]  # fmt: skip
+SINKS = {"heads": integers(1, 4, 1, 1), "rows": integers(2, 4, 5, 1), "zero": integers(0)}
 PAIRS = [
     node("Split", "q", "a b", axis=-1, num_outputs=2), node("Mul", "a cos", "ac"), node("Mul", "b sin", "bs"),
     node("Sub", "ac bs", "m"), node("Mul", "b cos", "bc"), node("Mul", "a sin", "as"), node("Add", "as bc", "n"),
@@ -82,6 +88,29 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, object], dict[str, np.nda
             "square": integers(8, 5, 5),
         },
         ["Mul", "Reshape", "Add", "Attention", "Reshape"],
+    ),
+    "a score of each head without a value": (
+        [
+            *SCORES, node("Add", "s bias", "b"), node("Reshape", "sinks heads", "s4"),
+            node("Expand", "s4 rows", "column"), *SUNK,
+        ],
+        HEADS | {"bias": [2, 1, 5, 5], "sinks": [4]}, SINKS, ["Attention"],
+    ),
+    "a score of each query without a value": (
+        [
+            *SCORES, node("Add", "s bias", "b"), node("Expand", "queries rows", "column"), *SUNK,
+        ],
+        HEADS | {"bias": [2, 1, 5, 5], "queries": [1, 4, 5, 1]}, SINKS,
+        [
+            "Transpose", "MatMul", "Div", "Add", "Expand", "Concat", "ReduceMax", "Sub", "Softmax", "Slice", "MatMul"
+        ],
+    ),
+    "probabilities of which none is dropped": (
+        [
+            *SCORES, node("Softmax", "s", "p", axis=-1), node("Dropout", "p none true", "kept"),
+            node("MatMul", "kept v", "y"),
+        ],
+        HEADS, {"none": np.float32(0), "true": np.array(True)}, ["Attention"],
     ),
     "windows of more than four dimensions": (
         [

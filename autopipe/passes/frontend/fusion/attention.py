@@ -2,7 +2,8 @@
 
 Scale on the scores or its root on each side, scores capped by tanh (Gemma 2, arXiv:2408.00118, section 2), masks that
 are added or that choose, NaN rows of a fully masked softmax replaced by zeros, key-value heads repeated for the query
-heads that share them (Ainslie et al. 2023), samples and heads in one dimension or in more than two.
+heads that share them (Ainslie et al. 2023), samples and heads in one dimension or in more than two, a score of each
+head that takes part in the softmax and has no value (Xiao et al. 2023).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from autopipe.ir.graph import Attribute, Node
 from autopipe.passes.frontend.fusion.scores import Mask, Scores, Shape, keeps_rows, kind_of_mask, parts, scores_of
 from autopipe.passes.frontend.fusion.view import View
 
+SINKS = 7
+"""The operand of Attention that has a score for each head: see `ir.ops.attention`."""
 SOFTMAX_SINCE = 13
 """The opset from which Softmax's default axis is the last."""
 
@@ -28,11 +31,12 @@ def attention(view: View, node: Node) -> tuple[Node, ...] | None:
         softmax = _softmax(view, weights)
     if softmax is None or not _multiplies(view.shape(weights), view.shape(value), turned):
         return None
-    scores = scores_of(view, softmax.inputs[0])
+    name, sinks = _scores_and_sinks(view, softmax, view.shape(weights)[-1])
+    scores = scores_of(view, name) if name else None
     if scores is None or view.type_of(scores.query).dtype is not view.type_of(value).dtype:
         return None
     lead = _lead(view, scores)
-    return None if lead is None else _Writer(view, node, lead).written(scores, value, turned)
+    return None if lead is None else _Writer(view, node, lead).written(scores, value, turned, sinks)
 
 
 def _multiplies(weights: Shape, value: Shape, turned: bool) -> bool:
@@ -47,11 +51,30 @@ def _softmax(view: View, name: str) -> Node | None:
     node = view.made_by(name, "Reshape", "Squeeze", "Unsqueeze")
     if node is not None and keeps_rows(view, node):
         name = view.uncast(node.inputs[0])
+    source, places = view.taken(name)
+    name = view.uncast(source) if places == range(view.shape(source)[-1] - 1) else name
     softmax, rank = view.made_by(_unguarded(view, name), "Softmax"), len(view.shape(name))
     axis = -1 if view.graph.opset >= SOFTMAX_SINCE else 1
     if softmax is None or rank < 3 or softmax.integer("axis", axis) not in (-1, rank - 1):
         return None
     return softmax
+
+
+def _scores_and_sinks(view: View, softmax: Node, keys: int) -> tuple[str, str]:
+    """The scores of `keys` that a softmax reads, less their largest or not, and a column behind them, "" where there is
+    none; no scores where it reads others."""
+    name = view.uncast(softmax.inputs[0])
+    shifted = view.made_by(name, "Sub")
+    largest = view.made_by(shifted.inputs[1], "ReduceMax") if shifted is not None else None
+    if shifted is not None and largest is not None and largest.inputs[0] == shifted.inputs[0]:
+        is_of_rows = view.shape(largest.outputs[0]) == (*view.shape(name)[:-1], 1)
+        name = shifted.inputs[0] if is_of_rows else name
+    if view.shape(name)[-1] == keys:
+        return name, ""
+    join = view.made_by(name, "Concat")
+    if join is None or [view.shape(each)[-1] for each in join.inputs] != [keys, 1]:
+        return "", ""
+    return join.inputs[0], join.inputs[1]
 
 
 def _unguarded(view: View, name: str) -> str:
@@ -87,7 +110,7 @@ class _Writer:
     def __init__(self, view: View, node: Node, lead: tuple[int, int]) -> None:
         self.view, self.node, self.lead, self.nodes = view, node, lead, list[Node]()
 
-    def written(self, scores: Scores, value: str, turned: bool) -> tuple[Node, ...] | None:
+    def written(self, scores: Scores, value: str, turned: bool, sinks: str) -> tuple[Node, ...] | None:
         view = self.view
         masks = [(mask, shown) for mask in scores.masks if (shown := kind_of_mask(view, mask)) != "blank"]
         causal = masks[0][1] if len(masks) == 1 and masks[0][1] not in ("some", "other") else ""
@@ -112,6 +135,11 @@ class _Writer:
             if None in added:
                 return None
             operands.append(self.summed([each for each in added if each]))
+        if sinks:
+            found = self.sinks(sinks)
+            if not found:
+                return None
+            operands += [""] * (SINKS - len(operands)) + [found]
         return self.ended(operands, tuple(sorted(attributes)), turned)
 
     def ended(
@@ -188,6 +216,30 @@ class _Writer:
             factor = view.number_constant(mask.factor, view.type_of(name).dtype)
             name = self.made("Mul", (name, factor), view.shape(name), "mask")
         return self.spread(name, mask.scores[:-2])
+
+    def sinks(self, column: str) -> str:
+        """The number of each head that a column repeats for all samples and queries; "" where it is no such one."""
+        view, name, axis, heads = self.view, column, 1, self.lead[1]
+        if view.shape(column)[:-2] != self.lead:
+            return ""
+        while axis >= 0 and view.shape(name)[axis : axis + 1] == (heads,):
+            shape = view.shape(name)
+            if math.prod(shape) == heads:
+                made = view.made_by(name, "Reshape", "Unsqueeze")
+                name = made.inputs[0] if made is not None and view.shape(made.inputs[0]) == (heads,) else name
+                return name if view.shape(name) == (heads,) else self.step("Reshape", name, "sinks", (heads,))
+            node = view.made_by(name, "Expand", "Transpose", "Gather")
+            if node is None:
+                break
+            source = view.shape(node.inputs[0])
+            if node.op == "Transpose":
+                axis = node.integers("perm", tuple(reversed(range(len(shape)))))[axis]
+            else:
+                axis -= len(shape) - len(source)
+                if node.op == "Gather" and (axis < 1 or node.integer("axis") or source[0] != 1):
+                    break  # Else it repeats the only row.
+            name = node.inputs[0]
+        return ""
 
     def made(self, operator: str, operands: tuple[str, ...], shape: Shape, what: str) -> str:
         """The result of a new node, of the type of its last operand."""
