@@ -90,7 +90,7 @@ def _mismatch() -> onnx.ModelProto:
 
 
 def _learnt_before() -> onnx.ModelProto:
-    named = oh.make_node("Scaler", ["x"], ["y"], name="scaler", domain="ai.onnx.ml", offset=[0.0], scale=[1.0])
+    named = oh.make_node("Normalizer", ["x"], ["y"], name="normalizer", domain="ai.onnx.ml", norm="L2")
     return model([named], {"x": [2, 3]}, "y", domains=["ai.onnx.ml"])
 
 
@@ -175,7 +175,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[str, ...]]] = 
         ),
         ("cannot be told", "nonzero"),
     ),
-    "other learning": (_learnt_before, ("ai.onnx.ml.Scaler (1)", "'scaler'", "classical machine learning")),
+    "other learning": (_learnt_before, ("ai.onnx.ml.Normalizer (1)", "'normalizer'", "classical machine learning")),
 }
 """Sound models of which something is not supported, and what the line says besides the file's name."""
 

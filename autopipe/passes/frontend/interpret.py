@@ -255,7 +255,7 @@ def _in_other_words(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
         return sweep.selections.made_static(node, operands, sweep.types, sweep.arrays)
     if is_rewritten(node):
         return None
-    spelled = spelled_out(node, operands, sweep.types)
+    spelled = spelled_out(node, operands, sweep.types, sweep.source.opset)
     return None if spelled is None or spelled == (node,) else spelled
 
 

@@ -435,13 +435,47 @@ def test_images_whose_channels_stand_in_blocks(tmp_path: Path) -> None:
         shape = [extent.dim_value for extent in each.type.tensor_type.shape.dim]
         model.graph.initializer.append(onh.from_array(floats(*shape, scale=0.2), each.name))
         model.graph.input.remove(each)
+    written = compare_optimized(model, {"x": floats(2, 3, 12, 12)}, tmp_path)
+    assert {"ReorderOutput", "Conv", "MaxPool", "Upsample", "GlobalAveragePool"} <= written
+
+
+def test_blocks_and_bounds_of_an_old_file(tmp_path: Path) -> None:
+    text = """<ir_version: 4, opset_import: ["": 9]>
+    g (float[2, 3, 6, 6] x) => (float[2, 5, 4, 4] y)
+    { c = Conv(x, a)  y = Clip <min = 0.0, max = 0.5> (c) }
+    """
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onh.from_array(floats(5, 3, 3, 3), "a"))
+    assert compare_optimized(model, {"x": floats(2, 3, 6, 6)}, tmp_path) == {"Conv", "ReorderOutput"}
+
+
+def compare_optimized(model: onnx.ModelProto, fed: Arrays, tmp_path: Path) -> set[str]:
+    """Assert that a session's file of what it runs is computed as by the session; its operators on blocks."""
     options, file = ort.SessionOptions(), tmp_path / "model.onnx"
     options.optimized_model_filepath, options.log_severity_level = str(file), 4
-    fed = {"x": floats(2, 3, 12, 12)}
     expected = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(
         None, fed
     )
-    written = {each.op_type for each in onnx.load(file).graph.node if each.domain == "com.microsoft.nchwc"}
-    assert {"ReorderOutput", "Conv", "MaxPool", "Upsample", "GlobalAveragePool"} <= written
     for ours, theirs in zip(computed(file, fed), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    return {each.op_type for each in onnx.load(file).graph.node if each.domain == "com.microsoft.nchwc"}
+
+
+def test_what_stands_around_networks_of_skl2onnx(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["": 15, "ai.onnx.ml": 1]>
+    g (double[4, 3] x) => (float[4, 2] t, int64[1, 4] y)
+    <int64[3] labels = {7, 9, 4}>
+    {
+      s = ai.onnx.ml.Scaler <offset = [0.5, -1.0, 0.25], scale = [2.0, 0.5, 1.5]> (x)
+      t = ai.onnx.ml.LinearRegressor
+          <targets = 2, coefficients = [0.1, 0.2, 0.3, -0.4, 0.5, 0.6], intercepts = [1.0, -1.0]> (s)
+      a = ArgMax <axis = 1, keepdims = 0> (s)
+      y = ai.onnx.ml.ArrayFeatureExtractor(labels, a)
+    }
+    """
+    file = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(text), file)
+    fed = {"x": floats(4, 3).astype(np.float64)}
+    expected = ort.InferenceSession(file, providers=["CPUExecutionProvider"]).run(None, fed)
+    for ours, theirs in zip(computed(file, fed), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)

@@ -58,9 +58,8 @@ def _reorder_input(spelling: Spelling) -> None:
 
 
 def _reorder_output(spelling: Spelling) -> None:
-    ends = spelling.integers(0), spelling.integers(spelling.integer("channels")), spelling.integers(1)
     last = spelling.integer("channels_last")
-    found = spelling.add("Slice", spelling.operand(0), *ends, result=None if last else 0)
+    found = spelling.sliced(spelling.operand(0), 0, spelling.integer("channels"), 1, result=None if last else 0)
     if last:
         spelling.moved(found, len(spelling.shape(0)), last=True, result=0)
 

@@ -125,11 +125,8 @@ def _group_norm(spelling: Spelling, skips: bool = False) -> None:
 def _bias_split_gelu(spelling: Spelling) -> None:
     """The first half of the sums times Gelu of the second."""
     half = spelling.shape(0)[-1] // 2
-    total, axis = spelling.add("Add", spelling.operand(0), spelling.operand(1)), spelling.integers(-1)
-    first, second = (
-        spelling.add("Slice", total, spelling.integers(start), spelling.integers(start + half), axis)
-        for start in (0, half)
-    )
+    total = spelling.add("Add", spelling.operand(0), spelling.operand(1))
+    first, second = (spelling.sliced(total, start, start + half, len(spelling.shape(0)) - 1) for start in (0, half))
     spelling.add("Mul", first, spelling.add("Gelu", second, domain=DOMAIN), result=0)
 
 
@@ -163,8 +160,8 @@ def _activated(spelling: Spelling, x: str, parameters: list[float]) -> None:
     """Make the node's result by the activation that it names."""
     activation = spelling.text("activation")
     if activation == "Clip":
-        low, high = (spelling.add("Constant", value_float=value) for value in parameters)
-        spelling.add("Clip", x, low, high, result=0)
+        low, high = parameters
+        spelling.clipped(x, low, high, result=0)
     elif activation in ("Relu", "Sigmoid", "Tanh", *_PARAMETERS):
         named: dict[str, Any] = dict(zip(_PARAMETERS.get(activation, ()), parameters, strict=False))
         spelling.add(activation, x, result=0, **named)
@@ -218,8 +215,7 @@ def _embedding(spelling: Spelling) -> None:
     if spelling.operand(8) and not packed:
         places = spelling.add("Gather", spelling.operand(3), spelling.operand(8))
     else:
-        ends = spelling.integers(0), spelling.integers(length), spelling.integers(0)
-        places = spelling.add("Slice", spelling.operand(3), *ends)
+        places = spelling.sliced(spelling.operand(3), 0, length, 0)
     total = spelling.add("Add", words, number(places, 3))
     if spelling.operand(1):
         segments = spelling.add("Gather", spelling.operand(4), spelling.operand(1))
@@ -237,6 +233,38 @@ def _embedding(spelling: Spelling) -> None:
         spelling.add("Expand", zeros, spelling.integers(samples), result=1)
 
 
+def _floats(spelling: Spelling, *shape: int, of: str) -> str:
+    """An attribute's numbers, in a shape that they fill."""
+    return spelling.shaped(spelling.add("Constant", value_floats=spelling.attributes()[of]), *shape)
+
+
+def _scaler(spelling: Spelling) -> None:
+    x = spelling.add("Cast", spelling.operand(0), to=NUMBERS[DType.FLOAT32])
+    centred = spelling.add("Sub", x, _floats(spelling, -1, of="offset"))
+    spelling.add("Mul", centred, _floats(spelling, -1, of="scale"), result=0)
+
+
+def _picked_features(spelling: Spelling) -> None:
+    """Elements along the last axis; of a vector as one row."""
+    x = spelling.operand(0) if len(spelling.shape(0)) > 1 else spelling.shaped(spelling.operand(0), 1, -1)
+    spelling.add("Gather", x, spelling.shaped(spelling.operand(1), -1), axis=-1, result=0)
+
+
+def _linear_regressor(spelling: Spelling) -> None:
+    if spelling.text("post_transform", "NONE") != "NONE":
+        raise ModelError("no transformation is supported", where=f"LinearRegressor {spelling.node.name!r}")
+    x = spelling.add("Cast", spelling.operand(0), to=NUMBERS[DType.FLOAT32])
+    weight = _floats(spelling, spelling.integer("targets", 1), -1, of="coefficients")
+    operands = [x, weight, *([_floats(spelling, -1, of="intercepts")] if "intercepts" in spelling.attributes() else [])]
+    spelling.add("Gemm", *operands, transB=1, result=0)
+
+
+CLASSICAL: dict[str, Speller] = {
+    "ArrayFeatureExtractor": _picked_features,
+    "LinearRegressor": _linear_regressor,
+    "Scaler": _scaler,
+}
+"""By operator of the domain ai.onnx.ml: what stands around the networks that skl2onnx writes."""
 SPELLERS: dict[str, Speller] = {
     "MatMulNBits": _matmul_nbits,
     "MatMulBnb4": _matmul_bnb4,
@@ -259,6 +287,8 @@ SPELLERS: dict[str, Speller] = {
 def _speller(node: onnx.NodeProto) -> Speller | None:
     if node.domain == blocked.DOMAIN:
         return BLOCKED.get(node.op_type)
+    if node.domain == "ai.onnx.ml":
+        return CLASSICAL.get(node.op_type)
     if (node.domain, node.op_type) == ("ai.onnx.preview", "FlexAttention"):
         return flex_attention
     return SPELLERS.get(node.op_type) if node.domain == DOMAIN else None
@@ -270,14 +300,14 @@ def is_spelled(node: onnx.NodeProto) -> bool:
 
 
 def spelled_out(
-    node: onnx.NodeProto, operands: tuple[str, ...], types: Mapping[str, Value]
+    node: onnx.NodeProto, operands: tuple[str, ...], types: Mapping[str, Value], opset: int
 ) -> tuple[onnx.NodeProto, ...] | None:
     """The nodes that stand for this one; None where it stands for itself. Raises ModelError where its operands are not
     what the operator takes."""
     speller = _speller(node)
     if speller is None:
         return None
-    spelling = Spelling(node, operands, types)
+    spelling = Spelling(node, operands, types, opset)
     try:
         speller(spelling)
     except (ValueError, IndexError, KeyError) as error:

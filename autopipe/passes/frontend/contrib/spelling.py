@@ -13,6 +13,9 @@ from autopipe.passes.frontend.elements import renamed
 if TYPE_CHECKING:
     import onnx
 
+_SLICED_BY_OPERANDS, _CLIPPED_BY_OPERANDS = 10, 11
+"""The opsets since which operands, not attributes, tell a Slice's and a Clip's bounds."""
+
 
 @dataclass(slots=True)
 class Spelling:
@@ -22,6 +25,8 @@ class Spelling:
     operands: tuple[str, ...]
     """Names of values, "" where one is absent."""
     types: Mapping[str, Value]
+    opset: int
+    """The file's, in whose terms nodes are written."""
     nodes: list[onnx.NodeProto] = field(default_factory=list)
 
     def operand(self, index: int) -> str:
@@ -61,6 +66,18 @@ class Spelling:
     def integers(self, *values: int) -> str:
         """A constant of whole numbers."""
         return self.add("Constant", value_ints=list(values))
+
+    def sliced(self, name: str, start: int, stop: int, axis: int, result: int | None = None) -> str:
+        """The elements from `start` up to `stop` along an axis."""
+        if self.opset < _SLICED_BY_OPERANDS:
+            return self.add("Slice", name, result=result, starts=[start], ends=[stop], axes=[axis])
+        return self.add("Slice", name, *map(self.integers, (start, stop, axis)), result=result)
+
+    def clipped(self, name: str, low: float, high: float, result: int | None = None) -> str:
+        if self.opset < _CLIPPED_BY_OPERANDS:
+            return self.add("Clip", name, result=result, min=low, max=high)
+        bounds = (self.add("Constant", value_float=value) for value in (low, high))
+        return self.add("Clip", name, *bounds, result=result)
 
     def shaped(self, name: str, *shape: int) -> str:
         return self.add("Reshape", name, self.integers(*shape))
