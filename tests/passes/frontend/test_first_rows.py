@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopipe.backends.onnxruntime import ReferenceModel
 from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Graph
@@ -230,6 +231,10 @@ def test_more_rows_than_there_may_be_stop_the_program(read: Callable[[str], tupl
         RuntimeError, match="data tell more than 12 rows of 'range:0': plan with a larger --dim 'range:0'="
     ):
         run_graph(x, torch.tensor([1, MOST + 1]))
+
+
+def test_noise_of_no_scale_is_held_against_onnxruntime(read: Callable[[str], tuple[Path, Graph]]) -> None:
+    assert ReferenceModel(read("noise of no scale")[0], {}).random == ()
 
 
 def test_the_most_rows_are_asked_for(tmp_path: Path) -> None:
