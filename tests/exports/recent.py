@@ -149,6 +149,7 @@ EXPORTS: Mapping[str, str] = {
     "separator": "dynamo-static-loss",
     "graph": "torchscript-dynamic-loss",
     "forecaster": "dynamo-static-loss",
+    "recurrence": "torchscript-static-loss",
     "gpt2_step": "torchscript-static-forward dynamo-static-forward",
     "qwen3_step": "dynamo-static-forward dynamo-static-forward-bf16",
     "gemma2_step": "torchscript-static-forward",

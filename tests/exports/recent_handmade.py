@@ -184,16 +184,58 @@ Block (x, a, b, c, scale, bias) => (y)
 """Blocks that are functions which call a function."""
 
 
-def functions(path: Path) -> None:
-    """A network of ONNX functions, its weights stored."""
-    proto = onnx.parser.parse_model(FUNCTIONS)
-    generator = np.random.default_rng(0)
-    for each in list(proto.graph.input)[1:]:
-        shape = [dimension.dim_value for dimension in each.type.tensor_type.shape.dim]
-        array = generator.standard_normal(shape).astype(np.float32)
-        proto.graph.initializer.append(numpy_helper.from_array(array, each.name))
-        proto.graph.input.remove(each)
-    onnx.save(proto, path)
+SELECTIVE_SCAN = """<ir_version: 9, opset_import: ["": 20]>
+network (float[2, 600, 8] x, float[8, 8] d, float[8, 4] b, float[8, 4] c, float[8, 4] a, float[8] skip, float[8, 8] w)
+  => (float[2, 600, 8] y)
+{
+  steps = MatMul(x, d)
+  times = Softplus(steps)
+  inward = MatMul(x, b)
+  outward = MatMul(x, c)
+  rates = Exp(a)
+  decay = Neg(rates)
+  inner = Constant <value_ints = [1]> ()
+  last = Constant <value_ints = [-1]> ()
+  size = Constant <value_ints = [2, 8, 4]> ()
+  zero = ConstantOfShape(size)
+  end, found = Scan(zero, x, times, inward, outward) <num_scan_inputs = 4, scan_input_axes = [1, 1, 1, 1],
+      scan_output_axes = [1], body = run (float[n, 8, 4] h, float[n, 8] s, float[n, 8] t, float[n, 4] p, float[n, 4] q)
+      => (float[n, 8, 4] g, float[n, 8] o) {
+    t1 = Unsqueeze(t, last)
+    z = Mul(t1, decay)
+    e = Exp(z)
+    kept = Mul(h, e)
+    st = Mul(s, t)
+    s1 = Unsqueeze(st, last)
+    p1 = Unsqueeze(p, inner)
+    new = Mul(s1, p1)
+    g = Add(kept, new)
+    q1 = Unsqueeze(q, inner)
+    r = Mul(g, q1)
+    u = ReduceSum <keepdims = 0> (r, last)
+    v = Mul(s, skip)
+    o = Add(u, v)
+  }>
+  y = MatMul(found, w)
+}
+"""
+"""A selective state space layer (Mamba), step by step."""
+
+
+def stored(text: str) -> Callable[[Path], None]:
+    """Writes a network whose inputs but the first are stored weights."""
+
+    def write(path: Path) -> None:
+        proto = onnx.parser.parse_model(text)
+        generator = np.random.default_rng(0)
+        for each in list(proto.graph.input)[1:]:
+            shape = [dimension.dim_value for dimension in each.type.tensor_type.shape.dim]
+            array = generator.standard_normal(shape).astype(np.float32)
+            proto.graph.initializer.append(numpy_helper.from_array(array, each.name))
+            proto.graph.input.remove(each)
+        onnx.save(proto, path)
+
+    return write
 
 
 HANDMADE: Mapping[str, Callable[[Path], None]] = {
@@ -202,6 +244,7 @@ HANDMADE: Mapping[str, Callable[[Path], None]] = {
     "genai_decoder_window": decoder(quantised=False, packed=False, window=4),
     "genai_decoder_half": decoder(quantised=True, half=True),
     "fused_encoder": encoder,
-    "functions": functions,
+    "functions": stored(FUNCTIONS),
+    "selective_scan": stored(SELECTIVE_SCAN),
 }
 """By name what writes the file."""

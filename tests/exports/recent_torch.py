@@ -323,6 +323,32 @@ class Forecaster(nn.Module):
         return result * deviation + mean
 
 
+@torch.jit.script
+def recurrent(series: torch.Tensor, gates: torch.Tensor, candidates: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """A gated recurrent unit of one's own, in a loop over as many steps as there are, which no trace unrolls."""
+    states: list[torch.Tensor] = []
+    for step in range(series.size(1)):
+        reset, update = torch.sigmoid(torch.cat([series[:, step], state], 1) @ gates).chunk(2, 1)
+        candidate = torch.tanh(torch.cat([series[:, step], reset * state], 1) @ candidates)
+        state = state + update * (candidate - state)
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+class Recurrence(nn.Module):
+    """The layers around such a loop, whose weights are this module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.exit = nn.Linear(3, 4), nn.Linear(WIDTH, 2)
+        self.gates, self.candidates = (nn.Parameter(torch.randn(4 + WIDTH, times * WIDTH) / 4) for times in (2, 1))
+
+    def forward(self, series: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(series.shape[0], WIDTH)
+        result: torch.Tensor = self.exit(recurrent(self.entry(series), self.gates, self.candidates, state))
+        return result
+
+
 def _drawn(**shapes: tuple[int, ...]) -> Tensors:
     return {name: torch.randn(BATCH, *shape) for name, shape in shapes.items()}
 
@@ -353,5 +379,6 @@ TORCH: dict[str, WithLoss] = {
         },
     ),
     "forecaster": WithLoss(lambda: Regression(Forecaster()), lambda: _drawn(series=(32,), target=(6,))),
+    "recurrence": WithLoss(lambda: Regression(Recurrence()), lambda: _drawn(series=(1000, 3), target=(1000, 2))),
 }
 """By name."""
