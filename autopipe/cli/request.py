@@ -122,6 +122,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         lr_scheduler=configuration.lr_scheduler,
         training=configuration.training,
         shard_open=configuration.optimizer.shard is None and configuration.optimizer.name != "muon",
+        eps_open=configuration.optimizer.eps is None,
         precision=configuration.precision,
         compiled=configuration.compile,
         recompute=configuration.recompute,

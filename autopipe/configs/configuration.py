@@ -120,6 +120,9 @@ class Optimizer(problem.Optimizer):
     """Momentum of `sgd` and `muon`; 0 and 0.95 where not given."""
     betas: tuple[Amount, Amount] | None = None  # type: ignore[assignment]
     """Decay rates of averages, below 1; 0.9 and 0.999 where not given, 0.9 and 0.99 for `lion`."""
+    eps: Annotated[float, Above(0)] | None = None  # type: ignore[assignment]
+    """Term added to the denominator of `adamw`, `adam`; where not given 1e-08, and 0.0001 where weights in float16 are
+    trained, whose squares of gradients would be 0."""
     nesterov: Annotated[bool | None, Sparse()] = None  # type: ignore[assignment]
     """Nesterov's momentum, of `sgd` and `muon`; where not given `muon` has it."""
     shard: bool | None = None  # type: ignore[assignment]
@@ -134,7 +137,7 @@ class Optimizer(problem.Optimizer):
 
     def settled(self, chosen: problem.Optimizer) -> Optimizer:
         """The same with all that it left open, as in `chosen`."""
-        left = ["lr", "momentum", "betas", "shard", *(["nesterov"] if self.name == "muon" else [])]
+        left = ["lr", "momentum", "betas", "eps", "shard", *(["nesterov"] if self.name == "muon" else [])]
         return replace(self, **{name: getattr(chosen, name) for name in left if getattr(self, name) is None})
 
 

@@ -22,6 +22,7 @@ from autopipe.ir.errors import (
     ModelError,
     OutOfMemoryError,
 )
+from autopipe.ir.graph import DType, Graph
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Plan, plan_digest
@@ -75,6 +76,8 @@ class Request:
     training: Training = field(default=Training())
     shard_open: bool = True
     """True if the search for the best plan may share out the optimizer's state where `optimizer` does not."""
+    eps_open: bool = False
+    """True if `optimizer.eps` is not given, and larger where weights in float16 are trained."""
     precision: str = "fp32"
     compiled: bool = False
     recompute: str | None = None
@@ -280,7 +283,7 @@ def _problem(request: Request, model: Model, batching: Batching, work: tuple[Wor
         micro_batches=batching.micro_batches,
         mode=model.mode,
         loss=model.loss or None,
-        optimizer=request.optimizer,
+        optimizer=_optimizer(request, model.graph),
         lr_scheduler=request.lr_scheduler,
         training=request.training,
         precision=request.precision,
@@ -293,6 +296,18 @@ def _problem(request: Request, model: Model, batching: Batching, work: tuple[Wor
         micro_batch_sizes=batching.sizes,
         costs=request.costs,
     )
+
+
+_EPS_OF_HALVES = 1e-4
+
+
+def _optimizer(request: Request, graph: Graph) -> Optimizer:
+    """The optimizer asked for. Adam's averages of squares have the type of the weights: in float16 they are 0 below
+    6e-8, and what is left of a denominator must not be 0 too."""
+    halves = any(each.trainable and each.value.dtype is DType.FLOAT16 for each in graph.parameters)
+    if not (request.eps_open and halves and request.optimizer.name in ("adamw", "adam", "muon")):
+        return request.optimizer
+    return replace(request.optimizer, eps=_EPS_OF_HALVES)
 
 
 def divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:

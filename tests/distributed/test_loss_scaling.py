@@ -6,9 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.numpy_helper
+import onnx.parser
 import pytest
 
 from autopipe.backends.torch.checkpoint import Reader, checkpoint_path, read_checkpoint
+from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.batch import batch_axes_of
@@ -220,3 +224,31 @@ def test_verify_finds_a_transformer_in_fp16_equal(here: None, tmp_path: Path, pl
     assert main([*words, "--set", "precision=fp16", *plan, "-q", "-o", str(tmp_path / "plan")]) == 0
     assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
     assert main(["verify", str(tmp_path / "plan" / "program"), "--device", "cpu", "-q"]) == 0
+
+
+HALF = """<ir_version: 9, opset_import: ["" : 18]>
+half (float16[N, 4] x) => (float16 loss)
+{
+    a = MatMul(x, first)
+    b = Tanh(a)
+    c = MatMul(b, last)
+    square = Mul(c, c)
+    loss = ReduceMean <keepdims = 0> (square)
+}
+"""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("asked", [None, 1e-3])
+def test_weights_in_float16_are_trained_with_a_denominator_they_can_hold(tmp_path: Path, asked: float | None) -> None:
+    model = onnx.parser.parse_model(HALF)
+    weights = np.random.default_rng(0).normal(size=(2, 4, 4)).astype(np.float16)
+    model.graph.initializer.extend(map(onnx.numpy_helper.from_array, weights, ("first", "last")))
+    onnx.save(model, tmp_path / "half.onnx")
+    words = ["--gpus", "2", "--cluster", "cpu-local", "--strategy", "data_parallel", "--batch-size", "8"]
+    words += ["-o", str(tmp_path / "plan"), *(() if asked is None else ("--set", f"optimizer.eps={asked}"))]
+    assert main(["plan", str(tmp_path / "half.onnx"), *words]) == 0
+    program = tmp_path / "plan" / "program"
+    assert main(["codegen", str(tmp_path / "plan")]) == 0
+    assert main(["launch", str(program), "--device", "cpu", "--steps", "4"]) == 0
+    assert read_manifest(program).optimizer["eps"] == (asked or 1e-4)
