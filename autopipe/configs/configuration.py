@@ -121,8 +121,7 @@ class Optimizer(problem.Optimizer):
     betas: tuple[Amount, Amount] | None = None  # type: ignore[assignment]
     """Decay rates of averages, below 1; 0.9 and 0.999 where not given, 0.9 and 0.99 for `lion`."""
     eps: Annotated[float, Above(0)] | None = None  # type: ignore[assignment]
-    """Term added to the denominator of `adamw`, `adam`; where not given 1e-08, and 0.0001 where weights in float16 are
-    trained, whose squares of gradients would be 0."""
+    """Term added to the denominator of `adamw`, `adam`; 1e-08 where not given, 0.0001 for float16 weights."""
     nesterov: Annotated[bool | None, Sparse()] = None  # type: ignore[assignment]
     """Nesterov's momentum, of `sgd` and `muon`; where not given `muon` has it."""
     shard: bool | None = None  # type: ignore[assignment]
