@@ -322,6 +322,13 @@ MATRICES = [("x", floats(3, 4)), ("w", floats(5, 4)), ("b", floats(5))]
         ("FusedConv", PIXELS, {"activation": "Relu", "pads": [1] * 4}),
         ("FusedConv", [*PIXELS, ("z", floats(2, 6, 3, 3))], {"activation": "Relu"}),
         ("FusedConv", PIXELS[:2], {"activation": "Clip", "activation_params": [0.0, 6.0]}),
+        ("FusedMatMul", [("x", floats(2, 3, 4, 5)), ("y", floats(6, 2, 3, 5))], {"transBatchB": 1, "transB": 1}),
+        (
+            "FusedMatMul",
+            [("x", floats(5, 2, 4)), ("y", floats(2, 5, 6))],
+            {"transBatchA": 1, "transA": 1, "alpha": 0.5},
+        ),
+        ("FusedMatMul", [("x", floats(4, 2, 5)), ("y", floats(5, 2, 6))], {"transBatchA": 1, "transBatchB": 1}),
         ("FusedGemm", MATRICES, {"activation": "LeakyRelu", "activation_alpha": 0.1, "transB": 1}),
         ("DequantizeLinear", in_bytes("a", 3, 4), {}),
         ("QuantizeLinear", [("a", floats(3, 4)), *result_of()], {}),

@@ -94,6 +94,19 @@ def _gather_blocks(spelling: Spelling) -> None:
     spelling.add("DequantizeLinear", *parts, result=0, axis=axis, block_size=block)
 
 
+def _fused_matmul(spelling: Spelling) -> None:
+    """A factor's rows that stand in front of its batch are moved behind it."""
+    factors = list(spelling.operands)
+    for place, rank in enumerate(len(spelling.shape(each)) for each in (0, 1)):
+        if spelling.integer(f"transBatch{'AB'[place]}") and rank > 2:
+            factors[place] = spelling.add("Transpose", factors[place], perm=[*range(1, rank - 1), 0, rank - 1])
+    if factors == list(spelling.operands):
+        spelling.own(factors, spelling.node.output)
+    else:
+        kept = spelling.attributes("transBatchA", "transBatchB")
+        spelling.add("FusedMatMul", *factors, result=0, domain=DOMAIN, **kept)
+
+
 def _group_norm(spelling: Spelling, skips: bool = False) -> None:
     """Of channels that come last, and with SiLU behind, unless attributes say otherwise; perhaps of a sum."""
     x, shape = spelling.operand(0), spelling.shape(0)
@@ -269,6 +282,7 @@ SPELLERS: dict[str, Speller] = {
     "MatMulNBits": _matmul_nbits,
     "MatMulBnb4": _matmul_bnb4,
     "GatherBlockQuantized": _gather_blocks,
+    "FusedMatMul": _fused_matmul,
     "GroupNorm": _group_norm,
     "SkipGroupNorm": partial(_group_norm, skips=True),
     "BiasSplitGelu": _bias_split_gelu,
