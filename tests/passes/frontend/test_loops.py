@@ -13,6 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopipe.ir.batch import rebatched
+from autopipe.ir.errors import ModelError
+from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import Model, control_flow, read_model
 from tests.ir.ops.splitting import Use, check
 from tests.passes.frontend.building import floats
@@ -44,7 +47,12 @@ def model(text: str, opset: int = 17) -> onnx.ModelProto:
     head = f'<ir_version: 8, opset_import: ["" : {opset}]> g (float[{extents}] x) => (float y)'
     proto = onnx.parser.parse_model(f"{head} {{{text}}}")
     proto.graph.output[0].type.tensor_type.ClearField("shape")
-    constants = {"one": np.float32(1), "half": np.float32([0.5, -0.5]), "flat": np.int64([-1]), "zero": np.int64(0)}
+    constants = {
+        "one": np.float32(1),
+        "half": np.float32([0.5, -0.5]),
+        "flat": np.int64([-1]),
+        "rows": np.int64([3, 8]),
+    }
     for name, array in (WEIGHTS | constants).items():
         if re.search(rf"\b{name}\b", text):
             proto.graph.initializer.append(onh.from_array(array, name))
@@ -145,3 +153,39 @@ def test_what_cannot_stay_a_loop_is_repeated(case: str, tmp_path: Path) -> None:
     assert sum(node.body is not None for node in kept.graph.nodes) == KEPT.get(case, 0)
     feeds = random_feeds(kept.graph)
     assert_close(trained(kept, feeds), trained(apart, feeds))
+
+
+CELL = """
+    first = ReduceMean <axes = [1], keepdims = 0> (x)
+    last, all = Scan (first, x) <num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
+        body = b (float[p,2] h, float[p,2] s) => (float[p,2] g, float[p,2] o) {
+            a = MatMul (s, w)
+            c = Add (a, h)
+            g = Tanh (c)
+            o = Mul (g, s)
+        }>
+    y = Reshape (all, rows)
+"""
+ACROSS = "y = Scan (x) <num_scan_inputs = 1, body = b (float[4,2] p) => (float[4,2] o) { o = Exp (p) }>"
+
+
+def test_samples_are_followed_through_a_loop(tmp_path: Path) -> None:
+    """A baked batch is made smaller, the body with it; where the runs go through the samples, that is said."""
+    path = tmp_path / "model.onnx"
+    onnx.save(model(CELL), path)
+    kept, apart = (rebatched(each.graph, 1) for each in both(path))
+    bodies = [node.body for node in kept.nodes if node.body is not None]
+    assert [{value.shape for value in body.values} for body in bodies] == [{(1, 2)}]
+    assert kept.type_of("y").shape == apart.type_of("y").shape == (1, 8)
+    onnx.save(model(ACROSS), path)
+    with pytest.raises(ModelError, match="Loop does not keep the samples of 'x' apart, so the batch cannot shrink"):
+        rebatched(both(path)[0].graph, 1)
+
+
+def test_the_work_of_a_loop_is_that_of_its_runs(tmp_path: Path) -> None:
+    onnx.save(model(CELL), tmp_path / "model.onnx")
+    found = []
+    for each in both(tmp_path / "model.onnx"):
+        work = annotate(each.graph)
+        found.append((sum(one.forward_flops for one in work), sum(one.backward_flops for one in work)))
+    assert found[0] == pytest.approx(found[1])
