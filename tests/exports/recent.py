@@ -16,6 +16,7 @@ from torch import nn
 from tests.exports import (
     classic,
     decoders,
+    detectors,
     other_models,
     recent_caches,
     recent_handmade,
@@ -43,6 +44,7 @@ GROUPS: Mapping[ModuleType, Mapping[str, WithLoss]] = {
     recent_torch: recent_torch.TORCH,
     recent_caches: recent_caches.CACHES,
     classic: classic.CLASSIC,
+    detectors: detectors.DETECTORS,
 }
 MODELS = {name: model for group in GROUPS.values() for name, model in group.items()}
 """Modules of torch by name."""
@@ -139,6 +141,8 @@ EXPORTS: Mapping[str, str] = {
     "vits_text": "torchscript-static-forward",
     "wav2vec2_conformer": "dynamo-static-forward torchscript-static-forward",
     "yolo": "torchscript-static-loss dynamo-dynamic-forward-fp16",
+    "yolo_rows": "torchscript-static-forward torchscript-dynamic-forward",
+    "two_stages": "torchscript-static-forward",
     "joint_diffusion": "dynamo-static-loss dynamo-static-forward-bf16",
     "gan_generator": "torchscript-static-loss dynamo-dynamic-forward",
     "gan_discriminator": "dynamo-static-loss",

@@ -161,6 +161,38 @@ def _normalized(graph: Graph, skip: str, value: str, name: str) -> str:
     return graph.contrib("SkipLayerNormalization", skip, value, *weights, bias, epsilon=1e-5)
 
 
+def pooled_regions(path: Path) -> None:
+    """Of several classes and images the boxes that are kept, around their centers, and the features within: Fast R-CNN
+    (arXiv:1504.08083) over boxes of its own."""
+    graph = Graph()
+    stem = graph.add("Conv", "image", graph.weight("stem", 8, 3, 3, 3), strides=[2, 2], pads=[1] * 4)
+    features, flat = graph.add("Relu", stem), graph.constant("flat", np.array([0, 0, -1]))
+    boxes, scores = (
+        graph.add(
+            "Sigmoid", graph.add("Reshape", graph.add("Conv", features, graph.weight(name, count, 8, 1, 1)), flat)
+        )
+        for name, count in (("boxes", 4), ("scores", 3))
+    )
+    scaled = graph.add("Mul", boxes, graph.constant("extent", np.array(16, np.float32)))
+    places = graph.add("Transpose", scaled, perm=[0, 2, 1])
+    limits = (("most", 5, np.int64), ("overlap", 0.4, np.float32), ("least", 0.45, np.float32))
+    settings = (graph.constant(name, np.array([number], kind)) for name, number, kind in limits)
+    rows = graph.add("NonMaxSuppression", places, scores, *settings, center_point_box=1)
+    found = graph.add("GatherND", places, graph.add("Gather", rows, graph.constant("ends", np.array([0, 2])), axis=1))
+    owners = graph.add("Gather", rows, graph.constant("first", np.array([0])), axis=1)
+    regions = graph.add("Concat", graph.add("Cast", owners, to=TensorProto.FLOAT), found, axis=1)
+    pooled = graph.add("MaxRoiPool", features, regions, pooled_shape=[2, 2], spatial_scale=0.5)
+    logits = graph.linear("head", graph.add("Flatten", pooled), 32, 3)
+    for name, value in (("rows", rows), ("logits", logits), ("scored", graph.add("GatherND", scores, rows))):
+        graph.nodes.append(helper.make_node("Identity", [value], [name]))
+    outputs = [
+        _value("rows", TensorProto.INT64, "kept", 3),
+        _value("logits", TensorProto.FLOAT, "kept", 3),
+        _value("scored", TensorProto.FLOAT, "kept"),
+    ]
+    graph.save(path, [_value("image", TensorProto.FLOAT, BATCH, 3, 16, 16)], outputs)
+
+
 FUNCTIONS = """<ir_version: 9, opset_import: ["": 20, "local": 1]>
 network (float[2, 8, 16] x, float[16, 24] a, float[24] b, float[24, 16] c, float[16] g, float[16] h)
   => (float[2, 8, 16] y)
@@ -246,5 +278,6 @@ HANDMADE: Mapping[str, Callable[[Path], None]] = {
     "fused_encoder": encoder,
     "functions": stored(FUNCTIONS),
     "selective_scan": stored(SELECTIVE_SCAN),
+    "pooled_regions": pooled_regions,
 }
 """By name what writes the file."""
