@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from autopipe.backends.torch.emission.stage import emit_forward
+from autopipe.backends.torch.runtime import operators
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
 from tests.conformance.adapter import forward_of, stage_of, to_tensor
@@ -80,3 +81,21 @@ def test_gradients(op: str, tmp_path: Path) -> None:
         found, wanted = ours[name].grad, theirs[name].grad
         assert found is not None and wanted is not None
         assert (found - wanted).norm() < 1e-5 * wanted.norm(), name
+
+
+def test_rows_that_see_nothing_harm_no_gradient_where_the_loss_leaves_them_out() -> None:
+    """A padded row's scores are all the least number, and torch's kernel takes each of its probabilities for 1 in
+    backward, not for 1 / keys: the gradient of values that such a row gives is as many times too large."""
+    query, key, value = (torch.from_numpy(floats(1, HEADS, TOKENS, SIZE, seed=seed)) for seed in range(3))
+    mask = torch.full((TOKENS, TOKENS), torch.finfo(torch.float32).min).triu(1)
+    mask[0] = mask[0, 1]
+    leaves = [each.requires_grad_() for each in (query, key, value)]
+    fused = operators.fused_attention(*leaves, mask)
+    unfused = (query @ key.mT / SIZE**0.5 + mask).softmax(-1) @ value
+    assert (fused - unfused).norm() < 1e-6 * unfused.norm()
+    counted, padded = (
+        [torch.autograd.grad(each[:, :, rows].sum(), leaves, retain_graph=True) for each in (fused, unfused)]
+        for rows in (slice(1, None), slice(1))
+    )
+    for ours, theirs in (*zip(*counted, strict=True), (padded[0][2], TOKENS * padded[1][2])):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
