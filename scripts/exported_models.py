@@ -50,14 +50,14 @@ Made by `python scripts/exported_models.py`; rows ran at commits up to {commit} 
 A row is one file through `autopipe plan --gpus 4 --cluster cpu-local`, `codegen`, `launch --device cpu` and `verify`.
 Files: the networks that ship with onnx (`light`; trained with random weights and a loss in YAML), small random models
 of `transformers` and torch by either exporter (`@13`: with that opset), what optimizers, quantisers and converters make
-of those, and graphs by `hand`, all from `tests/exports`. `loss`: two steps are trained, one step's loss and gradients
+of those, and graphs by `hand`, from `tests/exports`. `loss`: two steps are trained, one step's loss and gradients
 compared; `forward`: one step of inference.
 
 Differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor: one device's outputs against ONNX Runtime's, then four ranks
-against one device. Batch: micro-batches × samples, and the file's samples where more. Nodes: in the file → planned.
-Devices: 1+2+1 is a pipeline whose middle stage has two replicas.
+against that. Batch: micro-batches × samples / the file's, where more. Nodes: in the file → planned.
+Devices: of 1+2+1 the middle stage has two replicas.
 
-**{passed} of {count} rows pass.** {missing} of {total} journeys are not in the table.
+**{passed} of {count} rows pass.** {missing} of {total} journeys are not here.
 
 """
 
