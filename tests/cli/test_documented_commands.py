@@ -38,7 +38,7 @@ SMALL = "--set loss=true --set layers=2 --set hidden=32 --set heads=2 --set voca
 GPT = f"autopipe zoo build gpt -o gpt.onnx {SMALL}"
 PLAN = "autopipe plan gpt.onnx --gpus 2 --cluster cpu-local --batch-size 4 --strategy pipedream --schedule"
 PROGRAM = (GPT, f"{PLAN} 1f1b -o gpt.plan", "autopipe codegen gpt.plan")
-MEASURED = "autopipe profile gpt.onnx --seconds 0.1 --micro-batch-sizes 1 -o dlrm.onnx.costs"
+MEASURED = "autopipe profile gpt.onnx --source onnxruntime --seconds 0.1 --micro-batch-sizes 1 -o dlrm.onnx.costs"
 DECODER = "autopipe plan decoder.onnx --mode infer --dim sequence_length=1 --dim past_sequence_length=7"
 SAMPLES = 4
 PREPARED: dict[str, tuple[str, ...]] = {
