@@ -240,7 +240,8 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x as uint8, its scale, and its zero point, from the range of x widened to hold 0."""
     low, high = torch.clamp(torch.amin(x), max=0), torch.clamp(torch.amax(x), min=0)
     span = high - low
-    scale = torch.where(span == 0, torch.ones_like(span), span) / 255
+    # By a tensor: torch multiplies by the reciprocal of a number, which is a rounding away from the quotient.
+    scale = torch.where(span == 0, torch.ones_like(span), span / torch.full_like(span, 255))
     zero_point = torch.round(torch.clamp(-low / scale, 0, 255))
     return _saturate(torch.round(x / scale) + zero_point, torch.uint8), scale, zero_point.to(torch.uint8)
 
