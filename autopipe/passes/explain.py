@@ -56,6 +56,8 @@ class DeviceReport:
     """Seconds that it waits for messages on their way."""
     end_s: float
     """Seconds that it waits at the end, for gradients of others or for the last device to be done."""
+    first_s: float
+    """When its first task starts."""
     static_bytes: int
     peak_bytes: int
 
@@ -84,6 +86,7 @@ def device_report(placement: Placement, prediction: Prediction, timeline: Timeli
         waits=tuple(sorted(waits.items(), key=lambda each: (-each[1], each[0]))),
         messages_s=messages,
         end_s=timeline.end - last - gradients - update,
+        first_s=spans[0].start if spans else 0.0,
         static_bytes=timeline.static_memory[device],
         peak_bytes=timeline.peak_memory[device],
     )

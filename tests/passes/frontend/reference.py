@@ -44,11 +44,23 @@ def type_info(value: Value) -> onnx.ValueInfoProto:
 
 
 def written(graph: Graph, node: Node) -> list[onnx.NodeProto]:
-    """The node, or what ONNX Runtime has in place of SwiGLU."""
-    if node.op != "SwiGLU":
+    """The node, or what ONNX Runtime has in place of SwiGLU and of rotary positions."""
+    if node.op not in ("Rotary", "SwiGLU"):
         return [node_proto(graph, node)]
-    (gate, up), (result,) = node.inputs, node.outputs
     assert not node.attributes
+    (result,) = node.outputs
+    if node.op == "Rotary":
+        x, cosines, sines = node.inputs
+        parts = [f"{result}_{place}" for place in range(6)]
+        return [
+            oh.make_node("Split", [x], parts[:2], axis=-1, num_outputs=2),
+            oh.make_node("Neg", [parts[1]], [parts[2]]),
+            oh.make_node("Concat", [parts[2], parts[0]], [parts[3]], axis=-1),
+            oh.make_node("Mul", [parts[3], sines], [parts[4]]),
+            oh.make_node("Mul", [x, cosines], [parts[5]]),
+            oh.make_node("Add", parts[4:], [result]),
+        ]
+    gate, up = node.inputs
     return [
         oh.make_node("Sigmoid", [gate], [f"{result}_sigmoid"]),
         oh.make_node("Mul", [gate, f"{result}_sigmoid"], [f"{result}_gate"]),

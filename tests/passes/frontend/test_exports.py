@@ -24,7 +24,7 @@ LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 LIGHT_MODELS = sorted(path.name for path in LIGHT.glob("*.onnx"))
 FUSED = {
     "gpt2": {"Attention": 2, "LayerNormalization": 5, "Gelu": 2},
-    "llama": {"Attention": 2, "RMSNormalization": 5, "SwiGLU": 2},
+    "llama": {"Attention": 2, "RMSNormalization": 5, "Rotary": 4, "SwiGLU": 2},
     "bert": {"Attention": 2, "LayerNormalization": 6, "Gelu": 3},
     "t5": {"Attention": 6, "RMSNormalization": 12},
     "vit": {"Attention": 2, "LayerNormalization": 5, "Gelu": 2},
