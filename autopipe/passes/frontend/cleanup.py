@@ -19,6 +19,7 @@ from autopipe.ir.ops.elementwise import is_active
 from autopipe.ir.ops.loop import body_of, operand_ports
 from autopipe.ir.ops.normalization import trains
 from autopipe.passes.frontend.inference import RANDOM, ConstantFolder
+from autopipe.passes.frontend.uses import VIEWS
 
 _LOOKS = 8
 """Operations on each index until it is known what a gather spells."""
@@ -49,10 +50,12 @@ class Additions:
 
     def shape(self, name: str, shape: tuple[int, ...]) -> str:
         """The name of a new constant that holds the shape that `name` is to have."""
-        array = np.asarray(shape, dtype=np.int64)
-        constant = Constant(Value(self.free(f"{name}_shape"), DType.INT64, array.shape), array)
-        self.constants.append(constant)
-        return constant.value.name
+        return self.constant(f"{name}_shape", np.asarray(shape, dtype=np.int64))
+
+    def constant(self, name: str, array: np.ndarray) -> str:
+        value = Value(self.free(name), DType(array.dtype.name), array.shape)
+        self.constants.append(Constant(value, array))
+        return value.name
 
     def graph(self, nodes: Iterable[Node]) -> Graph:
         """The graph with all of them, and with these nodes."""
@@ -80,6 +83,38 @@ def with_plain_gathers(graph: Graph) -> Graph:
             source, operator = middle, "Expand"
         nodes.append(Node(node.name, operator, (source, added.shape(result.name, result.shape)), node.outputs))
     return added.graph(nodes)
+
+
+def with_places_from_front(graph: Graph) -> Graph:
+    """Count from the front where a Gather's indices are differences, such as widths of boxes: ONNX counts negative ones
+    from the end, and torch's embedding refuses them."""
+    added, nodes = Additions(graph), list[Node]()
+    for node in graph.nodes:
+        if node.op == "Gather" and not node.domain and _is_difference(graph, node.inputs[1]):
+            indices, data = graph.type_of(node.inputs[1]), graph.type_of(node.inputs[0])
+            numbers = (0, data.shape[node.integer("axis") % len(data.shape)])
+            zero, extent = (
+                added.constant(f"{indices.name}_{each}", np.asarray(each, indices.dtype.value)) for each in numbers
+            )
+            signs, moved, places = (
+                added.value(f"{indices.name}_{title}", dtype, indices.shape)
+                for title, dtype in (("negative", DType.BOOL), ("moved", indices.dtype), ("places", indices.dtype))
+            )
+            nodes.append(Node(added.free(f"{node.name}/negative"), "Less", (indices.name, zero), (signs,)))
+            nodes.append(Node(added.free(f"{node.name}/moved"), "Add", (indices.name, extent), (moved,)))
+            nodes.append(Node(added.free(f"{node.name}/places"), "Where", (signs, moved, indices.name), (places,)))
+            node = dataclasses.replace(node, inputs=(node.inputs[0], places))
+        nodes.append(node)
+    return added.graph(nodes)
+
+
+def _is_difference(graph: Graph, name: str) -> bool:
+    while (place := graph.producer(name)) is not None and not graph.nodes[place].domain:
+        made = graph.nodes[place]
+        if made.op not in VIEWS:
+            return made.op in ("Neg", "Sub")
+        name = made.inputs[0]
+    return False
 
 
 def _apart(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
@@ -182,7 +217,7 @@ def _taken(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
 def cleaned(graph: Graph) -> Graph:
     """The same function with fewer nodes; parameters that matter are kept as they are."""
     plain = without_repeats(merged_constants(with_plain_gathers(with_named_outputs(graph))))
-    return with_late_weights(without_unread(plain))
+    return with_late_weights(without_unread(with_places_from_front(plain)))
 
 
 def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.graph import Constant, DType, Graph, Node, Value
+from autopipe.ir.problem import Mode
+from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.cleanup import with_plain_gathers
+from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
+from tests.passes.frontend.evaluated import emitted
+from tests.passes.frontend.reference import run
 
 EXTENTS = st.integers(0, 4)
 
@@ -128,3 +134,12 @@ def test_a_gather_of_a_huge_value_enumerates_nothing() -> None:
     rows = np.broadcast_to(np.arange(1 << 10), (2, 1 << 10))
     spread = gather("Gather", shape, rows, (shape[0], 2, *shape[1:]), (("axis", 1),))
     assert told(spread) == (shape[0], 1, *shape[1:])
+
+
+def test_differences_count_from_the_end_where_they_are_negative(tmp_path: Path) -> None:
+    nodes = [node("Sub", "one two", "width"), node("Unsqueeze", "width axes", "u"), node("Gather", "table u", "y")]
+    held = {"table": floats(5, 3), "axes": integers(1)}
+    path = saved(model(nodes, {"one": (INT64, [4]), "two": (INT64, [4])}, "y", held), tmp_path)
+    feeds = {"one": np.array([0, 4, 2, 1]), "two": np.array([4, 0, 3, 1])}
+    found, expected = emitted(read_model(path, mode=Mode.INFER), feeds), run(path, feeds)
+    np.testing.assert_array_equal(found["y"], expected["y"])
