@@ -203,7 +203,9 @@ def _as_main(folder: str, cwd: str, arguments: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = path
-        # Those of the next program, and of its data, may have the same names.
+        # Those of the next program, and of its data, may have the same names; ours are the same for all.
         for name in set(sys.modules) - modules:
+            if name.split(".")[0] in ("autopipe", "tests"):
+                continue
             if (getattr(sys.modules[name], "__file__", None) or "").startswith((folder, cwd)):
                 del sys.modules[name]
