@@ -40,4 +40,5 @@ def verified(program: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> 
     capsys.readouterr()
     code = main(["verify", str(program), "--device", "cpu", "--json", "-q", *flags])
     document = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert "checks" in document, document
     return code, {check["compared"]: check for check in document["checks"]}

@@ -508,10 +508,10 @@ class Stage:
         if not self._unowned:
             return
         taken = [*seeds, *(each.grad for each in arguments.values() if each.grad is not None)]
-        memory = {each.untyped_storage().data_ptr() for each in taken}
+        memory = {each.untyped_storage()._cdata for each in taken}
         for parameter in (given := [each for each in self._unowned if each.grad is not None]):
             assert parameter.grad is not None
-            place = parameter.grad.untyped_storage().data_ptr()
+            place = parameter.grad.untyped_storage()._cdata
             if place in memory:
                 parameter.grad = parameter.grad.clone()
             memory.add(place)
