@@ -203,9 +203,9 @@ def _as_main(folder: str, cwd: str, arguments: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = path
-        # Those of the next program, and of its data, may have the same names; ours are the same for all.
+        # Those of the next program, and of its data, may have the same names; ours and installed ones are kept.
         for name in set(sys.modules) - modules:
-            if name.split(".")[0] in ("autopipe", "tests"):
-                continue
-            if (getattr(sys.modules[name], "__file__", None) or "").startswith((folder, cwd)):
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            kept = name.split(".")[0] in ("autopipe", "tests") or file.startswith(sys.prefix)
+            if file.startswith((folder, cwd)) and not kept:
                 del sys.modules[name]
