@@ -88,9 +88,12 @@ def with_plain_gathers(graph: Graph) -> Graph:
 def with_places_from_front(graph: Graph) -> Graph:
     """Count from the front where a Gather's indices are differences, such as widths of boxes: ONNX counts negative ones
     from the end, and torch's embedding refuses them."""
+    found = [node.op == "Gather" and not node.domain and _is_difference(graph, node.inputs[1]) for node in graph.nodes]
+    if not any(found):
+        return graph
     added, nodes = Additions(graph), list[Node]()
-    for node in graph.nodes:
-        if node.op == "Gather" and not node.domain and _is_difference(graph, node.inputs[1]):
+    for node, counts_back in zip(graph.nodes, found, strict=True):
+        if counts_back:
             indices, data = graph.type_of(node.inputs[1]), graph.type_of(node.inputs[0])
             numbers = (0, data.shape[node.integer("axis") % len(data.shape)])
             zero, extent = (
@@ -216,8 +219,8 @@ def _taken(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
 
 def cleaned(graph: Graph) -> Graph:
     """The same function with fewer nodes; parameters that matter are kept as they are."""
-    plain = without_repeats(merged_constants(with_plain_gathers(with_named_outputs(graph))))
-    return with_late_weights(without_unread(with_places_from_front(plain)))
+    plain = with_places_from_front(with_plain_gathers(with_named_outputs(graph)))
+    return with_late_weights(without_unread(without_repeats(merged_constants(plain))))
 
 
 def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:

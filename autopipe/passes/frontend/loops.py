@@ -42,22 +42,7 @@ def loop_of(
     """
     if not all(arrays.get(aliases.get(name, name), np.False_).all() for name in runs.ends):
         raise ModelError("when it ends depends on data")
-    scanned, before, inner = list(runs.scanned), list[Node](), list[Node]()
-    changing = {runs.number, *(each.name for each in runs.states), *(each.name for each in scanned)}
-    for node in nodes:
-        if node.op in RANDOM:
-            raise ModelError("its body draws random numbers, in each run others")
-        if changing.isdisjoint(node.inputs):
-            before.append(node)
-            continue
-        changing.update(node.outputs)
-        # A row for each run, as exporters write `x[i]`, is a slice: the gradient of a row alone is as large as all.
-        if node.op == "Gather" and not node.domain and node.inputs[1] == runs.number:
-            axis = node.integer("axis") % len(types[node.inputs[0]].shape)
-            if node.inputs[0] not in changing and types[node.inputs[0]].shape[axis] == runs.count:
-                scanned.append(Scanned(node.inputs[0], axis, False, node.outputs[0]))
-                continue
-        inner.append(node)
+    before, inner, scanned = _divided(runs, nodes, types)
     results = [each.result for each in runs.states] + [each.result for each in runs.gathered]
     results = [aliases.get(name, name) for name in results]
     for state, result in zip(runs.states, results, strict=False):
@@ -111,6 +96,29 @@ def loop_of(
     )
     added = [each for each in body.constants if each.value.name not in arrays]
     return before, loop, added, [value for value in made if value.name]
+
+
+def _divided(
+    runs: Runs, nodes: Sequence[Node], types: Mapping[str, Value]
+) -> tuple[list[Node], list[Node], list[Scanned]]:
+    """The nodes that compute the same in all runs, the others, and what the loop goes through."""
+    before, inner, scanned = list[Node](), list[Node](), list(runs.scanned)
+    changing = {runs.number, *(each.name for each in runs.states), *(each.name for each in scanned)}
+    for node in nodes:
+        if node.op in RANDOM:
+            raise ModelError("its body draws random numbers, in each run others")
+        if changing.isdisjoint(node.inputs):
+            before.append(node)
+            continue
+        changing.update(node.outputs)
+        # A row for each run, as exporters write `x[i]`, is a slice: the gradient of a row alone is as large as all.
+        if node.op == "Gather" and not node.domain and node.inputs[1] == runs.number:
+            axis = node.integer("axis") % len(types[node.inputs[0]].shape)
+            if node.inputs[0] not in changing and types[node.inputs[0]].shape[axis] == runs.count:
+                scanned.append(Scanned(node.inputs[0], axis, False, node.outputs[0]))
+                continue
+        inner.append(node)
+    return before, inner, scanned
 
 
 def _require_repeatable(body: Graph) -> None:

@@ -419,17 +419,13 @@ def causal_convolution(to: Rewriting) -> None:
 
 def dequantize(to: Rewriting) -> None:
     """ONNX's own operator of that name, of types that it may not have yet in the file's opset."""
-    _in_type(to, to.type_of(to.required(1)).dtype)
+    to.itself(to.shape(to.required(0)), dtype=to.type_of(to.required(1)).dtype)
 
 
 def quantize(to: Rewriting) -> None:
     """ONNX's own operator of that name, of types that it may not have yet in the file's opset."""
-    _in_type(to, to.type_of(to.operand(2)).dtype if to.operand(2) else DType.UINT8)
-
-
-def _in_type(to: Rewriting, dtype: DType) -> None:
-    attributes = dict(to.node.attributes)
-    to.gives(0, to.add(to.node.op, to.operands, to.shape(to.required(0)), dtype=dtype, **attributes))
+    dtype = to.type_of(to.operand(2)).dtype if to.operand(2) else DType.UINT8
+    to.itself(to.shape(to.required(0)), dtype=dtype)
 
 
 def _require_defaults(to: Rewriting, **defaults: int) -> None:

@@ -103,10 +103,10 @@ class Rewriting:
         self.nodes.append(Node(title, operator, tuple(operands), tuple(names), pairs))
         return base
 
-    def itself(self, *shapes: Sequence[int]) -> None:
-        """ONNX's own operator of the node's name, with its attributes and results of these shapes."""
-        attributes = dict(self.node.attributes)
-        self.add(self.node.op, self.operands, *shapes, dtype=self.type_of(self.operands[0]).dtype, **attributes)
+    def itself(self, *shapes: Sequence[int], dtype: DType | None = None) -> None:
+        """ONNX's own operator of the node's name, with its attributes and results of these shapes, and of the first
+        operand's type where no other is told."""
+        self.add(self.node.op, self.operands, *shapes, dtype=dtype, **dict(self.node.attributes))
         for index, name in enumerate(self.nodes[-1].outputs):
             self.gives(index, name)
 

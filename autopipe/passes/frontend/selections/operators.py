@@ -65,6 +65,8 @@ not be in the function's domain."""
 _PER_ROW = frozenset({"Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Operators that leave rows and their weights apart."""
 
+_CHOSEN_BY = {**dict.fromkeys(CHOOSING, 0), "Compress": 1, "NonMaxSuppression": 1, "Range": 1}
+"""By operator the operand whose data choose."""
 _FAILURES = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 
 
@@ -102,9 +104,9 @@ class Selections(dict[str, Held]):
             return True
         if node.op_type == "ReduceSum" or any(name in self._sums for name in operands):
             return self._counts(node, operands, types, arrays)
-        if node.op_type not in {*CHOOSING, "Range"} or stated(node.output[0]) is not None:
+        if node.op_type not in _CHOSEN_BY or stated(node.output[0]) is not None:
             return False
-        tells = {"Compress": 1, "NonMaxSuppression": 1, "Range": 1}.get(node.op_type, 0)
+        tells = _CHOSEN_BY[node.op_type]
         return len(operands) > tells and operands[tells] not in arrays
 
     def _counts(
@@ -121,7 +123,7 @@ class Selections(dict[str, Held]):
         with contextlib.suppress(ModelError, *_FAILURES):
             if node.op_type == "ReduceSum":
                 summed_mask(use, self._masks)
-            elif node.op_type in OF_SHAPES - FEWEST:
+            elif node.op_type in OF_SHAPES and node.op_type not in FEWEST:
                 compute_count(use)
             self._sums.update((name, each) for name, each in use.found.items() if isinstance(each, Counted))
         return False
