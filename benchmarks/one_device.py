@@ -1,10 +1,14 @@
-"""What generated code costs: the one-device program of a GPT against the same model written by hand.
+"""Cost of generated code: the one-device program of a GPT against the same model written by hand.
 
-Both train on the same batches in one process, steps interleaved; the figure is the ratio of the medians. The
-hand-written model is what a PyTorch user would write: `nn.Linear`, `scaled_dot_product_attention`, tied head.
+Both train in one process with the same optimizer and precision, on random batches of one size; their steps are
+interleaved. The result is the ratio of the median times, the interquartile range of the ratios of each round, and the
+TFLOP/s of both sides. The hand-written model is what a PyTorch user would write: `nn.Linear`,
+`scaled_dot_product_attention`, a tied head, `torch.autocast` for bf16.
 
     python benchmarks/one_device.py --layers 12 --hidden 768 --sequence 256 --rounds 15
     python benchmarks/one_device.py --compile
+    python benchmarks/one_device.py --optimizer sgd
+    python benchmarks/one_device.py --device cuda --precision bf16 --layers 24 --hidden 1024 --sequence 1024 --batch 16
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,45 +73,87 @@ class HandWrittenGPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
-def generated_step(arguments: argparse.Namespace, folder: Path) -> Callable[[], None]:
-    """One training step of the program that autopipe generates for one device."""
+CLUSTERS = {"cpu": "cpu-local", "cuda": "h100-80gb"}
+"""Preset of the cluster that the program is planned for, by type of device."""
+
+
+def write_program(arguments: argparse.Namespace, folder: Path) -> Path:
+    """Return the folder of the program that autopipe generates for one device."""
     model, plan = folder / "gpt.onnx", folder / "gpt.plan"
     names = ("layers", "hidden", "heads", "vocabulary", "sequence")
     sizes = [f"{name}={getattr(arguments, name)}" for name in names]
     settings = [word for size in (*sizes, "loss=true", "weights=none") for word in ("--set", size)]
     autopipe("zoo", "build", "gpt", "-o", model, *settings)
     batch = ["--batch-size", arguments.batch, "--micro-batches", 1]
-    autopipe("plan", model, "--gpus", 1, "--cluster", "cpu-local", *batch, "-o", plan)
+    choices = ["--optimizer", arguments.optimizer, "--set", f"precision={arguments.precision}"]
+    choices += ["--memory-limit", arguments.memory_limit] if arguments.memory_limit else []
+    autopipe("plan", model, "--gpus", 1, "--cluster", CLUSTERS[arguments.device], *batch, *choices, "-o", plan)
     autopipe("codegen", plan)
-    program = plan / "program"
+    return plan / "program"
+
+
+def generated_step(arguments: argparse.Namespace, program: Path) -> Callable[[], None]:
+    """Return a function that runs one training step of the generated program."""
     sys.path.insert(0, str(program))
     sys.argv = [str(program / "rank_000.py"), "--device", arguments.device]
     sys.argv += ["--compile"] if arguments.compile else []
+    sys.argv += ["--cuda-graphs"] if arguments.cuda_graphs else []
     names = runpy.run_path(str(program / "rank_000.py"))
     rank, step = names["rank"], names["step"]
     rank.set_up()
     return lambda: rank.run(step)
 
 
-def hand_written_step(arguments: argparse.Namespace) -> Callable[[], None]:
-    """One training step of the hand-written model: forward, backward, SGD, loss read."""
+def make_optimizer(settings: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    """Return torch's optimizer with the hyperparameters `settings` of the generated program's manifest.
+
+    It is fused where the program's is: on CUDA. On a CPU both sides leave that to torch.
+    """
+    fused = True if all(each.is_cuda for each in model.parameters()) else None
+    common = {"lr": settings["lr"], "weight_decay": settings["weight_decay"], "fused": fused}
+    if settings["name"] == "sgd":
+        return torch.optim.SGD(model.parameters(), momentum=settings["momentum"], **common)
+    return torch.optim.AdamW(model.parameters(), betas=tuple(settings["betas"]), eps=settings["eps"], **common)
+
+
+def make_model(arguments: argparse.Namespace) -> HandWrittenGPT:
+    """Return the hand-written model on the device."""
+    sizes = (arguments.layers, arguments.hidden, arguments.heads, arguments.vocabulary, arguments.sequence)
+    return HandWrittenGPT(*sizes).to(arguments.device)
+
+
+def hand_written_step(
+    arguments: argparse.Namespace, model: HandWrittenGPT, settings: Mapping[str, Any]
+) -> Callable[[], None]:
+    """Return a function that runs one training step of the model: forward, backward, update, loss read."""
     device = torch.device(arguments.device)
-    model = HandWrittenGPT(
-        arguments.layers, arguments.hidden, arguments.heads, arguments.vocabulary, arguments.sequence
-    ).to(device)
     forward = torch.compile(model, fullgraph=True, dynamic=False) if arguments.compile else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = make_optimizer(settings, model)
     shape = (arguments.batch, arguments.sequence)
+    narrow = arguments.precision == "bf16"
 
     def step() -> None:
         tokens, labels = (torch.randint(arguments.vocabulary, shape, device=device) for _ in range(2))
-        loss = forward(tokens, labels)
+        with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
+            loss = forward(tokens, labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
 
     return step
+
+
+def step_flops(arguments: argparse.Namespace, model: nn.Module) -> int:
+    """Return the operations of a training step: 6 per parameter and token, and those of attention.
+
+    Attention is two products of sequence by hidden per token and layer forward, and four backward, without a discount
+    for its causal mask. Nothing that is computed twice is counted twice.
+    """
+    tokens = arguments.batch * arguments.sequence
+    parameters = sum(each.numel() for each in model.parameters())
+    attention = 12 * arguments.layers * arguments.hidden * arguments.sequence
+    return (6 * parameters + attention) * tokens
 
 
 def interleaved(ours: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[list[float], list[float]]:
@@ -129,18 +176,33 @@ def main() -> None:
         ("rounds", 15),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--compile", action="store_true", help="both through torch.compile")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="of both sides")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of both sides")
+    parser.add_argument("--compile", action="store_true", help="compile both sides by torch.compile")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay the generated side as CUDA graphs")
+    parser.add_argument("--memory-limit", help="memory of the device for which the program is planned, such as 3GiB")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of both sides")
     arguments = parse_arguments(parser, layers=1, hidden=32, heads=2, vocabulary=64, sequence=16, batch=1, rounds=1)
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        ours = generated_step(arguments, Path(scratch))
-        times = interleaved(ours, hand_written_step(arguments), arguments.rounds)
+        program = write_program(arguments, Path(scratch))
+        settings = json.loads((program / "manifest.json").read_text(encoding="utf-8"))["optimizer"]
+        ours = generated_step(arguments, program)
+        model = make_model(arguments)
+        times = interleaved(ours, hand_written_step(arguments, model, settings), arguments.rounds)
     mine, hand = map(statistics.median, times)
     ratios = sorted(own / other for own, other in zip(*times, strict=True))
-    middle = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]  # The middle half of the rounds.
-    figures = {"generated_s": mine, "hand_written_s": hand, "ratio": mine / hand, "ratios": middle}
+    middle = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]  # Interquartile range of the rounds' ratios.
+    tera = step_flops(arguments, model) / 1e12
+    figures = {
+        "generated_s": mine,
+        "hand_written_s": hand,
+        "ratio": mine / hand,
+        "ratios": middle,
+        "generated_tflops": tera / mine,
+        "hand_written_tflops": tera / hand,
+    }
     print(json.dumps(figures | vars(arguments)))
 
 

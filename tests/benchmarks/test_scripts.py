@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from torch import nn
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -50,7 +52,10 @@ PRINTED = {
 RANKS = {
     "gloo_collectives": r"ranks .*\n(?: +2 +4096 +(?:all-reduce|all-gather|reduce-scatter)(?: +{n}){{4}}\n){{3}}",
     "memory": r"(?:gpt gpipe, recompute none, rank [01]: {n} predicted, {n} allocated, {n}\n){{2}}",
-    "one_device": r'(?s).*\{{"generated_s": {n}, "hand_written_s": {n}, "ratio": {n}, .*\}}\n',
+    "one_device": (
+        r'(?s).*\{{"generated_s": {n}, "hand_written_s": {n}, "ratio": {n}, "ratios": \[{n}, {n}\], '
+        r'"generated_tflops": {n}, "hand_written_tflops": {n}, .*\}}\n'
+    ),
     "pipeline_step": r'(?s).*\{{"generated_s": {n}, "torch_pipelining_s": {n}, "ratio": {n}\}}\n',
     "blocking": r'\{{"shape": "v", "overlapping": {n}, "blocking": {n}, "ratio": {n}\}}\n',
     "auto_search": r"case .*\nsmall +{n} s +{n} s +{n} s +{n} s +{n} s  .* on 1 device of .*\n",
@@ -133,8 +138,26 @@ def test_processes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_one_device_compiled() -> None:
-    checked("one_device", run_apart(FOLDER / "one_device.py", "--tiny", "--compile"), RANKS["one_device"])
+@pytest.mark.parametrize("flags", [("--compile",), ("--optimizer", "sgd", "--precision", "bf16")])
+def test_one_device_otherwise(flags: tuple[str, ...]) -> None:
+    checked("one_device", run_apart(FOLDER / "one_device.py", "--tiny", *flags), RANKS["one_device"])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_the_optimizer_of_the_hand_written_model(name: str, here: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(FOLDER / "one_device.py"))
+    settings = {"name": name, "lr": 0.25, "weight_decay": 0.5, "momentum": 0.75, "betas": [0.5, 0.625], "eps": 0.125}
+    (group,) = script["make_optimizer"](settings, nn.Linear(2, 2)).param_groups
+    assert (group["lr"], group["weight_decay"], group["fused"]) == (0.25, 0.5, None)
+    own = {"sgd": {"momentum": 0.75}, "adamw": {"betas": (0.5, 0.625), "eps": 0.125}}
+    assert {key: group[key] for key in own[name]} == own[name]
+
+
+def test_operations_of_a_hand_written_step(here: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(FOLDER / "one_device.py"))
+    sizes = argparse.Namespace(layers=2, hidden=8, sequence=4, batch=3)
+    # 27 parameters, 12 tokens; scores and sums of 4 by 8 multiply-adds a token and layer, and backward twice as many.
+    assert script["step_flops"](sizes, nn.Linear(8, 3)) == 12 * (6 * 27 + 2 * (2 * 2 * 4 * 8) * 3)
 
 
 @pytest.mark.sweep
@@ -153,10 +176,8 @@ def test_options_of_slow_ones(name: str, here: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_programs_of_a_large_vocabulary(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from argparse import Namespace
-
     script = runpy.run_path(str(FOLDER / "large_vocabulary.py"))
-    sizes = Namespace(layers=4, hidden=32, heads=2, vocabulary=512, sequence=16, micro_batches=4)
+    sizes = argparse.Namespace(layers=4, hidden=32, heads=2, vocabulary=512, sequence=16, micro_batches=4)
     contestants = script["build"](sizes, tmp_path)
     assert [each.name for each in contestants] == ["1f1b", "tessel"]
     for each in contestants:
