@@ -224,16 +224,21 @@ class Agent(LocalElasticAgent):
                 self._note(f"{self.failure.error()}; starting all ranks again, {left} restarts left after this")
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """At Ctrl-C and SIGTERM, which elastic raises as an exception, ranks that save end with a last checkpoint. A
-        second Ctrl-C ends them at once."""
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *further: Any, **options: Any) -> None:
+        """Stop all ranks. After Ctrl-C or SIGTERM, which elastic raises as SignalException, ranks that save end with a
+        last checkpoint. A second Ctrl-C ends the ranks at once.
+
+        `further`, `options`: further arguments of elastic, passed on unchanged. Torch 2.13 passes a time limit; torch
+        2.11 passes the signal only and accepts nothing else.
+        """
         if self._stop_s and isinstance(sys.exception(), SignalException) and self._pcontext is not None:
             for pid in self._pcontext.pids().values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STOP)
-            stop_s, self._stop_s = self._stop_s, 0.0
+            stop_s = self._stop_s
+            self._stop_s = 0.0
             self._pcontext.wait(timeout=stop_s, period=_POLL_S)
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(death_sig, *further, **options)
 
     def _end(self, worker_group: WorkerGroup, rank: int) -> None:
         """End a rank that hangs; elastic then ends the others. It may be deaf to all but SIGKILL."""
