@@ -63,12 +63,19 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A change of a value's layout inside a stage's group; its backward is the transpose. `source` and `result` are one
-    device's blocks before and after."""
+    """A redistribution of a value inside a stage's group; its backward is the transpose. `source` and `result` are the
+    shards of one device before and after it."""
 
     source: Value
     result: Value
     relayout: Relayout
+    itemsize: int
+    """Bytes per element while the value is sent: under autocast less than the declared type of `source` may need."""
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the larger of the two shards, as they are sent."""
+        return max(self.source.elements, self.result.elements) * self.itemsize
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from autopipe.ir.space import AxisKind
 from autopipe.ir.timeline import Prediction, Span, Timeline, Transfer
 from autopipe.passes.analysis.constraints import checked_splits
 from autopipe.passes.analysis.gradients import differentiable_values
-from autopipe.passes.analysis.operators import SampleAxes, sample_axes
+from autopipe.passes.analysis.operators import SampleAxes, exchanged_element_bytes, sample_axes
 from autopipe.passes.cost.communication import relayout_seconds
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stage_work import StageWork, exchanges_of, stage_work
@@ -290,7 +290,7 @@ def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport
 def _edge(work: StageWork, value: str, reads: bool, other: int | None, stage_of: Mapping[int, int]) -> Edge:
     graph, group = work.problem.graph, work.stage.devices
     steps = [step.step for step in exchanges_of(work) if step.value == value] if len(group) > 1 else []
-    width = graph.type_of(value).dtype.itemsize
+    width = exchanged_element_bytes(graph, work.problem.precision)(value, is_received=value in work.received)
     directions = 2 if value in differentiable_values(graph) and work.problem.train else 1
     seconds = directions * sum(relayout_seconds(work.problem.cluster, group, step, width) for step in steps)
     kinds = tuple(dict.fromkeys(step.kind for step in steps))

@@ -23,11 +23,15 @@ from tests.distributed.test_verify import SETTINGS
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("mode", "kinds"), [("train", {"all_reduce", "gradient"}), ("infer", {"all_reduce"})])
-def test_a_plan_its_ranks_and_their_dry_runs_agree(pools: Pools, tmp_path: Path, mode: str, kinds: set[str]) -> None:
+def test_a_plan_its_ranks_and_their_dry_runs_agree(
+    pools: Pools, tmp_path: Path, mode: str, kinds: set[str], precision: str
+) -> None:
     model, plan = tmp_path / "gpt.onnx", tmp_path / "plan"
     build(configure("gpt", SETTINGS | {"loss": "true"})).save(model)
     flags = ["--gpus", "2", "--batch-size", "8", "--micro-batches", "2", "--strategy", "expert", "--mode", mode]
+    flags += ["--set", f"precision={precision}"]
     assert main(["plan", str(model), *flags, "--set", "strategy.tensor=2", "-o", str(plan), "-q"]) == 0
     assert main(["codegen", str(plan), "-q"]) == 0
     predicted = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["summary"]["communication_bytes"]

@@ -21,7 +21,7 @@ from autopipe.ir.ops.operator import Signature, joint_splits
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.gradients import differentiable_values
-from autopipe.passes.analysis.operators import OpInstance, uses_of
+from autopipe.passes.analysis.operators import OpInstance, exchanged_element_bytes, uses_of
 from autopipe.passes.analysis.resharding import (
     Exchange,
     NodeLayouts,
@@ -161,14 +161,18 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
 
 
 def exchange_seconds(work: StageWork) -> tuple[float, float]:
-    """Seconds of one micro-batch's collectives inside a stage, forwards and backwards."""
+    """Return (forward, backward): the seconds of the collectives of one micro-batch inside a stage.
+
+    Each collective is costed at the bytes that are sent at the problem's precision (`exchanged_element_bytes`).
+    """
     graph, cluster, devices = work.problem.graph, work.problem.cluster, work.stage.devices
     forward = backward = 0.0
     if len(devices) < 2 or not (work.stage.gathers or any(each.sharing.degrees for each in work.nodes)):
         return forward, backward
     differentiable = differentiable_values(graph)
+    widths = exchanged_element_bytes(graph, work.problem.precision)
     for exchange in exchanges_of(work):
-        width = graph.type_of(exchange.value).dtype.itemsize
+        width = widths(exchange.value, is_received=exchange.value in work.received)
         seconds = relayout_seconds(cluster, devices, exchange.step, width)
         forward += seconds
         backward += seconds * (exchange.value in differentiable)

@@ -82,7 +82,7 @@ def parts_of(graph: Graph, placement: Placement, devices: int, loss: str | None,
 
     def sharded(whole: frozenset[str]) -> tuple[ShardedStage, ...]:
         return tuple(
-            shard_stage(own, number, stage, nodes, whole, shares, batch)
+            shard_stage(own, number, stage, nodes, whole, shares, batch, precision)
             for number, (own, stage, nodes) in enumerate(zip(graphs, placement.stages, assigned, strict=True))
         )
 

@@ -21,6 +21,7 @@ from autopipe.ir.ops.operator import joint_splits
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Shard, StageCode
 from autopipe.ir.space import AxisKind, Space
+from autopipe.passes.analysis.operators import exchanged_element_bytes
 from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, node_layouts, taken_layouts, with_exchanges
 from autopipe.passes.analysis.stage_nodes import StageNodes
 
@@ -43,12 +44,14 @@ def shard_stage(
     whole: frozenset[str],
     shares: frozenset[str],
     batch: BatchAxes,
+    precision: str,
 ) -> ShardedStage:
-    """The local forward of `stage` computing `nodes`; `batch` says where samples are in the program's micro-batches.
+    """Return the local forward of `stage`, which computes `nodes` at `precision`.
 
-    Every device holds the parameters in `whole` whole. Partial results are reduced at once, to the whole or to shards,
-    but for the scalars in `shares`, which nothing computes with: a loss is added up when it is reported. Raises
-    CodegenError for splits that cannot be executed.
+    `batch` says which axes of values count the samples of the program's micro-batches. The parameters in `whole` are
+    replicated. A partial result is reduced at once, to a replicated or a sharded value, except the scalars in `shares`:
+    no node reads them, and a partial loss is summed when it is reported. Raises CodegenError for splits that cannot be
+    executed.
     """
     group = len(stage.devices)
     splits_of = {index: tuple(split for split in splits if split.degree > 1) for index, splits in nodes.nodes}
@@ -63,8 +66,9 @@ def shard_stage(
     steps = tuple(with_exchanges(forms, taken, frozenset(nodes.outputs), shares, group))
     reduced = {step.value for step in steps if isinstance(step, Exchange) and step.step.source.is_partial}
     held = _LocalValues(graph, taken)
+    widths = exchanged_element_bytes(graph, precision)
     operations = tuple(
-        _collective(step, held)
+        _collective(step, held, widths(step.value, is_received=step.value in taken))
         if isinstance(step, Exchange)
         else _compute(graph, step, spaces(step.index), splits_of[step.index], group, held, reduced, batch)
         for step in steps
@@ -146,11 +150,11 @@ class _LocalValues:
         return found
 
 
-def _collective(exchange: Exchange, held: _LocalValues) -> Collective:
+def _collective(exchange: Exchange, held: _LocalValues, itemsize: int) -> Collective:
     step = exchange.step
     is_first = step.source.is_partial and not step.result.is_partial
     result = held.add(exchange.value, step.result, None if is_first else step.kind)
-    return Collective(held.values[exchange.value, step.source], result, step)
+    return Collective(held.values[exchange.value, step.source], result, step, itemsize)
 
 
 def _compute(

@@ -99,7 +99,7 @@ class TaskSource:
         self.program, self.costs = program, costs
         differentiable = differentiable_values(graph) if program.train else frozenset[str]()
         self.exchanges = [
-            _by_verb(code, tuple(stage_exchanges(own, code, differentiable, {})))
+            _by_verb(code, tuple(stage_exchanges(own, code, differentiable)))
             for own, code in zip(stage_graphs(graph, placement), program.stages, strict=True)
         ]
         """Collectives of the group of each stage for one micro-batch, by verb, in order."""

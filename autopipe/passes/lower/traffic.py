@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from autopipe.ir.layout import MeshAxes, lacking
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import Block, Collective, Operation, Shard, StageCode, buckets_of, by_kind, transposed
-from autopipe.passes.analysis.operators import element_bytes
 from autopipe.passes.analysis.recompute import flowing_values, running_again
 from autopipe.passes.lower.lower import parts_of
 
@@ -57,12 +55,12 @@ def communication_bytes(
 
     With `shard` the optimizer's state is shared out. Raises CodegenError for splits that cannot be executed.
     """
-    parts, widths = parts_of(graph, placement, devices, loss, precision), element_bytes(graph, precision)
+    parts = parts_of(graph, placement, devices, loss, precision)
     total: Counter[str] = Counter()
     for own, stage in zip(parts.graphs, parts.stages, strict=True):
         times = len(range(stage.code.pipeline, micro_batches * stage.code.ratio, placement.pipelines))
         again = running_again(stage.code)
-        for each in stage_exchanges(own, stage.code, parts.differentiable, widths):
+        for each in stage_exchanges(own, stage.code, parts.differentiable):
             repeats = 1 + (not each.backward and each.segment in again)
             total[each.kind] += times * repeats * each.bytes
     total["send"] = 0
@@ -97,32 +95,30 @@ class StageExchange:
     """Of a stage that recomputes the one that it belongs to."""
 
 
-def stage_exchanges(
-    graph: Graph, code: StageCode, differentiable: frozenset[str], widths: Mapping[str, int]
-) -> Iterator[StageExchange]:
-    """The exchanges inside a stage's group, in the order of its operations; cutting a copy is none."""
+def stage_exchanges(graph: Graph, code: StageCode, differentiable: frozenset[str]) -> Iterator[StageExchange]:
+    """Yield the collectives inside a stage's group, in the order of its operations. Slicing a replicated value is not
+    one: no byte is sent."""
     if len(code.devices) == 1:
         return
     flowing = flowing_values(code, differentiable)
     for segment, operations in enumerate(code.by_segment()):
-        for exchange in _exchanges(graph, code, operations, flowing, widths):
+        for exchange in _exchanges(graph, code, operations, flowing):
             yield replace(exchange, segment=segment)
 
 
 def _exchanges(
-    graph: Graph, code: StageCode, operations: Iterable[Operation], flowing: Set[str], widths: Mapping[str, int]
+    graph: Graph, code: StageCode, operations: Iterable[Operation], flowing: Set[str]
 ) -> Iterator[StageExchange]:
-    group, arguments = len(code.devices), {value.name for value in code.inputs}
+    group = len(code.devices)
     for operation in operations:
         if isinstance(operation, Collective) and operation.relayout.kind != "slice":
             source = operation.source
-            value = source.name.partition("\0")[0]  # Whichever form of it.
-            width = widths.get(value, source.dtype.itemsize) if value not in arguments else source.dtype.itemsize
             step = operation.relayout
             if step.kind == "redistribute":
-                size = int(lacking(step.source, step.result, group).sum()) * width
-            else:  # What each device holds before, of an all-gather after.
-                size = group * math.prod((operation.result if step.kind == "all_gather" else source).shape) * width
+                size = int(lacking(step.source, step.result, group).sum()) * operation.itemsize
+            else:  # The shard that each device has before the collective; of an all-gather, the one after it.
+                counted = operation.result if step.kind == "all_gather" else source
+                size = group * counted.elements * operation.itemsize
             exchange = StageExchange(step.kind, size, False, source.name, step.over)
             yield exchange
             if operation.result.name in flowing:

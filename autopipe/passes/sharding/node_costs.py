@@ -227,7 +227,8 @@ class NodeClass:
         for position, name in enumerate(stage.graph.nodes[self.node].outputs):
             if stage.is_reduced_alone(name):
                 left = self.leaves(position)
-                added = stage.reshard.to_copies(left.layouts, stage.graph.type_of(name).bytes)
+                size = stage.graph.type_of(name).elements * stage.widths[name]
+                added = stage.reshard.to_copies(left.layouts, size)
                 seconds = seconds + added[left.of] * stage.times_run(name)
         seconds = seconds * problem.micro_batches
         gradients = np.zeros_like(seconds)

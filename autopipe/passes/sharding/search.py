@@ -125,7 +125,8 @@ def make_tables(
         elif source is not None and source in kinds:
             left = kinds[source], graph.nodes[source].outputs.index(name)
             times = stage.times_run(name) * problem.micro_batches
-            size, given = graph.type_of(name).bytes, name in options.given
+            size = graph.type_of(name).elements * stage.widths[name]
+            given = name in options.given
             if len(readers) == 1:
                 connect(places[source], places[uses[0][0]], changes(left, readers[0], size, given, times))
                 continue

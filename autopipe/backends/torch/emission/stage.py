@@ -295,9 +295,8 @@ class _Writer:
                 None if step.kind == "all_reduce" else step.dimension,
                 divisor=step.divisor if step.divisor > 1 else None,
             )
-        size = max(operation.source.bytes, operation.result.bytes)
         ranks = degree_of(step.over) if step.over else group
-        return code, f"{operation.relayout.kind} over {ranks} ranks, {size / 2**20:.3g} MiB"
+        return code, f"{operation.relayout.kind} over {ranks} ranks, {operation.largest_bytes / 2**20:.3g} MiB"
 
 
 def _comment(operation: Compute) -> str:
