@@ -83,7 +83,8 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
         _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None for rank in program.ranks
     )
     limits = () if problem.memory_limit is None else plan.memory_limits  # Else a device has all of its memory.
-    files = [ProgramFiles("", program, stage_titles, rank_titles, limits)]
+    bound = frozenset(number for number, stage in enumerate(plan.prediction.stages) if stage.host_bound)
+    files = [ProgramFiles("", program, stage_titles, rank_titles, limits, bound)]
     if not ranks:
         if problem.loss is not None:
             files.append(_one_device(planned, REFERENCE, problem.loss))

@@ -73,6 +73,9 @@ class DeviceDescription:
     """Fractions of peak and bandwidth that classes of operators reach."""
     context: Annotated[int, BYTES, AtLeast(0)] = 0
     """Memory that the CUDA context takes; where given, NCCL's buffers have room too."""
+    host_launch: Latency = 0.0
+    """Time in which the host starts one operator of an eager program. A stage takes the longer of its device's time and
+    its host's. 0: the host never limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ def device_of(description: DeviceDescription | str) -> Device:
         launch_latency_s=description.launch_latency,
         efficiency=tuple(asdict(description.efficiency).items()),
         context_bytes=description.context,
+        host_launch_s=description.host_launch,
     )
 
 

@@ -53,6 +53,10 @@ class Device:
     follow: Affine | None = None
     context_bytes: int = 0
     """Bytes of a GPU's memory that its process takes before any tensor: the CUDA context with its kernels."""
+    host_launch_s: float = 0.0
+    """Seconds of the host for one operator of an eager program, as `cost/host.py` counts operators.
+
+    0 if the host's time does not count, for example because the host is the device."""
 
     def __hash__(self) -> int:
         # Devices are keys of many tables, and what tells them apart is at the front.

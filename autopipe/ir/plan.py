@@ -119,6 +119,8 @@ class Breakdown:
     launches_s: float = 0.0
     """Launches, starts of tasks, posts of messages, and what else work takes longer in small pieces. Less than nothing
     where devices of different kinds each do what they do best."""
+    host_s: Annotated[float, Sparse()] = 0.0
+    """The device waits because the host starts operators more slowly than the device computes them."""
 
     @property
     def step_s(self) -> float:

@@ -70,6 +70,10 @@ class Work:
     measured: tuple[Measured, ...] = ()
     launches: float = 1.0
     """Kernels that a forward starts: a part of one for each node of several that run as one kernel."""
+    operators: float = 1.0
+    """Operators that the host starts in a forward, views included."""
+    backward_operators: float = 0.0
+    """The same in a backward."""
 
 
 FIRST_LOSS_SCALE = 2.0**16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from autopipe.ir.codec import Flat, Index, Row
+from autopipe.ir.codec import Amount, Flat, Index, Row, Sparse
 from autopipe.ir.schedule import EVERY, Lanes, MicroBatchSlice, Phase, Task
 
 
@@ -105,6 +105,26 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskSeconds:
+    """Seconds that a stage's tasks take for one micro-batch, on the host alone or on the device alone."""
+
+    forward_s: Amount
+    backward_s: Amount = 0.0
+    """Seconds of a backward, with the forward that recomputation runs again."""
+    weight_gradient_s: Amount = 0.0
+    """Seconds of the second half of a split backward, a part of `backward_s`."""
+
+    def of(self, phase: Phase) -> float:
+        """Return the seconds of one task."""
+        return {
+            Phase.FORWARD: self.forward_s,
+            Phase.BACKWARD: self.backward_s,
+            Phase.INPUT_GRADIENT: self.backward_s - self.weight_gradient_s,
+            Phase.WEIGHT_GRADIENT: self.weight_gradient_s,
+        }[phase]
+
+
+@dataclass(frozen=True, slots=True)
 class StagePrediction:
     """Predicted seconds and bytes of a stage on each of its devices, for one micro-batch where nothing else is said."""
 
@@ -128,6 +148,24 @@ class StagePrediction:
     """Bytes that a split backward's second half needs: held from the end of the first to its own end."""
     transient_bytes: Index = 0
     """Bytes that come and go within a backward or, without training, a forward."""
+    on_host: Annotated[TaskSeconds | None, Sparse()] = None
+    """Seconds in which the host starts each task's operators; None if the host's time does not count."""
+    on_device: Annotated[TaskSeconds | None, Sparse()] = None
+    """Seconds in which the device computes and exchanges; None if the host's time does not count."""
+
+    @property
+    def host_bound(self) -> bool:
+        """True if a micro-batch takes the host longer than the device."""
+        if self.on_host is None or self.on_device is None:
+            return False
+        host_s = self.on_host.forward_s + self.on_host.backward_s
+        return host_s > self.on_device.forward_s + self.on_device.backward_s
+
+    def host_wait_s(self, phase: Phase) -> float:
+        """Return how much longer a task takes because the device waits for the host."""
+        if self.on_host is None or self.on_device is None:
+            return 0.0
+        return max(0.0, self.on_host.of(phase) - self.on_device.of(phase))
 
     def seconds(self, phase: Phase) -> float:
         return {

@@ -78,18 +78,27 @@ def _depend(
 
 
 def fused(graph: Graph, precision: str, work: Sequence[Work]) -> tuple[Work, ...]:
-    """The work of every node, of any number of the graph's samples, as a part of what its kernel takes: each moves its
-    share of the kernel's bytes, and starts an equal part of it."""
-    found = list(work)
+    """Return the work of every node, of any number of the graph's samples, as a part of its kernel's work.
+
+    A node moves its part of the kernel's bytes and starts an equal part of the kernel. A compiled kernel is one
+    operator of the host, and compiled views are none.
+    """
+    found = [_started(each, 0.0 if each.kind == "view" else each.operators) for each in work]
     for group, (forward, backward) in zip(fused_groups(graph), _moved(graph, precision), strict=True):
         for index in group:
             found[index] = replace(
-                work[index],
+                _started(work[index], 1 / len(group)),
                 forward_bytes=work[index].forward_bytes * forward,
                 backward_bytes=work[index].backward_bytes * backward,
                 launches=1 / len(group),
             )
     return tuple(found)
+
+
+def _started(work: Work, operators: float) -> Work:
+    """Return the work with `operators` operators that the host starts forward, and as many in proportion backward."""
+    backward = work.backward_operators / work.operators * operators if work.operators else 0.0
+    return replace(work, operators=operators, backward_operators=backward)
 
 
 @remembered(GRAPHS)

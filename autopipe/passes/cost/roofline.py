@@ -19,8 +19,16 @@ from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, s
 from autopipe.ir.ops.loop import run_axes
 from autopipe.ir.problem import Problem, Work
 from autopipe.passes.analysis.gradients import attention_tensors, differentiable_values, kept_values, trained_body
-from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, SampleAxes, element_bytes, uses_of
+from autopipe.passes.analysis.operators import (
+    PRODUCT_KINDS,
+    OpInstance,
+    SampleAxes,
+    bias_additions,
+    element_bytes,
+    uses_of,
+)
 from autopipe.passes.analysis.stage_nodes import live_nodes
+from autopipe.passes.cost.host import BACKWARD_OPERATORS
 
 Seconds = np.ndarray
 """Seconds, one entry a node."""
@@ -224,7 +232,8 @@ def _runs(graph: Graph, node: Node, precision: str, share: float = 1.0, axis: st
         use.flops * (share if cut is not None and index in cut.nodes else 1.0)
         for index, use in enumerate(uses_of(body))
     ]
-    run = [each for each in _annotated(body, sizes, flops, [0] * len(flops)) if each.kind != "view"]
+    every = _annotated(body, sizes, flops, [0] * len(flops))
+    run = [each for each in every if each.kind != "view"]
     return Work(
         kind="recurrent",
         forward_flops=count * sum(each.forward_flops for each in run),
@@ -233,6 +242,8 @@ def _runs(graph: Graph, node: Node, precision: str, share: float = 1.0, axis: st
         backward_bytes=count * sum(each.backward_bytes for each in run),
         kept_bytes=0,
         launches=count * sum(each.launches for each in run),
+        operators=count * sum(each.operators for each in every),
+        backward_operators=count * sum(each.backward_operators for each in every),
     )
 
 
@@ -247,6 +258,7 @@ def _annotated(
     """The work of every node, of what its values' bytes, its FLOPs, the bytes that backward keeps of it, and those that
     it moves of scores are; that of `loops` but for what backward keeps."""
     gradient = differentiable_values(graph)
+    added_biases = frozenset(bias_additions(graph).values())
     found = []
     nodes = zip(graph.nodes, uses_of(graph), flops, kept, strict=True)
     for index, (node, use, count, kept_bytes) in enumerate(nodes):
@@ -265,6 +277,7 @@ def _annotated(
         share = 0.0
         if use.row.differentiable and not gradient.isdisjoint(node.inputs):
             share = _backward_share(node, use, gradient)
+        operators = 0.0 if index in added_biases else float(use.row.kernels)
         found.append(
             Work(
                 kind=use.row.kind,
@@ -274,6 +287,8 @@ def _annotated(
                 backward_bytes=(use.row.backward * moved + cleared) * share,
                 kept_bytes=kept_bytes,
                 launches=use.row.kernels,
+                operators=operators,
+                backward_operators=BACKWARD_OPERATORS * operators if share else 0.0,
             )
         )
     return tuple(found)

@@ -18,9 +18,11 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem, Work
-from autopipe.ir.timeline import StagePrediction
+from autopipe.ir.schedule import Phase
+from autopipe.ir.timeline import StagePrediction, TaskSeconds
 from autopipe.passes.analysis.gradients import differentiable_values, kept_values, viewed, views, waiting_operands
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, element_bytes, uses_of
+from autopipe.passes.cost.host import host_seconds
 from autopipe.passes.cost.memory import (
     State,
     argument_bytes,
@@ -77,6 +79,8 @@ def signatures_in(
             own.forward_bytes,
             own.backward_bytes,
             own.launches,
+            own.operators,
+            own.backward_operators,
             own.measured,
         )
         held = tuple((each.key[1], each.bytes, each.dimensions, each.windows) for each in keeps)
@@ -278,7 +282,7 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
     weight_gradient = weight_gradient if train else 0.0
     buffers = (received + sent) * (2 if train else 1)
     states = problem.optimizer.states
-    return StageCost(
+    cost = StageCost(
         forward_s=forward + exchange[0] + post,
         backward_s=whole_backward,
         input_gradient_s=whole_backward - weight_gradient,
@@ -298,6 +302,36 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
         optimizer_bytes=state.optimizer_bytes,
         buffer_bytes=buffers,
     )
+    if not any(device.host_launch_s for device in devices):
+        return cost
+    on_device = TaskSeconds(forward + exchange[0], whole_backward - post if train else 0.0, weight_gradient)
+    return _with_host(cost, _host_seconds(work, recompute), on_device)
+
+
+def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) -> StageCost:
+    """Return the cost of a stage whose tasks take no less than its host needs to start their operators."""
+    cost = replace(cost, on_host=on_host, on_device=on_device)
+    return replace(
+        cost,
+        forward_s=cost.forward_s + cost.host_wait_s(Phase.FORWARD),
+        backward_s=cost.backward_s + cost.host_wait_s(Phase.BACKWARD),
+        input_gradient_s=cost.input_gradient_s + cost.host_wait_s(Phase.INPUT_GRADIENT),
+        weight_gradient_s=cost.weight_gradient_s + cost.host_wait_s(Phase.WEIGHT_GRADIENT),
+    )
+
+
+def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
+    """Return the seconds in which the slowest host of the stage's devices starts each task's operators."""
+    problem = work.problem
+    indices = [each.index for each in work.nodes]
+    nodes = [problem.work[index] for index in indices]
+    launch_s = max(device.host_launch_s for device in problem.cluster.kinds_among(work.stage.devices))
+    forward, backward = host_seconds(nodes, launch_s)
+    if not problem.train:
+        return TaskSeconds(float(forward.sum()))
+    again = float(forward.sum()) if recompute else 0.0
+    weight_gradient = float((backward * weight_shares(problem.graph)[indices]).sum())
+    return TaskSeconds(float(forward.sum()), float(backward.sum()) + again, weight_gradient)
 
 
 def _compute_seconds(work: StageWork) -> tuple[float, float, float]:

@@ -34,6 +34,8 @@ class TaskParts:
     """The forward that a backward runs again, its collectives included."""
     repetition_s: float = 0.0
     """Computation that other devices do, too, for the same samples."""
+    host_s: float = 0.0
+    """Seconds in which the device waits for the host to start operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class StageParts:
 
     forward: TaskParts
     backward: TaskParts
-    """Of a whole backward, or of the first half of a split one: of the second all is work."""
+    """Of a whole backward, or of the first half of a split one, but for `host_s`: of the second all is work, or waits
+    for the host."""
 
 
 def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) -> tuple[StageParts, ...]:
@@ -61,21 +64,22 @@ def stage_parts(problem: Problem, placement: Placement, prediction: Prediction) 
         kinds = {own.cluster.devices[device] for device in stage.devices}
         seconds = [node_seconds(nodes, kind, own.precision, shares) for kind in kinds]
         forward, backward = (max(float((each[way] * repeated).sum()) for each in seconds) for way in (0, 1))
-        again = predicted.forward_s if stage.recompute and own.train else 0.0
-        parts = TaskParts(there, 0.0, forward), TaskParts(back, again, backward)
+        waits = predicted.host_wait_s(Phase.FORWARD), predicted.host_wait_s(Phase.BACKWARD)
+        again = predicted.forward_s - waits[0] if stage.recompute and own.train else 0.0
+        parts = TaskParts(there, 0.0, forward, waits[0]), TaskParts(back, again, backward, waits[1])
         found.append(StageParts(*parts))
     return tuple(found)
 
 
 def _alone(problem: Problem) -> list[tuple[float, float]]:
     """(step, of that the update) of each device by itself, in seconds, were its memory large enough. At the roofline,
-    where launches and starts of tasks take no time, nothing is lost to how the batch is divided. What was measured of
-    operators stays."""
+    where launches, starts of tasks and the host take no time, nothing is lost to how the batch is divided. What was
+    measured of operators stays."""
 
     @cache
     def at_roofline(device: Device) -> Device:
         tasks = None if device.tasks is None else replace(device.tasks, forward_s=0.0, backward_s=0.0, waiting_s=0.0)
-        return replace(device, launch_latency_s=0.0, tasks=tasks)
+        return replace(device, launch_latency_s=0.0, host_launch_s=0.0, tasks=tasks)
 
     nodes, devices = tuple(range(len(problem.graph.nodes))), problem.cluster.devices
     launched = replace(problem, cluster=replace(problem.cluster, devices=tuple(map(at_roofline, devices))))
@@ -125,6 +129,7 @@ def breakdown(
         repetition_s=share("repetition"),
         update_s=share("update") - update,
         launches_s=share("work") - (ideal - update),
+        host_s=share("host"),
     )
 
 
@@ -132,7 +137,7 @@ def _own_seconds(
     placement: Placement, schedule: Schedule, prediction: Prediction, parts: Sequence[StageParts]
 ) -> list[dict[str, float]]:
     """Seconds of a step in which each device does something, by what it does."""
-    kinds = "work", "exchange", "recomputation", "repetition", "gradients", "update"
+    kinds = "work", "exchange", "recomputation", "repetition", "host", "gradients", "update"
     found = [dict.fromkeys(kinds, 0.0) for _ in range(schedule.devices)]
     # Devices of a group share their list.
     orders = {id(order): order for order in schedule.tasks}
@@ -143,8 +148,9 @@ def _own_seconds(
             if phase is Phase.WEIGHT_GRADIENT:
                 part = TaskParts()
             spent = part.exchange_s, part.recomputation_s, part.repetition_s
-            work = prediction.stages[stage].seconds(phase) - (spent[0] + spent[1] + spent[2])
-            for kind, seconds in zip(kinds, (work, *spent), strict=False):
+            waits_s = prediction.stages[stage].host_wait_s(phase)
+            work = prediction.stages[stage].seconds(phase) - (spent[0] + spent[1] + spent[2]) - waits_s
+            for kind, seconds in zip(kinds, (work, *spent, waits_s), strict=False):
                 own[kind] += count * seconds
     for placed, predicted in zip(placement.stages, prediction.stages, strict=True):
         for device in placed.devices:

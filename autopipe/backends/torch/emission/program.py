@@ -56,7 +56,12 @@ class Provenance:
     """As the configuration has `model.inputs`."""
 
 
-def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[int, ...] = ()) -> dict[str, Any]:
+def manifest_of(
+    program: Program,
+    provenance: Provenance,
+    memory_limits: tuple[int, ...] = (),
+    host_bound: frozenset[int] = frozenset(),
+) -> dict[str, Any]:
     """The manifest as a JSON object; `autopipe.backends.torch.runtime.manifest` reads it."""
     optimizer, settings = provenance.optimizer, {}
     names = frozenset(provenance.matrices)
@@ -87,7 +92,7 @@ def manifest_of(program: Program, provenance: Provenance, memory_limits: tuple[i
         "inputs": [encode(each) for each in program.inputs],
         "outputs": [encode(each) for each in program.outputs],
         "parameters": [encode(each) for each in program.parameters],
-        "stages": [_stage(each) for each in program.stages],
+        "stages": [_stage(each, each.stage in host_bound) for each in program.stages],
         "channels": [encode(each) for each in program.channels],
         "ranks": [
             {"rank": rank.rank, "stages": [each.stage for each in rank.stages], "shards": [*map(encode, rank.shards)]}
@@ -111,13 +116,15 @@ def _metrics(provenance: Provenance) -> dict[str, float]:
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-def _stage(stage: StageCode) -> dict[str, Any]:
+def _stage(stage: StageCode, host_bound: bool) -> dict[str, Any]:
     """With the sub-meshes of its group along which its ranks exchange anything."""
     meshes, whole = stage.meshes(), (MeshAxis(len(stage.devices), 1),)
     parts = tuple(axes for axes in meshes if axes != whole)
     found: dict[str, Any] = {"ranks": stage.devices, "pipeline": stage.pipeline, "meshes": parts}
     if len(stage.devices) > 1 and whole not in meshes:
         found["whole"] = False
+    if host_bound:
+        found["host_bound"] = True
     return found if stage.ratio == 1 else found | {"turns": stage.ratio}
 
 
@@ -152,6 +159,8 @@ class ProgramFiles:
     rank_titles: tuple[str | None, ...]
     memory_limits: tuple[int, ...] = ()
     """Bytes that each rank may take of its GPU's memory; () for all of it."""
+    host_bound: frozenset[int] = frozenset()
+    """Stages that the plan predicts to be bound by the host."""
 
 
 def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, folder: Path) -> None:
@@ -199,7 +208,9 @@ def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
             ast.parse(text)
         except SyntaxError as error:
             raise CodegenError(f"generated code is not valid Python: {error}", where=name) from error
-    found["manifest.json"] = json.dumps(manifest_of(program, provenance, files.memory_limits), indent=1) + "\n"
+    found["manifest.json"] = (
+        json.dumps(manifest_of(program, provenance, files.memory_limits, files.host_bound), indent=1) + "\n"
+    )
     return found
 
 

@@ -33,6 +33,8 @@ class StageEntry:
     """Micro-batches that it makes of each of the manifest's."""
     whole: Annotated[bool, Sparse()] = True
     """False where the group's ranks exchange along sub-meshes alone, if at all."""
+    host_bound: Annotated[bool, Sparse()] = False
+    """True if the plan predicts that starting the stage's operators takes the host longer than they take the device."""
 
     def groups(self) -> set[tuple[int, ...]]:
         """All sets of ranks, ascending, that exchange anything."""
