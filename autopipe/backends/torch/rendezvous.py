@@ -15,7 +15,6 @@ from dataclasses import astuple, dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousInfo,
@@ -26,15 +25,19 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
     RendezvousTimeout,
-    _BackendRendezvousStateHolder,
-    _NodeDesc,
-    _NodeDescGenerator,
-    _RendezvousState,
 )
 
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS
 from autopipe.backends.torch.runtime.job import LOOPBACK, Endpoint, endpoint_of, family, interface_of
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
+from autopipe.backends.torch.torch_interfaces import (
+    BackendRendezvousStateHolder,
+    NodeDesc,
+    NodeDescGenerator,
+    RendezvousState,
+    Store,
+    TCPStore,
+)
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 _ANSWER_S = 60
@@ -172,7 +175,7 @@ class Handler(DynamicRendezvousHandler):
         return made
 
 
-_NODES = _NodeDescGenerator()
+_NODES = NodeDescGenerator()
 
 
 def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
@@ -221,7 +224,7 @@ def _unhex(text: bytes) -> bytes:
         return b""
 
 
-class StateHolder(_BackendRendezvousStateHolder):
+class StateHolder(BackendRendezvousStateHolder):
     """The state that nodes share: who takes part, who waits, and when each gave its last sign of life. A state has a
     number, one more than the one that it follows, so that one of this run that is put back is found out."""
 
@@ -262,9 +265,9 @@ class StateHolder(_BackendRendezvousStateHolder):
         self.came |= {node.addr for node in self._state.participants}
         return written
 
-    def _taken(self, held: bytes) -> _RendezvousState:
+    def _taken(self, held: bytes) -> RendezvousState:
         if not held and not self._number:
-            return _RendezvousState()
+            return RendezvousState()
         form = json.loads(self._signer.value(_STATE, _unhex(held)))
         number = int(form["number"])
         if number < self._number or (number == self._number and held != self._held):
@@ -282,7 +285,7 @@ def _ask_store(ask: Callable[[], bytes]) -> bytes:
         raise RendezvousConnectionError("the nodes' store does not answer") from error
 
 
-def _form_of(state: _RendezvousState) -> dict[str, Any]:
+def _form_of(state: RendezvousState) -> dict[str, Any]:
     return {
         "round": state.round,
         "complete": state.complete,
@@ -295,13 +298,13 @@ def _form_of(state: _RendezvousState) -> dict[str, Any]:
     }
 
 
-def _state_of(form: dict[str, Any]) -> _RendezvousState:
-    state = _RendezvousState()
+def _state_of(form: dict[str, Any]) -> RendezvousState:
+    state = RendezvousState()
     state.round, state.complete, state.closed = form["round"], form["complete"], form["closed"]
     state.deadline = None if form["deadline"] is None else datetime.fromisoformat(form["deadline"])
-    state.participants = {_NodeDesc(*words): rank for *words, rank in form["participants"]}
+    state.participants = {NodeDesc(*words): rank for *words, rank in form["participants"]}
     state.wait_list, state.redundancy_list = (
-        {_NodeDesc(*words) for words in form[name]} for name in ("waiting", "redundant")
+        {NodeDesc(*words) for words in form[name]} for name in ("waiting", "redundant")
     )
-    state.last_heartbeats = {_NodeDesc(*words): datetime.fromisoformat(at) for *words, at in form["heartbeats"]}
+    state.last_heartbeats = {NodeDesc(*words): datetime.fromisoformat(at) for *words, at in form["heartbeats"]}
     return state

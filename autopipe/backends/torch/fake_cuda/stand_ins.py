@@ -10,13 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._inductor.utils  # Both look for CUDA when they are imported, and must find that there is none.
 import torch.nn.functional as F
-from torch._subclasses import fake_tensor
 
 from autopipe.backends.torch.runtime.operators.attention import form_of
+from autopipe.backends.torch.torch_interfaces import (
+    efficient_attention,
+    flash_attention,
+    import_modules_that_look_for_cuda,
+    stop_device_initialisation,
+)
 from autopipe.ir.attention_kernels import Kernel, kernels_of, repeats_heads
+
+import_modules_that_look_for_cuda()  # They must find that there is no device.
 
 _GIB = 2**30
 _MEMORY_BYTES = 80 * _GIB
@@ -132,16 +137,14 @@ def _attention(
         query, key, value = (each.to(narrow) for each in (query, key, value))
     kernel = _kernel(query, key, value, attn_mask, is_causal)
     if kernel is Kernel.FLASH:
-        flash: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if kernel is Kernel.EFFICIENT:
         bias = attn_mask
         if bias is not None:
             if bias.dtype is torch.bool:
                 bias = torch.where(bias, 0.0, float("-inf"))
             bias = bias.to(query.dtype).expand(*query.shape[:3], key.shape[2])
-        efficient: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+        return efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
     return _scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -158,12 +161,10 @@ def _kernel(
 
 
 def install() -> None:
-    """Put the stand-ins in the place of what they stand in for, for good."""
+    """Replace functions of torch by the stand-ins, for the rest of the process."""
     for name, stand_in in _CUDA.items():
         setattr(torch.cuda, name, stand_in)
     F.scaled_dot_product_attention = _attention
     # The only fused update that torch cannot run on fake tensors: it changes its operands and gives nothing.
     torch.library.register_fake("aten::_fused_sgd_", _nothing)
-    # Torch would put a number on the device for a moment, to have it made ready.
-    fake_tensor.init_gpu_context = _nothing  # type: ignore[assignment]
-    fake_tensor.FakeTensorMode.avoid_device_init = property(_constant(True))  # type: ignore[assignment,method-assign]
+    stop_device_initialisation()

@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
+from autopipe.backends.torch.torch_interfaces import Store, set_timeout
 from autopipe.ir.cluster import MESSAGE_CTAS
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.program import Channel
@@ -106,7 +106,7 @@ class NcclCommunicators:
         options = None
         if self._rank in ranks:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=most_ctas > 0)
-            options._timeout = self._patience
+            set_timeout(options, self._patience)
             options.config.blocking = 1  # Else a communicator may not be there yet when `new_group` returns.
             if most_ctas:
                 options.config.max_ctas = most_ctas

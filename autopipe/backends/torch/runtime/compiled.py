@@ -19,6 +19,7 @@ from autopipe.backends.torch.runtime.recompute import recompute
 from autopipe.backends.torch.runtime.stage import Stage
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.backends.torch.runtime.weight_gradients import WeightGradQueue
+from autopipe.backends.torch.torch_interfaces import configure_compiler
 from autopipe.ir.errors import ConfigurationError
 
 _LOCAL = {"slice", "along"}
@@ -74,11 +75,7 @@ def _said_of_stages(
 def _set_up_compiler() -> None:
     """From now on no graph holds what waits for other ranks, or for the second half of a backward; kernels are kept in
     one folder for all ranks of a node, which nobody else writes, and nothing that is kept is a pickle."""
-    import torch._functorch.config as graphs
-    import torch._inductor.config as kernels
-
-    kernels.fx_graph_cache = graphs.enable_autograd_cache = False
-    kernels.compile_threads = 1  # Others are processes that take pickles, as many for every rank.
+    configure_compiler()
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and (folder := _cache_folder()) is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     for kind in (Group, WeightGradQueue):
@@ -90,7 +87,7 @@ def _set_up_compiler() -> None:
 def _compile(stage: Stage) -> str:
     """Compile a stage's forward, or the segments of it that run again. Returns what runs eagerly all the same, and why;
     "" for nothing."""
-    from torch._dynamo.exc import TorchDynamoException, Unsupported  # Takes a second to import.
+    from autopipe.backends.torch.torch_interfaces import TorchDynamoException, Unsupported  # Takes a second to import.
 
     forward = stage.module.forward
     segments = [(each, each.segment) for each in vars(stage.module).values() if isinstance(each, recompute)]

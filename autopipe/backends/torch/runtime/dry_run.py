@@ -15,14 +15,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.backends.torch.runtime.parameters import dtype_name
 from autopipe.backends.torch.runtime.report import Reporter, peak_memory
 from autopipe.backends.torch.runtime.stage import RankContext, Receive, Send, Stage, Tensors
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
+from autopipe.backends.torch.torch_interfaces import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeStore,
+    FakeTensorMode,
+    TorchDispatchMode,
+    completed_work,
+    result_count,
+    storage_key,
+)
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.program import by_kind
 
@@ -50,8 +57,6 @@ class DryTransport(Transport):
 
     def start(self) -> None:
         if self.world_size > 1:
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
             dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())
 
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
@@ -171,8 +176,8 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or, if it is an exchange, say that it is done."""
         if function.namespace == "c10d":
-            done = FakeWork().boxed()
-            return done if len(function._schema.returns) == 1 else (args[0], done)
+            done = completed_work()
+            return done if result_count(function) == 1 else (args[0], done)
         result = function(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, torch.Tensor) and each.device.type == self._device_type:
@@ -180,7 +185,8 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage_key(storage)
+        size = storage.nbytes()
         if key in self._storages:
             return
 

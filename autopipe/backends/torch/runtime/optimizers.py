@@ -14,6 +14,13 @@ from autopipe.backends.torch.checkpoint import AVERAGE
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.torch_interfaces import (
+    foreach_add_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_norm,
+)
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import GROUPS, matches
 
@@ -117,10 +124,10 @@ class Lion(torch.optim.Optimizer):
                     self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
             averages = [self.state[parameter]["exp_avg"] for parameter in updated]
             first, second = group["betas"]
-            signs = [each.sign_() for each in torch._foreach_lerp(averages, gradients, 1.0 - first)]
-            torch._foreach_mul_(updated, 1.0 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(updated, signs, alpha=-group["lr"])
-            torch._foreach_lerp_(averages, gradients, 1.0 - second)
+            signs = [each.sign_() for each in foreach_lerp(averages, gradients, 1.0 - first)]
+            foreach_mul_(updated, 1.0 - group["lr"] * group["weight_decay"])
+            foreach_add_(updated, signs, alpha=-group["lr"])
+            foreach_lerp_(averages, gradients, 1.0 - second)
 
 
 class JointOptimizer(torch.optim.Optimizer):
@@ -173,7 +180,7 @@ def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
         elif state or isinstance(optimizer, torch.optim.SGD):  # Others take an empty state for one to be made.
             state[AVERAGE] = tensor.detach().clone()
     if averages:
-        torch._foreach_lerp_(averages, weights, 1.0 - decay)
+        foreach_lerp_(averages, weights, 1.0 - decay)
 
 
 _EPS = 1e-6  # Of torch's clip_grad_norm_.
@@ -197,7 +204,7 @@ class GradientClipping:
         """The norm before, on the device, []. All ranks together."""
         squares = torch.zeros((), dtype=torch.float64, device=self._transport.device)
         if counted := [each.grad for each in self._counted if each.grad is not None]:
-            squares = torch.stack([norm.double() for norm in torch._foreach_norm(counted)]).square().sum()
+            squares = torch.stack([norm.double() for norm in foreach_norm(counted)]).square().sum()
         norm = self._transport.total(squares).sqrt()
         factor = torch.clamp(self._max_norm / (norm + _EPS), max=1.0)
         scale_gradients(self._updated, factor)
@@ -208,4 +215,4 @@ def scale_gradients(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> No
     """Multiply the gradients of tensors by a number that is on their device, []."""
     gradients = [each.grad for each in tensors if each.grad is not None]
     for dtype in {each.dtype for each in gradients}:
-        torch._foreach_mul_([each for each in gradients if each.dtype is dtype], factor.to(dtype))
+        foreach_mul_([each for each in gradients if each.dtype is dtype], factor.to(dtype))

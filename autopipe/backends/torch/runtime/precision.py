@@ -13,6 +13,7 @@ import torch
 
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.torch_interfaces import unscale_and_find_overflow_, update_loss_scale_
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -87,7 +88,7 @@ class LossScaler:
                 by_dtype[tensor.grad.dtype].append(tensor.grad)
         inverse = self.scale.double().reciprocal().float()
         for gradients in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._overflow, inverse)
+            unscale_and_find_overflow_(gradients, self._overflow, inverse)
         self._overflow = self._transport.maximum(self._overflow)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -110,7 +111,7 @@ class LossScaler:
     def end_step(self) -> None:
         """Halve the scale after an overflow; double it after enough steps without one."""
         self.outcome = torch.stack((self.scale, self._overflow))
-        torch._amp_update_scale_(self.scale, self._good_steps, self._overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
+        update_loss_scale_(self.scale, self._good_steps, self._overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
 
     def was_skipped(self) -> bool:
         """True if the last step was, and a smaller scale may save it. The host waits for the device."""

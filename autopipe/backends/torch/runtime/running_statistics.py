@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.torch_interfaces import foreach_add_, foreach_mul, foreach_mul_
 
 
 @dataclass(slots=True)
@@ -63,9 +64,9 @@ class RunningStatistics:
         for micro_batch, found in sorted(self._by_micro_batch.items()):
             behind = micro_batches - 1 - micro_batch
             shares = [(1 - momentum) * momentum**behind for *_, momentum in found]
-            own = list(torch._foreach_mul([own for _, own, _ in found], shares))
+            own = list(foreach_mul([own for _, own, _ in found], shares))
             if added:
-                torch._foreach_add_(added, own)
+                foreach_add_(added, own)
             added = added or own
         self._by_micro_batch.clear()
         pairs = zip(found, added, strict=True)
@@ -117,5 +118,5 @@ def move(
         for index, each in zip(order, sums, strict=True)
     ]
     moved = [parameters[index].detach() for index in order]
-    torch._foreach_mul_(moved, [left[index] for index in order])
-    torch._foreach_add_(moved, sums)
+    foreach_mul_(moved, [left[index] for index in order])
+    foreach_add_(moved, sums)

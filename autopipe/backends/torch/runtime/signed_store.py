@@ -6,8 +6,7 @@ import hashlib
 import hmac
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
-
+from autopipe.backends.torch.torch_interfaces import Store
 from autopipe.ir.errors import LaunchError
 
 KEY = "AUTOPIPE_STORE_KEY"  # Environment variable with the key that a launcher gives its ranks, in hexadecimal.

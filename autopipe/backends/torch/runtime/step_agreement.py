@@ -11,9 +11,8 @@ from __future__ import annotations
 import time
 from threading import Condition, Thread
 
-from torch._C._distributed_c10d import Store
-
 from autopipe.backends.torch.runtime.transport import ControlGroup
+from autopipe.backends.torch.torch_interfaces import Store
 
 SAVE, STOP = "save", "stop"
 _LOOK_S = 0.5

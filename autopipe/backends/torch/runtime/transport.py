@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from autopipe.backends.torch.runtime.communicators import (
@@ -44,6 +43,14 @@ from autopipe.backends.torch.runtime.host import (
     pin_to_cores,
 )
 from autopipe.backends.torch.runtime.signed_store import KEY, SignedStore, Signer
+from autopipe.backends.torch.torch_interfaces import (
+    PrefixStore,
+    Store,
+    TCPStore,
+    all_gather_flat,
+    reduce_scatter_flat,
+    storage_users,
+)
 from autopipe.ir.errors import AutopipeError, LaunchError
 from autopipe.ir.program import HARDWARE_QUEUES, Channel
 
@@ -162,8 +169,7 @@ class RecvBufferPool:
         if self._buffers and self._buffers[0].shape != shape:
             self._buffers.clear()
         for place, buffer in enumerate(self._buffers):
-            storage = buffer.untyped_storage()
-            if torch._C._storage_Use_Count(storage._cdata) == 2:  # The buffer, and the storage's own object.
+            if storage_users(buffer.untyped_storage()) == 2:  # The buffer, and the storage's own object.
                 self._buffers.append(self._buffers.pop(place))
                 return buffer.detach()
         found = torch.empty(shape, dtype=dtype, device=device)
@@ -202,11 +208,6 @@ def to_all(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return tensor.expand(dist.get_world_size(group), *tensor.shape)
 
 
-# The forms without lists, which copy nothing; torch 2.13 calls them by new names.
-_all_gather_flat = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, rows: torch.Tensor | None = None) -> torch.Tensor:
     """The tensors of all ranks of the group, by rank, [ranks, ...]; written into `rows` where those are given."""
     if is_direct(tensor, group):
@@ -217,7 +218,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None, rows: torc
     if dist.get_backend(group) == "gloo":
         dist.all_gather(list(rows.unbind()), tensor.contiguous(), group=group)
     else:
-        _all_gather_flat(as_nccl_type(rows).view(-1), as_nccl_type(tensor.contiguous()).view(-1), group=group)
+        all_gather_flat(as_nccl_type(rows).view(-1), as_nccl_type(tensor.contiguous()).view(-1), group=group)
     return rows
 
 
@@ -249,7 +250,7 @@ def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) ->
         check_sum(rows)
     rows = rows.contiguous()
     share = torch.empty_like(rows[0])
-    work = _reduce_scatter_flat(share.view(-1), rows.view(-1), group=group, async_op=True)
+    work = reduce_scatter_flat(share.view(-1), rows.view(-1), group=group, async_op=True)
     return PendingRecv(_started(work), share, share.device, rows)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.operators.sharded import label_weights, own_places, wide
+from autopipe.backends.torch.torch_interfaces import assert_async
 
 
 def linear_cross_entropy(
@@ -45,7 +46,7 @@ def linear_cross_entropy(
     classes = len(weight) * (1 if group is None else group.size)
     flat = labels.reshape(-1)
     known = flat.masked_fill(flat == ignore_index, 0)
-    torch._assert_async(((known >= 0) & (known < classes)).all(), "a label is out of range")
+    assert_async(((known >= 0) & (known < classes)).all(), "a label is out of range")
     fixed = None if class_weight is None else class_weight.detach()
     counted = label_weights(flat, fixed, ignore_index, wide(x).dtype)
     places, own = known, counted

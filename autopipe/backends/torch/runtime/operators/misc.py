@@ -15,6 +15,7 @@ from torch import Tensor
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.operators.sharded import from_front
 from autopipe.backends.torch.runtime.random_streams import Stream
+from autopipe.backends.torch.torch_interfaces import assert_async
 
 
 def converted(results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> tuple[Tensor, ...]:
@@ -25,7 +26,7 @@ def converted(results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -
 def bounded(count: Tensor, most: int, title: str) -> Tensor:
     """A number of rows that data tell. Raises RuntimeError, on a GPU without waiting, for more than `most`."""
     hint = f"plan with a larger --dim {title!r}=EXTENT"
-    torch._assert_async(count <= most, f"data tell more than {most} rows of {title!r}: {hint}")
+    assert_async(count <= most, f"data tell more than {most} rows of {title!r}: {hint}")
     return count
 
 

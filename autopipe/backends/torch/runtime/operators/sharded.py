@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.backends.torch.torch_interfaces import assert_async
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
@@ -69,7 +70,7 @@ def gather_elements_part(table: Tensor, dim: int, indices: Tensor, group: Group)
 def _places(indices: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
     """Where indices are in this rank's rows, and whether they are."""
     places = from_front(indices, rows * group.size)
-    torch._assert_async(((places >= 0) & (places < rows * group.size)).all(), "an index is out of range")
+    assert_async(((places >= 0) & (places < rows * group.size)).all(), "an index is out of range")
     return own_places(places, rows, group)
 
 
@@ -152,7 +153,7 @@ def _loss_part(
     """
     classes = scores.shape[1]
     known = labels.masked_fill(labels == ignore_index, 0)
-    torch._assert_async(((known >= 0) & (known < classes * group.size)).all(), "a label is out of range")
+    assert_async(((known >= 0) & (known < classes * group.size)).all(), "a label is out of range")
     places, mine = own_places(known, classes, group)
     weights = label_weights(labels, weight, ignore_index, scores.dtype)
     losses: Tensor = losses_of(scores, places, weights * mine, group)

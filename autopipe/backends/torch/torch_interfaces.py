@@ -1,0 +1,169 @@
+"""Torch's private interfaces, and public ones that differ between versions: no other module of autopipe names them.
+
+`OLDEST` and newer versions of torch are supported; docs/versions.md lists the versions that ran the tests. `MEMBERS`
+lists private attributes and methods that other modules read or override on torch's objects.
+`tests/backends/torch/test_torch_interfaces.py` checks each name, each signature and each member.
+
+Names of `_PLACES` are imported when they are first asked for, because torch's elastic agent, fake tensors and compiler
+take up to a second each to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+    from torch._dynamo.exc import TorchDynamoException, Unsupported
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        _BackendRendezvousStateHolder as BackendRendezvousStateHolder,
+    )
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc as NodeDesc
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDescGenerator as NodeDescGenerator
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState as RendezvousState
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "BackendRendezvousStateHolder",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeStore",
+    "FakeTensorMode",
+    "NodeDesc",
+    "NodeDescGenerator",
+    "PrefixStore",
+    "RendezvousState",
+    "Store",
+    "TCPStore",
+    "TorchDispatchMode",
+    "TorchDynamoException",
+    "Unsupported",
+]
+
+OLDEST = "2.9"
+"""Oldest supported version of torch: the lower bound in pyproject.toml."""
+
+_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_PLACES = {
+    "BackendRendezvousStateHolder": (_RENDEZVOUS, "_BackendRendezvousStateHolder"),
+    "DataDependentOutputException": ("torch._subclasses.fake_tensor", "DataDependentOutputException"),
+    "DynamicOutputShapeException": ("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    "NodeDesc": (_RENDEZVOUS, "_NodeDesc"),
+    "NodeDescGenerator": (_RENDEZVOUS, "_NodeDescGenerator"),
+    "PrefixStore": ("torch._C._distributed_c10d", "PrefixStore"),
+    "RendezvousState": (_RENDEZVOUS, "_RendezvousState"),
+    "Store": ("torch._C._distributed_c10d", "Store"),
+    "TCPStore": ("torch._C._distributed_c10d", "TCPStore"),
+    "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    "TorchDynamoException": ("torch._dynamo.exc", "TorchDynamoException"),
+    "Unsupported": ("torch._dynamo.exc", "Unsupported"),
+}
+"""Module and name in torch, by the name here."""
+
+MEMBERS = {
+    ("torch.distributed.elastic.agent.server.local_elastic_agent", "LocalElasticAgent"): (
+        "_pcontext",
+        "_remaining_restarts",
+        "_monitor_workers",
+        "_shutdown",
+        "_start_workers",
+    ),
+    (_RENDEZVOUS, "DynamicRendezvousHandler"): ("_create_tcp_store_server",),
+    (_RENDEZVOUS, "_BackendRendezvousStateHolder"): ("_dirty", "_last_sync_time", "_sanitize", "_state"),
+    ("torch", "Tensor"): ("_base",),
+    ("torch.autograd.graph", "Node"): ("_sequence_nr",),
+}
+"""Private members of torch's classes that modules of autopipe use, by module and class."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _PLACES[name]
+    found = getattr(import_module(module), attribute)
+    globals()[name] = found
+    return found
+
+
+# Operators. Torch's optimizers and `torch.amp` call them under these names.
+assert_async = torch._assert_async
+foreach_add_ = torch._foreach_add_
+foreach_lerp = torch._foreach_lerp
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+unscale_and_find_overflow_ = torch._amp_foreach_non_finite_check_and_unscale_
+update_loss_scale_ = torch._amp_update_scale_
+flash_attention: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_efficient_attention
+
+# Torch 2.13 renames the collectives whose results are one tensor instead of a list.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return the address of the C++ object of a storage, equal for all Python objects of one storage."""
+    key: int = storage._cdata
+    return key
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """Return the number of references to a storage: one per tensor, and one of the Python object `storage`."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def completed_work() -> Any:
+    """Return the handle of a collective that has ended, as operators of the namespace `c10d` return it."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
+def result_count(operator: Any) -> int:
+    """Return the number of results of an operator that `__torch_dispatch__` gets."""
+    return len(operator._schema.returns)
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Set the time limit in options of a process group over NCCL."""
+    options._timeout = timeout
+
+
+def configure_compiler() -> None:
+    """Set torch's compiler so that it neither writes nor reads pickles: no caches of graphs, no worker processes."""
+    import torch._functorch.config as graphs
+    import torch._inductor.config as kernels
+
+    kernels.fx_graph_cache = False
+    graphs.enable_autograd_cache = False
+    kernels.compile_threads = 1
+
+
+def import_modules_that_look_for_cuda() -> None:
+    """Import the modules of torch that keep what they find when they are imported: whether there is a CUDA device."""
+    import torch._dynamo
+    import torch._inductor.utils  # noqa: F401
+
+
+def stop_device_initialisation() -> None:
+    """Stop fake tensors from allocating a number on a CUDA device to initialise it, for the rest of the process."""
+    from torch._subclasses import fake_tensor
+
+    fake_tensor.init_gpu_context = lambda *_, **__: None  # type: ignore[assignment]
+    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment,method-assign]
