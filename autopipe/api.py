@@ -32,6 +32,7 @@ def plan(
     *,
     output: str | Path | None = None,
     config: str | Path | None = None,
+    force: bool = False,
     **settings: Any,
 ) -> Plan:
     """Plan an ONNX file for a cluster and write the plan's folder, MODEL.plan unless `output` names another.
@@ -39,9 +40,11 @@ def plan(
     `cluster` is a preset, a file, or a mapping as under `cluster:` of a configuration. `settings` are the keys of a
     configuration, which lie over those of the YAML file `config`: `gpus=4`, `batch_size=16`, `strategy="pipedream"`,
     `optimizer={"name": "adamw", "lr": 1e-3}`. Raises a child of `AutopipeError`.
+
+    `force` replaces files of the folder that were edited.
     """
     folder = Path(f"{model}.plan" if output is None else output)
-    check_target(folder)
+    check_target(folder, force=force)
     for name in ("strategy", "schedule"):
         if isinstance(settings.get(name), str):
             settings[name] = {"name": settings[name]}
@@ -53,7 +56,7 @@ def plan(
     configuration = effective([given] if config is None else [read_file(config), given])
     request = request_of(configuration, Path(model))
     planned = choose(request, None, answers()) if request.strategy is None else make_plan(request)
-    write_plan_folder(folder, planned, configuration)
+    write_plan_folder(folder, planned, configuration, force=force)
     return Plan(folder)
 
 

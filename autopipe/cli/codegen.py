@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, write_program
-from autopipe.cli.options import PATH, standard_options
+from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, check_program_folder, write_program
+from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan
 from autopipe.ir import VERSION
@@ -29,8 +29,9 @@ from autopipe.passes.pipeline import PlanResult
 @click.argument("plan", type=PATH)
 @click.option("-o", "--output", "folder", type=PATH, help="Where to write [PLAN/program].")
 @click.option("--ranks", metavar="R,R,...", help="Write these ranks alone, for looking at and for dry runs.")
+@FORCE
 @standard_options
-def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None) -> None:
+def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None, force: bool) -> None:
     """Write the program of every rank for the plan in folder PLAN.
 
     \b
@@ -43,10 +44,11 @@ def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None) 
         only = tuple(dict.fromkeys(map(int, ranks.split(",")))) if ranks is not None else ()
     except ValueError:
         raise click.BadParameter(f"{ranks!r} is no list of numbers like 0,17", param_hint="--ranks") from None
+    check_program_folder(target, force)
     with output.progress("generating", total=2) as bar:
         planned = open_plan(plan)
         bar.advance(note="plan read")
-        program = generate(planned, target, only)
+        program = generate(planned, target, only, force)
         bar.advance(note="programs written")
     some = f"{len(only)} of {program.world_size}" if only else f"{program.world_size}"
     output.report(
@@ -60,7 +62,7 @@ _ROW_TASKS = 24
 """Tasks of a rank's row that its docstring shows, from the start and from the end."""
 
 
-def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Program:
+def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = (), force: bool = False) -> Program:
     """Write the program of `planned` into `folder` and return it. Raises CodegenError or ConfigurationError. With
     `ranks` only theirs are written, for looking at and for dry runs: without the one-device programs, and without the
     proof that all ranks come to their ends."""
@@ -110,7 +112,7 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = ()) -> Pr
         training=problem.training,
         matrices=matrices(problem.graph) if problem.optimizer.name == "muon" else frozenset(),
     )
-    write_program(files, provenance, folder)
+    write_program(files, provenance, folder, force)
     return program
 
 

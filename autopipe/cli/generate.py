@@ -236,7 +236,7 @@ def run(folder: Path, request: Any, device: str, output: Output) -> dict[str, An
 
 
 def write_tokens(target: Path, found: Sequence[Sequence[int]]) -> None:
-    from autopipe.ir.files import replacing
+    from autopipe.ir.output_files import replacing
 
     with replacing(target) as file:
         if target.suffix == ".json":

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.files import replacing
+from autopipe.ir.output_files import replacing
 from autopipe.ir.placement import node_ranges
 
 _PIPED_WIDTH = 160

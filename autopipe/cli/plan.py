@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autopipe.cli.options import PATH, configuration_options, standard_options
+from autopipe.cli.options import FORCE, PATH, configuration_options, standard_options
 from autopipe.cli.output import Output
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.errors import ConfigurationError
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 @click.option(
     "--annotate", metavar="FILE", type=PATH, help="Also write MODEL with the plan as ONNX multi-device annotations."
 )
+@FORCE
 @click.option("--no-cache", is_flag=True, help="Search anew what an earlier run has found.")
 @click.option("--dump-after", metavar="PASS", multiple=True, help="Print what PASS gave (repeatable).")
 @configuration_options
@@ -40,6 +41,7 @@ def plan(
     folder: Path | None,
     base: Path | None,
     annotate: Path | None,
+    force: bool,
     no_cache: bool,
     dump_after: tuple[str, ...],
     configuration: Configuration,
@@ -56,8 +58,8 @@ def plan(
       autopipe plan gpt.onnx --gpus 4 --annotate gpt.annotated.onnx
       autopipe plan --from gpt.onnx.plan --schedule gpipe -o gpipe.plan
     """
-    from autopipe.cli.output import check_writable, count_text, devices_text
-    from autopipe.cli.plan_folder import check_target, write_plan_folder
+    from autopipe.cli.output import check_writable
+    from autopipe.cli.plan_folder import check_target, check_unmixed, write_plan_folder
     from autopipe.cli.progress import Watcher, names_of
     from autopipe.cli.request import request_of
     from autopipe.ir.plan import read_plan
@@ -65,13 +67,16 @@ def plan(
     from autopipe.passes.auto.plan_cache import answers
     from autopipe.passes.pipeline import make_plan
 
-    before = None if base is None else read_plan(base)
+    before = None
+    if base is not None:
+        check_unmixed(base)
+        before = read_plan(base)
     if model is None:
         if before is None:
             raise click.UsageError("Missing argument 'MODEL'.")
         model = Path(before.model)
     target = folder or base or Path(f"{model}.plan")
-    check_target(target)
+    check_target(target, base, force)
     if annotate is not None:
         check_writable(annotate)
     request = request_of(configuration, model)
@@ -91,7 +96,8 @@ def plan(
     from autopipe.ir.codec import encode
 
     untold = [] if annotate is None else annotate_model(planned, annotate)
-    write_plan_folder(target, planned, configuration)
+    copy = write_plan_folder(target, planned, configuration, base, force)
+    _tell_what_stayed(output, target, planned, copy)
     for warning in (*((text, "") for text in planned.model.warnings), *untold):
         output.warn(*warning)
     plan, schedule = planned.plan, planned.plan.schedule
@@ -105,13 +111,8 @@ def plan(
         "breakdown": plan.breakdown,
         "alternatives": [encode(each) for each in plan.alternatives],
     }
-    size = planned.problem.cluster.size
-    if idle := sorted(set(range(size)).difference(*(stage.devices for stage in planned.plan.placement.stages))):
-        told = f"{count_text(len(idle), 'device')} of {size} idle, without a stage: {devices_text(idle)}"
-        output.warn(told, "--gpus plans for fewer")
     here = local_cluster() if configuration.cluster.is_open else None
-    if here is not None and here.warning:
-        output.warn(here.warning, "--cluster names a preset or a file")
+    _warn_of_devices(output, planned, "" if here is None else here.warning)
     screen = list(plan_screen(planned, request, target, here.why if here else "", output))
     if base is not None and before is not None:
         data["from"], lines = plan_delta(base, before, plan)
@@ -119,6 +120,31 @@ def plan(
     if annotate is not None:
         screen.append(f"annotated model in {annotate}")
     output.report(data, *screen)
+
+
+def _tell_what_stayed(output: Output, folder: Path, planned: PlanResult, copy: Path | None) -> None:
+    """Name the copy of an edited configuration, and a program in the plan folder that is of an earlier plan."""
+    from autopipe.cli.plan_folder import stale_program
+
+    if copy is not None:
+        output.note(f"flags changed config.yaml, which was edited: the edited file is now {copy}")
+    stale = stale_program(folder, planned.digest)
+    if stale is not None:
+        output.warn(f"{stale} is the program of an earlier plan", f"autopipe codegen {folder}")
+
+
+def _warn_of_devices(output: Output, planned: PlanResult, about_this_machine: str) -> None:
+    """Name the devices without a stage, and say `about_this_machine` if the plan is for it."""
+    from autopipe.cli.output import count_text, devices_text
+
+    size = planned.problem.cluster.size
+    used = set[int]().union(*(stage.devices for stage in planned.plan.placement.stages))
+    idle = sorted(set(range(size)) - used)
+    if idle:
+        told = f"{count_text(len(idle), 'device')} of {size} idle, without a stage: {devices_text(idle)}"
+        output.warn(told, "--gpus plans for fewer")
+    if about_this_machine:
+        output.warn(about_this_machine, "--cluster names a preset or a file")
 
 
 _DECIDED = {

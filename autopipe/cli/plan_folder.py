@@ -1,8 +1,14 @@
-"""The plan folder: written whole or not at all, and opened again; its placement as YAML that a person can edit."""
+"""The plan folder: its four files are written and opened again; its placement is YAML that a person can edit.
+
+`plan.json` holds the digests of all four (`ir/output_files.py`). No other file of the folder is ever touched.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +20,18 @@ from autopipe.configs.configuration import Configuration, dump_configuration, lo
 from autopipe.configs.yaml_source import Dumper
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.files import replacing_folder
 from autopipe.ir.graph import Graph
+from autopipe.ir.output_files import (
+    Seal,
+    edited_files,
+    mixed_file,
+    read_seal,
+    replacing_files,
+    replacing_folder,
+    seal,
+)
 from autopipe.ir.placement import Placement
-from autopipe.ir.plan import PLAN_FILE, Plan, read_plan, write_plan
+from autopipe.ir.plan import PLAN_FILE, SCHEDULE_FILE, Plan, read_plan, write_plan
 from autopipe.ir.timeline import Timeline
 from autopipe.passes.pipeline import PlanResult, reopen
 from autopipe.passes.placement.given import Given, written
@@ -69,13 +83,15 @@ _Dumper.add_representer(_Pairs, lambda to, value: to.represent_mapping("tag:yaml
 
 CONFIGURATION_FILE = "config.yaml"
 PLACEMENT_FILE = "placement.yaml"
+_OWNED = (CONFIGURATION_FILE, PLACEMENT_FILE, SCHEDULE_FILE, PLAN_FILE)
+_SCRATCH = ".autopipe-plan-"
+"""Beginning of the name of the folder in a plan folder where new files lie before they take the old ones' places."""
 
 
 def open_plan(folder: Path) -> PlanResult:
     """The plan in `folder`, its problem made anew from the model's file and the effective configuration. Raises
     ConfigurationError for no plan, or one that is not the model's; ModelError for the model."""
-    check_plan_folder(folder)
-    plan = read_plan(folder)
+    plan = _read_whole(folder)
     configuration = load_configuration(folder / CONFIGURATION_FILE)
     model = Path(plan.model)
     if not model.is_file():
@@ -89,8 +105,7 @@ def open_plan(folder: Path) -> PlanResult:
 
 def open_prediction(folder: Path) -> tuple[Plan, Timeline]:
     """The plan in `folder` and the step that its predictions make. Raises as `open_plan`, but reads no model."""
-    check_plan_folder(folder)
-    plan = read_plan(folder)
+    plan = _read_whole(folder)
     return plan, simulate(plan.schedule, tuple(stage.devices for stage in plan.placement.stages), plan.prediction)
 
 
@@ -111,31 +126,144 @@ def check_editable(folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def check_target(folder: Path) -> None:
-    """Raise ConfigurationError where a plan cannot be written to `folder`: before the long work begins. A folder that
-    exists is replaced only if it holds a plan or nothing."""
+def _read_whole(folder: Path) -> Plan:
+    """Return the plan in `folder`. Raises ConfigurationError if it has none, or files of different plans."""
+    check_unmixed(folder)
+    plan = read_plan(folder)
+    own = read_seal(folder / PLAN_FILE)
+    if own is not None and not own.holds(folder / SCHEDULE_FILE):
+        raise _mixed(folder / SCHEDULE_FILE, "was edited, or is of another plan than")
+    return plan
+
+
+def check_unmixed(folder: Path) -> None:
+    """Raise ConfigurationError if `folder` holds no plan, or if the writing of a plan to it was interrupted."""
+    check_plan_folder(folder)
+    mixed = mixed_file(folder, PLAN_FILE, _leftover_heads(folder))
+    if mixed is not None:
+        raise _mixed(mixed, "is of a later plan, whose writing was interrupted, than")
+
+
+def _mixed(path: Path, what: str) -> ConfigurationError:
+    return ConfigurationError(f"{path} {what} {PLAN_FILE}", hint=f"plan again: autopipe plan MODEL -o {path.parent}")
+
+
+def _leftover_heads(folder: Path) -> list[Path]:
+    """Return the `plan.json` files of interrupted writings."""
+    return sorted(folder.glob(f"{_SCRATCH}*/{PLAN_FILE}"))
+
+
+def _seals(folder: Path) -> list[Seal]:
+    """Return the digests of the files that `plan` has written to `folder`."""
+    heads = (folder / PLAN_FILE, *_leftover_heads(folder))
+    return [found for found in map(read_seal, heads) if found is not None]
+
+
+def check_target(folder: Path, base: Path | None = None, force: bool = False) -> None:
+    """Raise ConfigurationError if a plan cannot be written to `folder`: this is asked before the long work begins.
+
+    Files that were edited are replaced only with `force`. If the plan is made from `base`, the same folder, the edited
+    configuration and placement are what is planned, and stay.
+    """
     parent, hint = folder.absolute().parent, "choose another one with -o"
-    is_plan = folder.is_dir() and ((folder / PLAN_FILE).is_file() or not any(folder.iterdir()))
-    if folder.is_symlink() or (folder.exists() and not is_plan):
+    is_target = folder.is_dir() and (force or _takes_a_plan(folder))
+    if folder.is_symlink() or (folder.exists() and not is_target):
         raise ConfigurationError(f"{folder} exists and is no plan folder", hint)
     if not parent.is_dir():
         raise ConfigurationError(f"{parent} is no folder", f"make it, or {hint}")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{parent} cannot be written to", hint)
+    place = folder if folder.is_dir() else parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{place} cannot be written to", hint)
+    if force:
+        return
+    kept = (CONFIGURATION_FILE, PLACEMENT_FILE) if _is_same(base, folder) else ()
+    edited = edited_files([folder / name for name in _OWNED if name not in kept], _seals(folder))
+    if edited:
+        what = (
+            "was edited" if read_seal(folder / PLAN_FILE) else "was edited, or an earlier version of autopipe wrote it"
+        )
+        ways = "plan --from plans what it says, -o names another folder, --force replaces it"
+        raise ConfigurationError(f"{edited[0]} {what}", hint=ways)
 
 
-def write_plan_folder(folder: Path, planned: PlanResult, configuration: Configuration) -> None:
-    """Write the plan, its effective configuration and its placement, to be edited, to `folder`: all or nothing."""
-    check_target(folder)
+def _takes_a_plan(folder: Path) -> bool:
+    """Return True if a folder holds a plan, nothing, or what an interrupted `plan` left."""
+    if (folder / PLAN_FILE).is_file():
+        return True
+    return all(name in _OWNED or name.startswith(_SCRATCH) for name in os.listdir(folder))
+
+
+def _is_same(one: Path | None, other: Path) -> bool:
+    return one is not None and one.exists() and other.exists() and one.samefile(other)
+
+
+def write_plan_folder(
+    folder: Path, planned: PlanResult, configuration: Configuration, base: Path | None = None, force: bool = False
+) -> Path | None:
+    """Write the plan, its effective configuration and its placement to `folder`.
+
+    `base` and `force` are as in `check_target`. An edited placement that was planned stays as it is, and so does an
+    edited configuration, unless flags changed it. Then it is kept under another name, which is returned.
+    """
+    check_target(folder, base, force)
     target = folder.absolute()
     texts = {
         CONFIGURATION_FILE: dump_configuration(effective(configuration, planned)),
         PLACEMENT_FILE: placement_text(planned.problem.graph, planned.plan.placement),
     }
+    copy = None
     try:
-        with replacing_folder(target) as made:
+        if not force and _is_same(base, folder):
+            edited = {path.name for path in edited_files([target / name for name in texts], _seals(target))}
+            if CONFIGURATION_FILE in edited and _loaded(target) != configuration:
+                copy = _copy_of_edited(target / CONFIGURATION_FILE)
+                edited.remove(CONFIGURATION_FILE)
+            texts = {name: text for name, text in texts.items() if name not in edited}
+        with _new_files(target) as made:
             for name, text in texts.items():
                 (made / name).write_text(text, encoding="utf-8")
             write_plan(made, planned.plan, planned.timeline, home=target)
+            seal(made, PLAN_FILE)
     except OSError as error:
-        raise ConfigurationError(f"cannot write the plan: {error.strerror}", where=str(folder)) from error
+        place = error.filename or folder
+        raise ConfigurationError(f"cannot write the plan: {error.strerror}", where=str(place)) from error
+    return copy
+
+
+@contextmanager
+def _new_files(target: Path) -> Iterator[Path]:
+    """Yield a folder for the new files of the plan folder `target`, which may exist."""
+    writer = replacing_files(target, PLAN_FILE, _SCRATCH) if target.exists() else replacing_folder(target, PLAN_FILE)
+    with writer as made:
+        yield made
+
+
+def _loaded(folder: Path) -> Configuration:
+    """Return the configuration that `plan --from` reads in `folder`."""
+    file, over = check_editable(folder)
+    return load_configuration(file, over=over)
+
+
+def _copy_of_edited(path: Path) -> Path:
+    """Copy an edited file next to itself, to `NAME.edited.yaml` or the next free number, and return the copy."""
+    number = 1
+    while True:
+        end = ".edited.yaml" if number == 1 else f".edited-{number}.yaml"
+        copy = path.with_name(path.stem + end)
+        try:
+            with copy.open("xb") as file:
+                file.write(path.read_bytes())
+        except FileExistsError:
+            number += 1
+            continue
+        return copy
+
+
+def stale_program(folder: Path, digest: str) -> Path | None:
+    """Return the program folder inside the plan folder `folder` if it is of another plan than that with `digest`."""
+    program = folder / "program"
+    try:
+        found = json.loads((program / "manifest.json").read_text(encoding="utf-8"))["plan"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return None if found == digest else program

@@ -1,5 +1,6 @@
-"""Files and folders that appear whole or not at all, and what stands in them: documents in JSON (plans, schedules,
-measured costs, manifests, checkpoints), and how large tensors lie. The header of a safetensors file
+"""Formats of files: documents in JSON (plans, schedules, measured costs, manifests, checkpoints), and safetensors.
+
+The header of a safetensors file
 (https://huggingface.co/docs/safetensors) is its length in eight bytes, then as JSON the type, the shape and the place
 of each tensor. The tensors follow, row by row and little-endian."""
 
@@ -7,10 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, Final, NoReturn
 
@@ -25,47 +23,10 @@ Progress = Callable[[int], None]
 """Told the number of bytes written after every piece."""
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that becomes `path` when the block ends well, and vanishes when it does not. Raises OSError where
-    it cannot be written."""
-    handle, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
-    try:
-        with open(handle, "wb") as file:
-            yield file
-        os.chmod(made, 0o644)
-        os.replace(made, path)
-    except BaseException:
-        os.unlink(made)
-        raise
-
-
 def aligned(file: IO[bytes]) -> int:
     """Fill the file up to where a tensor may lie, so that it can be mapped into memory. Returns that offset."""
     file.write(bytes(-file.tell() % _ALIGNMENT))
     return file.tell()
-
-
-@contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill that takes the place of `folder` when the block ends well, and vanishes when it does not.
-    Raises OSError where that cannot be done; what was at `folder` is then still there."""
-    folder = folder.absolute()
-    with tempfile.TemporaryDirectory(
-        prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
-    ) as scratch:
-        made, previous = Path(scratch, "made"), Path(scratch, "previous")
-        made.mkdir()
-        yield made
-        replaced = folder.exists()
-        if replaced:
-            folder.rename(previous)
-        try:
-            made.rename(folder)
-        except OSError:
-            if replaced:
-                previous.rename(folder)
-            raise
 
 
 class JsonRecord(Record):

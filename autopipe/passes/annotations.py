@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from autopipe.ir.errors import ConfigurationError, ModelError
-from autopipe.ir.files import replacing
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import Layout, MeshAxes, axes_of, degree_of, mesh_of, operand_layout, place_along, result_layout
+from autopipe.ir.output_files import replacing
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Constraint
 from autopipe.ir.space import Space

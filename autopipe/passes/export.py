@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopipe.ir.errors import ConfigurationError, ModelError
-from autopipe.ir.files import INLINE_LIMIT, Progress, aligned, replacing
+from autopipe.ir.files import INLINE_LIMIT, Progress, aligned
 from autopipe.ir.graph import DType, FileSlice, Value
 from autopipe.ir.layout import Box, whole
+from autopipe.ir.output_files import replacing
 from autopipe.passes.frontend.elements import NUMBERS, dtype_of, external_slice, stored_numbers
 from autopipe.passes.frontend.folding import MOVES, Folded
 from autopipe.passes.frontend.load import Source, load, located, opened

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopipe.ir.errors import ConfigurationError, ModelError
-from autopipe.ir.files import TAGS, Progress, replacing, safetensors_header
+from autopipe.ir.files import TAGS, Progress, safetensors_header
 from autopipe.ir.graph import DType, FileSlice, Parameter, Value
 from autopipe.ir.layout import Box
+from autopipe.ir.output_files import replacing
 from autopipe.passes.export import Numbers, stored_tensor
 from autopipe.passes.frontend.elements import dtype_of, external_slice, stored_numbers
 from autopipe.passes.frontend.load import Source, load, opened

@@ -188,10 +188,11 @@ def test_a_file_that_is_no_model_is_a_models_error(tmp_path, capsys):
 
 def test_a_plan_folder_is_replaced_and_no_other(gpt, capsys, tmp_path):
     assert run(capsys, gpt, "--gpus", 2, "-o", tmp_path / "p")[0] == 0
-    (tmp_path / "p/program").mkdir()
+    (tmp_path / "p/saved").mkdir()
+    (tmp_path / "p/saved/notes.txt").write_text("keep me")
     assert run(capsys, gpt, "--gpus", 1, "-o", tmp_path / "p")[0] == 0
     assert open_plan(tmp_path / "p").plan.summary.devices == 1
-    assert not (tmp_path / "p/program").exists()
+    assert (tmp_path / "p/saved/notes.txt").read_text() == "keep me"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("keep me")
     code, _, err = run(capsys, gpt, "-o", tmp_path / "mine")

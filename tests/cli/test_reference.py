@@ -29,7 +29,7 @@ def test_every_command_and_flag_of_a_configuration_is_explained() -> None:
     assert set(headings) == set(COMMANDS)
     plan = text.split("## autopipe plan [MODEL]")[1].split("\n## ")[0]
     rows = {row.split("`")[1]: row for row in plan.splitlines() if row.startswith("| `")}
-    own = {"-o", "--from", "--annotate", "--dump-after", "--no-cache"}
+    own = {"-o", "--from", "--annotate", "--dump-after", "--force", "--no-cache"}
     assert {*flags(), *OPTION_FLAGS, *own, "--config", "--set", "--dim", "--batch-axis"} == set(rows)
     assert all(len(row.rsplit(" | ", 1)[1]) > 10 for row in rows.values()), "a flag has no help"
     assert "autopipe plan gpt.onnx --gpus 4\n" in plan

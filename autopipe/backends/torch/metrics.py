@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.files import replacing
+from autopipe.ir.output_files import replacing
 
 Record = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"

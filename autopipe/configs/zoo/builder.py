@@ -23,8 +23,9 @@ import onnx
 import onnx_ir as ir
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.files import INLINE_LIMIT, Progress, aligned, replacing
+from autopipe.ir.files import INLINE_LIMIT, Progress, aligned
 from autopipe.ir.graph import Initializer
+from autopipe.ir.output_files import replacing
 
 IR_VERSION: Final = 10
 """The first version of the format that carries opset 20 and 21; every reader of those opsets knows it."""

@@ -21,7 +21,8 @@ from typing import Annotated, Any
 
 from autopipe.ir.codec import Coded, Count, Flat, Index, Record, decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InternalError, OutOfMemoryError
-from autopipe.ir.files import JsonRecord, read_record, record_text, replacing
+from autopipe.ir.files import JsonRecord, read_record, record_text
+from autopipe.ir.output_files import replacing
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Alternative
 from autopipe.ir.problem import Problem

@@ -6,10 +6,10 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from autopipe.backends.torch.emission.rank import emit_rank, rank_module, stage_
 from autopipe.backends.torch.emission.stage import emit_stage
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
-from autopipe.ir.files import replacing_folder
 from autopipe.ir.graph import Constant, DType
 from autopipe.ir.layout import MeshAxis
+from autopipe.ir.output_files import Seal, read_seal, replacing_folder, seal
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import FORMAT, Program, StageCode
 from autopipe.ir.rounding import Rounding
@@ -163,10 +163,12 @@ class ProgramFiles:
     """Stages that the plan predicts to be bound by the host."""
 
 
-def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, folder: Path) -> None:
+def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, folder: Path, force: bool = False) -> None:
     """Write the files of `programs` into `folder`, replacing an earlier program there, or leave everything as it was.
-    Raises CodegenError where the text would not be valid Python, ConfigurationError where the folder cannot be
-    written."""
+
+    Edited files of the earlier program are replaced only with `force`. Raises CodegenError where the text would not be
+    valid Python, ConfigurationError where the folder cannot be written.
+    """
     rendered = [(each, _files(each, provenance)) for each in programs]
 
     def write(target: Path) -> None:
@@ -179,8 +181,9 @@ def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, fold
             for index, constant in (pair for stage in each.program.stages for pair in stage.constants):
                 stored[f"c{index}"] = _stored(constant)
             write_arrays(inside / "constants.npz", stored)
+            seal(inside, MANIFEST)
 
-    replace_folder(folder, write)
+    replace_folder(folder, write, force)
 
 
 def _stored(constant: Constant) -> np.ndarray:
@@ -214,17 +217,18 @@ def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
     return found
 
 
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a new folder beside `folder` with `write`, then put it in its place by renaming. Raises ConfigurationError
-    where that cannot be done, or where `folder` holds something that is not a program; what was there is then still
-    there."""
+MANIFEST: Final = "manifest.json"
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = False) -> None:
+    """Fill a new folder beside `folder` with `write`, then put it in its place in one step. Raises ConfigurationError
+    as `check_program_folder`, or where the folder cannot be written; what was there is then still there."""
     folder, hint = folder.absolute(), "choose another with -o"
-    if folder.exists() and not _is_replaceable(folder):
-        raise ConfigurationError(f"{folder} holds something that is not part of a program", hint=hint)
+    check_program_folder(folder, force)
     missing = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with replacing_folder(folder) as made:
+        with replacing_folder(folder, MANIFEST) as made:
             write(made)
     except OSError as error:
         raise ConfigurationError(f"{folder} cannot be written: {error.strerror}", hint=hint) from error
@@ -235,19 +239,54 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
                     parent.rmdir()
 
 
-_OURS = re.compile(r"rank_\d+\.py|stage_\d+\.py|run\.py|manifest\.json|constants\.npz|__pycache__")
+_OURS = re.compile(r"rank_\d+\.py|stage_\d+\.py|run\.py|manifest\.json|constants\.npz")
 
 
-def _is_replaceable(folder: Path) -> bool:
-    """True if a folder is empty or holds a program and nothing else: a user's own files are never removed."""
-    if not folder.is_dir():
-        return False
-    entries = list(folder.iterdir())
+def check_program_folder(folder: Path, force: bool = False) -> None:
+    """Raise ConfigurationError if `folder` exists and holds a file that is not part of a program, or, without `force`,
+    a file of a program that was edited."""
+    if not folder.exists():
+        return
+    foreign = folder if not folder.is_dir() else next(_foreign(folder), None)
+    if foreign is not None:
+        message = f"{folder} holds something that is not part of a program: {foreign}"
+        raise ConfigurationError(message, hint="choose another with -o, or move it away")
+    edited = None if force else next(_edited(folder), None)
+    if edited is not None:
+        path, holder = edited
+        what = "was edited" if holder else "was edited, or an earlier version of autopipe wrote it"
+        raise ConfigurationError(f"{path} {what}", hint="choose another folder with -o; --force replaces it")
+
+
+def _foreign(folder: Path) -> Iterator[Path]:
+    """Yield what a program folder holds besides programs and the bytecode of their modules."""
+    entries = sorted(folder.iterdir())
+    if entries and not _is_program(folder):
+        yield entries[0]
+    for entry in entries:
+        if entry.is_symlink():
+            yield entry
+        elif entry.is_dir():
+            is_bytecode = entry.name == "__pycache__"
+            yield from (each for each in entry.iterdir() if each.suffix != ".pyc") if is_bytecode else _foreign(entry)
+        elif _OURS.fullmatch(entry.name) is None:
+            yield entry
+
+
+def _is_program(folder: Path) -> bool:
+    """Return True if a folder has the manifest of a program."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8")) if entries else {}
-        is_ours = not entries or manifest.get("format") == FORMAT
-    except (OSError, ValueError, AttributeError, RecursionError):
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return False
-    return is_ours and all(
-        _OURS.fullmatch(entry.name) or (entry.is_dir() and _is_replaceable(entry)) for entry in entries
-    )
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+
+
+def _edited(folder: Path) -> Iterator[tuple[Path, Seal | None]]:
+    """Yield the files of a program that are not as they were written, with the digests that say so."""
+    holder = read_seal(folder / MANIFEST)
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and (holder is None or not holder.holds(path)):
+            yield path, holder
+        elif path.is_dir() and path.name != "__pycache__":
+            yield from _edited(path)

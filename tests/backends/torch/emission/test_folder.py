@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import py_compile
 import stat
@@ -14,6 +15,7 @@ import pytest
 from autopipe.backends.torch.emission import program as folder_module
 from autopipe.backends.torch.emission.archive import write_arrays
 from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, replace_folder, write_program
+from autopipe.ir import output_files
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.lower.lower import lower
@@ -122,21 +124,82 @@ def test_a_disk_that_is_full_leaves_what_was_there(
     assert [path.name for path in tmp_path.iterdir()] == (["program"] if exists else [])
 
 
-def test_a_renaming_that_fails_puts_the_former_program_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_renaming_that_fails_leaves_the_former_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
     target = tmp_path / "program"
     write_program([files(layers=2)], PROVENANCE, target)
     before = listing(tmp_path)
-    rename = Path.rename
 
-    def failing(path: Path, other: Path) -> Path:
-        if path.name == "made":
-            raise OSError(5, "Input/output error")
-        return rename(path, other)
+    def failing(one: Path, other: Path) -> bool:
+        raise OSError(5, "Input/output error", str(other))
 
-    monkeypatch.setattr(Path, "rename", failing)
+    if not can_exchange:
+        monkeypatch.setattr(output_files, "exchange", lambda one, other: False)
+    monkeypatch.setattr(*((output_files, "exchange") if can_exchange else (os, "replace")), failing)
     with pytest.raises(ConfigurationError, match="cannot be written: Input/output error"):
         write_program([files()], PROVENANCE, target)
     assert listing(tmp_path) == before
+
+
+def test_a_system_that_cannot_exchange_folders_replaces_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "program"
+    write_program([files(layers=3), files("forward")], PROVENANCE, target)
+    write_program([files(), files("reference")], PROVENANCE, tmp_path / "fresh")
+    monkeypatch.setattr(output_files, "exchange", lambda one, other: False)
+    write_program([files(), files("reference")], PROVENANCE, target)
+    assert listing(target) == listing(tmp_path / "fresh")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "program"]
+
+
+@pytest.mark.parametrize("name", ["stage_00.py", "run.py", "manifest.json", "constants.npz", "reference/rank_000.py"])
+def test_edited_files_are_kept_and_named(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "program"
+    write_program([files(), files("reference")], PROVENANCE, target)
+    path = target / name
+    path.write_bytes(path.read_bytes() + b"\n")
+    before = listing(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"{name} was edited"):
+        write_program([files(layers=2)], PROVENANCE, target)
+    assert listing(tmp_path) == before
+    write_program([files(layers=2)], PROVENANCE, target, force=True)
+    write_program([files(layers=2)], PROVENANCE, tmp_path / "fresh")
+    assert listing(target) == listing(tmp_path / "fresh")
+
+
+def test_files_of_others_are_kept_by_force_too(tmp_path: Path) -> None:
+    target = tmp_path / "program"
+    write_program([files()], PROVENANCE, target)
+    (target / "__pycache__").mkdir()
+    (target / "__pycache__/notes.txt").write_text("mine")
+    before = listing(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"not part of a program: .*notes\.txt"):
+        write_program([files()], PROVENANCE, target, force=True)
+    assert listing(tmp_path) == before
+
+
+def test_a_program_without_digests_is_not_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "program"
+    write_program([files()], PROVENANCE, target)
+    manifest = json.loads((target / "manifest.json").read_text())
+    del manifest["sha256"]
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    before = listing(tmp_path)
+    with pytest.raises(ConfigurationError, match="edited, or an earlier version of autopipe wrote it"):
+        write_program([files()], PROVENANCE, target)
+    assert listing(tmp_path) == before
+
+
+def test_a_link_to_a_program_stays_a_link(tmp_path: Path) -> None:
+    write_program([files(layers=2)], PROVENANCE, tmp_path / "there/program")
+    (tmp_path / "program").symlink_to("there/program")
+    write_program([files()], PROVENANCE, tmp_path / "program")
+    write_program([files()], PROVENANCE, tmp_path / "fresh")
+    assert (tmp_path / "program").is_symlink()
+    assert listing(tmp_path / "there/program") == listing(tmp_path / "fresh")
 
 
 def test_an_interruption_while_writing_leaves_what_was_there(tmp_path: Path) -> None:

@@ -1,0 +1,310 @@
+"""Writing and removing files and folders without losing a file that autopipe did not write.
+
+A file or a folder appears whole or not at all. Where several files belong together, one of them, the head, holds the
+SHA-256 digests of all ("its seal") and is replaced last. A file that does not have its digest was edited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+_SEAL: Final = ',\n "sha256": '
+"""Text in front of the digests, the last member of a head's JSON object."""
+_AT_CURRENT_FOLDER: Final = -100
+"""`AT_FDCWD` of Linux: a relative path is relative to the working folder."""
+_EXCHANGE: Final = 2
+"""`RENAME_EXCHANGE` of Linux's renameat2."""
+_CANNOT_EXCHANGE: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
+"""Errors of a kernel or a file system that has no exchange."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of the block that names no file, such as a full disk's, the name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file to write that becomes `path` if the block ends well, and is removed otherwise.
+
+    A link is followed, and the permissions of a file that is replaced are kept. A device or a pipe is written to.
+    Raises OSError with the name of the file if it cannot be written.
+    """
+    path = followed(path)
+    with naming(path):
+        mode = _mode_of(path)
+        if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            with open(path, "wb") as device:
+                yield device
+            return
+        handle, made = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with open(handle, "wb") as file:
+                yield file
+            os.chmod(made, 0o644 if mode is None else stat.S_IMODE(mode))
+            os.replace(made, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):  # The interruption came after the renaming.
+                os.unlink(made)
+            raise
+
+
+def followed(path: Path) -> Path:
+    """Return the absolute path of the file that a link leads to, or of `path` itself."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
+
+
+def _mode_of(path: Path) -> int | None:
+    """Return the type and the permissions of what is at `path`, None if there is nothing."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+
+
+def put_in_place(made: Path, path: Path) -> None:
+    """Move the finished file `made` to `path` by the rules of `replacing`. Both lie in one file system, unless `path`
+    is a device or a pipe, to which the bytes are copied."""
+    path = followed(path)
+    mode = _mode_of(path)
+    with naming(path):
+        if mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            os.replace(made, path)
+            return
+        with open(made, "rb") as source, open(path, "wb") as device:
+            shutil.copyfileobj(source, device)
+        os.unlink(made)
+
+
+@contextmanager
+def replacing_folder(folder: Path, head: str) -> Iterator[Path]:
+    """Yield an empty folder to fill that takes the place of `folder` if the block ends well, and is removed otherwise.
+
+    At no moment is there neither the old folder nor the new one. Files whose name is `head` are replaced last where
+    the file system cannot exchange two folders, so that `mixed_file` recognises an interruption. Whoever calls this
+    function has made sure that the old folder holds no file of a user. Raises OSError if the folder cannot be written;
+    the old one is then still there.
+    """
+    folder = Path(os.path.realpath(folder))
+    with held_folder(f".{folder.name}.", folder.parent) as scratch:
+        made = scratch / "made"
+        made.mkdir()
+        yield made
+        if not folder.exists():
+            made.rename(folder)
+        elif not exchange(made, folder):
+            _move_files(made, folder, head)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two files or folders in one step. Return False if the system or the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    failed = renameat2(_AT_CURRENT_FOLDER, os.fsencode(one), _AT_CURRENT_FOLDER, os.fsencode(other), _EXCHANGE)
+    if not failed:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _move_files(made: Path, folder: Path, head: str) -> None:
+    """Move all files of `made` into `folder`, those called `head` last, and remove the other files of `folder`."""
+    names = [path.relative_to(made) for path in sorted(made.rglob("*")) if not path.is_dir()]
+    for parent in sorted({(folder / name).parent for name in names}):
+        parent.mkdir(exist_ok=True)
+    rename_all([(made / name, folder / name) for name in sorted(names, key=lambda each: each.name == head)])
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir():
+            with contextlib.suppress(OSError):  # It holds files of the new folder.
+                path.rmdir()
+        elif path.relative_to(folder) not in names:
+            path.unlink()
+
+
+def rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
+    """Rename files in order. An interruption by Ctrl-C waits for the last one, a second interruption does not."""
+    interruption: KeyboardInterrupt | None = None
+    for source, target in moves:
+        try:
+            os.replace(source, target)
+        except KeyboardInterrupt as error:
+            if interruption is not None:
+                raise
+            interruption = error
+            if source.exists():
+                os.replace(source, target)
+    if interruption is not None:
+        raise interruption
+
+
+@contextmanager
+def replacing_files(folder: Path, head: str, prefix: str) -> Iterator[Path]:
+    """Yield an empty folder; the files that are written there take the places of those of their names in `folder` if
+    the block ends well, `head` last. No other file of `folder` is touched.
+
+    The new files lie in a folder `prefix`… inside `folder` meanwhile. It stays there if the process is killed while
+    files are renamed, so that `mixed_file` recognises the mixture of old and new files.
+    """
+    remove_dead_folders(folder, prefix)
+    scratch, lock = _make_held(prefix, folder)
+    has_started = False
+    try:
+        yield scratch
+        names = sorted(set(os.listdir(scratch)) - {_MARKER}, key=lambda name: (name == head, name))
+        has_started = True
+        rename_all([(scratch / name, followed(folder / name)) for name in names])
+    finally:
+        if not has_started or not (scratch / head).exists():
+            shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
+
+
+_MARKER: Final = ".autopipe-scratch"
+"""File that marks a folder which autopipe made for itself. A folder without it is never removed."""
+
+
+@contextmanager
+def held_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder in `parent` (default: the folder for temporary files) that is removed when the block ends,
+    unless `keep_folder` was called.
+
+    The process holds a lock on the folder as long as it lives, so that `remove_dead_folders` recognises a folder whose
+    process was killed.
+    """
+    path, lock = _make_held(prefix, parent)
+    try:
+        yield path
+    finally:
+        if (path / _MARKER).exists():
+            shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def keep_folder(folder: Path) -> None:
+    """Let a folder of `held_folder` stay for the user when its block ends."""
+    (folder / _MARKER).unlink()
+
+
+def _make_held(prefix: str, parent: Path | None) -> tuple[Path, int]:
+    """Return a new folder and the descriptor that holds the lock on it."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # A file system without locks: no process removes the folder either.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Only now may another process take the folder for a dead process's.
+        (path / _MARKER).touch()
+        return path, lock
+
+
+def remove_dead_folders(parent: Path, *prefixes: str) -> None:
+    """Remove the folders in `parent` that processes made with these prefixes and that died before they removed them."""
+    try:
+        names = [name for name in os.listdir(parent) if name.startswith(prefixes)]
+    except OSError:
+        return
+    for name in names:
+        path = parent / name
+        if path.is_symlink() or not (path / _MARKER).is_file():
+            continue
+        with contextlib.suppress(OSError):  # Another process holds it, or may alone remove it.
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(lock)
+
+
+def digest_of(content: bytes) -> str:
+    """Return the SHA-256 digest of a file's content."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def seal(folder: Path, head: str) -> None:
+    """Add the digests of all files in `folder`, not of those in folders below, to the JSON object in `head`."""
+    path = folder / head
+    body = path.read_text(encoding="utf-8").rstrip().removesuffix("}").rstrip()
+    names = [name for name in sorted(os.listdir(folder)) if name not in (head, _MARKER) and (folder / name).is_file()]
+    digests = {name: digest_of((folder / name).read_bytes()) for name in names}
+    digests[head] = digest_of(body.encode())
+    path.write_text(body + _SEAL + Seal(head, digests).text, encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The digests that the head of a folder holds, by file name."""
+
+    head: str
+    digests: Mapping[str, str]
+
+    def holds(self, path: Path) -> bool:
+        """Return True if the file at `path` is as it was written."""
+        expected = self.digests.get(path.name)
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return False
+        if path.name == self.head:
+            body, _, end = content.rpartition(_SEAL.encode())
+            return expected == digest_of(body) and end == self.text.encode()
+        return expected == digest_of(content)
+
+    @property
+    def text(self) -> str:
+        """The end of the head, from the digests on."""
+        return f"{json.dumps(self.digests)}}}\n"
+
+
+def read_seal(path: Path) -> Seal | None:
+    """Return the digests in the head at `path`, None if an earlier version of autopipe wrote it or it was edited."""
+    try:
+        text = path.read_text(encoding="utf-8").rpartition(_SEAL)[2]
+        digests = json.loads(text.rstrip().removesuffix("}"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(digests, dict) or path.name not in digests:
+        return None
+    return Seal(path.name, digests)
+
+
+def edited_files(paths: Iterable[Path], seals: Sequence[Seal]) -> list[Path]:
+    """Return the files that are there and that are not as one of the seals says."""
+    return [path for path in paths if path.exists() and not any(each.holds(path) for each in seals)]
+
+
+def mixed_file(folder: Path, head: str, leftovers: Iterable[Path]) -> Path | None:
+    """Return a file of `folder` that belongs to a later writing than its head, which was interrupted; None if there is
+    none. `leftovers` are the heads that interrupted processes left."""
+    own = read_seal(folder / head)
+    if own is None:
+        return None
+    for later in filter(None, map(read_seal, leftovers)):
+        for name in sorted(later.digests):
+            path = folder / name
+            if name != head and path.exists() and later.holds(path) and not own.holds(path):
+                return path
+    return None
