@@ -1,4 +1,4 @@
-"""`autopipe config`: what a configuration comes to, whether a file is right, which clusters there are."""
+"""`autopipe config`: show and check configurations; list cluster presets and solvers of integer programs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from autopipe.configs.configuration import Configuration, dump_configuration, lo
 from autopipe.configs.yaml_source import BYTES
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import encode
+from autopipe.passes.solvers.pulp_client import AUTO, installed_solvers
+from autopipe.passes.solvers.pulp_worker import SOLVERS
 
 
 @click.group()
 def config() -> None:
-    """Show the effective configuration, check a file, list the cluster presets.
+    """Show the effective configuration, check a file, list the cluster presets and the solvers.
 
     \b
     Example:
@@ -87,6 +89,36 @@ def clusters(output: Output) -> None:
             table.add_row(label, kind, memory, fp32, f"{device.bandwidth_bytes_per_s / 1e9:g}", links)
             label, first = "", first + size
     output.result({"clusters": entries}, table)
+
+
+@config.command()
+@standard_options
+def solvers(output: Output) -> None:
+    """List the solvers of integer programs, and which of them are installed. Configuration key `solver` names one.
+
+    \b
+    Example:
+      autopipe config solvers
+      autopipe plan model.onnx --strategy tepdist --set solver=cbc
+    """
+    installed = installed_solvers()
+    entries: list[dict[str, object]] = [
+        {"solver": AUTO, "installed": True, "runs": "HiGHS inside scipy", "pulp_interfaces": []}
+    ]
+    for name, interface in installed.items():
+        entries.append(
+            {
+                "solver": name,
+                "installed": interface is not None,
+                "runs": interface and f"PuLP {interface}",
+                "pulp_interfaces": list(SOLVERS[name]),
+            }
+        )
+    table = plain_table("solver", "installed", "runs")
+    for entry in entries:
+        runs = entry["runs"] or f"needs PuLP {' or '.join(SOLVERS[str(entry['solver'])])}"
+        table.add_row(str(entry["solver"]), "yes" if entry["installed"] else "no", str(runs))
+    output.result({"solvers": entries}, table)
 
 
 def _checked(configuration: Configuration) -> Cluster:

@@ -95,9 +95,11 @@ def request_of(configuration: Configuration, model: Path) -> Request:
     """The request for a plan of `model`. Raises ConfigurationError or InfeasibleError for what cannot be asked for."""
     from autopipe.passes.cost.measured import measured_cluster
     from autopipe.passes.pipeline import Request
+    from autopipe.passes.solvers.pulp_client import check_installed
 
     if configuration.costs == "pase-paper":
         raise ConfigurationError(f"plans are not made with {configuration.costs!r} costs", where="costs")
+    check_installed(configuration.solver)
     costs = None if configuration.costs == "roofline" else read_costs(Path(configuration.costs))
     cluster = resolve_cluster(configuration)
     loss = configuration.loss
@@ -129,6 +131,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         memory_limit=configuration.memory_limit,
         constraints=tuple(constraint.for_problem() for constraint in configuration.constraints),
         time_limit=configuration.time_limit,
+        solver=configuration.solver,
         seed=configuration.seed,
         evaluation=configuration.eval,
         costs=costs,

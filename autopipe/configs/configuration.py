@@ -265,6 +265,11 @@ class Configuration:
         default=None, metadata={"flag": "--time-limit SECONDS"}
     )
     """Time that each search may take."""
+    solver: Annotated[
+        Literal["auto", "highs", "cbc", "scip", "gurobi", "cplex", "xpress", "mosek", "copt", "cuopt"], Sparse()
+    ] = "auto"
+    """The solver of integer programs, which strategy `tepdist` uses: `auto` is HiGHS inside scipy, any other name is
+    run through PuLP if it is installed (`autopipe config solvers` lists the solvers of this machine)."""
     seed: Index = 0
     """Seed of searches, and of random weights, data and masks."""
 

@@ -191,6 +191,8 @@ class Problem:
     memory_limit: int | None = None
     constraints: tuple[Constraint, ...] = ()
     time_limit: float | None = None
+    solver: str = "auto"
+    """The solver of integer programs: `auto`, or the name of a solver that PuLP runs."""
     seed: int = 0
     micro_batch_sizes: tuple[int, ...] = ()
     """Sizes that a strategy may choose its stages' micro-batches from: divisors of the graph's samples, ascending. ()

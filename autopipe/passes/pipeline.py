@@ -84,6 +84,7 @@ class Request:
     memory_limit: int | None = None
     constraints: tuple[Constraint, ...] = ()
     time_limit: float | None = None
+    solver: str = "auto"
     seed: int = 0
     costs: Costs | None = None
     """Measured costs of the cluster's devices; the data sheet alone counts where None."""
@@ -249,7 +250,7 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
         model = read(request, runner, size, model.source)
     updates = request.optimizer, request.lr_scheduler, request.training
     settled = *updates, request.precision, request.recompute, request.memory_limit, request.constraints
-    key = batching, *settled, request.compiled, request.time_limit, request.seed
+    key = batching, *settled, request.compiled, request.time_limit, request.solver, request.seed
     if key not in runner.problems:
         if size not in runner.work:
             runner.work[size] = runner.run("cost", lambda: _work(request, model))
@@ -292,6 +293,7 @@ def _problem(request: Request, model: Model, batching: Batching, work: tuple[Wor
         memory_limit=request.memory_limit,
         constraints=(*request.constraints, *annotated_constraints(model, request.cluster.size)),
         time_limit=request.time_limit,
+        solver=request.solver,
         seed=request.seed,
         micro_batch_sizes=batching.sizes,
         costs=request.costs,

@@ -21,6 +21,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.partition.downsets import closed
 from autopipe.passes.partition.flow import DivisionSpace, Flow, Members, Places, division_space, downsets, flow_of
 from autopipe.passes.solvers.milp import Builder, Model, solve
+from autopipe.passes.solvers.pulp_client import AUTO
 
 Term = tuple[int, float]
 """A variable and what it is multiplied by; variable -1 is the number 1."""
@@ -262,6 +263,8 @@ class DivisionProblem:
     unbalance: float
     end: float
     """When integer programs end, by `time.monotonic`."""
+    solver: str = AUTO
+    """The solver of integer programs, a name of `pulp_client.SOLVER_NAMES`."""
 
     @property
     def flow(self) -> Flow:
@@ -324,7 +327,7 @@ class DivisionProblem:
     ) -> tuple[Places | None, float]:
         """Solve an integer program in a share of the time; returns the division, and the bound proven for its space."""
         program = crossing_program(coarse, limit)
-        answer = solve(program.model(), share * (self.end - time.monotonic()), nodes=_NODES)
+        answer = solve(program.model(), share * (self.end - time.monotonic()), nodes=_NODES, solver=self.solver)
         return program.stage(answer.values)[group] if answer.found else None, max(answer.bound, 0.0)
 
     def _better(self, one: Places, other: Places | None, limit: float) -> Places:
@@ -368,7 +371,7 @@ class DivisionProblem:
         largest = int(program.builder.add_variables(1, cost=1.0, lower=1.0, upper=most, integral=False)[0])
         for stage in range(coarse.stages):
             program.at_least([(largest, 1.0), *program.loads(stage, mean)], 0.0)
-        answer = solve(program.model(), (self.end - time.monotonic()) / 2, nodes=_NODES)
+        answer = solve(program.model(), (self.end - time.monotonic()) / 2, nodes=_NODES, solver=self.solver)
         return program.stage(answer.values) if answer.found else None, answer.proven
 
     def _evenest(self, limit: float, line: Places, coarse: DivisionSpace, group: Places) -> Places:
@@ -413,7 +416,7 @@ def divide(
     order = np.lexsort((np.arange(flow.operators), space.last, space.first))
     flow, nodes = flow.reordered(order), nodes[order]
     space = DivisionSpace(flow, stages, space.first[order], space.last[order])
-    found = DivisionProblem(space, unbalance, time.monotonic() + time_limit).run()
+    found = DivisionProblem(space, unbalance, time.monotonic() + time_limit, problem.solver).run()
     stage_of = dict(zip(nodes.tolist(), found.stage.tolist(), strict=True))
     # Nodes that every reader computes for itself are where they are asked for, or where they are read first.
     graph, consumers = problem.graph, problem.graph.consumers()

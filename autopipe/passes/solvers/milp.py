@@ -1,6 +1,6 @@
-"""Integer linear programs, solved by HiGHS through scipy.
+"""Integer linear programs, solved by HiGHS inside scipy or, through PuLP, by the solver that the user names.
 
-The solver is not taken at its word: every answer's constraints are checked again, with the program's own numbers.
+No solver is trusted: the values of every answer are checked against the program's own rows and bounds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopipe.ir.errors import AutopipeError
+from autopipe.passes.solvers.pulp_client import AUTO, solve_with_pulp
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -23,6 +24,8 @@ _INTEGRAL = 1e-5
 """How far from a whole number a solver may leave a variable that is one."""
 _FEASIBLE = 1e-6
 """How far a row may be missed, of the largest term in it (or of 1)."""
+_WRITTEN = 1e-6
+"""Maximum distance from an integer at which a value read from a solver's text file is rounded to that integer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,17 +215,64 @@ def by_highs(model: Model, seconds: float, gap: float, nodes: int | None, presol
     return answer if found.x is None else replace(answer, status=Status.FEASIBLE, values=found.x)
 
 
+def by_pulp(
+    model: Model, solver: str, seconds: float, gap: float, nodes: int | None, presolve: bool
+) -> MilpResult | None:
+    """Return the unchecked answer of `solver` through PuLP, or None if the solver reports neither values nor a proof.
+
+    PuLP returns no bound. If the solver states that its values are optimal within `gap`, the bound is their objective
+    less that gap. Executables write values with few digits, so values next to an integer are rounded to it first; the
+    check of `solve` rejects values for which that is wrong. Raises ConfigurationError if the solver is not installed or
+    fails, AutopipeError if the objective has no minimum.
+    """
+    program = {
+        "cost": model.cost,
+        "lower": model.lower,
+        "upper": model.upper,
+        "integral": model.integral,
+        "indptr": model.matrix.indptr,
+        "indices": model.matrix.indices,
+        "data": model.matrix.data,
+        "row_lower": model.row_lower,
+        "row_upper": model.row_upper,
+    }
+    answer = solve_with_pulp(program, solver, seconds, gap, nodes, presolve)
+    if answer.values is not None:
+        integers = np.rint(answer.values)
+        values = np.where(np.abs(answer.values - integers) <= _WRITTEN, integers, answer.values)
+        objective = model.objective(values)
+        bound = objective - gap * abs(objective) if answer.is_optimal else -np.inf
+        return MilpResult(Status.FEASIBLE, values, bound=bound)
+    falls = ((model.cost < 0) & np.isposinf(model.upper)) | ((model.cost > 0) & np.isneginf(model.lower))
+    if answer.status == "Infeasible" and falls.any():
+        # Some interfaces report an objective without a minimum as infeasible. Without costs only the rows matter.
+        rows = replace(model, cost=np.zeros_like(model.cost))
+        without_costs = by_pulp(rows, solver, seconds, gap, nodes, presolve)
+        if without_costs is not None and without_costs.found:
+            answer = replace(answer, status="Unbounded")
+    if answer.status == "Infeasible":
+        return MilpResult(Status.INFEASIBLE)
+    if answer.status == "Unbounded":
+        raise AutopipeError("the objective of the integer program has no minimum: some variable lacks a bound")
+    return None
+
+
 def solve(
     model: Model,
     time_limit: float,
     gap: float = 0.0,
     start: NDArray[np.float64] | None = None,
     nodes: int | None = None,
+    solver: str = AUTO,
 ) -> MilpResult:
-    """The values that cost the least, or the best found within `time_limit` seconds and `nodes` nodes of the search. A
-    cost is least enough that is at most the share `gap` above its bound. An answer is never worse than the values
-    `start`, which are the answer where the solver finds none. One thread, and no chance: the same answer again unless
-    the clock ends a run. Raises AutopipeError for a `start` that breaks a constraint, and where costs have no least."""
+    """Return the values with the minimum cost, or the best found within `time_limit` seconds and `nodes` search nodes.
+
+    A cost counts as minimal if it exceeds its bound by at most the fraction `gap`. The result is never worse than the
+    values `start`, which are the result if the solver finds none. `solver` is `auto` (HiGHS inside scipy) or a name of
+    `pulp_client.SOLVER_NAMES`. Solvers run on one thread, so that equal programs have equal results unless the time
+    limit ends a run. Raises AutopipeError if `start` violates a constraint or the objective has no minimum,
+    ConfigurationError if the named solver is not installed or fails.
+    """
     best = MilpResult(Status.UNKNOWN)
     if start is not None:
         if broken := model.violation(start):
@@ -236,7 +286,11 @@ def solve(
     # Presolve alone cannot always say whether a program has no values or no least cost; and what it says may not hold.
     for presolve in (True, False):
         left = end - time.monotonic()
-        claim = by_highs(scaled, left, gap, nodes, presolve) if left > 0 else None
+        claim = None
+        if left > 0 and solver == AUTO:
+            claim = by_highs(scaled, left, gap, nodes, presolve)
+        elif left > 0:
+            claim = by_pulp(scaled, solver, left, gap, nodes, presolve)
         answer = _checked(model, replace(claim, bound=claim.bound / scale), gap) if claim else None
         if answer is None or (answer.status is Status.INFEASIBLE and best.found):
             continue

@@ -18,6 +18,7 @@ from autopipe.passes.solvers import milp
 from autopipe.passes.solvers.min_sum import Assignment, Edge, MinSum
 from autopipe.passes.solvers.min_sum.branch_and_bound import Subproblem
 from autopipe.passes.solvers.min_sum.model import Array, chosen, conditioned, everything, no_choice, priced, restricted
+from autopipe.passes.solvers.pulp_client import AUTO
 
 CLOSE = 1e-4  # Gap that is none, within a memory limit.
 NODES = 50  # Of the search within a memory limit, whose relaxation says little: programs are done or stuck by then.
@@ -26,20 +27,22 @@ SAME = 1e-9  # Gap that is rounding.
 ROUNDING = 1e-6  # Share of a memory limit by which a solver may miss it.
 
 
-def least_choice(model: MinSum, seconds: float, known: Sequence[int] = (), limit: float | None = None) -> Assignment:
+def least_choice(
+    model: MinSum, seconds: float, known: Sequence[int] = (), limit: float | None = None, solver: str = AUTO
+) -> Assignment:
     """The best choice of a merged model by one program, within `limit` bytes where that is given. `known` is one that
     fits. Of the time given the best that is found by then is the answer; within a limit the search ends at a gap of
     `CLOSE`, or at a limit of nodes. Raises InfeasibleError where there is none, or none was found in time and none is
     known."""
-    answer = _solved(model, seconds, known, limit)
+    answer = _solved(model, seconds, known, limit, solver)
     if limit is not None and answer.memory > limit:
         # The solver took the limit for kept, which it missed by its rounding.
-        stricter = _solved(model, seconds, known, limit * (1 - ROUNDING))
+        stricter = _solved(model, seconds, known, limit * (1 - ROUNDING), solver)
         answer = replace(stricter, bound=min(answer.bound, stricter.bound), proven=False)
     return answer
 
 
-def _solved(model: MinSum, seconds: float, known: Sequence[int], limit: float | None) -> Assignment:
+def _solved(model: MinSum, seconds: float, known: Sequence[int], limit: float | None, solver: str) -> Assignment:
     program, places, pairs = _program(conditioned(model), limit)
     start = None
     if known:
@@ -49,9 +52,9 @@ def _solved(model: MinSum, seconds: float, known: Sequence[int], limit: float | 
         for edge, columns in pairs:
             start[columns[known[edge.source], known[edge.target]]] = 1.0
     if limit is None:
-        found = milp.solve(program, seconds, 0.0, start, None)
+        found = milp.solve(program, seconds, 0.0, start, None, solver)
     else:
-        found = milp.solve(program, min(seconds, PATIENCE_S), CLOSE, start, NODES)
+        found = milp.solve(program, min(seconds, PATIENCE_S), CLOSE, start, NODES, solver)
     if not found.found:
         raise InfeasibleError(f"integer program of splits: {found.status.value}")
     choice = tuple(int(found.values[columns].argmax()) for columns in places)
@@ -211,31 +214,44 @@ MOST_PAIRS = 50_000  # Of configurations on edges: what an integer program may h
 MOST_PAIRS_WITHIN = 10_000  # The same within a memory limit, where programs take longest.
 
 
-def least_by_program(model: MinSum, seconds: float, most: float = MOST_PAIRS) -> Assignment:
-    """The best choice of a merged model, by a program of about `most` pairs of configurations at most. There is none
-    where the dual of the relaxation meets a choice. Raises InfeasibleError where every choice is forbidden."""
+def least_by_program(model: MinSum, seconds: float, most: float = MOST_PAIRS, solver: str = AUTO) -> Assignment:
+    """Return the choice of minimum cost of a merged model, by an integer program of about `most` pairs of
+    configurations, solved by `solver` (`milp.solve`).
+
+    No program is solved if the dual bound of the relaxation equals the cost of a known choice. Raises InfeasibleError
+    if every choice is forbidden.
+    """
     left = fix_by_reduced_cost(model)
     if left.is_met:
         return left.answer(model)
     left = promising(model, left, most)
     known = _places(left, left.choice)
-    found = least_choice(restricted(model, left.kept), seconds, known or ())
+    found = least_choice(restricted(model, left.kept), seconds, known or (), solver=solver)
     bound = max(left.bound, min(float(found.bound), left.left_out))
     proven = found.proven and found.cost <= left.left_out
     return replace(found, choice=chosen(left.kept, found.choice), bound=bound, proven=proven)
 
 
 def least_within(
-    model: MinSum, limit: float, rate: float, cutoff: float, known: Sequence[int], seconds: float
+    model: MinSum,
+    limit: float,
+    rate: float,
+    cutoff: float,
+    known: Sequence[int],
+    seconds: float,
+    solver: str = AUTO,
 ) -> Assignment:
-    """The best choice of a merged model that needs at most `limit` bytes and costs at most `cutoff`. What the program
-    may leave out shows at the price `rate` for a byte; it begins with `known` if that fits. Raises InfeasibleError
-    where there is no such choice, or none was found in time."""
+    """Return the choice of minimum cost of a merged model among those of at most `limit` bytes and cost `cutoff`.
+
+    Configurations are left out of the program by their reduced costs at `rate` per byte. The search starts from
+    `known` if that choice is within the limit. Raises InfeasibleError if there is no such choice, or if `solver` finds
+    none in time.
+    """
     at_price = priced(model, rate)
     left = fix_by_reduced_cost(at_price, 0, known, cutoff + rate * limit)
     left = promising(at_price, left, MOST_PAIRS_WITHIN)
     start = _places(left, known) if model.memory_of(known) <= limit else None
-    found = least_choice(restricted(model, left.kept), seconds, start or (), limit)
+    found = least_choice(restricted(model, left.kept), seconds, start or (), limit, solver)
     left_out = left.left_out - rate * limit
     proven, bound = found.proven and found.cost <= left_out, min(float(found.bound), left_out)
     return replace(found, choice=chosen(left.kept, found.choice), bound=bound, proven=proven)

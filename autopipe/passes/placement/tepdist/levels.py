@@ -50,6 +50,7 @@ from autopipe.passes.solvers.min_sum.model import (
     priced,
     restricted,
 )
+from autopipe.passes.solvers.pulp_client import AUTO
 
 ROUNDS = 8  # Prices that are tried at most.
 CLOSE = 1e-3  # Share of the cost that is not worth another price.
@@ -126,12 +127,16 @@ class PricedSearch(Incumbent):
 
 
 class Level(ABC):
-    """Answers tables. Of `time_limit` seconds, counted from now on, an answer within memory may take what is left; when
-    they are over, it is the best that is known."""
+    """A search for the best choice of `Tables`, within `time_limit` seconds from its construction.
+
+    Integer programs are solved by `solver` (a name of `pulp_client.SOLVER_NAMES`). When the time is over, the answer is
+    the best choice found.
+    """
 
     fill: Callable[..., Cones] = staticmethod(fill_cones)
 
-    def __init__(self, time_limit: float | None = None) -> None:
+    def __init__(self, time_limit: float | None = None, solver: str = AUTO) -> None:
+        self._solver = solver
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._enough = math.inf
 
@@ -207,9 +212,7 @@ class Level(ABC):
         return _PATIENCE_S if self._end is None else max(_LEAST_S, self._end - time.monotonic())
 
 
-def by_segments(
-    model: MinSum, rank: Array, seconds: float, end: float | None = None, close: float = SAME
-) -> Assignment:
+def by_segments(model: MinSum, rank: Array, seconds: float, end: float | None, close: float, solver: str) -> Assignment:
     """The best choice of a merged model whose edges lead to higher `rank`; at `end` of the clock, what is known.
     Strategies of the wide variables are given one combination after the other, those first that promise most by the
     dual bound of the whole model, until what is left promises no better: what may be less by a share of `close` at most
@@ -232,7 +235,7 @@ def by_segments(
         fixed = conditioned(restricted(model, kept))  # Its wide variables have no edges.
         pairs = segments.pairs(fixed, parts)
         apart = float(sum(fixed.costs[variable][0] for variable in parts.wide))
-        path = shortest(fixed, parts, pairs, seconds, best * (1 - close) - apart, end)
+        path = shortest(fixed, parts, pairs, seconds, best * (1 - close) - apart, end, solver)
         bounds.append(max(bound, apart + path.bound))
         if path.settled and apart + path.cost < best:
             best, choice = apart + path.cost, choice_of(path, parts, pairs, strategies)
@@ -270,7 +273,7 @@ class O2(Level):
         """The same with a price for bytes."""
         cones = fill_cones(model, rate)
         rank, close = ranks(model)[list(cones.roots)], CLOSE / 2 if rate else SAME
-        found = by_segments(priced(cones.model, rate), rank, self.seconds, self._end, close)
+        found = by_segments(priced(cones.model, rate), rank, self.seconds, self._end, close, self._solver)
         return replace(found, choice=cones.expanded(found.choice))
 
     def within(self, model: MinSum, found: PricedSearch) -> Assignment:
@@ -283,7 +286,7 @@ class O3(Level):
     def least(self, model: MinSum) -> Assignment:
         """The choice of least cost; proven, but for time and size."""
         cones = self.fill(model)
-        found = least_by_program(cones.model, self.seconds)
+        found = least_by_program(cones.model, self.seconds, solver=self._solver)
         return replace(found, choice=cones.expanded(found.choice))
 
     def at_price(self, model: MinSum, rate: float) -> Assignment:
@@ -298,7 +301,8 @@ class O3(Level):
         cones = self.fill(model, found.rate)
         known = [found.choice[root] for root in cones.roots]
         try:
-            answer = least_within(cones.model, found.limit, found.rate, float(found.cost), known, self.seconds)
+            cutoff = float(found.cost)
+            answer = least_within(cones.model, found.limit, found.rate, cutoff, known, self.seconds, self._solver)
         except InfeasibleError:
             return found.answer
         found.offer(cones.expanded(answer.choice))

@@ -309,7 +309,7 @@ class Pairs:
             self.costs = model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])
             self.bounds, self.settled = self.costs, np.ones(self.costs.shape, dtype=bool)
 
-    def approach(self, ends: Ends, seconds: float) -> None:
+    def approach(self, ends: Ends, seconds: float, solver: str) -> None:
         """Come closer to what the inside costs: by bounds for the head's strategy and all of the tail's, and then by
         the integer program for one strategy of each end."""
         if len(ends) == 2 and ends[0] not in self.headed:
@@ -322,7 +322,7 @@ class Pairs:
             return
         self.settled[ends] = True
         try:
-            found = least_by_program(self._given(ends), seconds, MOST_PAIRS)
+            found = least_by_program(self._given(ends), seconds, MOST_PAIRS, solver)
         except InfeasibleError:
             self.costs[ends] = self.bounds[ends] = np.inf
         else:
@@ -371,7 +371,13 @@ class Path:
 
 
 def shortest(
-    model: MinSum, cut: SegmentedModel, pairs: Sequence[Pairs], seconds: float, known: float, end: float | None
+    model: MinSum,
+    cut: SegmentedModel,
+    pairs: Sequence[Pairs],
+    seconds: float,
+    known: float,
+    end: float | None,
+    solver: str,
 ) -> Path:
     """The path that costs least, where that is less than `known`; what is found by `end` of the clock otherwise.
     Dynamic programming over segments by the strategies of the critical nodes that they share. Segments on the best path
@@ -385,7 +391,7 @@ def shortest(
             _, bound = _path_least(own, cut, [each.bounds for each in pairs])
             return Path(strategies, cost, bound, not left)
         for (_, at), each in left.items():
-            each.approach(at, seconds)
+            each.approach(at, seconds, solver)
 
 
 def is_over(end: float | None) -> bool:

@@ -416,7 +416,7 @@ class TePDist:
         if not found:
             raise InfeasibleError(f"no equal groups of these devices make {self.stages} stages")
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
-        outer = Outer(problem, LEVELS[self.level](problem.time_limit), self.unbalance, end)
+        outer = Outer(problem, LEVELS[self.level](problem.time_limit, problem.solver), self.unbalance, end)
         best = outer.run(found, required_sizes(problem, resolved))
         assert best.placement is not None
         inside = outer.in_micro_batches(best.micro_batches)

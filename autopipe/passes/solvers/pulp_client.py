@@ -1,0 +1,126 @@
+"""Integer programs solved through PuLP, by the solver that the user names, in a process of their own.
+
+The process (`solvers/pulp_worker.py`) keeps libraries that OR-tools cannot be loaded beside out of this one, and a
+solver that crashes or ignores its time limit ends with it. Nothing that the process returns is trusted: `milp.solve`
+checks the values against every row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.passes.solvers.pulp_worker import SOLVERS
+
+AUTO: Final = "auto"
+"""The solver that was fastest in our measurements: HiGHS inside scipy, in this process and without PuLP."""
+SOLVER_NAMES: Final = (AUTO, *SOLVERS)
+_MODULE: Final = "autopipe.passes.solvers.pulp_worker"
+_START_S: Final = 60.0
+"""Seconds that the process may need to start, to build the program and to write the answer, beside the time limit."""
+_ERROR_LENGTH: Final = 200
+"""Characters of a solver's own error that are reported."""
+
+
+@cache
+def installed_solvers() -> dict[str, str | None]:
+    """Return for each solver the PuLP interface that runs it here, None if the solver is not installed.
+
+    Raises AutopipeError if PuLP cannot be loaded.
+    """
+    found: dict[str, str | None] = json.loads(_run_worker("--list", _START_S))
+    return found
+
+
+def check_installed(solver: str) -> None:
+    """Raise ConfigurationError unless `solver` is `auto` or an installed solver that PuLP can run."""
+    if solver not in SOLVER_NAMES:
+        raise ConfigurationError(f"solver {solver!r} is unknown", hint=f"choose one of {', '.join(SOLVER_NAMES)}")
+    if solver != AUTO and installed_solvers()[solver] is None:
+        names = " or ".join(SOLVERS[solver])
+        hint = "install the solver, or choose one that `autopipe config solvers` lists as installed"
+        raise ConfigurationError(f"solver {solver!r} is not installed: PuLP finds no {names}", hint=hint)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PulpAnswer:
+    """The answer of a solver through PuLP, unchecked."""
+
+    status: str
+    """PuLP's name of the status: "Optimal", "Infeasible", "Unbounded", "Not Solved" or "Undefined"."""
+    is_optimal: bool
+    """True if the solver states that no values cost less, within the requested gap."""
+    values: NDArray[np.float64] | None
+    """One number per variable; None if the solver found no values."""
+
+
+def solve_with_pulp(
+    program: Mapping[str, NDArray[Any]], solver: str, seconds: float, gap: float, nodes: int | None, presolve: bool
+) -> PulpAnswer:
+    """Return the answer of `solver` to a program within `seconds` and, if the solver has such a limit, `nodes` nodes.
+
+    `program` has the arrays that `pulp_worker.build_problem` reads. Raises ConfigurationError if the solver is not
+    installed or fails, for example without a license.
+    """
+    check_installed(solver)
+    request = {"solver": solver, "seconds": seconds, "gap": gap, "nodes": nodes, "presolve": presolve}
+    with tempfile.TemporaryDirectory(prefix="autopipe-milp-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        np.savez(folder / "program.npz", **program)
+        try:
+            _run_worker(name, seconds + _START_S)
+        except subprocess.TimeoutExpired:  # The solver ignores its time limit.
+            return PulpAnswer("Not Solved", is_optimal=False, values=None)
+        answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+        if answer["status"] in ("failed", "missing"):
+            reason = " ".join(answer["error"].split())[:_ERROR_LENGTH] or "it is not installed"
+            hint = "check the solver's license and installation, or leave `solver` at auto"
+            raise ConfigurationError(f"solver {solver!r} failed: {reason}", hint=hint)
+        values = folder / "values.npy"
+        found = np.load(values, allow_pickle=False) if values.exists() else None
+    return PulpAnswer(answer["status"], answer["is_optimal"], found)
+
+
+def _run_worker(argument: str, seconds: float) -> str:
+    """Run the worker process to its end; return what it printed.
+
+    The process and the solver that it starts are one process group, which is killed if the time is over or if this
+    process is interrupted. Raises TimeoutExpired after `seconds`, and AutopipeError if the process fails.
+    """
+    packages = str(Path(__file__).parents[3])
+    path = os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH", ""))))
+    process = subprocess.Popen(
+        [sys.executable, "-m", _MODULE, argument],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,
+    )
+    try:
+        written, errors = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+        raise AutopipeError(f"the process of the integer program failed: {lines[-1][:_ERROR_LENGTH]}")
+    return written

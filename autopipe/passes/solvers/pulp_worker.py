@@ -1,0 +1,155 @@
+"""The process in which PuLP solves one integer program: `python -m autopipe.passes.solvers.pulp_worker FOLDER`.
+
+PuLP loads the library `highspy` if it is installed, and `highspy` and OR-tools cannot share a process. So this process
+imports neither OR-tools nor anything that does. FOLDER has the request, written by `solvers/pulp_client.py`:
+
+- `request.json`: `solver` (a name of `SOLVERS`), `seconds`, `gap`, `nodes` (or null) and `presolve`;
+- `program.npz`: the arrays of `solvers/milp.Model`, its matrix in compressed sparse rows.
+
+The process writes `answer.json` (`status`, `is_optimal`, and `error` if the solver failed) and, if the solver found
+values, `values.npy`, one number per variable. With `--list` instead of FOLDER it prints one JSON object that tells for
+each solver whether it is installed, with the name of the PuLP interface that runs it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+SOLVERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "highs": ("HiGHS", "HiGHS_CMD"),
+    "cbc": ("COIN_CMD", "PULP_CBC_CMD"),
+    "scip": ("SCIP_CMD", "SCIP_PY"),
+    "gurobi": ("GUROBI", "GUROBI_CMD"),
+    "cplex": ("CPLEX_PY", "CPLEX_CMD"),
+    "xpress": ("XPRESS_PY", "XPRESS_CMD"),
+    "mosek": ("MOSEK",),
+    "copt": ("COPT", "COPT_CMD"),
+    "cuopt": ("CUOPT",),
+}
+"""PuLP's interfaces of each solver; the first that is installed runs."""
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def installed_interface(name: str) -> str | None:
+    """Return the first PuLP interface of solver `name` that is installed, or None."""
+    import pulp
+
+    silent = {"msg": False, "_skip_v4_deprecation": True}
+    for interface in SOLVERS[name]:
+        try:
+            if pulp.getSolver(interface, **_accepted(interface, silent)).available():
+                return interface
+        except Exception:  # noqa: BLE001 - a license that is missing or a broken library: not available
+            continue
+    return None
+
+
+def _accepted(interface: str, options: Mapping[str, object]) -> dict[str, Any]:
+    """Return those of `options` that the constructor of a PuLP interface accepts by name."""
+    import pulp
+
+    constructor = next(each for each in pulp.apis._all_solvers if each.name == interface)
+    accepted: set[str] = set()
+    for base in constructor.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters
+            accepted |= parameters.keys()
+            if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+                break
+    return {name: value for name, value in options.items() if name in accepted}
+
+
+def build_problem(arrays: Arrays) -> tuple[Any, list[Any]]:
+    """Return (problem, variables): PuLP's form of the program, and its variables in the order of `cost`.
+
+    A row with two different finite bounds becomes two constraints.
+    """
+    import pulp
+
+    problem = pulp.LpProblem("autopipe", pulp.LpMinimize)
+    variables = [
+        pulp.LpVariable(
+            f"x{number}",
+            float(lower) if np.isfinite(lower) else None,
+            float(upper) if np.isfinite(upper) else None,
+            pulp.LpInteger if is_integral else pulp.LpContinuous,
+        )
+        for number, (lower, upper, is_integral) in enumerate(
+            zip(arrays["lower"], arrays["upper"], arrays["integral"], strict=True)
+        )
+    ]
+    problem += pulp.LpAffineExpression(zip(variables, arrays["cost"].tolist(), strict=True))
+    starts = arrays["indptr"].tolist()
+    columns = arrays["indices"].tolist()
+    values = arrays["data"].tolist()
+    for row, (lower, upper) in enumerate(zip(arrays["row_lower"], arrays["row_upper"], strict=True)):
+        entries = range(starts[row], starts[row + 1])
+        expression = pulp.LpAffineExpression([(variables[columns[place]], values[place]) for place in entries])
+        if lower == upper:
+            problem += expression == float(lower), f"r{row}"
+            continue
+        if np.isfinite(lower):
+            problem += expression >= float(lower), f"r{row}_lower"
+        if np.isfinite(upper):
+            problem += expression <= float(upper), f"r{row}_upper"
+    return problem, variables
+
+
+def solve(folder: Path) -> dict[str, Any]:
+    """Solve the request in `folder`; return the content of `answer.json`. Writes `values.npy` if values were found."""
+    import pulp
+
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    interface = installed_interface(request["solver"])
+    if interface is None:
+        return {"status": "missing", "is_optimal": False, "error": ""}
+    with np.load(folder / "program.npz", allow_pickle=False) as arrays:
+        problem, variables = build_problem(dict(arrays))
+    options = {
+        "msg": False,
+        "timeLimit": request["seconds"],
+        "gapRel": request["gap"],
+        "presolve": request["presolve"],
+        "maxNodes": request["nodes"],
+        "threads": 1,
+        "_skip_v4_deprecation": True,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        problem.solve(pulp.getSolver(interface, **_accepted(interface, given)))
+    except subprocess.CalledProcessError as error:
+        reason = f"its command ended with exit code {error.returncode}"
+        return {"status": "failed", "is_optimal": False, "error": reason}
+    except Exception as error:  # noqa: BLE001 - each interface raises classes of its own
+        return {"status": "failed", "is_optimal": False, "error": f"{type(error).__name__}: {error}"}
+    status = pulp.LpStatus[problem.status]
+    if problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        # A variable that no row and no cost names is not handed on by PuLP: its lower bound is as good as any value.
+        found = [each.lowBound or 0.0 if each.varValue is None else each.varValue for each in variables]
+        np.save(folder / "values.npy", np.array(found, dtype=np.float64), allow_pickle=False)
+    return {"status": status, "is_optimal": problem.sol_status == pulp.LpSolutionOptimal, "error": ""}
+
+
+def main(words: list[str]) -> int:
+    """Run the command line of this process; return its exit code."""
+    if words == ["--list"]:
+        sys.stdout.write(json.dumps({name: installed_interface(name) for name in SOLVERS}) + "\n")
+        return 0
+    folder = Path(words[0])
+    answer = solve(folder)
+    (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
