@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -69,11 +68,11 @@ class PulpAnswer:
 
 
 def solve_with_pulp(
-    program: Mapping[str, NDArray[Any]], solver: str, seconds: float, gap: float, nodes: int | None, presolve: bool
+    program: dict[str, Any], solver: str, seconds: float, gap: float, nodes: int | None, presolve: bool
 ) -> PulpAnswer:
     """Return the answer of `solver` to a program within `seconds` and, if the solver has such a limit, `nodes` nodes.
 
-    `program` has the arrays that `pulp_worker.build_problem` reads. Raises ConfigurationError if the solver is not
+    `program` has the NumPy arrays that `pulp_worker.build_problem` reads. Raises ConfigurationError if the solver is not
     installed or fails, for example without a license.
     """
     check_installed(solver)
