@@ -116,7 +116,11 @@ COMPILE = click.option("--compile", is_flag=True, help="Compile stages with torc
 @click.option("--outputs", type=PATH, metavar="FILE.npz|.npy", help="Outputs of inference, under their own names.")
 @click.option("--mode", type=click.Choice(["train", "infer"]), help="Refuse a program of another mode.")
 @COMPILE
-@click.option("--cuda-graphs", is_flag=True, help="Replay compiled stages as CUDA graphs from the second step on.")
+@click.option(
+    "--cuda-graphs/--no-cuda-graphs",
+    default=None,
+    help="Replay stages as CUDA graphs from the second step on [stages that the host bounds, on CUDA].",
+)
 @click.option("--blocking", is_flag=True, help="Overlap no message with a task, to see what that is worth.")
 @click.option("--dry-run", is_flag=True, help="Run one step of one rank without the others, and say what it does.")
 @click.option("--rank", type=click.IntRange(min=0), help="Which rank --dry-run runs [0].")
@@ -185,8 +189,6 @@ def launch(
     )
     if dry_run and (run.blocking or run.compile):
         raise click.UsageError(f"--dry-run times nothing: leave out --{'blocking' if run.blocking else 'compile'}")
-    if run.cuda_graphs and not run.compile:
-        raise click.UsageError("--cuda-graphs is for what is compiled: add --compile")
     if run.device == "meta" and not dry_run:
         raise click.UsageError("--device meta computes nothing: it goes with --dry-run")
     if dry_run:
@@ -268,7 +270,7 @@ class Launch:
     outputs: Path | None
     blocking: bool
     compile: bool
-    cuda_graphs: bool
+    cuda_graphs: bool | None
 
     def start(self, config: LaunchConfig, output: Output) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
         """Run the ranks, show and log their steps, and return the reports of all, and of validations. Raises as
@@ -454,6 +456,7 @@ class Launch:
         return flag_words(
             **own,
             no_shuffle=self.shuffle is False,
+            no_cuda_graphs=self.cuda_graphs is False,
             steps=steps,
             epochs=epochs,
             report=scratch / "report.jsonl",

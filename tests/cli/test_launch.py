@@ -33,7 +33,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--rank", "1"], "--rank goes with --dry-run"),
         (["--device", "meta"], "--device meta computes nothing: it goes with --dry-run"),
         (["--dry-run", "--blocking"], "--dry-run times nothing: leave out --blocking"),
-        (["--cuda-graphs"], "--cuda-graphs is for what is compiled: add --compile"),
         (["--dry-run", "--compile"], "--dry-run times nothing: leave out --compile"),
         (["--dry-run", "--rank", "4"], "there is no rank 4"),
         (["--nnodes", "two"], "neither a number nor MIN:MAX"),

@@ -4,7 +4,6 @@ runs eagerly between compiled parts."""
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +13,6 @@ from types import FunctionType
 import torch
 
 from autopipe.backends.torch.runtime.collectives import Group
-from autopipe.backends.torch.runtime.cuda_graphs import names_in, why_not_captured
 from autopipe.backends.torch.runtime.recompute import recompute
 from autopipe.backends.torch.runtime.stage import Stage
 from autopipe.backends.torch.runtime.transport import Transport
@@ -38,26 +36,12 @@ def compile_stages(stages: Mapping[int, Stage], transport: Transport) -> list[st
     numbers, since exchanges wait for a stage's group. Returns a line for each stage of any rank that is not compiled as
     one. Raises ConfigurationError where there is no compiler for the device."""
     _set_up_compiler()
-    said = _said_of_stages(stages, transport, _compile)
+    said = said_of_stages(stages, transport, _compile)
     transport.traffic.clear()
     return [f"--compile: stage {number} runs {reason}" for number, reason in said]
 
 
-def capture_stages(stages: Mapping[int, Stage], transport: Transport) -> list[str]:
-    """Capture CUDA graphs of this rank's stages, all ranks together, between two steps. Returns a line for each stage
-    of any rank that has none."""
-
-    def capture(stage: Stage) -> str:
-        names = names_in(inspect.getsource(stage.module))
-        if not (reason := why_not_captured(names, transport.device.type, stage.compiled)):
-            stage.capture()
-        return reason
-
-    said = _said_of_stages(stages, transport, capture)
-    return [f"--cuda-graphs: stage {number} has none: {reason}" for number, reason in said]
-
-
-def _said_of_stages(
+def said_of_stages(
     stages: Mapping[int, Stage], transport: Transport, act: Callable[[Stage], str]
 ) -> list[tuple[int, str]]:
     """Do something with each stage, on all ranks, and give what is said of the stages of any of them."""

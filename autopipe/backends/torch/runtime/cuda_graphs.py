@@ -1,47 +1,59 @@
-"""CUDA graphs of a stage's forward and backward: what may be captured, and slots of static buffers to replay them on.
+"""CUDA graphs of a stage: its forward and backward, captured once and replayed for every micro-batch.
 
-A graph reads and writes the same memory at every replay. So a stage has one graph a phase for each micro-batch that is
-in flight at once: what a slot's forward leaves is there until the slot's backward.
+A CUDA graph reads and writes the same memory at each replay. So a stage has a `Slot` of static tensors and graphs for
+each micro-batch in flight (forward has run, backward has not). Each slot has a memory pool of its own: its graphs are
+replayed in the order in which they were captured, and another slot's graphs, which run in between, cannot overwrite
+what the forward graph saved for the backward graph.
+
+Autograd runs in Python only during the capture. A captured backward adds to static gradient tensors
+(`StaticGradients`), which become `parameter.grad`. During the capture, the stage reads its parameters through aliases
+that are made on the capturing stream: autograd runs each node on the stream on which the node was made, and a node of
+the default stream would break the capture.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from autopipe.backends.torch.runtime.output_edges import OutputEdge, run_backward
 from autopipe.backends.torch.runtime.parameters import Arguments
+from autopipe.backends.torch.runtime.random_streams import ForwardState, StaticState
+from autopipe.backends.torch.runtime.running_statistics import NotedStatistic
+from autopipe.backends.torch.runtime.weight_gradients import Waiting, WeightGradQueue, compute_all
 
-Tensors = Mapping[str, torch.Tensor]
-Results = Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, ...]]
+Tensors = dict[str, torch.Tensor]
 
-_NEVER = {
-    "p.group": "its ranks exchange something inside of it",
-    "p.weight_grads": "its backward is split, and what the second half needs is kept in Python",
-    "p.running": "what its batches find is kept in Python",
-    "recompute": "segments of it run again, which autograd does in Python",
-}
-"""By name in a stage's text, the reason why no graph may hold it."""
+_NEVER = {"p.group": "its ranks exchange data inside of it"}
+"""By name in a stage's text, the reason why the stage is never captured."""
+_DEVICE = "cuda"
+_FREE_SHARE = 0.9
+"""Share of the device's free memory that the slots of a stage may take."""
 
 
-def why_not_captured(names: Collection[str], device: str, compiled: str | None) -> str:
-    """The reason why no graph may be captured of a stage, "" where one may: `names` are the dotted names in its text,
-    `device` is a type of device, `compiled` what was said of compiling it, None where it was not compiled. What is
-    compiled as one has static shapes, no control flow by data and no synchronisation with the host."""
-    if device != "cuda":
-        return f"graphs are of CUDA devices, and this is {device}"
+def has_cuda_graphs(device: torch.device) -> bool:
+    """True if stages on `device` can be captured."""
+    return device.type == _DEVICE
+
+
+def why_not_captured(names: Collection[str], device: torch.device) -> str:
+    """Return the reason why a stage cannot be captured, "" if it may be. `names` are the dotted names in the stage's
+    text (`names_in`)."""
+    if not has_cuda_graphs(device):
+        return f"CUDA graphs need a CUDA device, and this is {device.type}"
     for name, reason in _NEVER.items():
         if any(each == name or each.startswith(f"{name}.") for each in names):
             return reason
-    if compiled is None:
-        return "only what is compiled is known not to wait for the host"
-    return f"it is not compiled as one: {compiled}" if compiled else ""
+    return ""
 
 
 def names_in(source: str) -> frozenset[str]:
-    """Dotted names that a module's text mentions, such as `p.group.all_reduce`."""
+    """Return the dotted names that a module's text mentions, for example `p.group.all_reduce`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute | ast.Name):
@@ -49,57 +61,293 @@ def names_in(source: str) -> frozenset[str]:
     return frozenset(found)
 
 
+class NotCaptured(Exception):
+    """Raised with the reason why a stage stays eager."""
+
+
+class StaticGradients:
+    """The static gradient tensors of a rank's parameters, to which captured backwards add. Stages that share a
+    parameter share its tensor."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, torch.Tensor] = {}  # By the identity of the parameter, which the rank keeps alive.
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the static gradient of `parameter`; allocate it at the first call."""
+        if id(parameter) not in self._buffers:
+            self._buffers[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
+        return self._buffers[id(parameter)]
+
+    def place(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Make each parameter's static tensor its gradient, with the value that the gradient has: zero if none."""
+        fresh = []
+        for parameter in parameters:
+            buffer = self.of(parameter)
+            if parameter.grad is buffer:
+                continue
+            if parameter.grad is None:
+                fresh.append(buffer)
+            else:
+                buffer.copy_(parameter.grad)
+            parameter.grad = buffer
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+
+class _NarrowAlias(torch.autograd.Function):
+    """The 16-bit copy of a parameter, as a cast of the parameter's alias: gradients go on in the parameter's type."""
+
+    @staticmethod
+    def forward(context: Any, alias: torch.Tensor, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+        context.dtype = alias.dtype
+        return copy()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].to(context.dtype), None
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A stage as its capture needs it."""
+
+    p: Arguments
+    results: Callable[[Tensors], tuple[torch.Tensor, ...]]
+    """Run the stage's forward on its arguments."""
+    make_arguments: Callable[[], Tensors]
+    """Make arguments of zeros, which require gradients as those of every micro-batch do."""
+    parameters: Mapping[str, torch.Tensor]
+    """The parameters that the stage reads, by their name in `p`; in fp32 where `p` has a 16-bit copy."""
+    seeded: frozenset[int]
+    """Indices of the results to which gradients come; empty in inference."""
+
+
 class StageGraphs:
-    """The graphs of a stage, to be made where nothing is under way: `in_flight` slots in place of its `results`."""
+    """The captured graphs of a stage, with one slot for each micro-batch that may be in flight."""
 
-    def __init__(
-        self, p: Arguments, parameters: Sequence[torch.Tensor], sample: Tensors, in_flight: int, results: Results
-    ):
-        """`parameters` are what the stage reads of `p`; `sample` are arguments like those of every micro-batch."""
-        self._p, self._parameters, drawn = p, parameters, p.random.state
+    def __init__(self, stage: Captured, gradients: StaticGradients, slots: int, free_bytes: Callable[[], int]) -> None:
+        """Capture the stage. Nothing is under way on the device. Raises NotCaptured; then nothing has changed.
 
-        def run(state: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        `free_bytes` returns how much memory is free on the device.
+        """
+        self._stage = stage
+        self._gradients = gradients
+        self._stream = torch.cuda.Stream()
+        self._trained: list[torch.Tensor] = []
+        self._placed = False
+        self.free: list[Slot] = []
+        # The outer context restores the current stream if a capture ends with an error.
+        with torch.cuda.stream(self._stream):
+            try:
+                self._capture(slots, free_bytes)
+            except NotCaptured:
+                raise
+            except Exception as error:
+                self.free.clear()
+                raise NotCaptured(f"the capture failed: {_first_line(error)}") from error
+            finally:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+
+    def _capture(self, slots: int, free_bytes: Callable[[], int]) -> None:
+        with self._aliases() as aliases:
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            self._warm_up()
+            a_slot = torch.cuda.memory_reserved() - before
+            found = [name for name, alias in aliases.items() if alias.grad is not None]
+            self._trained = [self._stage.parameters[name] for name in found]
+            for name in aliases:
+                aliases[name].grad = None
+            torch.cuda.empty_cache()
+            # One more for what stays eager: validation, and micro-batches for which no slot is left.
+            needed = (slots + 1) * a_slot + sum(each.nbytes for each in self._trained)
+            if needed > _FREE_SHARE * (free := free_bytes()):
+                raise NotCaptured(f"its graphs need about {_gib(needed)}, and {_gib(free)} are free")
+            for name in found:
+                aliases[name].grad = self._gradients.of(self._stage.parameters[name])
+            self.free += [Slot(self._stage, self) for _ in range(slots)]
+
+    @contextmanager
+    def _aliases(self) -> Iterator[Tensors]:
+        """While the block runs, the stage reads aliases of its trained parameters. Yields the aliases by name."""
+        p = self._stage.p
+        read = {name: getattr(p, name) for name in self._stage.parameters}
+        queue, state = p.weight_grads, p.random.state
+        aliases = {
+            name: parameter.data.requires_grad_(True)
+            for name, parameter in self._stage.parameters.items()
+            if parameter.requires_grad and self._stage.seeded
+        }
+        for name, alias in aliases.items():
+            is_copy = read[name] is not self._stage.parameters[name]
+            setattr(p, name, _narrow_alias(alias, read[name]) if is_copy else alias)
+        try:
+            p.weight_grads = WeightGradQueue([getattr(p, name) for name in aliases])
+            p.training = True
+            yield aliases
+        finally:
+            for name, tensor in read.items():
+                setattr(p, name, tensor)
+            p.weight_grads = queue
             p.random.state = state
-            return results(dict(zip(sample, tensors, strict=False)))
 
-        self._free: list[Callable[..., Any]] = []
-        for _ in range(in_flight):
-            buffers = (
-                drawn.clone(),
-                *(each.detach().clone().requires_grad_(each.requires_grad) for each in sample.values()),
-            )
-            # Parameters are their own buffers: what a graph reads is what the optimizer has written.
-            slot = torch.cuda.make_graphed_callables(run, (*buffers, *parameters), allow_unused_input=True)
-            self._free.append(slot)
-        p.random.state = drawn
-        self._taken: dict[int, Callable[..., Any]] = {}
+    def _warm_up(self) -> None:
+        """Run the stage eagerly on the capturing stream: libraries allocate their workspaces, and an operator that
+        waits for the device raises an error."""
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            passed = _Pass(self._stage, self._stage.make_arguments())
+            passed.run_forward(self._stage.p.random.state)
+            passed.make_seeds()
+            passed.run_backward()
+            passed.run_weight_gradients()
+        except RuntimeError as error:
+            if "synchronizing CUDA operation" in str(error):
+                raise NotCaptured("one of its operators waits for the device") from error
+            raise
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.synchronize()
 
-    def run(self, micro_batch: int, arguments: Tensors) -> tuple[torch.Tensor, ...]:
-        """A micro-batch's results, which no replay changes. Its slot is taken until `release` where it trains."""
-        slot = self._free.pop()
-        tensors = _Copied.apply(*arguments.values(), *self._parameters)  # type: ignore[no-untyped-call]
-        outputs: tuple[torch.Tensor, ...] = slot(self._p.random.state, *tensors)
-        results = tuple(output.clone() for output in outputs)
-        if any(result.requires_grad for result in results):
-            self._taken[micro_batch] = slot
-        else:
-            self._free.append(slot)
-        return results
+    def take(self) -> Slot | None:
+        """Return a slot for a micro-batch, None if all are in use."""
+        return self.free.pop() if self.free else None
 
-    def release(self, micro_batch: int) -> None:
-        """A micro-batch's backward has run."""
-        if (slot := self._taken.pop(micro_batch, None)) is not None:
-            self._free.append(slot)
+    def place_gradients(self) -> None:
+        """Have the parameters' gradients in static tensors, as the step's captured backwards expect."""
+        if not self._placed:
+            self._gradients.place(self._trained)
+            self._placed = True
+
+    def end_step(self) -> None:
+        """A step has ended: gradients of parameters may be elsewhere."""
+        self._placed = False
 
 
-class _Copied(torch.autograd.Function):
-    """Tensors as they are, and copies of their gradients: autograd would keep a graph's own buffer as the first one."""
+@dataclass(slots=True)
+class _Pass:
+    """A forward of a stage and its backward, on tensors that a graph may hold."""
 
-    @staticmethod
-    def forward(context: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        context.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+    stage: Captured
+    arguments: Tensors
+    results: tuple[torch.Tensor, ...] = ()
+    edges: tuple[OutputEdge, ...] = ()
+    seeds: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Gradients of results, by the index of the result."""
+    statistics: list[NotedStatistic] = field(default_factory=list)
+    waiting: Waiting = field(default_factory=list)
 
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if gradient is None else gradient.clone() for gradient in gradients)
+    def run_forward(self, state: ForwardState | StaticState) -> None:
+        p = self.stage.p
+        p.random.state = state
+        p.running.begin(training=True)
+        results = self.stage.results(self.arguments)
+        self.statistics = p.running.take()
+        self.waiting = p.weight_grads.take()
+        self.edges = tuple(map(OutputEdge.of, results))
+        self.results = tuple(each.detach() for each in results)
+
+    def make_seeds(self) -> None:
+        """Make the gradients of results, of zeros."""
+        for index in sorted(self.stage.seeded):
+            if self.edges[index].edge is not None:
+                self.seeds[index] = torch.zeros_like(self.results[index])
+
+    def run_backward(self) -> None:
+        if self.seeds:
+            run_backward(self.edges, self.seeds)
+        self.waiting += self.stage.p.weight_grads.take()  # Segments that run again in the backward leave these.
+
+    def run_weight_gradients(self) -> None:
+        compute_all(self.waiting)
+
+
+class Slot:
+    """The static tensors of one micro-batch in flight, and the graphs that read and write them."""
+
+    def __init__(self, stage: Captured, graphs: StageGraphs) -> None:
+        """Capture the graphs, on the current stream."""
+        self._graphs = graphs
+        self._state = StaticState(stage.p.random.state, stage.p.device) if stage.p.random.draws else None
+        self._pass = _Pass(stage, stage.make_arguments())
+        self._pool = torch.cuda.graph_pool_handle()
+        self._has_backward = False
+        state = self._state or stage.p.random.state
+        self._forward = self._capture(lambda: self._pass.run_forward(state))
+        self._pass.make_seeds()
+        self._backward: torch.cuda.CUDAGraph | None = None
+        self._weight_gradients: torch.cuda.CUDAGraph | None = None
+        if self._pass.seeds:
+            self._backward = self._capture(self._pass.run_backward)
+            if self._pass.waiting:
+                self._weight_gradients = self._capture(self._pass.run_weight_gradients)
+
+    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        # Other threads may use the device: that of the data copies batches.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            run()
+        return graph
+
+    @property
+    def edges(self) -> tuple[OutputEdge, ...]:
+        """The places of the results in autograd's graph of the capture."""
+        return self._pass.edges
+
+    def forward(self, arguments: Tensors, state: ForwardState) -> tuple[torch.Tensor, ...]:
+        """Replay the forward for a micro-batch. Returns its results, which no later replay changes."""
+        with torch.no_grad():
+            if self._pass.arguments:
+                torch._foreach_copy_(list(self._pass.arguments.values()), list(arguments.values()))
+            if self._state is not None:
+                self._state.copy(state)
+            self._forward.replay()
+            self._pass.stage.p.running.give(self._pass.statistics)
+            return tuple(each.clone() for each in self._pass.results)
+
+    def backward(self, seeds: dict[int, torch.Tensor]) -> Tensors:
+        """Replay the backward from the gradients of results. Returns the gradients of the arguments; those of
+        parameters that wait are added by `weight_gradients`."""
+        asking = {name: each for name, each in self._pass.arguments.items() if each.requires_grad}
+        self._has_backward = bool(seeds) and self._backward is not None
+        if self._backward is None or not seeds:
+            return {name: torch.zeros_like(each, requires_grad=False) for name, each in asking.items()}
+        self._graphs.place_gradients()
+        with torch.no_grad():
+            for index, seed in self._pass.seeds.items():
+                if index in seeds:
+                    seed.copy_(seeds[index])
+                else:
+                    seed.zero_()
+            self._backward.replay()
+            return {
+                name: torch.zeros_like(each) if each.grad is None else each.grad.clone()
+                for name, each in asking.items()
+            }
+
+    def weight_gradients(self) -> None:
+        """Replay the second half of the backward, and leave the slot to another micro-batch."""
+        if self._weight_gradients is not None and self._has_backward:
+            self._weight_gradients.replay()
+        self.release()
+
+    def release(self) -> None:
+        """Leave the slot to another micro-batch."""
+        self._graphs.free.append(self)
+
+
+def _narrow_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _NarrowAlias.apply(alias, lambda: copy.data)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -63,7 +63,8 @@ class Options:
     """Folder of a request to generate tokens, in place of steps on data."""
     blocking: bool = False  # Wait for every message where it is sent or received, instead of where it is used.
     compile: bool = False  # Forwards of stages go through torch.compile.
-    cuda_graphs: bool = False  # What allows it is replayed as CUDA graphs, from the second step on.
+    cuda_graphs: bool | None = None
+    """Capture stages as CUDA graphs after the first step; None for the stages that the host bounds."""
     dry_run: bool = False
     """Run without the other ranks, one step, and report what it does; on device `meta`, without values."""
     start_timeout: float = DEFAULTS.start_s

@@ -63,6 +63,22 @@ class ForwardState:
         return self._numbers
 
 
+class StaticState:
+    """The origin of the random numbers of a CUDA graph's forward: one tensor, which is written before each replay."""
+
+    def __init__(self, state: ForwardState, device: torch.device) -> None:
+        """Begin with the origin in `state`."""
+        self._numbers = state.on(device).clone()
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the tensor, as `ForwardState.on` does."""
+        return self._numbers
+
+    def copy(self, state: ForwardState) -> None:
+        """Replace the origin by the origin in `state`."""
+        self._numbers.copy_(state.on(self._numbers.device))
+
+
 class Random:
     """Random numbers of a stage's operators, on the rank at `position` of its group. The state is made where something
     is drawn, and before a forward that `draws`: it may be compiled, and then finds it there."""
@@ -70,14 +86,14 @@ class Random:
     def __init__(self, device: torch.device, position: int = 0, draws: bool = False) -> None:
         self.device = device
         self.position = position
-        self._draws = draws
+        self.draws = draws
         self.begin(0, 0, 0, 0)
 
     def begin(self, seed: int, step: int, sample: int, shared: int) -> None:
         """From now on a forward runs whose samples count from `sample` in the step. `shared` is the same for all parts
         of the program's micro-batch: of what carries no samples they draw the same."""
-        self.state = ForwardState(seed, step, sample, shared)
-        if self._draws:
+        self.state: ForwardState | StaticState = ForwardState(seed, step, sample, shared)
+        if self.draws:
             self.state.on(self.device)
 
     def __call__(

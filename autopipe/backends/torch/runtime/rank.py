@@ -17,10 +17,12 @@ from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import check_unused
 from autopipe.backends.torch.runtime.batch_reader import BatchReader, PrefetchingReader, StepData
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
+from autopipe.backends.torch.runtime.capture import capture_stages
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.clock import StepProfiler
-from autopipe.backends.torch.runtime.compiled import capture_stages, compile_stages
+from autopipe.backends.torch.runtime.compiled import compile_stages
+from autopipe.backends.torch.runtime.cuda_graphs import has_cuda_graphs
 from autopipe.backends.torch.runtime.data import Source, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.evaluation import Evaluator, evaluation_of
@@ -320,11 +322,18 @@ class Rank(RankContext):
         self.profiler.end_step(self.steps_done)
         self.clear_step()
         self.steps_done += 1
-        if self.options.cuda_graphs and not self._captured:
-            self._captured, self.heartbeat.task = True, "compile"
-            for line in capture_stages(self.stages, self.transport):
-                self.reporter.say(line)
+        self._capture()
         return self.reader.end_step(self.steps_done - 1)  # A thread may copy from then on, which no capture allows.
+
+    def _capture(self) -> None:
+        """After the first step, capture CUDA graphs for the steps that are left."""
+        asked = self.options.cuda_graphs
+        by_default = has_cuda_graphs(self.device) and not self.options.dry_run and self.options.record is None
+        is_due = not self._captured and self.steps_done < self.options.steps
+        if is_due and (by_default if asked is None else asked):
+            self._captured = True
+            self.heartbeat.task = "capture"
+            self.reporter.say(capture_stages(self))
 
     def _compute(self, step: Callable[[], None]) -> None:
         """Run the forwards and backwards of all of the step's batches."""

@@ -19,15 +19,18 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.backends.torch.torch_interfaces import foreach_add_, foreach_mul, foreach_mul_
 
+NotedStatistic = tuple[Tensor, Tensor, float]
+"""A running statistic, the batch's own statistic, and the momentum."""
+
 
 @dataclass(slots=True)
 class RunningStatistics:
     """The running statistics of a stage, `p.running` of its forward."""
 
     training: bool = True
-    _found: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)
-    """Of the forward that runs: a running statistic, the batch's own, and the momentum."""
-    _by_micro_batch: dict[int, list[tuple[Tensor, Tensor, float]]] = field(default_factory=dict)
+    _found: list[NotedStatistic] = field(default_factory=list)
+    """Noted by the forward that runs."""
+    _by_micro_batch: dict[int, list[NotedStatistic]] = field(default_factory=dict)
 
     def begin(self, training: bool) -> None:
         """A forward begins. What one has left that ran again, in a backward, is forgotten."""
@@ -37,6 +40,21 @@ class RunningStatistics:
     def end(self, micro_batch: int) -> None:
         if self._found:
             self._by_micro_batch[micro_batch] = self._found.copy()
+
+    def take(self) -> list[NotedStatistic]:
+        """Return the statistics that a captured forward has noted. Each replay writes the batch's own statistics."""
+        found = self._found.copy()
+        self._found.clear()
+        return found
+
+    def give(self, captured: list[NotedStatistic]) -> None:
+        """Note copies of the statistics that a replay of a captured forward has written."""
+        if captured:
+            # A product with 1 copies all tensors with few kernels.
+            own = torch._foreach_mul([own for _, own, _ in captured], 1.0)
+            self._found = [
+                (running, copy, momentum) for (running, _, momentum), copy in zip(captured, own, strict=True)
+            ]
 
     def note(self, running: Tensor, own: Tensor, momentum: float) -> None:
         """The batch's own statistic of which `running` is the running one."""
@@ -60,7 +78,7 @@ class RunningStatistics:
         """Of each running statistic what is left of it at a step's end, and what is added by the micro-batches that ran
         here, of `micro_batches` in all; they are forgotten."""
         added: list[Tensor] = []
-        found: list[tuple[Tensor, Tensor, float]] = []
+        found: list[NotedStatistic] = []
         for micro_batch, found in sorted(self._by_micro_batch.items()):
             behind = micro_batches - 1 - micro_batch
             shares = [(1 - momentum) * momentum**behind for *_, momentum in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,16 +11,24 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopipe.backends.torch.runtime.batch_reader import BatchReader, BlockRequest
 from autopipe.backends.torch.runtime.clock import Clock
-from autopipe.backends.torch.runtime.cuda_graphs import StageGraphs
+from autopipe.backends.torch.runtime.cuda_graphs import (
+    Captured,
+    NotCaptured,
+    Slot,
+    StageGraphs,
+    StaticGradients,
+    names_in,
+    why_not_captured,
+)
 from autopipe.backends.torch.runtime.data import Slices
 from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.output_edges import OutputEdge, run_backward
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.precision import LossScaler, LowPrecisionCopies, autocast
 from autopipe.backends.torch.runtime.records import record_file, run_recorded
@@ -92,18 +101,19 @@ _Source = tuple[int | None, int | None]
 Block = tuple[torch.Tensor, Slices | None]  # A block of a tensor, and where in it; None for all of it.
 
 
-@dataclass(frozen=True, slots=True)
-class OutputEdge:
-    """A result's place in autograd's graph (None where no gradient flows through it), without the result's numbers."""
+@dataclass(slots=True)
+class EagerPass:
+    """State of an eager forward for its backward."""
 
-    edge: GradientEdge | None
-    form: Form
-    device: torch.device
+    asking: Tensors
+    """The arguments whose gradients are needed."""
+    edges: tuple[OutputEdge, ...]
+    waiting: Waiting
+    """Gradients of parameters that the first half of a split backward leaves."""
 
-    @staticmethod
-    def of(result: torch.Tensor) -> OutputEdge:
-        edge = get_gradient_edge(result) if result.requires_grad else None
-        return OutputEdge(edge, (result.dtype, result.shape), result.device)
+    def weight_gradients(self) -> None:
+        """Compute the gradients that wait."""
+        compute_all(self.waiting)
 
 
 def _part(tensor: torch.Tensor, box: Slices | None) -> torch.Tensor:
@@ -252,10 +262,9 @@ class Stage:
         self._arriving = defaultdict[tuple[int, bool], dict[int, PendingRecv]](dict)
         self._leaving = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
         self._local = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
-        # What a forward leaves for its backward: the arguments whose gradients are needed, the results' places in
-        # autograd's graph, and where backwards are split the gradients of parameters that the first half leaves.
-        self._kept: dict[int, tuple[Tensors, tuple[OutputEdge, ...], Waiting]] = {}
-        self._waiting: dict[int, Waiting] = {}
+        # By micro-batch what a forward leaves for its backward, and the first half of a split backward for the second.
+        self._kept: dict[int, EagerPass | Slot] = {}
+        self._waiting: dict[int, EagerPass | Slot] = {}
         self._backwards = 0
         """Micro-batches of this step whose gradients of parameters are being or have been computed."""
         self._unowned: list[torch.Tensor] | None = None
@@ -337,15 +346,15 @@ class Stage:
         self.p.training = rank.evaluated is None
         self.p.running.begin(rank.evaluated is None)
         start = rank.clock.mark()
-        graphs = self.graphs if rank.evaluated is None else None
-        results = self._results(arguments) if graphs is None else graphs.run(micro_batch, arguments)
+        slot = self.graphs.take() if self.graphs is not None and rank.evaluated is None else None
+        results = self._results(arguments) if slot is None else slot.forward(arguments, self.p.random.state)
         rank.clock.add(task, start)
         if rank.training:
             self.p.running.end(number)
-            asking = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
-            waiting = self.p.weight_grads.take()
-            self._kept[micro_batch] = asking, tuple(map(OutputEdge.of, results)), waiting
-            self._most_in_flight = max(self._most_in_flight, len(self._kept))
+            self._kept[micro_batch] = slot or self._eager_pass(arguments, results)
+            self._most_in_flight = max(self._most_in_flight, len(self._kept) + len(self._waiting))
+        elif slot is not None:
+            slot.release()
         for port in self._due(self.sends, micro_batch):
             self._pass_on(port, micro_batch, results[port.result].detach())
         if self._loss is not None:
@@ -397,11 +406,22 @@ class Stage:
             for name, (dtype, shape) in self._inputs.items()
         }
 
-    def capture(self) -> None:
-        """Replay CUDA graphs from now on, in a slot for each micro-batch that was in flight at once before. Nothing is
-        under way."""
-        parameters = [getattr(self.p, name) for name in self.module.PARAMETERS]
-        self.graphs = StageGraphs(self.p, parameters, self._zeros(), self._most_in_flight, self._results)
+    def capture(self, gradients: StaticGradients, free_bytes: Callable[[], int]) -> str:
+        """Capture the stage as CUDA graphs, which later steps replay; nothing is under way. There are as many slots as
+        micro-batches were in flight before. Return the reason why the stage stays eager, "" if it does not."""
+        rank = self._rank
+        if reason := why_not_captured(names_in(inspect.getsource(self.module)), rank.device):
+            return reason
+        seeded = {port.result for port in self.sends if port.gradient} if rank.training else set()
+        if rank.training and self._loss is not None:
+            seeded.add(self._loss.result)
+        parameters = {name: rank.parameters[int(name[1:])] for name in self.module.PARAMETERS}
+        stage = Captured(self.p, self._results, self._zeros, parameters, frozenset(seeded))
+        try:
+            self.graphs = StageGraphs(stage, gradients, self._most_in_flight, free_bytes)
+        except NotCaptured as error:
+            return str(error)
+        return ""
 
     def rehearse(self) -> None:
         """Run a micro-batch of zeros forwards and, in training, backwards; nothing is left of it."""
@@ -445,7 +465,8 @@ class Stage:
         if not self._rank.training:
             return
         last = self._begins_last()
-        if last and not self.p.weight_grads.used:
+        # A replay adds to all gradients at once, and autograd's hooks do not run.
+        if last and not self.p.weight_grads.used and not isinstance(self._kept[micro_batch], Slot):
             self._rank.reduction.arm(self.number, self._readers)  # Gradients are sent off as they come.
         self._propagate(micro_batch, "B")
         if last:
@@ -463,7 +484,7 @@ class Stage:
         last = self._begins_last()
         self._rank.heartbeat.task = task = f"{self.number}W{micro_batch}"
         start = self._rank.clock.mark()
-        compute_all(self._waiting.pop(micro_batch))
+        self._waiting.pop(micro_batch).weight_gradients()
         self._rank.clock.add(task, start)
         if last:
             self._rank.reduction.start(self.number)
@@ -476,29 +497,38 @@ class Stage:
         return self._backwards == batches * len(manifest.micro_batches_of(self.number))
 
     def _propagate(self, micro_batch: int, phase: str) -> None:
-        """Run autograd; gradients that a split backward defers are left, or computed behind it."""
+        """Compute the gradients of arguments and parameters; in phase `I` leave those that a split backward defers."""
         self._rank.heartbeat.task = task = f"{self.number}{phase}{micro_batch}"
-        arguments, results, waiting = self._kept.pop(micro_batch)
+        kept = self._kept.pop(micro_batch)
         incoming = defaultdict[int, list[Block]](list)
         for port, tensor in self._arrived(self.sends, micro_batch, gradient=True):
             incoming[port.result].append((tensor, port.box))
         start = self._rank.clock.mark()
-        if seeds := self._seeds(micro_batch, results, incoming):
-            torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
-            self._own_gradients([gradient for _, gradient in seeds], arguments)
-        waiting += self.p.weight_grads.take()  # What ran again leaves.
+        seeds = self._seeds(micro_batch, kept.edges, incoming)
+        gradients = kept.backward(seeds) if isinstance(kept, Slot) else self._run_backward(kept, seeds)
         if phase == "I":
-            self._waiting[micro_batch] = waiting
+            self._waiting[micro_batch] = kept
         else:
-            compute_all(waiting)
-        if self.graphs is not None:
-            self.graphs.release(micro_batch)
+            kept.weight_gradients()
         self._rank.clock.add(task, start)
-        gradients = {
-            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in arguments.items()
-        }
         for source in self._due(self.receives, micro_batch, gradient=True):
             self._pass_on(source, micro_batch, gradients[source.argument])
+
+    def _eager_pass(self, arguments: Tensors, results: tuple[torch.Tensor, ...]) -> EagerPass:
+        """Return what the forward that has just run leaves for its backward."""
+        asking = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
+        return EagerPass(asking, tuple(map(OutputEdge.of, results)), self.p.weight_grads.take())
+
+    def _run_backward(self, kept: EagerPass, seeds: dict[int, torch.Tensor]) -> Tensors:
+        """Run autograd from the gradients of results. Return the gradients of the arguments."""
+        if seeds:
+            run_backward(kept.edges, seeds)
+            self._own_gradients(seeds.values(), kept.asking)
+        kept.waiting += self.p.weight_grads.take()  # Segments that run again in the backward leave these.
+        return {
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name, tensor in kept.asking.items()
+        }
 
     def _own_gradients(self, seeds: Iterable[torch.Tensor], arguments: Tensors) -> None:
         """Copy each first gradient whose memory another parameter's, an argument's or a result's lies in: autograd
@@ -520,8 +550,9 @@ class Stage:
 
     def _seeds(
         self, micro_batch: int, results: tuple[OutputEdge, ...], incoming: defaultdict[int, list[Block]]
-    ) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """Where backward starts, and the gradients there; `incoming` are those that come from elsewhere, by result."""
+    ) -> dict[int, torch.Tensor]:
+        """Return the gradients of results from which backward starts, by the index of the result; `incoming` are those
+        that come from elsewhere."""
         if self._loss is not None:
             loss = results[self._loss.result]
             weight = self._rank.weight(self.number, self._of_step(micro_batch))
@@ -532,11 +563,11 @@ class Stage:
             incoming[self._loss.result].append((share, None))
         # Exchanges in backward wait for the whole group, so a rank that no gradient comes to takes part too.
         wanted = range(len(results)) if self.p.group.size > 1 else sorted(incoming)
-        return [
-            (edge, _assembled(incoming.get(index, []), results[index].form, results[index].device, add=True))
+        return {
+            index: _assembled(incoming.get(index, []), results[index].form, results[index].device, add=True)
             for index in wanted
-            if (edge := results[index].edge) is not None
-        ]
+            if results[index].edge is not None
+        }
 
     def end_step(self) -> None:
         self._kept.clear()
@@ -544,3 +575,5 @@ class Stage:
         self.losses.clear()
         self._backwards = 0
         self._unowned = None
+        if self.graphs is not None:
+            self.graphs.end_step()

@@ -1,65 +1,24 @@
-"""What may be captured as CUDA graphs, and their replay, by a stand-in that records operators on the CPU."""
+"""Which stages may be captured as CUDA graphs, the line that a run says of them, and static gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from autopipe.backends.torch.runtime.cuda_graphs import StageGraphs, names_in, why_not_captured
-from autopipe.backends.torch.runtime.parameters import Arguments
-
-
-class RecordedGraph(TorchDispatchMode):
-    """As `torch.cuda.CUDAGraph` replays kernels, it runs what was recorded again, on the tensors of then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = function(*args, **(kwargs or {}))
-        self.kernels.append((function, args, kwargs or {}, tree_leaves(results)))
-        return results
-
-    def replay(self) -> None:
-        with torch.no_grad():
-            for function, args, kwargs, results in self.kernels:
-                for old, new in zip(results, tree_leaves(function(*args, **kwargs)), strict=True):
-                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
-
-
-@pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
-    monkeypatch.setattr(torch.cuda.graphs, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    yield
+from autopipe.backends.torch.runtime.capture import summary
+from autopipe.backends.torch.runtime.cuda_graphs import StaticGradients, names_in, why_not_captured
 
 
 @pytest.mark.parametrize(
-    ("names", "device", "compiled", "reason"),
+    ("names", "device", "reason"),
     [
-        (("torch.tanh", "p.w0"), "cuda", "", ""),
-        (("torch.tanh",), "cpu", "", "graphs are of CUDA devices, and this is cpu"),
-        (("p.group.all_reduce",), "cuda", "", "its ranks exchange something inside of it"),
-        (("p.weight_grads",), "cuda", "", "its backward is split, and what the second half needs is kept in Python"),
-        (("recompute",), "cuda", "", "segments of it run again, which autograd does in Python"),
-        (("torch.nonzero",), "cuda", "all of it eagerly: x", "it is not compiled as one: all of it eagerly: x"),
-        (("torch.tanh",), "cuda", None, "only what is compiled is known not to wait for the host"),
+        (("torch.tanh", "p.w0", "p.weight_grads", "p.running.batch_norm", "recompute"), "cuda", ""),
+        (("torch.tanh",), "cpu", "CUDA graphs need a CUDA device, and this is cpu"),
+        (("p.group.all_reduce",), "cuda", "its ranks exchange data inside of it"),
     ],
 )
-def test_what_may_be_captured(names: tuple[str, ...], device: str, compiled: str | None, reason: str) -> None:
-    assert why_not_captured(names, device, compiled) == reason
+def test_which_stages_may_be_captured(names: tuple[str, ...], device: str, reason: str) -> None:
+    assert why_not_captured(names, torch.device(device)) == reason
 
 
 def test_names_of_a_text() -> None:
@@ -67,62 +26,46 @@ def test_names_of_a_text() -> None:
     assert {"recompute", "p.group", "F.relu"} <= names
 
 
-class Random:
-    """State as that of `random_streams.Random`."""
-
-    def __init__(self) -> None:
-        self.state = torch.zeros(2)
-
-
-def test_micro_batches_in_flight_and_the_optimizers_updates() -> None:
-    """Three micro-batches are in flight in turn, over two steps with an update between them."""
-    torch.manual_seed(0)
-    weight = torch.randn(4, 4, requires_grad=True)
-    twin = weight.detach().clone().requires_grad_(True)
-    p = Arguments(device=torch.device("cpu"), random=Random(), w0=weight)
-    runs = []
-
-    def results(arguments: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        runs.append(1)
-        return ((arguments["x0"] @ p.w0).tanh() * p.random.state[0], arguments["x0"].detach() + 1)
-
-    sample = {"x0": torch.zeros(3, 4, requires_grad=True)}
-    graphs = StageGraphs(p, [weight], sample, 3, results)
-    captured = len(runs)
-    for _ in range(2):
-        given = [torch.randn(3, 4, requires_grad=True) for _ in range(5)]
-        found, expected = {}, []
-        for number, x in enumerate(given):
-            p.random.state = torch.tensor([1.0 + number, 0.0])
-            found[number] = graphs.run(number, {"x0": x})
-            expected.append((x.detach().requires_grad_(True), 1.0 + number))
-            if number >= 2:
-                _backward(graphs, found, number - 2)
-        for number in (3, 4):
-            _backward(graphs, found, number)
-        for x, (copy, state) in zip(given, expected, strict=True):
-            ((copy @ twin).tanh() * state).sum().backward()
-            torch.testing.assert_close(x.grad, copy.grad)
-        torch.testing.assert_close(weight.grad, twin.grad)
-        for each in (weight, twin):
-            with torch.no_grad():
-                each -= 0.1 * each.grad
-            each.grad = None
-        torch.testing.assert_close(found[4][1], given[4].detach() + 1)
-    assert len(runs) == captured, "Python runs the stage only to capture it"
+@pytest.mark.parametrize(
+    ("stages", "said", "line"),
+    [
+        (2, {}, "CUDA graphs: 2 of 2 stages captured"),
+        (
+            4,
+            {1: "its ranks exchange data inside of it", 3: "its ranks exchange data inside of it"},
+            "CUDA graphs: 2 of 4 stages captured; stages 1, 3 eager: its ranks exchange data inside of it",
+        ),
+        (
+            3,
+            {0: "the plan is not bound by the host", 2: "one of its operators waits for the device"},
+            "CUDA graphs: 1 of 3 stages captured; stage 0 eager: the plan is not bound by the host; "
+            "stage 2 eager: one of its operators waits for the device",
+        ),
+        (
+            1,
+            {0: "the plan is not bound by the host"},
+            "no CUDA graphs: the plan is not bound by the host (--cuda-graphs captures its stages nevertheless)",
+        ),
+    ],
+)
+def test_a_run_says_in_one_line_what_is_captured(stages: int, said: dict[int, str], line: str) -> None:
+    assert summary(stages, said) == line
 
 
-def _backward(graphs: StageGraphs, found: dict[int, tuple[torch.Tensor, ...]], number: int) -> None:
-    found[number][0].sum().backward()
-    graphs.release(number)
-
-
-def test_there_are_as_many_slots_as_micro_batches_in_flight() -> None:
-    p = Arguments(device=torch.device("cpu"), random=Random(), w0=torch.ones(2, requires_grad=True))
-    graphs = StageGraphs(p, [p.w0], {"x0": torch.zeros(2)}, 2, lambda arguments: (arguments["x0"] * p.w0,))
-    graphs.run(0, {"x0": torch.ones(2)})
-    graphs.run(1, {"x0": torch.ones(2)})
-    with pytest.raises(IndexError):
-        graphs.run(2, {"x0": torch.ones(2)})
-    graphs.release(0)
-    graphs.run(2, {"x0": torch.ones(2)})
+def test_static_gradients_hold_what_gradients_held() -> None:
+    gradients = StaticGradients()
+    parameters = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    own = torch.full((2,), 3.0)
+    parameters[1].grad = own
+    gradients.of(parameters[0]).fill_(5.0)  # From the step before.
+    gradients.place(parameters[:2])
+    assert [each.grad is gradients.of(each) for each in parameters[:2]] == [True, True]
+    assert parameters[0].grad is not None
+    assert parameters[1].grad is not None
+    assert parameters[0].grad.tolist() == [0.0, 0.0]
+    assert parameters[1].grad.tolist() == [3.0, 3.0]
+    assert parameters[2].grad is None
+    parameters[1].grad += 1
+    gradients.place(parameters[:2])
+    assert parameters[1].grad.tolist() == [4.0, 4.0], "another stage of the step has placed it before"
+    assert own.tolist() == [3.0, 3.0]
