@@ -102,11 +102,13 @@ def __getattr__(name: str) -> Any:
 # Operators. Torch's optimizers and `torch.amp` call them under these names.
 assert_async = torch._assert_async
 foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
 foreach_lerp = torch._foreach_lerp
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+foreach_zero_ = torch._foreach_zero_
 unscale_and_find_overflow_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_loss_scale_ = torch._amp_update_scale_
 flash_attention: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention

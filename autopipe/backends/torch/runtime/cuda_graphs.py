@@ -14,6 +14,7 @@ the default stream would break the capture.
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.random_streams import ForwardState, StaticState
 from autopipe.backends.torch.runtime.running_statistics import NotedStatistic
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, WeightGradQueue, compute_all
+from autopipe.backends.torch.torch_interfaces import foreach_copy_, foreach_zero_
 
 Tensors = dict[str, torch.Tensor]
 
@@ -91,7 +93,7 @@ class StaticGradients:
                 buffer.copy_(parameter.grad)
             parameter.grad = buffer
         if fresh:
-            torch._foreach_zero_(fresh)
+            foreach_zero_(fresh)
 
 
 class _NarrowAlias(torch.autograd.Function):
@@ -197,7 +199,9 @@ class StageGraphs:
         waits for the device raises an error."""
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             passed = _Pass(self._stage, self._stage.make_arguments())
             passed.run_forward(self._stage.p.random.state)
@@ -302,7 +306,7 @@ class Slot:
         """Replay the forward for a micro-batch. Returns its results, which no later replay changes."""
         with torch.no_grad():
             if self._pass.arguments:
-                torch._foreach_copy_(list(self._pass.arguments.values()), list(arguments.values()))
+                foreach_copy_(list(self._pass.arguments.values()), list(arguments.values()))
             if self._state is not None:
                 self._state.copy(state)
             self._forward.replay()

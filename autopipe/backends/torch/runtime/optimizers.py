@@ -204,7 +204,11 @@ class GradientClipping:
         """The norm before, on the device, []. All ranks together."""
         squares = torch.zeros((), dtype=torch.float64, device=self._transport.device)
         if counted := [each.grad for each in self._counted if each.grad is not None]:
-            squares = torch.stack([norm.double() for norm in foreach_norm(counted)]).square().sum()
+            # One conversion per element type, not one per tensor: the host launches each.
+            by_dtype = defaultdict[torch.dtype, list[torch.Tensor]](list)
+            for norm in foreach_norm(counted):
+                by_dtype[norm.dtype].append(norm)
+            squares = torch.cat([torch.stack(norms).double() for norms in by_dtype.values()]).square().sum()
         norm = self._transport.total(squares).sqrt()
         factor = torch.clamp(self._max_norm / (norm + _EPS), max=1.0)
         scale_gradients(self._updated, factor)

@@ -13,7 +13,7 @@ import torch
 
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import Transport
-from autopipe.backends.torch.torch_interfaces import unscale_and_find_overflow_, update_loss_scale_
+from autopipe.backends.torch.torch_interfaces import foreach_copy_, unscale_and_find_overflow_, update_loss_scale_
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,12 +39,13 @@ class LowPrecisionCopies:
         self._parameters = [parameters[index] for index in held]
         self.tensors = {index: parameters[index].to(dtype) for index in held}
         """By the parameter's index, for as long as the program runs."""
+        self._written = [each.detach() for each in self.tensors.values()]
 
     def refresh(self) -> None:
-        """Write the parameters' numbers of now; no backward that reads the earlier ones may still be to come."""
-        with torch.no_grad():
-            for copy, parameter in zip(self.tensors.values(), self._parameters, strict=True):
-                copy.detach().copy_(parameter)
+        """Write the present values of the parameters; every backward that reads the earlier values has run."""
+        if self._parameters:
+            with torch.no_grad():
+                foreach_copy_(self._written, self._parameters)
 
 
 def set_products(precision: str, exact: bool = False) -> None:

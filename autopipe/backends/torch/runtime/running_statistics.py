@@ -51,7 +51,7 @@ class RunningStatistics:
         """Note copies of the statistics that a replay of a captured forward has written."""
         if captured:
             # A product with 1 copies all tensors with few kernels.
-            own = torch._foreach_mul([own for _, own, _ in captured], 1.0)
+            own = foreach_mul([own for _, own, _ in captured], 1.0)
             self._found = [
                 (running, copy, momentum) for (running, _, momentum), copy in zip(captured, own, strict=True)
             ]
