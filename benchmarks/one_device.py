@@ -7,7 +7,7 @@ TFLOP/s of both sides. The hand-written model is what a PyTorch user would write
 
     python benchmarks/one_device.py --layers 12 --hidden 768 --sequence 256 --rounds 15
     python benchmarks/one_device.py --compile
-    python benchmarks/one_device.py --optimizer sgd
+    python benchmarks/one_device.py --optimizer sgd --scores recompute
     python benchmarks/one_device.py --device cuda --precision bf16 --layers 24 --hidden 1024 --sequence 1024 --batch 16
 """
 
@@ -73,6 +73,7 @@ class HandWrittenGPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
+SCORES = ("keep", "recompute", "auto")
 CLUSTERS = {"cpu": "cpu-local", "cuda": "h100-80gb"}
 """Preset of the cluster that the program is planned for, by type of device."""
 
@@ -86,6 +87,7 @@ def write_program(arguments: argparse.Namespace, folder: Path) -> Path:
     autopipe("zoo", "build", "gpt", "-o", model, *settings)
     batch = ["--batch-size", arguments.batch, "--micro-batches", 1]
     choices = ["--optimizer", arguments.optimizer, "--set", f"precision={arguments.precision}"]
+    choices += ["--set", f"loss.scores={arguments.scores}"]
     choices += ["--memory-limit", arguments.memory_limit] if arguments.memory_limit else []
     autopipe("plan", model, "--gpus", 1, "--cluster", CLUSTERS[arguments.device], *batch, *choices, "-o", plan)
     autopipe("codegen", plan)
@@ -178,6 +180,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="of both sides")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of both sides")
+    parser.add_argument(
+        "--scores",
+        choices=SCORES,
+        default="auto",
+        help="whether the program keeps the loss's scores or recomputes them",
+    )
     parser.add_argument("--compile", action="store_true", help="compile both sides by torch.compile")
     parser.add_argument("--cuda-graphs", action="store_true", help="replay the generated side as CUDA graphs")
     parser.add_argument("--memory-limit", help="memory of the device for which the program is planned, such as 3GiB")

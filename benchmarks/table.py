@@ -68,7 +68,7 @@ def zoo_graph(model: str, settings: Settings, samples: int) -> Graph:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         zoo.build(zoo.configure(model, {**dict(settings), "loss": True, "weights": "none"})).save(path)
-        return read_model(path, batch=samples, whole_scores=True).graph
+        return read_model(path, batch=samples, scores="keep").graph
 
 
 def run_cases(name: str, cases: Sequence[Case], only: Sequence[str], output: Output) -> None:

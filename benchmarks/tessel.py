@@ -230,7 +230,7 @@ def problem_on_v100(
         )
         runner = Runner()
         # The loss's scores are whole, as in the paper.
-        read = read_model(path, batch=micro_batch_size, whole_scores=True)
+        read = read_model(path, batch=micro_batch_size, scores="keep")
         runner.models.update(dict.fromkeys((None, micro_batch_size), read))
         return next(problems_of(request, TesselShapes(), runner))[1]
 

@@ -374,5 +374,7 @@ def _choice_flags(planned: PlanResult, choice: Choice) -> Iterator[str]:
         yield from ("--micro-batches", count)
     if choice.recompute != problem.recompute:
         yield from ("--set", f"recompute={choice.recompute}")
+    if choice.scores not in (None, planned.model.scores):
+        yield from ("--set", f"loss.scores={choice.scores}")
     if choice.shard != problem.optimizer.shard:
         yield from ("--set", f"optimizer.shard={json.dumps(choice.shard)}")

@@ -108,7 +108,12 @@ def candidates_screen(
 def strategy_text(alternative: Alternative) -> str:
     choice = alternative.choice
     options = " ".join(name if value == "true" else f"{name}={value}" for name, value in choice.options)
-    decided = [options, "recompute" if choice.recompute != "none" else "", "zero-1" if choice.shard else ""]
+    decided = [
+        options,
+        "recompute" if choice.recompute != "none" else "",
+        "zero-1" if choice.shard else "",
+        "recomputed scores" if choice.scores == "recompute" else "",
+    ]
     told = ", ".join(filter(None, decided))
     return f"{choice.strategy} ({told})" if told else choice.strategy
 
@@ -217,6 +222,7 @@ def plan_screen(
     after: list[RenderableType] = [
         f"{prediction_line(summary)}{_memory_limits(plan)}",
         traffic_line(summary),
+        *scores_lines(summary),
         schedule_line(plan),
         *candidates_screen(plan.alternatives, summary.step_time_s, _NEXT_BEST),
         f"plan in {folder}",
@@ -255,6 +261,7 @@ def reason_lines(plan: Plan) -> Iterator[RenderableType]:
     """The lines that `plan_screen` leaves to `explain`: notes and proofs of the search, the parts, candidates."""
     yield from (f"note: {note}" for note in plan.placement.notes)
     yield from _proof_lines(plan.summary)
+    yield from scores_lines(plan.summary)
     if plan.breakdown is not None:
         yield from distance_lines(plan.breakdown, plan.summary.devices, len(set(plan.device_names)))
     yield from candidates_screen(plan.alternatives, plan.summary.step_time_s)
@@ -288,6 +295,25 @@ def traffic_line(summary: Summary) -> str:
         return "communication volume of a step: unknown, as some of the splits cannot be executed"
     parts = (f"{kind.replace('_', '-')} {bytes_text(size)}" for kind, size in summary.communication_bytes if size)
     return f"communication volume of a step: {', '.join(parts) or 'none'}"
+
+
+def scores_lines(summary: Summary) -> Iterator[str]:
+    """Yield one line if the losses can keep or recompute their scores: the choice, its memory, and the other's time."""
+    scores = summary.scores
+    if scores is None:
+        return
+    size = f"{bytes_text(scores.saved_bytes)} per micro-batch"
+    if scores.choice == "keep":
+        text, other, seconds = f"scores kept, {size}", "recomputed", (scores.keep_s, scores.recompute_s)
+    else:
+        text, other, seconds = f"scores recomputed, saves {size}", "kept", (scores.recompute_s, scores.keep_s)
+    own_s, other_s = map(seconds_text, seconds)
+    text = f"loss: {text}; its product and the loss take {own_s}, {other_s} if {other}"
+    if scores.other_step_s is not None:
+        text += f" (step {seconds_text(scores.other_step_s)})"
+    elif scores.other_refused is not None:
+        text += f" (no plan: {scores.other_refused})"
+    yield text
 
 
 def _proof_lines(summary: Summary) -> Iterator[str]:

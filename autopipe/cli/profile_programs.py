@@ -85,10 +85,14 @@ def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int,
 
 
 def groups_of(models: Sequence[tuple[int, Model]], precision: str, degrees: Sequence[int]) -> Iterator[Group]:
-    """All samples: whole ones of each size first, then the shares that splits `degrees` ways leave."""
+    """Yield all samples: whole nodes of each size first, then the shards that splits `degrees` ways leave.
+
+    A model with losses that may keep or recompute their scores has the samples of both forms.
+    """
     seen: set[Operation] = set()
+    forms = [(size, form) for size, model in models for form in model.forms]
     for degree in (1, *degrees):
-        for size, model in models:
+        for size, model in forms:
             new = [sample for sample in samples_of(model, precision, degree) if sample.operation not in seen]
             seen |= {sample.operation for sample in new}
             note = f"micro-batch {size}" + (f", split {degree} ways" if degree > 1 else "")

@@ -117,6 +117,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         mode=None if configuration.mode is None else Mode(configuration.mode),
         loss=wanted_loss(configuration),
         normalize=loss.normalize if isinstance(loss, Loss) else "micro_batches",
+        scores=loss.scores if isinstance(loss, Loss) and loss.scores != "auto" else None,
         batch_size=configuration.batch_size,
         micro_batches=None if configuration.micro_batches == "auto" else configuration.micro_batches,
         micro_batch_size=configuration.micro_batch_size,
@@ -161,6 +162,16 @@ def wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:
     return CrossEntropy(loss.cross_entropy.logits, loss.cross_entropy.labels, ignored)
 
 
+def _settled_loss(configuration: Configuration, planned: PlanResult) -> str | Loss | None:
+    """Return the loss with the output that the model has and the form of scores that the plan has."""
+    loss, scores = configuration.loss or planned.problem.loss, planned.plan.summary.scores
+    if scores is None:
+        return loss
+    if not isinstance(loss, Loss):
+        loss = Loss(output=loss)
+    return dataclasses.replace(loss, scores=scores.choice)
+
+
 def effective(configuration: Configuration, planned: PlanResult) -> Configuration:
     """The configuration with everything decided that the pipeline chose."""
     problem = planned.problem
@@ -170,7 +181,7 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
         data=dataclasses.replace(configuration.data, path=absolute_data(configuration.data.path)),
         eval=dataclasses.replace(configuration.eval, data=absolute_data(configuration.eval.data)),
         mode=problem.mode.value,
-        loss=configuration.loss or problem.loss,
+        loss=_settled_loss(configuration, planned),
         optimizer=configuration.optimizer.settled(problem.optimizer),
         cluster=configuration.cluster.settled(),
         gpus=problem.cluster.size,

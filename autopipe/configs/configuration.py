@@ -107,6 +107,10 @@ class Loss:
     normalize: Annotated[Literal["micro_batches", "tokens"], Sparse()] = "micro_batches"
     """`micro_batches` averages their losses. `tokens` divides the sum over all labels of the step by the number of
     those that count, as Hugging Face does; of `cross_entropy`, the label -100 counts for nothing."""
+    scores: Annotated[Literal["keep", "recompute", "auto"], Sparse()] = "auto"
+    """`keep` saves the scores of a cross-entropy (logits) for backward. `recompute` computes them again there, a block
+    of classes at a time: one more product, and less memory. `auto` keeps them if that fits memory and gives the shorter
+    step; with fewer than 16,384 classes it always keeps them."""
 
 
 @dataclass(frozen=True, slots=True)

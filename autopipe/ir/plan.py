@@ -24,6 +24,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.files import JsonRecord, read_record, record_text
 from autopipe.ir.memo import remembered
 from autopipe.ir.placement import Placement, SplitProof
+from autopipe.ir.problem import Scores
 from autopipe.ir.program import KINDS
 from autopipe.ir.schedule import (
     Phase,
@@ -52,6 +53,8 @@ class Choice:
     micro_batches: Count | None = None
     recompute: str = "none"
     shard: bool = False
+    scores: Annotated[Scores | None, Sparse()] = None
+    """As `LossScores.choice`; None if the model's losses have one form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,26 @@ class CostCoverage:
 
 
 @dataclass(frozen=True, slots=True)
+class LossScores:
+    """Whether the losses keep their scores (logits) for backward or recompute them, and what either takes.
+
+    Times and bytes are of one micro-batch that a single device computes: the product, the loss and the nodes between.
+    """
+
+    choice: Scores
+    keep_s: float
+    """Seconds of forward and backward with scores that are kept."""
+    recompute_s: float
+    """Seconds of forward and backward with scores that are recomputed."""
+    saved_bytes: Index
+    """Bytes that backward needs of the scores if they are kept."""
+    other_step_s: Annotated[float | None, Sparse()] = None
+    """Step of the plan with the other form; None if there is none, or none was made."""
+    other_refused: Annotated[str | None, Sparse()] = None
+    """Why there is no plan with the other form."""
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The figures of a plan that users compare; the keys of `summary` in `plan.json`."""
 
@@ -171,6 +194,8 @@ class Summary:
     be executed."""
     splits: SplitProof | None = None
     costs: Annotated[CostCoverage | None, Sparse()] = None
+    scores: Annotated[LossScores | None, Sparse()] = None
+    """None if the model's losses have one form."""
 
 
 @dataclass(frozen=True, slots=True)

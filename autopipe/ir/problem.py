@@ -38,6 +38,11 @@ class Mode(enum.Enum):
     INFER = "infer"
 
 
+Scores = Literal["keep", "recompute"]
+"""Whether a cross-entropy keeps its scores (logits) for backward, or recomputes them there, to save memory."""
+SCORES: tuple[Scores, Scores] = ("keep", "recompute")
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Time of one node on one kind of device: measured (`known`), or the roofline's times `scale`, a factor for forward

@@ -25,8 +25,8 @@ from autopipe.ir.errors import (
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.placement import Placement
-from autopipe.ir.plan import Plan, plan_digest
-from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Work
+from autopipe.ir.plan import LossScores, Plan, plan_digest
+from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Scores, Work
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
@@ -34,6 +34,7 @@ from autopipe.passes.analysis.micro_batches import check_portions
 from autopipe.passes.analysis.training import check_groups, check_padding
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
+from autopipe.passes.cost.loss_scores import compare_scores, may_be_short
 from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.cost.memory_check import with_copies, without_copies
 from autopipe.passes.cost.stage_work import check_whole_matrices
@@ -68,6 +69,8 @@ class Request:
     """The output to minimise, or a loss to add; the model's own where None."""
     normalize: str = "micro_batches"
     """How the loss is averaged over the step: as micro-batches do, or with `tokens` over all labels that count."""
+    scores: Scores | None = None
+    """Whether losses keep their scores for backward or recompute them; the plan decides if it is None."""
     batch_size: int | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
@@ -115,7 +118,8 @@ class Runner:
         self.observer = observer or Observer()
         self.models: dict[int | None, Model] = {}
         """By the samples of an evaluation; under None on as many as the file fixes, else on one."""
-        self.work: dict[int | None, tuple[Work, ...]] = {}  # Costs of the nodes of each of those.
+        self.work: dict[tuple[int | None, Scores], tuple[Work, ...]] = {}
+        """Costs of the nodes of each of those, by how its losses have their scores."""
         self.problems: dict[Hashable, Problem] = {}
         """By all in which problems differ: equal requests pose one and the same, about which answers are remembered."""
         self.failures = 0  # Candidates that ended with a mistake of ours.
@@ -194,13 +198,67 @@ class PlanResult:
 
 def make_plan(request: Request, observer: Observer | None = None) -> PlanResult:
     """Read the model, cost it, place it, schedule it and simulate a step, as the request names strategy and scheduler.
-    Raises ConfigurationError, ModelError or InfeasibleError, naming the pass where the message itself names no
-    place."""
+
+    If the request leaves open whether losses keep their scores, the plan keeps them first. It is made again with scores
+    that are recomputed if memory may be short or recomputing is faster for the loss itself; the shorter step wins.
+    Raises ConfigurationError, ModelError or InfeasibleError, naming the pass if the message itself names no place.
+    """
     runner = Runner(observer)
+    if request.scores is not None or read(request, runner).other is None:
+        return assemble_plan(request, *_planned(request, runner), runner)
+    keeping, recomputing = replace(request, scores="keep"), replace(request, scores="recompute")
+    kept: tuple[Placed, Scheduled] | None = None
+    refused: str | None = None
+    try:
+        kept = _planned(keeping, runner)
+    except InfeasibleError as error:
+        refused = error.line
+    if kept is not None and not _may_gain(kept[0]):
+        return assemble_plan(keeping, *kept, runner)
+    try:
+        recomputed = _planned(recomputing, runner)
+    except InfeasibleError as error:
+        if kept is None:
+            raise
+        return with_other_scores(assemble_plan(keeping, *kept, runner), refused=error.line)
+    if kept is None or _sample_seconds(recomputed) < _sample_seconds(kept):
+        result = assemble_plan(recomputing, *recomputed, runner)
+        return with_other_scores(result, kept and kept[1].timeline.end, refused)
+    return with_other_scores(assemble_plan(keeping, *kept, runner), recomputed[1].timeline.end)
+
+
+def _planned(request: Request, runner: Runner) -> tuple[Placed, Scheduled]:
+    """Return the placement and the schedule of a request that names strategy and scheduler."""
     strategy, scheduler = strategy_and_scheduler(request)
     placed = predict_placement(*run_strategy(request, strategy, runner), runner)
-    placed, scheduled = schedule_placed(placed, scheduler, runner)
-    return assemble_plan(request, placed, scheduled, runner)
+    return schedule_placed(placed, scheduler, runner)
+
+
+def _may_gain(kept: Placed) -> bool:
+    """True if a plan with recomputed scores could have a shorter step than one that keeps them."""
+    found = scores_of(kept)
+    return found is None or found.recompute_s < found.keep_s or may_be_short(kept.problem)
+
+
+def _sample_seconds(planned: tuple[Placed, Scheduled]) -> float:
+    """Seconds of a step per sample: plans may differ in their batch if the request leaves it open."""
+    placed, scheduled = planned
+    return scheduled.timeline.end / placed.problem.batch_size
+
+
+def with_other_scores(result: PlanResult, step_s: float | None = None, refused: str | None = None) -> PlanResult:
+    """Return the result, told the step of the plan with the other form of the losses, or why there is none."""
+    scores = result.plan.summary.scores
+    if scores is None:
+        return result
+    summary = replace(result.plan.summary, scores=replace(scores, other_step_s=step_s, other_refused=refused))
+    return replace(result, plan=replace(result.plan, summary=summary))
+
+
+def scores_of(placed: Placed) -> LossScores | None:
+    """Return what both forms of the losses take; None if the model's losses have one form."""
+    other = placed.model.other
+    return None if other is None else compare_scores(placed.problem, other, placed.model.scores)
 
 
 def pass_names(request: Request) -> tuple[str, ...]:
@@ -227,6 +285,7 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
         fixed_inputs=dict(request.fixed_inputs),
         loss=request.loss,
         normalize=request.normalize,
+        scores=request.scores,
         mode=request.mode,
         training=request.training_graph,
         frozen=request.frozen,
@@ -235,10 +294,14 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
 
 
 def read(request: Request, runner: Runner, size: int | None = None, source: Source | None = None) -> Model:
-    """The model as `read_for` gives it; read once a run for each size of micro-batches."""
+    """Return the model as `read_for` does, with losses that have their scores as requested.
+
+    A run reads it once per size of micro-batches, for both forms of its losses.
+    """
     if size not in runner.models:
         runner.models[size] = runner.run("read", lambda: read_for(request, size, source))
-    return runner.models[size]
+    model = runner.models[size]
+    return model.with_scores(request.scores or model.scores)
 
 
 def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
@@ -250,11 +313,12 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
         model = read(request, runner, size, model.source)
     updates = request.optimizer, request.lr_scheduler, request.training
     settled = *updates, request.precision, request.recompute, request.memory_limit, request.constraints
-    key = batching, *settled, request.compiled, request.time_limit, request.solver, request.seed
+    key = batching, *settled, request.compiled, request.time_limit, request.solver, request.seed, model.scores
     if key not in runner.problems:
-        if size not in runner.work:
-            runner.work[size] = runner.run("cost", lambda: _work(request, model))
-        runner.problems[key] = _problem(request, model, batching, runner.work[size])
+        form = size, model.scores
+        if form not in runner.work:
+            runner.work[form] = runner.run("cost", lambda: _work(request, model))
+        runner.problems[key] = _problem(request, model, batching, runner.work[form])
     return model, runner.problems[key]
 
 
@@ -451,7 +515,8 @@ def assemble_plan(request: Request, placed: Placed, scheduled: Scheduled, runner
     strategy, scheduler = strategy_and_scheduler(request)
     problem, timeline = placed.problem, scheduled.timeline
     step = placed.placement, placed.prediction, scheduled.schedule, timeline
-    plan = finished_plan(request.model, (strategy.name, scheduler.name), problem, *step, tuple(runner.seconds.items()))
+    names = strategy.name, scheduler.name
+    plan = finished_plan(request.model, names, problem, *step, tuple(runner.seconds.items()), scores_of(placed))
     return PlanResult(plan, problem, timeline, placed.model, request)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.placement import Placement
-from autopipe.ir.plan import Plan, Summary
+from autopipe.ir.plan import LossScores, Plan, Summary
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
@@ -25,8 +25,9 @@ def finished_plan(
     schedule: Schedule,
     timeline: Timeline,
     search_time_s: tuple[tuple[str, float], ...],
+    scores: LossScores | None,
 ) -> Plan:
-    """The plan of a model by the strategy and the scheduler of these `names`."""
+    """Return the plan of a model by the strategy and the scheduler of these `names`."""
     cluster = problem.cluster
     bound = lower_bound(problem, placement, prediction)
     if schedule.proof is not None and schedule.period is None:
@@ -50,6 +51,7 @@ def finished_plan(
         communication_bytes=_communication_bytes(problem, placement),
         splits=placement.proof,
         costs=coverage(problem),
+        scores=scores,
     )
     return Plan(
         model=str(model),

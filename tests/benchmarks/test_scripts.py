@@ -138,7 +138,9 @@ def test_processes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("flags", [("--compile",), ("--optimizer", "sgd", "--precision", "bf16")])
+@pytest.mark.parametrize(
+    "flags", [("--compile",), ("--optimizer", "sgd", "--precision", "bf16", "--scores", "recompute")]
+)
 def test_one_device_otherwise(flags: tuple[str, ...]) -> None:
     checked("one_device", run_apart(FOLDER / "one_device.py", "--tiny", *flags), RANKS["one_device"])
 

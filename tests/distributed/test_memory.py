@@ -101,7 +101,8 @@ def test_the_peak_under_autocast_is_as_predicted(wide_model: Path, recompute: st
 def test_scores_of_a_large_vocabulary_are_never_all_in_memory(precision: str, tmp_path: Path) -> None:
     """Two samples of 64 tokens have 8 MiB of scores in single precision, of which there are 2 at a time."""
     model = gpt(tmp_path, 64, layers="1", vocabulary=str(FEWEST_CLASSES))
-    folders = [planned(model, "gpipe", count, f"precision={precision}", stages=1) for count in (3, 6)]
+    settings = f"precision={precision}", "loss.scores=recompute"
+    folders = [planned(model, "gpipe", count, *settings, stages=1) for count in (3, 6)]
     plan, timeline = open_prediction(folders[1])
     few, many = (peak_of_rank(folder / "program", 0) for folder in folders)
     kept = plan.prediction.stages[0].kept_bytes
@@ -139,3 +140,17 @@ def test_memory_falls_as_predicted_with_state_in_shares(model: Path, strategy: t
 def test_more_micro_batches_take_no_more_memory(model: Path) -> None:
     few, many = (peak_of_rank(planned(model, "1f1b", count) / "program", 0) for count in (6, 18))
     assert abs(many / few - 1) < 0.01
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_scores_that_are_kept_are_predicted(precision: str, tmp_path: Path) -> None:
+    """Two samples of 64 tokens keep 8 MiB of logarithms of probabilities, in single precision whatever products are."""
+    model = gpt(tmp_path, 64, layers="1", vocabulary=str(FEWEST_CLASSES))
+    settings = f"precision={precision}", "loss.scores=keep"
+    folders = [planned(model, "gpipe", count, *settings, stages=1) for count in (3, 6)]
+    plan, timeline = open_prediction(folders[1])
+    few, many = (peak_of_rank(folder / "program", 0) for folder in folders)
+    kept = plan.prediction.stages[0].kept_bytes
+    assert kept > 4 * 2 * 64 * FEWEST_CLASSES
+    assert 0.99 <= (many - few) / 3 / kept <= 1.02  # Tokens and labels of each micro-batch are held, too.
+    assert 0.95 <= many / timeline.peak_memory[0] <= 1.05

@@ -251,7 +251,7 @@ LOSSES = (
         class_loss,
         "normalization",
         _per_operand(6.0),
-        keeps=("0",),
+        keeps=("probabilities",),
         mixes_samples=weighs_labels,
         statistics=class_statistics,
     ),

@@ -209,9 +209,9 @@ class Operator:
     """Operations of backward, as a multiple of forward (2 for products: one for each operand's gradient)."""
     keeps: tuple[str, ...] = ()
     """Tensors that backward needs: "0", "1" … operands, ">0" … results, "*" all operands, "mask" one byte an element of
-    the first result, "places" eight (where a maximum was), "rows" a label, its weight and its logarithm for each
-    element of the second operand. Values kept by several consumers count once; parameters and constants are kept
-    anyway."""
+    the first result, "places" eight (where a maximum was), "probabilities" a tensor like the first operand, "rows" of
+    each element of the second operand a label, its weight and its logarithm. Values kept by several consumers count
+    once; parameters and constants are kept anyway."""
     kernels: int = 1
     """Kernels of a forward evaluation; each but the last writes as much as the result, which the next reads."""
     static: tuple[int, ...] = ()

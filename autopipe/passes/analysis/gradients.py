@@ -207,10 +207,20 @@ class Scratch:
 
 
 def scratch_of(graph: Graph, precision: str, index: int, use: OpInstance, degrees: Mapping[str, int]) -> Scratch:
-    """That of a cross-entropy that makes its scores itself, which is larger than its operands."""
+    """Return the scratch memory of a cross-entropy, none for other operators.
+
+    One that recomputes its scores needs a block of them. One that keeps them needs a copy in single precision under
+    autocast, of the scores forwards, of their gradient back.
+    """
+    node = graph.nodes[index]
+    if use.row.name == "SoftmaxCrossEntropyLoss":
+        scores = graph.type_of(node.inputs[0])
+        if not narrows(precision) or scores.dtype is not DType.FLOAT32:
+            return Scratch()
+        copy = SavedTensor(("copy", 4), scores.bytes, use.space.operands[0] or ())
+        return Scratch(copy.local_bytes(dict(degrees)))
     if use.row.name != LINEAR_CROSS_ENTROPY:
         return Scratch()
-    node = graph.nodes[index]
     dtype, weight = graph.type_of(node.inputs[0]).dtype, graph.type_of(node.inputs[WEIGHT])
     narrow = dtype in _NARROW.values() or (narrows(precision) and dtype is DType.FLOAT32)
     gradient = 0
@@ -267,6 +277,11 @@ def kept_values(
             elif what == "rows":
                 elements, width = graph.type_of(read[1]).elements, 8 + 2 * single(graph.type_of(read[0]).dtype)
                 yield SavedTensor((f"{result}\0rows", width), elements * width, use.space.operands[1] or ())
+            elif what == "probabilities":
+                # Logarithms in the scores' own type: autocast runs losses in single precision.
+                scores = graph.type_of(read[0])
+                key = f"{result}\0probabilities", scores.dtype.itemsize
+                yield SavedTensor(key, scores.bytes, use.space.operands[0] or ())
             elif what.startswith(">"):
                 place = int(what[1:])
                 if place < len(node.outputs) and node.outputs[place]:

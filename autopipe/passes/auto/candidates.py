@@ -13,6 +13,7 @@ from typing import Any
 
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.plan import Choice
+from autopipe.ir.problem import Scores
 from autopipe.passes.pipeline import Placed, Request
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import STRATEGIES, Scheduler, Strategy, strategy_class, strategy_names
@@ -28,6 +29,8 @@ class Candidate:
     recompute: str = "none"
     shard: bool = False
     """True if the optimizer's state is shared out among replicas."""
+    scores: Scores | None = None
+    """Whether losses keep their scores or recompute them; as the request says if it is None."""
 
     def settled(self, request: Request) -> Request:
         count = request.micro_batches if self.micro_batches is None else self.micro_batches
@@ -38,6 +41,7 @@ class Candidate:
             strategy=self.strategy,
             micro_batches=count,
             recompute=request.recompute or self.recompute,
+            scores=self.scores or request.scores,
             optimizer=dataclasses.replace(request.optimizer, shard=request.optimizer.shard or self.shard),
         )
 
@@ -54,6 +58,7 @@ class Candidate:
             micro_batches=settled.micro_batches,
             recompute=settled.recompute or self.recompute,
             shard=settled.optimizer.shard,
+            scores=settled.scores,
         )
 
 
@@ -122,6 +127,8 @@ QUICK = ("data_parallel", "expert", "manual", "one_weird_trick")
 LONG = ("tepdist", "piper")  # Strategies whose search takes longest: it is begun early.
 _MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
 """Strategies whose forms read the same from a model on micro-batches of one size."""
+_BESIDE_STRATEGY = ("micro_batches", "recompute", "shard", "scores")
+"""Fields of a candidate besides its strategy."""
 _MOST_TASKS = 2**14  # The most stages times micro-batches for which every schedule is simulated, whatever bounds say.
 _MOST_SEARCHED = 2**11  # The most of them for which a schedule is searched.
 
@@ -144,7 +151,7 @@ def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError |
 def in_common(candidate: Candidate) -> object:
     """Equal for candidates that have most of their work in common, which a process does once."""
     if candidate.strategy.name in _MUCH_IN_COMMON:
-        return candidate.strategy.name, candidate.micro_batches, candidate.recompute, candidate.shard
+        return candidate.strategy.name, *(getattr(candidate, name) for name in _BESIDE_STRATEGY)
     return candidate
 
 

@@ -14,17 +14,15 @@ from dataclasses import dataclass, replace
 
 from autopipe.ir.errors import REFUSALS, AutopipeError, OutOfMemoryError
 from autopipe.ir.graph import Graph
-from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.problem import Problem
+from autopipe.ir.problem import SCORES, Problem
 from autopipe.passes.analysis.constraints import resolved_constraints
 from autopipe.passes.auto.candidates import Candidate, LeftOutError, candidates, strategies_of
-from autopipe.passes.auto.plan_cache import FORMAT, Store, answer_form, answer_key, answer_of
+from autopipe.passes.auto.plan_cache import FORMAT, Store, answer_form, answer_key, answer_of, with_alternatives
 from autopipe.passes.auto.search import CandidateTrial, PlanSearch
 from autopipe.passes.auto.workers import SpeculativePool, free_cores
 from autopipe.passes.batching import AUTO_PER_DEVICE, Division, climb, divisors
-from autopipe.passes.cost.memory import static_memory
+from autopipe.passes.cost.loss_scores import compare_scores, may_be_short
 from autopipe.passes.cost.stage_work import holders_of, stage_work
-from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.pipeline import Observer, PlanResult, Request, Runner, assemble_plan, cost, divisions, read
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
@@ -68,8 +66,7 @@ def chosen(search: PlanSearch) -> PlanResult:
     assert run is not None and run.scheduled is not None
     named = replace(best.candidate.settled(search.request), scheduler=run.scheduler)
     found = assemble_plan(named, best.placed, run.scheduled, search.runner)
-    rows = tuple(row for each in search.trials for row in each.alternatives(search.request))
-    return replace(found, plan=replace(found.plan, alternatives=rows))
+    return with_alternatives(found, tuple(row for each in search.trials for row in each.alternatives(search.request)))
 
 
 def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic) -> PlanSearch:
@@ -78,6 +75,7 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
     the best so far. By `clock` no new one is begun once the request's time is over and there is a plan. Raises as
     `choose` does."""
     end = None if request.time_limit is None else clock() + request.time_limit
+    request, scores_open = _with_scores(request, runner)
     with SpeculativePool(free_cores()) as pool:
         search = PlanSearch(request, runner, _scheduler_names(), end, clock, pool)
         first = first_candidate(request, read(request, runner).graph)
@@ -90,7 +88,7 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
         search.expect(every)
         search.expect(foreseeable(every, problem, request))
         search.try_all(every)
-        try_variations(search, problem, short)
+        try_variations(search, problem, short, scores_open)
         finer = tuple(refine(search))
         search.expect(finer)
         search.try_all(finer)
@@ -112,6 +110,21 @@ def _scheduler_names() -> tuple[str, ...]:
     """All schedules that may be taken, those that are searched last. csv follows a file that somebody names."""
     middle = [name for name in scheduler_names() if name not in (*_FIRST, *_LAST, "csv")]
     return (*_FIRST, *middle, *_LAST)
+
+
+def _with_scores(request: Request, runner: Runner) -> tuple[Request, bool]:
+    """Return (request, open) with the form of the losses that candidates have first.
+
+    request: with the faster form of the losses, each by itself; unchanged if the model or the request has one form.
+    open: True if that form keeps scores, so that candidates short of memory are tried with recomputed scores, too.
+    """
+    model = read(request, runner)
+    if request.scores is not None or model.other is None:
+        return request, False
+    problem, other = (open_problem(replace(request, scores=scores), runner) for scores in SCORES)
+    found = compare_scores(problem, other.graph, "keep")
+    keeps = found.keep_s <= found.recompute_s
+    return replace(request, scores="keep" if keeps else "recompute"), keeps
 
 
 def open_problem(request: Request, runner: Runner) -> Problem:
@@ -158,20 +171,6 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
     return Candidate(Grid(pipeline, data, tensor), min(enough, default=counts[-1]), recompute="auto")
 
 
-_MARGIN = 2
-"""Times as much as one device needs for all: with more of them, buffers of messages and of collectives come on top."""
-
-
-def may_be_short(problem: Problem) -> bool:
-    """True if there may be a placement that a device's memory does not hold. There is none where each device has room
-    for the whole model and all that a step keeps of its batch, with a margin."""
-    placement = Placement((Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size),))
-    (cost,) = stage_costs(problem, placement)
-    kept = cost.kept_bytes * (problem.micro_batches if problem.train else 1)
-    need = static_memory(problem, placement)[0] + cost.buffer_bytes + kept + cost.transient_bytes
-    return _MARGIN * need > min(map(problem.memory_of, range(problem.cluster.size)))
-
-
 def refine(search: PlanSearch) -> Iterator[Candidate]:
     """Grids with chunks that were left out, with the pipeline, micro-batches and the rest of the best grid without."""
     best = search.best
@@ -206,14 +205,19 @@ def _may_share(problem: Problem, request: Request) -> bool:
     return request.shard_open and not request.optimizer.shard and problem.train and problem.cluster.size > 1
 
 
-def try_variations(search: PlanSearch, problem: Problem, short: bool) -> None:
+def try_variations(search: PlanSearch, problem: Problem, short: bool, scores_open: bool = False) -> None:
     """Try variations of what memory refused, and of the most promising candidates; further ones go by these results.
-    First other numbers of micro-batches for strategies that take what they are given, then recomputation where memory
-    asks for it, then replicas with a share of the optimizer's state each: for the best, and for what has no plan
-    without. `problem` is the one with the largest micro-batches that the model takes; `short` says whether there may be
-    less memory than a step of training wants."""
+
+    The order of the variations: other numbers of micro-batches for strategies that take the number they are given;
+    losses that recompute their scores; recomputation of stages if memory is short; replicas with a share of the
+    optimizer's state each, for the best candidates and for those that have no plan without. `problem` is the one with
+    the largest micro-batches that the model takes. `short` is True if memory may be less than a step of training
+    needs, `scores_open` if losses keep their scores so far and need not.
+    """
     varied = _Variations(search, problem, short)
     varied.climb_all(varied.given_counts())
+    if short and scores_open:
+        varied.with_recomputed_scores()
     if search.request.recompute is None and short:
         varied.with_recomputation()
     sharing = varied.sharing()
@@ -227,16 +231,29 @@ class _Variations:
     problem: Problem
     short: bool
 
-    def with_recomputation(self) -> None:
+    def with_recomputed_scores(self) -> None:
         refused = [each for each in self.search.trials if _is_refused(each)]
+        again = _once(each.candidate for each in [*self._promising(), *refused])
+        again = [replace(each, scores="recompute") for each in again]
+        self.search.expect(again)
+        self.search.try_all(again)
+        short = [each.candidate.strategy for each in refused]
+        self.climb_all(replace(each, scores="recompute") for each in self.given_counts() if each.strategy in short)
+
+    def with_recomputation(self) -> None:
+        trials = self.search.trials
+        # Of two candidates that differ in the form of their losses only, the one that needs less memory.
+        lean = {replace(each.candidate, scores=None) for each in trials if each.candidate.scores == "recompute"}
+        refused = [each for each in trials if _is_refused(each) and each.candidate not in lean]
         own = _once(each.candidate for each in [*self._promising(), *refused])
         plain = [each for each in own if each.recompute == "none" and each.strategy.name not in _ALWAYS_OR_NEVER]
         again = [replace(each, recompute="auto") for each in plain if each.micro_batches is None]
         # Shared state is looked into meanwhile for what promises most so far: most of that is asked for anyway.
         self.search.expect([*again, *self.sharing()])
         self.search.try_all(again)
-        strategies = [each.candidate.strategy for each in refused]
-        self.climb_all(replace(each, recompute="auto") for each in self.given_counts() if each.strategy in strategies)
+        scores = {each.candidate.strategy: each.candidate.scores for each in refused}
+        given = [each for each in self.given_counts() if each.strategy in scores]
+        self.climb_all(replace(each, recompute="auto", scores=scores[each.strategy]) for each in given)
 
     def sharing(self) -> list[Candidate]:
         """Candidates with shared state: of the best whose devices hold copies, and of what memory refuses otherwise."""

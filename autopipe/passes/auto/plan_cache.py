@@ -31,7 +31,15 @@ from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.auto.candidates import Candidate
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend import Model
-from autopipe.passes.pipeline import PlanResult, Request, Runner, assemble_plan, place_as, time_schedule
+from autopipe.passes.pipeline import (
+    PlanResult,
+    Request,
+    Runner,
+    assemble_plan,
+    place_as,
+    time_schedule,
+    with_other_scores,
+)
 from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
 
 FORMAT = "autopipe.answer/1"
@@ -133,7 +141,20 @@ def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResul
     if scheduled.timeline.end != kept.step_time_s:
         raise ConfigurationError("the step is not the one that was planned", where=record.file)
     found = assemble_plan(named, placed, scheduled, runner)
-    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=kept.alternatives))
+    return with_alternatives(found, kept.alternatives)
+
+
+def with_alternatives(found: PlanResult, alternatives: tuple[Alternative, ...]) -> PlanResult:
+    """Return the plan with the choices that it was the best of.
+
+    The best with the other form of the losses is also told where the plan tells its own.
+    """
+    scores = found.plan.summary.scores
+    others = [each for each in alternatives if scores is not None and each.choice.scores not in (None, scores.choice)]
+    steps = [each.step_time_s for each in others if each.step_time_s is not None]
+    refused = next((each.refused for each in others if each.refused is not None), None)
+    found = with_other_scores(found, min(steps, default=None), None if steps else refused)
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, alternatives=alternatives))
 
 
 def _candidate_of(chosen: Alternative) -> Candidate:
@@ -145,7 +166,7 @@ def _candidate_of(chosen: Alternative) -> Candidate:
         strategy = strategy_class(choice.strategy)(**options)
     except TypeError as error:
         raise ConfigurationError(f"{choice.strategy} has no such options: {error}") from error
-    return Candidate(strategy, choice.micro_batches, choice.recompute, choice.shard)
+    return Candidate(strategy, choice.micro_batches, choice.recompute, choice.shard, choice.scores)
 
 
 def answer_key(request: Request, model: Model) -> str:

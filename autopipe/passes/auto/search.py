@@ -305,6 +305,9 @@ def _order_key(trial: CandidateTrial, scheduler: Scheduler) -> str:
 
 
 def _are_equal(first: pipeline.Placed, second: pipeline.Placed) -> bool:
-    """True if two placements are one, of one problem."""
-    one, other = ((each.problem.micro_batches, each.problem.optimizer, each.placement) for each in (first, second))
+    """True if two placements are equal, of one problem."""
+    one, other = (
+        (each.model.scores, each.problem.micro_batches, each.problem.optimizer, each.placement)
+        for each in (first, second)
+    )
     return one == other

@@ -12,7 +12,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph, Value
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
-from autopipe.ir.problem import Mode
+from autopipe.ir.problem import SCORES, Mode, Scores
 from autopipe.passes.frontend.contrib.attention import is_rewritten
 from autopipe.passes.frontend.contrib.operators import is_spelled
 from autopipe.passes.frontend.control_flow import nodes_within
@@ -211,6 +211,21 @@ class Model:
     """Values of the file that are other names of values, by name."""
     tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
     """The file's floating-point tensors that the graph reads: what is trained, what is not, and why."""
+    scores: Scores = "keep"
+    """Whether the graph's losses keep their scores for backward, or recompute them."""
+    other: Graph | None = field(default=None, repr=False, compare=False)
+    """The same graph with the other one of `scores`; None if there is none to consider."""
+
+    def with_scores(self, scores: Scores) -> Model:
+        """Return the model with losses that keep or recompute their scores; the model itself if it has one form."""
+        if self.other is None or scores == self.scores:
+            return self
+        return replace(self, graph=self.other, other=self.graph, scores=scores)
+
+    @property
+    def forms(self) -> tuple[Model, ...]:
+        """The model, and the same model with the other one of `scores` if there is one to consider."""
+        return (self, *(self.with_scores(each) for each in SCORES if self.other is not None and each != self.scores))
 
     @property
     def fused(self) -> dict[str, int]:

@@ -9,11 +9,11 @@ from autopipe.ir.batch import batch_axes_of, rebatched
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Fill, Graph, Node
 from autopipe.ir.ops import operator_of, signature_of
-from autopipe.ir.problem import Mode, wanted_outputs
+from autopipe.ir.problem import Mode, Scores, wanted_outputs
 from autopipe.passes.frontend.batch_inputs import told_apart
 from autopipe.passes.frontend.cleanup import at_inference, cleaned, with_plain_gathers, without_unread
 from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, bounds_of, by_symbol, fixed_numbers
-from autopipe.passes.frontend.fusion.cross_entropy import with_linear_losses
+from autopipe.passes.frontend.fusion.cross_entropy import is_large, with_linear_losses
 from autopipe.passes.frontend.fusion.rules import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
@@ -46,7 +46,7 @@ def read_model(
     frozen: tuple[str, ...] = (),
     trainable: tuple[str, ...] = (),
     with_unsupported: bool = False,
-    whole_scores: bool = False,
+    scores: Scores | None = None,
 ) -> Model:
     """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on `batch` samples.
 
@@ -58,15 +58,16 @@ def read_model(
     dropped and BatchNormalization reads its running statistics. Parameters whose names match `frozen` (globs, or
     regular expressions after `re:`) are not trained, tensors whose names match `trainable` are, whatever else speaks
     against it. Operators without a row are refused, or listed in the result `with_unsupported`. `normalize` is
-    `loss.normalize`. With `whole_scores` no loss makes its scores itself, as in published plans. Raises ModelError,
-    naming file and node, for what cannot be read, and ConfigurationError for dimensions, batches and losses that do
-    not fit.
+    `loss.normalize`. `scores` says whether the loss keeps its scores for backward or recomputes them, None leaves it to
+    the plan: the model keeps them and has the other form beside it if there is one to consider (`Model.other`). Raises
+    ModelError, naming file and node, for what cannot be read, and ConfigurationError for dimensions, batches and losses
+    that do not fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
     try:
         if source is not file:
             require_readable(source)
-        losses = loss, normalize, whole_scores
+        losses = loss, normalize, scores
         asked = dims or {}, batch, batch_axes or {}, fixed_inputs or {}
         model = _read(source, asked, losses, mode, training, Chosen(trainable, frozen))
         if model.unsupported and not with_unsupported:
@@ -79,12 +80,12 @@ def read_model(
 def _read(
     source: Source,
     asked: tuple[Mapping[str, int], int | None, Mapping[str, int | None], Mapping[str, bool | int | float]],
-    losses: tuple[str | CrossEntropy | None, str, bool],
+    losses: tuple[str | CrossEntropy | None, str, Scores | None],
     mode: Mode | None,
     training: bool | None,
     chosen: Chosen,
 ) -> Model:
-    (dims, batch, batch_axes, fixed), (loss, normalize, whole_scores) = asked, losses
+    (dims, batch, batch_axes, fixed), (loss, normalize, scores) = asked, losses
     bounds, dims = bounds_of(source.nodes, dims)
     initializers = {tensor.name for tensor in source.graph.initializer}
     offered = {info.name: info for info in source.graph.input if info.name not in initializers}
@@ -114,13 +115,16 @@ def _read(
         graph = rebatched(graph, batch)
     if mode is Mode.TRAIN and scalar:
         graph = only_reached(graph, scalar)
-    if not whole_scores:
-        graph = with_linear_losses(graph, wanted_outputs(graph, mode, scalar))
-    graph.verify()
+    recomputing = with_linear_losses(graph, wanted_outputs(graph, mode, scalar))
+    other = None if recomputing is graph or (scores is None and not is_large(recomputing)) else recomputing
+    for each in (graph, other):
+        if each is not None:
+            each.verify()
     tensors = tensors_of(graph, weights.found)
     left_out = roles.signature.left_out(source.graph) if roles.signature and mode is Mode.TRAIN else []
-    return Model(
+    model = Model(
         graph=graph,
+        other=other,
         path=source.path,
         digest=source.digest,
         batch=inputs.batch if batch is None or inputs.batch is None else batch,
@@ -139,6 +143,7 @@ def _read(
         aliases=aliases,
         tensors=tensors,
     )
+    return model.with_scores(scores or "keep")
 
 
 def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, str]:

@@ -22,15 +22,12 @@ def test_time_is_the_slower_of_computing_and_moving_plus_the_launch() -> None:
 
 
 @pytest.mark.parametrize(("trained", "products"), [(True, 3), (False, 2)], ids=["trained", "frozen"])
-def test_a_loss_that_makes_its_scores_multiplies_once_more_in_backward(
-    trained: bool, products: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_makes_its_scores_multiplies_once_more_in_backward(trained: bool, products: int) -> None:
     builder = Builder(8, 4)
     builder.inputs += (Value("labels", DType.INT64, (8,)),)
     scores = builder.linear(builder.linear("x", 4), 10, trained)
     loss = builder.node("SoftmaxCrossEntropyLoss", (scores, "labels"), ())
     apart = builder.finish(loss)
-    monkeypatch.setattr(cross_entropy, "FEWEST_CLASSES", 10)
     joined = cross_entropy.with_linear_losses(apart, (loss,))
     (_, product, taken), (_, both) = annotate(apart), annotate(joined)
     assert both.forward_flops == product.forward_flops + taken.forward_flops

@@ -10,7 +10,6 @@ import pytest
 
 from autopipe.backends.torch.emission import normalization
 from autopipe.passes.frontend import CrossEntropy, Model, read_model
-from autopipe.passes.frontend.fusion import cross_entropy
 from tests.passes.frontend.building import FLOAT, INT64, Shape, floats, integers, model, node, saved
 from tests.passes.frontend.reference import assert_close, random_feeds
 from tests.passes.frontend.test_fused_programs import trained
@@ -64,7 +63,7 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, Shape | tuple[int, Shape]
 def test_fused_and_unfused_losses_agree(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, inputs, expected = CASES[case]
     monkeypatch.setattr(normalization, "CLASSES_AT_ONCE", 5)
-    plain, fused = both(nodes, inputs, tmp_path, monkeypatch)
+    plain, fused = both(nodes, inputs, tmp_path)
     assert [each.op for each in fused.graph.nodes] == expected
     assert fused.fused == {"LinearCrossEntropy": 1}
     feeds = random_feeds(fused.graph, top=CLASSES)
@@ -75,16 +74,14 @@ def both(
     nodes: list[onnx.NodeProto],
     inputs: dict[str, Shape | tuple[int, Shape]],
     folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
     outputs: str = "y",
 ) -> tuple[Model, Model]:
-    """The model with scores in memory, and without."""
+    """Return the model with scores that are kept, and with scores that are recomputed."""
     read = {name for each in nodes for name in each.input}
     path = saved(model(nodes, inputs, outputs, {name: each for name, each in HELD.items() if name in read}), folder)
     plain = read_model(path)
-    assert "LinearCrossEntropy" not in plain.fused, "few classes make few scores"
-    monkeypatch.setattr(cross_entropy, "FEWEST_CLASSES", CLASSES)
-    return plain, read_model(path)
+    assert "LinearCrossEntropy" not in plain.fused
+    return plain, read_model(path, scores="recompute")
 
 
 @pytest.mark.parametrize(
@@ -96,22 +93,17 @@ def both(
     ],
     ids=["read by others", "classes in another order", "classes of samples"],
 )
-def test_other_scores_are_kept(
-    between: list[onnx.NodeProto], after: list[onnx.NodeProto], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_scores_are_kept(between: list[onnx.NodeProto], after: list[onnx.NodeProto], tmp_path: Path) -> None:
     square: dict[str, Shape | tuple[int, Shape]] = {"x": (FLOAT, [CLASSES, HIDDEN]), "labels": (INT64, [CLASSES])}
     nodes = [node("MatMul", "x w", "z"), *between, node("SoftmaxCrossEntropyLoss", "s labels", "l"), *after]
-    plain, fused = both(nodes, square, tmp_path, monkeypatch)
+    plain, fused = both(nodes, square, tmp_path)
     assert fused.graph == plain.graph
 
 
-def test_scores_that_training_does_not_give_are_not_kept_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_that_training_does_not_give_are_not_kept_for_it(tmp_path: Path) -> None:
     path = saved(model([node("MatMul", "x w", "logits")], {"x": [2, 5, HIDDEN]}, "logits", {"w": HELD["w"]}), tmp_path)
-    monkeypatch.setattr(cross_entropy, "FEWEST_CLASSES", CLASSES)
     loss = CrossEntropy("logits", ignored=-100)
-    read = read_model(path, loss=loss, normalize="tokens")
+    read = read_model(path, loss=loss, normalize="tokens", scores="recompute")
     last = {name: node for node in read.graph.nodes for name in node.outputs}[read.loss]
     assert (last.op, last.inputs) == ("LinearCrossEntropy", ("x", "labels", "", "w"))
     assert read.graph.outputs[0] == "logits", "which inference gives"

@@ -1,8 +1,9 @@
-"""A product, and the cross-entropy of its result, which no one else reads: one operator that never holds all scores.
+"""Fusion of a matrix product and the cross-entropy of its scores into one operator that recomputes the scores.
 
-Scores of tokens by vocabulary are the largest tensor of a language model's training. Between product and loss files
-have casts, a softcap (Gemma Team, "Gemma 2", 2024, section 2), slices of tokens and reshapes to rows; those that move
-rows move x in their place.
+The scores of tokens by vocabulary (logits) are the largest tensor of a language model's training. The fused operator
+(`autopipe.LinearCrossEntropy`) never holds all of them: backward computes them again. It replaces the product and the
+loss if nothing else reads the scores. Between both, files have casts, a softcap (Gemma Team, "Gemma 2", 2024,
+section 2), slices of tokens and reshapes to rows; nodes that move rows of scores move rows of x instead.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections import Counter
 from collections.abc import Iterable
 
 from autopipe.ir.graph import Attribute, DType, Graph, Node
+from autopipe.ir.ops import qualified_name
+from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, classes_of
 from autopipe.ir.ops.movement import slices
 from autopipe.ir.ops.operator import positive, signature_of
 from autopipe.passes.frontend.cleanup import Additions, without_unread
 from autopipe.passes.frontend.fusion.view import View, near
 
 FEWEST_CLASSES = 16_384
-"""Classes from which on scores are not kept: fewer make few scores. On one core, with 256 to 1,024 tokens of 256 to 768
-features, product and loss then take 1.0 to 1.5 times as long with 8,192 classes, 0.9 to 1.4 with 16,384 and 0.7 to 1.1
-with 32,768 or more, whose blocks stay in caches; where memory is no slower, a third for the product made again."""
+"""Minimum number of classes for which `loss.scores: auto` considers to recompute scores: fewer save little memory."""
 _LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
 _NARROW = frozenset({DType.FLOAT16, DType.BFLOAT16})
 _ATTRIBUTES = frozenset({"ignore_index", "reduction"})
@@ -37,9 +38,17 @@ class _Product:
     softcap: float = 0.0
 
 
+def is_large(graph: Graph) -> bool:
+    """True if a fused loss of the graph has at least `FEWEST_CLASSES` classes."""
+    losses = (node for node in graph.nodes if qualified_name(node) == LINEAR_CROSS_ENTROPY)
+    return any(classes_of(signature_of(graph, node)) >= FEWEST_CLASSES for node in losses)
+
+
 def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
-    """The same values `wanted`, each cross-entropy among what they come of together with the product of its scores.
-    What else the graph gives, such as the scores, it still gives."""
+    """Return the graph with each cross-entropy that the values `wanted` depend on fused with the product of its scores.
+
+    The graph's other outputs, such as the scores, stay. Return `graph` itself if there is no such cross-entropy.
+    """
     if all(node.op not in _LOSSES for node in graph.nodes):
         return graph
     view, added, nodes = View(graph), Additions(graph), list[Node]()
@@ -65,7 +74,7 @@ def _readers(graph: Graph, wanted: Iterable[str]) -> Counter[str]:
 def _loss(view: View, added: Additions, node: Node) -> tuple[Node, ...]:
     """The nodes in place of a loss; () where they are no others."""
     scores = _scores(view, node) if node.op in _LOSSES else ""
-    if not scores or len(view.shape(scores)) < 2 or view.shape(scores)[1] < FEWEST_CLASSES:
+    if not scores or len(view.shape(scores)) < 2:
         return ()
     name, labels = _classes_last(view, node, scores)
     moves: list[Node] = []

@@ -34,7 +34,7 @@ def device_seconds(folder: Path, layers: int) -> list[float]:
     path = folder / "model.onnx"
     settings = {"size": "tessel-figure-2", "layers": layers, "loss": True, "weights": "none"}
     build(configure("gpt", settings)).save(path)
-    read = read_model(path, dims={}, batch=1, batch_axes={}, loss=None, whole_scores=True)
+    read = read_model(path, dims={}, batch=1, batch_axes={}, loss=None, scores="keep")
     links = build_cluster(cluster_preset("v100-32gb"), 4)
     work = annotate(read.graph, "fp16")
     problem = Problem(read.graph, work, links, 128, 128, read.mode, read.loss, precision="fp16")
