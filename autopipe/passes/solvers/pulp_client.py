@@ -72,8 +72,8 @@ def solve_with_pulp(
 ) -> PulpAnswer:
     """Return the answer of `solver` to a program within `seconds` and, if the solver has such a limit, `nodes` nodes.
 
-    `program` has the NumPy arrays that `pulp_worker.build_problem` reads. Raises ConfigurationError if the solver is not
-    installed or fails, for example without a license.
+    `program` has the NumPy arrays that `pulp_worker.build_problem` reads. Raises ConfigurationError if the solver is
+    not installed or fails, for example without a license.
     """
     check_installed(solver)
     request = {"solver": solver, "seconds": seconds, "gap": gap, "nodes": nodes, "presolve": presolve}
