@@ -72,6 +72,27 @@ class Tables:
     optimizer: Matrix
     """Bytes of what the optimizer keeps of them in all."""
     gradients: Matrix
+    operators: tuple[Matrix, Matrix]
+    """Operators that the host starts in a forward and in a backward."""
+
+    def host_seconds(self, launch_s: float, recompute: bool) -> tuple[Matrix, Matrix]:
+        """Return the seconds in which a host starts the operators of a forward and of a backward, at `launch_s` each."""
+        forward, backward = (each * launch_s for each in self.operators)
+        if not self.problem.train:
+            return forward, np.zeros_like(forward)
+        return forward, backward + forward if recompute else backward
+
+    def host_wait(self, device: Device, forward: Matrix, backward: Matrix, recompute: bool) -> Matrix:
+        """Return how much longer a micro-batch takes because the device waits for its host.
+
+        `forward` and `backward` are the device's, as `seconds` has them.
+        """
+        count = self.problem.micro_batches
+        added = self.gradients * accumulate_per_byte(device) * (1 - 1 / count) * self.problem.train
+        on_device = forward, backward + added + (forward if recompute else 0.0)
+        pairs = zip(self.host_seconds(device.host_launch_s, recompute), on_device, strict=True)
+        waits: Matrix = sum(np.maximum(0.0, host - own) for host, own in pairs)
+        return waits
 
     def seconds(self, degree: int, device: Device) -> tuple[Matrix, Matrix]:
         """Forward and backward of one micro-batch shared among `degree` devices; infinite where it cannot be shared."""
@@ -151,6 +172,10 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
         low_precision=state_sums(problem, chain, lambda each: each.low_precision_bytes),
         optimizer=state_sums(problem, chain, lambda each: each.optimizer_bytes),
         gradients=state_sums(problem, chain, lambda each: each.gradient_bytes),
+        operators=(
+            range_sums(chain.by_block(np.array([each.operators for each in problem.work]))),
+            range_sums(chain.by_block(np.array([each.backward_operators for each in problem.work]))),
+        ),
     )
 
 

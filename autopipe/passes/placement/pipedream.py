@@ -202,6 +202,9 @@ class ChainPrices:
             rest = self.tables.overhead(degree, device, before, after, reduce) + self._empty
             plain.append(forward + backward + rest)
             again.append(2 * forward + backward + rest)
+            if device.host_launch_s:
+                plain[-1] = plain[-1] + self.tables.host_wait(device, forward, backward, recompute=False)
+                again[-1] = again[-1] + self.tables.host_wait(device, forward, backward, recompute=True)
         return np.maximum.reduce(plain), np.maximum.reduce(again)
 
     def _memory(self, degree: int, in_flight: int) -> tuple[Matrix, Matrix]:

@@ -67,9 +67,15 @@ def perceptron(widths: list[int], batch: int = 8) -> Graph:
     return builder.finish(data)
 
 
-def device(memory: int = 10**9, flops: float = 1e12, bandwidth: float = 1e11, latency: float = 1e-6) -> Device:
+HOST_LAUNCHES = (0.0, 3e-7, 2e-6, 1e-5)
+"""Seconds of a host for an operator: free; less than a launch of `device`; about as long; much longer."""
+
+
+def device(
+    memory: int = 10**9, flops: float = 1e12, bandwidth: float = 1e11, latency: float = 1e-6, host_launch: float = 0.0
+) -> Device:
     efficiency = tuple((field.name, 0.5) for field in fields(Efficiencies))
-    return Device("toy", memory, (("fp32", flops),), bandwidth, latency, efficiency)
+    return Device("toy", memory, (("fp32", flops),), bandwidth, latency, efficiency, host_launch_s=host_launch)
 
 
 def cluster(count: int, per_node: int | None = None, memory: int = 10**9, **figures: float) -> Cluster:

@@ -285,8 +285,11 @@ class MicroBatchSearch:
         self.close = _CLOSE_AMONG_NODES if problem.cluster.node_count > 1 else _CLOSE
 
     def _load(self, size: int) -> float:
-        """Seconds of a micro-batch on the fastest device, at least once for each parameter and each operator. The
-        measured time of a share may be less than that share of the whole: then all shares of it count."""
+        """Return the least seconds of a micro-batch on one device: on the fastest device, or on the fastest host.
+
+        Each parameter and each operator counts once. If the measured time of a share of an operator is less than that
+        share of the whole operator's, all shares count.
+        """
         problem, kinds = self.problem, self.problem.cluster.kinds
         some = self.seconds.measured.any()
         degrees = [degree for degree in self.degrees if size % degree == 0] if some else [1]
@@ -297,7 +300,9 @@ class MicroBatchSearch:
         every = float(sum(np.minimum.reduce(each).sum() for each in phases))
         names = ((parameter.value.name, 1) for parameter in problem.graph.parameters)
         added = min(map(accumulate_per_byte, kinds)) * state_of(problem, names).gradient_bytes
-        return every + added * (1 - size / problem.batch_size)
+        launch_s = min(kind.host_launch_s for kind in kinds)
+        started = sum(each.operators + each.backward_operators * problem.train for each in problem.work)
+        return max(every + added * (1 - size / problem.batch_size), started * launch_s)
 
     def best(self, trees: Iterable[Tree]) -> Placement:
         """The best answer's placement; of those that promise about the same, the one whose simulated step is best.

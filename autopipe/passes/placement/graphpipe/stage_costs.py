@@ -224,6 +224,7 @@ def _options(
     forward += starts[0]
     if uneven.any():
         forward += np.where(range_sums(chain.by_block(uneven)) > 0.5, np.inf, 0.0)
+    launch_s = max(kind.host_launch_s for kind in kinds)
     arriving = tables.arriving * link.latency_s + received / link.bandwidth_bytes_per_s
     always = tables.held(degree) + workspace + received + sent
     empty = np.tri(len(forward), dtype=bool)
@@ -231,13 +232,17 @@ def _options(
     def option(
         recompute: bool, backward: Matrix, returning: Matrix, end: Matrix, always: Matrix, kept: Matrix
     ) -> StageOption:
-        every = forward + backward + arriving + returning + end / (problem.batch_size // size)
+        tasks = forward, backward
+        if launch_s:
+            on_host = tables.host_seconds(launch_s, recompute)
+            tasks = np.maximum(forward, on_host[0]), np.maximum(backward, on_host[1])
+        every = tasks[0] + tasks[1] + arriving + returning + end / (problem.batch_size // size)
         room, levels = limit - always, problem.cluster.size
         with np.errstate(divide="ignore", invalid="ignore"):
             most = np.where(kept > 0, np.floor(room / kept), levels)
         most = np.clip(np.where(room < 0, 0, most), 0, levels).astype(np.int16)
         priced = np.where(empty, np.inf, every), most
-        return StageOption(run, degree, recompute, forward, backward, arriving, returning, end, always, kept, *priced)
+        return StageOption(run, degree, recompute, *tasks, arriving, returning, end, always, kept, *priced)
 
     if not problem.train:
         zero = np.zeros_like(forward)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
+from autopipe.ir.schedule import Phase
 from autopipe.passes.analysis.chain import Blocks, values_between
 from autopipe.passes.analysis.gradients import most_widened, sent_bytes
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
@@ -120,10 +121,14 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class BlockFigures:
-    """Seconds and bytes on one device of a group. Those of a micro-batch are as in `StageCost`."""
+    """Seconds and bytes on one device of a group. Those of a micro-batch are as in `StageCost`, but seconds of forward
+    and backward are the device's alone."""
 
     forward_s: NDArray[np.float64]
     backward_s: NDArray[np.float64]
+    host_forward_s: NDArray[np.float64]
+    """Seconds in which the host starts a forward's operators; 0 if its time does not count."""
+    host_backward_s: NDArray[np.float64]
     kept: Sums  # Bytes that backward needs of a micro-batch.
     state: Sums  # Bytes of parameters, gradients and optimizer state.
     gradients: Sums
@@ -148,8 +153,10 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
         gradients.append({name: sizes[name] for name, count in parts if count == 1})
         cut_gradients.append({name: sizes[name] for name, count in parts if count > 1})
     return BlockFigures(
-        forward_s=np.array([cost.forward_s for cost in costs]),
-        backward_s=np.array([cost.backward_s for cost in costs]),
+        forward_s=np.array([cost.forward_s - cost.host_wait_s(Phase.FORWARD) for cost in costs]),
+        backward_s=np.array([cost.backward_s - cost.host_wait_s(Phase.BACKWARD) for cost in costs]),
+        host_forward_s=np.array([cost.on_host.forward_s if cost.on_host else 0.0 for cost in costs]),
+        host_backward_s=np.array([cost.on_host.backward_s if cost.on_host else 0.0 for cost in costs]),
         kept=Sums.of([saved_bytes(problem, work.nodes) for work in works]),
         state=Sums.of(state),
         gradients=Sums.of(gradients),
@@ -295,7 +302,11 @@ class DownsetPrices:
     @property
     def least_s(self) -> float:
         """Seconds that the slowest stage takes at least: an even share of what all blocks take."""
-        return float(self._least_work.sum()) / self.problem.cluster.size
+        on_device = float(self._least_work.sum()) / self.problem.cluster.size
+        on_host = min(
+            float((figures.host_forward_s + figures.host_backward_s).sum()) for _, figures in self._shared
+        )
+        return max(on_device, on_host / self.problem.cluster.size)
 
     @property
     def most_s(self) -> float:
@@ -307,6 +318,7 @@ class DownsetPrices:
         )
         found = (
             float((2 * figures.forward_s + figures.backward_s).sum())
+            + float((2 * figures.host_forward_s + figures.host_backward_s).sum())
             + float(self._step_seconds(sharing, figures, self._whole).max())
             for sharing, figures in self._shared
         )
@@ -346,8 +358,7 @@ class DownsetPrices:
     def _option(
         self, sharing: StageSharing, figures: BlockFigures, recompute: bool, among: Pairs, most_s: float
     ) -> Option:
-        compute = figures.backward_s + figures.forward_s * (2 if recompute else 1)
-        seconds = Sums(compute).over(self.chains.downsets, among)
+        seconds = self._compute_seconds(figures, recompute, among)
         left, others = self._left.take(among.numbers), self.problem.cluster.size - sharing.devices
         enough = left <= (others * most_s if others else _ROUNDING * seconds)
         places = np.flatnonzero((seconds <= most_s) & enough)
@@ -363,6 +374,18 @@ class DownsetPrices:
         pairs, seconds = pairs.some(quick), seconds[quick]
         farthest = self._farthest(figures, recompute, pairs, received[quick], sent[quick])
         return Option(sharing, recompute, pairs.numbers, seconds, farthest).some(farthest > 0)
+
+    def _compute_seconds(self, figures: BlockFigures, recompute: bool, among: Pairs) -> Figures:
+        """Return the seconds of a micro-batch's tasks: of each the longer of the device's time and the host's."""
+        downsets = self.chains.downsets
+        if not figures.host_forward_s.any():
+            return Sums(figures.backward_s + figures.forward_s * (2 if recompute else 1)).over(downsets, among)
+        backward = figures.backward_s + figures.forward_s * recompute
+        host_backward = figures.host_backward_s + figures.host_forward_s * recompute
+        seconds: Figures = np.zeros(len(among.inner))
+        for on_device, on_host in ((figures.forward_s, figures.host_forward_s), (backward, host_backward)):
+            seconds += np.maximum(Sums(on_device).over(downsets, among), Sums(on_host).over(downsets, among))
+        return seconds
 
     def _step_seconds(self, sharing: StageSharing, figures: BlockFigures, pairs: Pairs) -> Figures:
         """A micro-batch's share of the end of a step: summing gradients over replicas, updating parameters."""

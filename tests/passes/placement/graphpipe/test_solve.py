@@ -13,7 +13,7 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
 from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_line, make_units, other_orders
 from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, stage_prices
-from tests.passes.cost.graphs import cluster, problem
+from tests.passes.cost.graphs import HOST_LAUNCHES, cluster, problem
 from tests.passes.placement.graphpipe.models import Judge, Shape, degrees, model, partitions, shapes
 
 SIZE = 4
@@ -56,11 +56,14 @@ def least_of_all(given: Problem) -> float:
     st.integers(1, 5),
     st.sampled_from([10**9, 200_000, 60_000]),
     st.sampled_from([1e12, 1e10]),
+    st.sampled_from(HOST_LAUNCHES),
 )
-def test_no_valid_stages_are_faster(shape: Shape, devices: int, micro_batches: int, memory: int, flops: float) -> None:
+def test_no_valid_stages_are_faster(
+    shape: Shape, devices: int, micro_batches: int, memory: int, flops: float, host_launch: float
+) -> None:
     graph = model(shape, SIZE)
     assume(len(graph.nodes) <= 7)
-    given = problem(graph, cluster(devices, memory=memory, flops=flops), micro_batches)
+    given = problem(graph, cluster(devices, memory=memory, flops=flops, host_launch=host_launch), micro_batches)
     assert least_found(given, others=True) == pytest.approx(least_of_all(given), rel=1e-9)
 
 

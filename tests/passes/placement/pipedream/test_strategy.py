@@ -17,7 +17,7 @@ from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.pipedream import PipeDream
-from tests.passes.cost.graphs import Builder, cluster, edge_bytes, perceptron, problem
+from tests.passes.cost.graphs import HOST_LAUNCHES, Builder, cluster, edge_bytes, perceptron, problem
 from tests.passes.placement.pipedream.test_search import chains
 
 
@@ -63,12 +63,14 @@ def fits(given: Problem, placement: Placement) -> bool:
     st.integers(1, 5),
     st.sampled_from([10**9, 600_000]),
     st.sampled_from([Optimizer(), Optimizer("adamw", shard=True)]),
+    st.sampled_from(HOST_LAUNCHES),
 )
 def test_no_other_chain_is_faster(
-    widths: list[int], devices: int, micro_batches: int, memory: int, optimizer: Optimizer
+    widths: list[int], devices: int, micro_batches: int, memory: int, optimizer: Optimizer, host_launch: float
 ) -> None:
     graph = perceptron(widths)
-    given = problem(graph, cluster(devices, memory=memory), micro_batches, optimizer=optimizer)
+    devices_there = cluster(devices, memory=memory, host_launch=host_launch)
+    given = problem(graph, devices_there, micro_batches, optimizer=optimizer)
     best: dict[int, float] = {}
     for stages in range(1, devices + 1):
         for chain in chains(len(graph.nodes), devices, stages, (1, 2)):

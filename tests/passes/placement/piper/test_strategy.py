@@ -21,7 +21,7 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.piper.stage_costs import StageSharing, sharings
 from autopipe.passes.placement.piper.strategy import Piper, join_nodes
-from tests.passes.cost.graphs import Builder, cluster, perceptron, problem
+from tests.passes.cost.graphs import HOST_LAUNCHES, Builder, cluster, perceptron, problem
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,13 @@ def branched(widths: list[list[int]], last: int, batch: int = 8) -> Graph:
     st.sampled_from([32, 256]),
     st.integers(1, 3),
     st.integers(1, 5),
+    st.sampled_from(HOST_LAUNCHES),
 )
 def test_no_other_chain_has_a_faster_slowest_stage(
-    middles: list[list[int]], last: int, devices: int, micro_batches: int
+    middles: list[list[int]], last: int, devices: int, micro_batches: int, host_launch: float
 ) -> None:
     graph = branched([[16, *middle, 16] for middle in middles], last)
-    given = problem(graph, cluster(devices), micro_batches)
+    given = problem(graph, cluster(devices, host_launch=host_launch), micro_batches)
     exhaustive = Exhaustive(given)
     answer = Piper(objective="slowest_stage").run(given)
     answer.verify(graph)
@@ -165,13 +166,21 @@ def seconds(exhaustive: Exhaustive, answer: Placement) -> list[float]:
     st.sampled_from(["none", "auto"]),
     st.floats(0.3, 1.0),
     st.booleans(),
+    st.sampled_from(HOST_LAUNCHES),
 )
 def test_memory_is_kept_and_no_chain_that_keeps_it_is_faster(
-    middles: list[list[int]], devices: int, micro_batches: int, recompute: str, share: float, shard: bool
+    middles: list[list[int]],
+    devices: int,
+    micro_batches: int,
+    recompute: str,
+    share: float,
+    shard: bool,
+    host_launch: float,
 ) -> None:
     """Widths are odd, so that layers are not shared: only the samples are, with `shard` the optimizer's state too."""
     graph = branched([[15, *middle, 15] for middle in middles], 33)
-    loose = problem(graph, cluster(devices), micro_batches, optimizer=Optimizer("adamw", shard=shard))
+    devices_there = cluster(devices, host_launch=host_launch)
+    loose = problem(graph, devices_there, micro_batches, optimizer=Optimizer("adamw", shard=shard))
     alone = Placement((Stage(tuple(range(len(graph.nodes))), (0,), 8),))
     given = replace(
         loose, recompute=recompute, memory_limit=int(share * device_memory(loose, alone, stage_costs(loose, alone))[0])
