@@ -85,8 +85,7 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = (), force
         _rank_title(planned, program, rank) if not ranks or rank.rank in ranks else None for rank in program.ranks
     )
     limits = () if problem.memory_limit is None else plan.memory_limits  # Else a device has all of its memory.
-    bound = frozenset(number for number, stage in enumerate(plan.prediction.stages) if stage.host_bound)
-    files = [ProgramFiles("", program, stage_titles, rank_titles, limits, bound)]
+    files = [ProgramFiles("", program, stage_titles, rank_titles, limits, frozenset(plan.host_bound_stages))]
     if not ranks:
         if problem.loss is not None:
             files.append(_one_device(planned, REFERENCE, problem.loss))

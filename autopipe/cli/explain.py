@@ -26,6 +26,7 @@ from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Alternative, Choice
+from autopipe.ir.timeline import StagePrediction
 from autopipe.passes.explain import (
     Change,
     DeviceReport,
@@ -249,9 +250,23 @@ def explained_stage(planned: PlanResult, number: int) -> Explanation:
         f"takes {seconds_text(predicted.forward_s)} forward and {seconds_text(predicted.backward_s)} backward for a"
         f" micro-batch; {bytes_text(predicted.parameter_bytes)} of parameters",
         *([f"of that: {told}"] if told else []),
+        *_stage_host_lines(predicted),
         *_message_lines(planned, number),
         f"its devices are busy {busy_s / step_s if step_s else 0.0:.1%} of the step of {seconds_text(step_s)}",
         price_table(prices, step_s),
+    )
+
+
+def _stage_host_lines(predicted: StagePrediction) -> Iterator[str]:
+    """Yield a line about the host's time for a micro-batch, if it counts."""
+    host, device = predicted.on_host, predicted.on_device
+    if host is None or device is None:
+        return
+    whose = "host" if predicted.host_bound else "device"
+    yield (
+        f"it is bound by the {whose}: the host takes {seconds_text(host.forward_s)} forward and"
+        f" {seconds_text(host.backward_s)} backward, the device {seconds_text(device.forward_s)} and"
+        f" {seconds_text(device.backward_s)}"
     )
 
 
@@ -286,6 +301,7 @@ def explained_plan(planned: PlanResult, folder: Path, output: Output) -> Explana
     data: dict[str, object] = {
         "summary": encode(summary),
         "breakdown": plan.breakdown,
+        "host_bound_stages": plan.host_bound_stages,
         "alternatives": told,
         "next_best": None if following is None else told[plan.alternatives.index(following)],
         "helps": helps,

@@ -109,6 +109,7 @@ def plan(
         "period_s": schedule.period,
         "proof": schedule.proof,
         "breakdown": plan.breakdown,
+        "host_bound_stages": plan.host_bound_stages,
         "alternatives": [encode(each) for each in plan.alternatives],
     }
     here = local_cluster() if configuration.cluster.is_open else None

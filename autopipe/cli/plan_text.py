@@ -224,6 +224,7 @@ def plan_screen(
         traffic_line(summary),
         *scores_lines(summary),
         schedule_line(plan),
+        *host_lines(plan),
         *candidates_screen(plan.alternatives, summary.step_time_s, _NEXT_BEST),
         f"plan in {folder}",
         f"next: autopipe explain {folder}    autopipe show {folder}    autopipe codegen {folder}",
@@ -264,6 +265,7 @@ def reason_lines(plan: Plan) -> Iterator[RenderableType]:
     yield from scores_lines(plan.summary)
     if plan.breakdown is not None:
         yield from distance_lines(plan.breakdown, plan.summary.devices, len(set(plan.device_names)))
+    yield from host_lines(plan)
     yield from candidates_screen(plan.alternatives, plan.summary.step_time_s)
 
 
@@ -340,6 +342,27 @@ def schedule_line(plan: Plan) -> str:
     return f"schedule: {whose}{what} proven the shortest for this placement{rounded}"
 
 
+def host_lines(plan: Plan) -> Iterator[str]:
+    """Yield a line if stages are bound by the host: the times of the slowest of them, and what helps."""
+    bound = plan.host_bound_stages
+    if not bound:
+        return
+    stages = plan.prediction.stages
+    slowest = max(bound, key=lambda index: stages[index].forward_s + stages[index].backward_s)
+    on_host, on_device = stages[slowest].on_host, stages[slowest].on_device
+    assert on_host is not None and on_device is not None, "it is bound by the host"
+    which = "" if len(stages) == 1 else f" ({len(bound)} of {len(stages)} stages, the slowest is {slowest})"
+    wait_s = 0.0 if plan.breakdown is None else plan.breakdown.host_s
+    waits = f" (waits: {wait_s / plan.summary.step_time_s:.0%} of the step)" if plan.summary.step_time_s else ""
+    helps = "fewer, larger micro-batches, or " if plan.summary.micro_batches > 1 else ""
+    yield (
+        f"bound by the host{which}: a micro-batch takes the host"
+        f" {seconds_text(on_host.forward_s + on_host.backward_s)} and the device"
+        f" {seconds_text(on_device.forward_s + on_device.backward_s)}{waits}; what helps:"
+        f" {helps}launch --cuda-graphs"
+    )
+
+
 def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
     """The figures of the stages, a column each: those that fit a terminal, or with `full` all that are predicted. Kinds
     of devices, pipelines and micro-batches have a column where stages differ in them, the halves of a backward where
@@ -371,6 +394,10 @@ def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
     columns["activation memory a micro-batch"] = [bytes_text(each.kept_bytes) for each in predicted]
     columns["static memory"] = [bytes_text(each.static_bytes) for each in predicted]
     columns["recompute"] = ["yes" if each.recompute else "no" for each in stages]
+    if any(each.on_host is not None for each in predicted):
+        hosts = [each.on_host for each in predicted]
+        columns["host"] = ["-" if each is None else seconds_text(each.forward_s + each.backward_s) for each in hosts]
+        columns["host-bound"] = ["yes" if each.host_bound else "no" for each in predicted]
     return columns
 
 

@@ -114,6 +114,8 @@ def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator
                 f" {seconds_text(tasks.backward_s)}; an operator whose gradients wait"
                 f" {seconds_text(tasks.waiting_s)} more"
             )
+        if device.host_launch_s:
+            yield f"  the host takes {seconds_text(device.host_launch_s)} per operator"
         for each in device.exchanges:
             rate = f", then {bytes_text(round(1 / each.fit.per_byte_s))}/s" if each.fit.per_byte_s else ""
             what = f"{each.kind.replace('_', '-')} of {each.ranks} ranks"

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from autopipe.backends import onnxruntime as onnxruntime_profiler
+from autopipe.backends.torch.profiler.host import measure_host_launch
 from autopipe.backends.torch.profiler.operators import (
     TaskStartOverhead,
     measure_operations,
@@ -112,6 +113,8 @@ class Profiling:
             operations=tuple(wholes.get(size, ModelCorrection()).of(cost) for size, cost in measured),
             tasks=tasks,
             exchanges=(),
+            # A CPU starts operators itself, and their measured times contain it.
+            host_launch_s=measure_host_launch(device, self.request.precision) if is_cuda else 0.0,
         )
         if self.ranks is not None:
             bar.reach(time.perf_counter() - started, note=f"exchanges of {self.ranks} ranks")

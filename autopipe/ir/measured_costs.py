@@ -218,13 +218,15 @@ class ExchangeCost:
 class DeviceCosts:
     """All that was measured on one kind of device."""
 
-    written: ClassVar = ("device", "measured", "tasks", "exchanges", "operations")
+    written: ClassVar = ("device", "measured", "host_launch_s", "tasks", "exchanges", "operations")
     device: str
     measured: tuple[str, ...]
     """How, a line for each run of the profiler: what ran where."""
     operations: tuple[OperationCost, ...] = ()
     tasks: Annotated[TaskCosts | None, Sparse()] = None
     exchanges: tuple[ExchangeCost, ...] = ()
+    host_launch_s: Annotated[Amount | None, Sparse()] = None
+    """Seconds of the host for one operator, as `Device.host_launch_s`: 0 if the device is the host; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ def merged(parts: Iterable[Costs]) -> Costs:
             tuple(operations.values()),
             each.tasks or first.tasks,
             tuple(exchanges.values()),
+            first.host_launch_s if each.host_launch_s is None else each.host_launch_s,
         )
     return Costs(tuple(found.values()))
 

@@ -222,6 +222,11 @@ class Plan:
     breakdown: Breakdown | None = None
 
     @property
+    def host_bound_stages(self) -> tuple[int, ...]:
+        """The stages whose micro-batches take the host longer than the device, in ascending order."""
+        return tuple(index for index, stage in enumerate(self.prediction.stages) if stage.host_bound)
+
+    @property
     def has_own_sizes(self) -> bool:
         """True if stages have micro-batches of their own, other than the step's."""
         return any(stage.micro_batch_size != self.summary.micro_batch_size for stage in self.placement.stages)

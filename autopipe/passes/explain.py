@@ -142,7 +142,10 @@ class WhatIf:
 
 
 def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
-    """Twice the memory, links as fast, or micro-batches, one at a time, in words and as a request."""
+    """Yield one change at a time, in words and as a request: twice the memory, links as fast, or more micro-batches.
+
+    If stages are bound by the host, also fewer micro-batches, and hosts whose time does not count.
+    """
     request, problem = planned.request, planned.problem
     cluster = request.cluster
     if request.memory_limit is None:
@@ -160,6 +163,15 @@ def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
         yield "twice the micro-batches, of half the size", halves
     longer = replace(request, batch_size=2 * size, micro_batches=2 * count, micro_batch_size=None)
     yield "twice the micro-batches, of the same size", longer
+    if planned.plan.host_bound_stages:
+        if count % 2 == 0:
+            doubled = replace(request, batch_size=size, micro_batches=count // 2, micro_batch_size=None)
+            yield "half the micro-batches, of twice the size", doubled
+        free = tuple(replace(device, host_launch_s=0.0) for device in cluster.devices)
+        yield (
+            "no time of the host, as with launch --cuda-graphs",
+            replace(request, cluster=replace(cluster, devices=free)),
+        )
 
 
 def _faster(cluster: Cluster, inside: bool) -> Cluster:

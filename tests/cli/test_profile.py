@@ -31,6 +31,7 @@ def test_a_profile_is_planned_with(model: Path, command_line: CommandLine) -> No
     assert device.device == "core"
     assert len(device.operations) == shown["devices"][0]["operations"]
     assert device.tasks is not None
+    assert device.host_launch_s == 0.0, "a processor starts its operators itself"
     sizes = ("--gpus", 2, "--cluster", "cpu-local", "--batch-size", 8, "--micro-batches", 4)
     words = ("--strategy", "pipedream", *sizes, "--costs", shown["costs"])
     command_line.done("plan", model, *words, "-o", "with")

@@ -215,6 +215,7 @@ _PARTS = {
     "repetition": "operators that several devices compute",
     "update": "the optimizer, above a device's share",
     "launches": "launches and starts of tasks",
+    "host": "the device waits for the host to start operators",
 }
 
 

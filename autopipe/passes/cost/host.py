@@ -12,10 +12,6 @@ import numpy as np
 
 from autopipe.ir.problem import Work
 
-BACKWARD_OPERATORS = 2.0
-"""Operators that the host starts in backward, per operator of forward. A layer of the programs generated for BERT and
-GPT dispatches 2.0 to 2.1 ATen operators in backward for each one in forward, in fp32 and in bf16."""
-
 
 def host_seconds(work: Sequence[Work], launch_s: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the host's seconds of forward and of backward of each node: its operators times `launch_s`.

@@ -185,7 +185,7 @@ def costed_work(
 
 
 def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
-    """The cluster with what was measured of tasks, and of messages and collectives within a node.
+    """The cluster with what was measured of tasks, the host, and messages and collectives within a node.
 
     Raises ConfigurationError where a device of the cluster is not among those of `costs`.
     """
@@ -199,6 +199,7 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
             collectives=tuple(each for each in found.exchanges if each.kind not in MESSAGES),
             post=messages.get("post"),
             follow=messages.get("follow"),
+            host_launch_s=device.host_launch_s if found.host_launch_s is None else found.host_launch_s,
         )
     devices = tuple(kinds[device] for device in cluster.devices)
 

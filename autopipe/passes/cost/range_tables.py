@@ -76,7 +76,7 @@ class Tables:
     """Operators that the host starts in a forward and in a backward."""
 
     def host_seconds(self, launch_s: float, recompute: bool) -> tuple[Matrix, Matrix]:
-        """Return the seconds in which a host starts the operators of a forward and of a backward, at `launch_s` each."""
+        """Return the host's seconds for a forward and for a backward, if it starts each operator in `launch_s`."""
         forward, backward = (each * launch_s for each in self.operators)
         if not self.problem.train:
             return forward, np.zeros_like(forward)
@@ -90,8 +90,8 @@ class Tables:
         count = self.problem.micro_batches
         added = self.gradients * accumulate_per_byte(device) * (1 - 1 / count) * self.problem.train
         on_device = forward, backward + added + (forward if recompute else 0.0)
-        pairs = zip(self.host_seconds(device.host_launch_s, recompute), on_device, strict=True)
-        waits: Matrix = sum(np.maximum(0.0, host - own) for host, own in pairs)
+        on_host = self.host_seconds(device.host_launch_s, recompute)
+        waits: Matrix = np.maximum(0.0, on_host[0] - on_device[0]) + np.maximum(0.0, on_host[1] - on_device[1])
         return waits
 
     def seconds(self, degree: int, device: Device) -> tuple[Matrix, Matrix]:

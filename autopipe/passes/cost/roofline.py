@@ -17,7 +17,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.measured_costs import Affine
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, score_extents
 from autopipe.ir.ops.loop import run_axes
-from autopipe.ir.problem import Problem, Work
+from autopipe.ir.problem import BACKWARD_OPERATORS, Problem, Work
 from autopipe.passes.analysis.gradients import attention_tensors, differentiable_values, kept_values, trained_body
 from autopipe.passes.analysis.operators import (
     PRODUCT_KINDS,
@@ -28,7 +28,6 @@ from autopipe.passes.analysis.operators import (
     uses_of,
 )
 from autopipe.passes.analysis.stage_nodes import live_nodes
-from autopipe.passes.cost.host import BACKWARD_OPERATORS
 
 Seconds = np.ndarray
 """Seconds, one entry a node."""

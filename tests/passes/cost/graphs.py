@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from autopipe.configs.cluster import Efficiencies
@@ -83,6 +83,11 @@ def cluster(count: int, per_node: int | None = None, memory: int = 10**9, **figu
     inside = per_node or count
     levels = (Level("node", inside, Link(1e-6, 1e10)), Level("cluster", -(-count // inside), Link(1e-5, 1e9)))
     return Cluster("toy", (device(memory, **figures),) * count, levels)
+
+
+def hosted(devices: Cluster, launch_s: float) -> Cluster:
+    """Return the cluster with hosts that take `launch_s` seconds per operator."""
+    return replace(devices, devices=tuple(replace(each, host_launch_s=launch_s) for each in devices.devices))
 
 
 def problem(graph: Graph, devices: Cluster, micro_batches: int = 4, mode: Mode = Mode.TRAIN, **more: Any) -> Problem:

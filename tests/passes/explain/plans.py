@@ -11,7 +11,7 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.space import AxisKind
 from autopipe.passes.analysis.operators import sample_axes
-from tests.passes.cost.graphs import cluster, perceptron, problem
+from tests.passes.cost.graphs import HOST_LAUNCHES, cluster, hosted, perceptron, problem
 
 
 def two_kinds(devices: int) -> Cluster:
@@ -43,7 +43,7 @@ def plans(draw: st.DrawFn) -> tuple[Problem, Placement, str]:
         )
         first += group
     spare = draw(st.integers(0, 1))
-    made = draw(st.sampled_from([cluster, two_kinds]))(first + spare)
+    made = hosted(draw(st.sampled_from([cluster, two_kinds]))(first + spare), draw(st.sampled_from(HOST_LAUNCHES)))
     mode = draw(st.sampled_from(Mode))
     given = problem(graph, made, mode=mode, optimizer=Optimizer("adamw", shard=draw(st.booleans())))
     schedule = draw(st.sampled_from(["1f1b", "gpipe", "zb_h1"] if mode is Mode.TRAIN else ["gpipe"]))

@@ -303,9 +303,7 @@ class DownsetPrices:
     def least_s(self) -> float:
         """Seconds that the slowest stage takes at least: an even share of what all blocks take."""
         on_device = float(self._least_work.sum()) / self.problem.cluster.size
-        on_host = min(
-            float((figures.host_forward_s + figures.host_backward_s).sum()) for _, figures in self._shared
-        )
+        on_host = min(float((figures.host_forward_s + figures.host_backward_s).sum()) for _, figures in self._shared)
         return max(on_device, on_host / self.problem.cluster.size)
 
     @property
