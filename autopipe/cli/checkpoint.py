@@ -23,11 +23,12 @@ from autopipe.backends.torch.checkpoint import (
     numpy_type,
     read_checkpoint,
 )
-from autopipe.cli.options import PATH, standard_options
-from autopipe.cli.output import Output, bytes_text, check_writable, facts_table, plain_table
+from autopipe.cli.options import FORCE, PATH, standard_options
+from autopipe.cli.output import Output, bytes_text, facts_table, plain_table
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import whole
+from autopipe.ir.output_kinds import ONNX, SAFETENSORS, OutputFile
 
 _FOLDER = click.argument("folder", metavar="DIR", type=PATH)
 _STEP = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of these steps [the newest].")
@@ -143,8 +144,11 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
 @_STEP
 @click.option("--model", type=PATH, metavar="FILE", help="The model [where it was trained].")
 @click.option("--ema", is_flag=True, help="The averages of the weights (training.ema_decay) in their place.")
+@FORCE
 @standard_options
-def export(output: Output, folder: Path, target: Path, step: int | None, model: Path | None, ema: bool) -> None:
+def export(
+    output: Output, folder: Path, target: Path, step: int | None, model: Path | None, ema: bool, force: bool
+) -> None:
     """Write the model that was trained, as it was given, with the weights of a checkpoint in DIR; or, to a file whose
     name ends in .safetensors, the weights alone.
 
@@ -164,7 +168,9 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
     if ema and not any(AVERAGE in dict(each.state) for each in held.parameters):
         hint = "plan with training.ema_decay, or leave out --ema"
         raise ConfigurationError("the checkpoint holds no averages of weights", hint=hint, where=str(chosen))
-    check_writable(target)
+    path = None if target.suffix == ".safetensors" else _model_of(held, model)
+    read = (chosen, *(() if path is None else (path,)))
+    OutputFile(target, SAFETENSORS if path is None else ONNX, read, force).check()
     with output.progress("reading", total=sum(file.size for file in held.files)) as bar:
         check_checkpoint(chosen, held, bar.advance)
     reader, numbers = Reader(chosen, held), {}
@@ -173,15 +179,14 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
         tensor = dict(each.state).get(AVERAGE, each.value) if ema else each.value
         numbers[each.name] = Numbers(value, partial(reader.read, tensor))
     size = sum(each.value.bytes for each in numbers.values())
-    if target.suffix == ".safetensors":
+    if path is None:
         with output.progress("writing", total=size) as bar:
             write_safetensors(target, list(numbers.values()), bar.advance)
         facts = {"path": target, "files": [target], "step": held.step, "parameters": len(numbers), "bytes": size}
         output.report(facts, f"{target}: {len(numbers)} parameters after {held.step} steps, {bytes_text(size)}")
         return
-    path = _model_of(held, model)
     with output.progress("writing", total=size) as bar:
-        written = write_trained(path, target, numbers, bar.advance)
+        written = write_trained(path, target, numbers, bar.advance, force=force)
     told = {name: getattr(written, name) for name in ("replaced", "added", "bytes")}
     facts = {"files": written.files, "model": path, "step": held.step, "parameters": len(numbers)}
     beside = f" and {written.files[1].name}" if len(written.files) > 1 else ""
@@ -194,8 +199,9 @@ def export(output: Output, folder: Path, target: Path, step: int | None, model: 
 @click.option("--model", type=PATH, required=True, metavar="MODEL", help="The ONNX file whose weights they become.")
 @click.option("-o", "--output", "target", type=PATH, required=True, help="ONNX file to write.")
 @click.option("--partial", is_flag=True, help="Parameters that FILE does not hold keep their weights.")
+@FORCE
 @standard_options
-def import_weights(output: Output, weights: Path, model: Path, target: Path, partial: bool) -> None:
+def import_weights(output: Output, weights: Path, model: Path, target: Path, partial: bool, force: bool) -> None:
     """Write MODEL with the weights of FILE, a safetensors or an ONNX file, matched by name.
 
     \b
@@ -205,7 +211,7 @@ def import_weights(output: Output, weights: Path, model: Path, target: Path, par
     from autopipe.passes.export import write_trained
     from autopipe.passes.weight_files import matched_weights
 
-    check_writable(target)
+    OutputFile(target, ONNX, (weights, model), force).check()
     matched = matched_weights(weights, model)
     if not matched.numbers or (matched.missing and not partial):
         of_all = f"{len(matched.missing)} of {len(matched.missing) + len(matched.numbers)} parameters"
@@ -215,7 +221,7 @@ def import_weights(output: Output, weights: Path, model: Path, target: Path, par
     if matched.unused:
         output.note(f"{len(matched.unused)} tensors are no parameters of {model}, among them {matched.unused[0]!r}")
     with output.progress("writing", total=sum(each.value.bytes for each in matched.numbers.values())) as bar:
-        written = write_trained(model, target, matched.numbers, bar.advance)
+        written = write_trained(model, target, matched.numbers, bar.advance, force=force)
     facts = {"path": target, "files": written.files, "parameters": len(matched.numbers)}
     told = f"{target}: {len(matched.numbers)} parameters from {weights}"
     output.report(facts | {"missing": matched.missing, "unused": matched.unused}, told)

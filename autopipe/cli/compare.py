@@ -17,14 +17,15 @@ from autopipe.cli.drawing.picture import MOST_DEVICES, Picture, one_of_each, pla
 from autopipe.cli.drawing.report import Report, report_page
 from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
-from autopipe.cli.options import PATH, standard_options
-from autopipe.cli.output import Output, bytes_text, check_writable, devices_text, plain_table, seconds_text, write_texts
+from autopipe.cli.options import FORCE, PATH, standard_options
+from autopipe.cli.output import Output, bytes_text, devices_text, plain_table, seconds_text, write_texts
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_prediction
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
+from autopipe.ir.output_kinds import REPORT, OutputFile, plan_inputs
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Breakdown, Plan, Summary, plan_digest
 from autopipe.ir.timeline import Timeline
@@ -36,8 +37,9 @@ from autopipe.passes.placement.given import NodeEntry, NodeNames, degrees_of, en
 @click.command()
 @click.argument("plans", metavar="DIR...", nargs=-1, required=True, type=PATH)
 @click.option("--html", metavar="FILE", type=PATH, help="Write it as one page: timelines and memory on one axis.")
+@FORCE
 @standard_options
-def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
+def compare(output: Output, plans: tuple[Path, ...], html: Path | None, force: bool) -> None:
     """Show the plans in DIRs side by side: figures, what a step's time goes to, timelines and memory on one scale.
 
     Speed-ups, and what is decided differently, are against the first plan.
@@ -47,16 +49,18 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None) -> None:
       autopipe compare gpt.1f1b.plan gpt.gpipe.plan
       autopipe compare gpt.1f1b.plan gpt.gpipe.plan --html compared.html
     """
+    page = None
     if html is not None:
-        check_writable(html)
+        page = OutputFile(html, REPORT, tuple(path for plan in plans for path in plan_inputs(plan)), force)
+        page.check()
     found = [ComparisonPlan(folder, *open_prediction(folder)) for folder in plans]
     for what, name in (("models", "model"), ("batches", "batch_size"), ("modes", "mode")):
         values = {str(getattr(each.plan, name)) for each in found}
         if len(values) > 1:
             output.warn(f"the plans are for different {what}: {', '.join(sorted(values))}")
     diffs = plan_diffs(found)
-    if html is not None:
-        write_texts({html: report_page(compare_report(found, diffs))})
+    if page is not None:
+        write_texts({page: report_page(compare_report(found, diffs))})
     data = [
         {
             "plan": each.folder,

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from autopipe.cli.options import PATH, flag_words, standard_options
+from autopipe.cli.options import FORCE, PATH, flag_words, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import REFUSALS, CodegenError, ConfigurationError, InfeasibleError
+from autopipe.ir.output_kinds import NPY, TOKENS, OutputFile, plan_inputs
 from autopipe.ir.plan import PLAN_FILE
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ _TOKENS = click.IntRange(min=0)
     help="Where to write the new tokens: .json, a list for each prompt; .npy, a row for each, filled up with -1.",
 )  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
+@FORCE
 @standard_options
 def generate(
     output: Output,
@@ -69,6 +71,7 @@ def generate(
     seed: int,
     target: Path | None,
     device: str,
+    force: bool,
 ) -> None:
     """Generate tokens with a decoder that was planned for inference.
 
@@ -91,8 +94,10 @@ def generate(
         raise click.UsageError(f"--greedy takes the likeliest token: leave out {given[0]}")
     if temperature is None:
         temperature = 1.0 if given else 0.0
+    written_to = None
     if target is not None:
-        _check_target(target)
+        written_to = _output_file(target, (*plan_inputs(program), *map(Path, prompts)), force)
+        written_to.check()
     sequences = tuple(tuple(ids) for text in prompts for ids in read_prompts(text))
     request = GenerationRequest(sequences, max_new_tokens, eos, temperature, top_k, top_p, seed)
     longest = max(map(len, sequences))
@@ -107,8 +112,8 @@ def generate(
             write_prefill(planned, folder, min(longest, prefill_chunk), output.note, most)
         report = run(folder, request, device, output)
     found: list[list[int]] = report["generated"]
-    if target is not None:
-        write_tokens(target, found)
+    if written_to is not None:
+        write_tokens(written_to, found)
     tokens = sum(map(len, found))
     speed = f"{tokens:,} tokens in {report['seconds']:.2f} s ({tokens / report['seconds']:,.1f} a second)"
     lines = [] if target is not None else [" ".join(map(str, each)) for each in found]
@@ -152,13 +157,12 @@ def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _check_target(target: Path) -> None:
-    if target.suffix not in (".json", ".npy"):
+def _output_file(target: Path, inputs: tuple[Path, ...], force: bool) -> OutputFile:
+    """Return the file for the new tokens. Raises ConfigurationError for a name that says no format."""
+    kind = {".json": TOKENS, ".npy": NPY}.get(target.suffix)
+    if kind is None:
         raise ConfigurationError(f"{target} is neither .json nor .npy", where="--output")
-    if target.is_dir() or not os.access(target.absolute().parent, os.W_OK):
-        raise ConfigurationError(
-            f"{target} cannot be written", hint="name a file in a folder that is there and writable"
-        )
+    return OutputFile(target, kind, inputs, force)
 
 
 @contextmanager
@@ -235,11 +239,9 @@ def run(folder: Path, request: Any, device: str, output: Output) -> dict[str, An
         return found
 
 
-def write_tokens(target: Path, found: Sequence[Sequence[int]]) -> None:
-    from autopipe.ir.output_files import replacing
-
-    with replacing(target) as file:
-        if target.suffix == ".json":
+def write_tokens(target: OutputFile, found: Sequence[Sequence[int]]) -> None:
+    with target.open() as file:
+        if target.kind is TOKENS:
             file.write(json.dumps(found).encode())
             return
         rows = np.full((len(found), max(map(len, found))), -1, np.int64)

@@ -6,10 +6,9 @@ import json
 import math
 import os
 import shlex
-import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,15 @@ from autopipe.backends.torch.metrics import LogSettings, MetricsLog
 from autopipe.backends.torch.runtime.data import check_data
 from autopipe.backends.torch.runtime.heartbeat import Timeouts
 from autopipe.backends.torch.runtime.job import Job, job_of
-from autopipe.backends.torch.runtime.manifest import Manifest, partial_folder, read_manifest
+from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest, remove_partial
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.cli.launch_display import ProfiledSteps, Run, StepDisplay, show_measured
-from autopipe.cli.options import PATH, flag_words, stepwise_options
+from autopipe.cli.options import FORCE, PATH, flag_words, stepwise_options
 from autopipe.cli.output import Output, count_text, write_texts
 from autopipe.cli.plan_text import update_line
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.output_files import followed
+from autopipe.ir.output_kinds import NPY, NPZ, TRACE, OutputFile
 from autopipe.ir.training import DataSettings
 
 _KEY_BYTES = 32
@@ -114,6 +115,7 @@ COMPILE = click.option("--compile", is_flag=True, help="Compile stages with torc
 @click.option("--profile", metavar="K|K-L", help="With --log: profile steps K to L.")
 @click.option("--trace", type=PATH, metavar="FILE", help="Chrome trace of this node's ranks.")
 @click.option("--outputs", type=PATH, metavar="FILE.npz|.npy", help="Outputs of inference, under their own names.")
+@FORCE
 @click.option("--mode", type=click.Choice(["train", "infer"]), help="Refuse a program of another mode.")
 @COMPILE
 @click.option(
@@ -268,6 +270,7 @@ class Launch:
     resume: bool
     trace: Path | None
     outputs: Path | None
+    force: bool
     blocking: bool
     compile: bool
     cuda_graphs: bool | None
@@ -302,7 +305,7 @@ class Launch:
                     launch_program(self.manifest, arguments, config, display.note, follower.poll)
             finally:
                 if self.outputs is not None:
-                    shutil.rmtree(partial_folder(self.outputs), ignore_errors=True)
+                    remove_partial(followed(self.outputs))
                 self._write_trace(scratch / "spans")
             if self.profiled is not None:
                 self.profiled.finish(scratch / "profile", self.manifest, output)
@@ -317,7 +320,7 @@ class Launch:
         from autopipe.cli.drawing.bubbles import measured_steps
         from autopipe.cli.drawing.trace import chrome_trace
 
-        write_texts({self.trace: chrome_trace(None, measured_steps(read_times(times)).tasks)})
+        write_texts({next(self._output_files()): chrome_trace(None, measured_steps(read_times(times)).tasks)})
 
     def _open_log(self, output: Output) -> MetricsLog:
         if self.log is None:
@@ -430,10 +433,18 @@ class Launch:
         if self.outputs is not None and self.outputs.suffix == ".npy" and len(self.manifest.outputs) > 1:
             names = ", ".join(output.value.name for output in self.manifest.outputs)
             raise ConfigurationError(f"the program has several outputs: {names}", hint="name a .npz file")
-        for path in (self.trace, self.outputs):
-            if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-                hint = "name a file in a folder that is there and writable"
-                raise ConfigurationError(f"{path} cannot be written", hint=hint)
+        for each in self._output_files():
+            each.check()
+
+    def _output_files(self) -> Iterator[OutputFile]:
+        """Yield the files that the launch writes at its end: the trace first, if there is one."""
+        sources = (self.data, self.eval_data, self.manifest.data.path, self.manifest.evaluation.data)
+        paths = tuple(Path(each) for each in sources if each is not None)
+        read = (self.manifest.folder, self.manifest.model, *paths)
+        if self.trace is not None:
+            yield OutputFile(self.trace, TRACE, read, self.force)
+        if self.outputs is not None:
+            yield OutputFile(self.outputs, NPY if self.outputs.suffix == ".npy" else NPZ, read, self.force)
 
     def _arguments(self, scratch: Path, steps: int, epochs: int | None, timeouts: Timeouts) -> list[str]:
         steps_between, minutes_between = self.checkpoint_every or (0, 0.0)

@@ -21,6 +21,7 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.cli.output import Output, Verbosity, bytes_text, plain_table, seconds_text, write_texts
 from autopipe.ir.cluster import own_cores
 from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.output_kinds import TRACE, OutputFile
 from autopipe.ir.plan import plan_digest
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ class ProfiledSteps:
         own = "" if len(by_rank) == manifest.world_size else f"_{min(by_rank):03d}-{max(by_rank):03d}"
         path = self.folder / f"timeline{own}.json"
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_texts({path: chrome_trace(picture, measured.tasks, measured.bubbles)})
+        write_texts({OutputFile(path, TRACE): chrome_trace(picture, measured.tasks, measured.bubbles)})
         if not output.as_json:
             for part in bubble_screen(measured, picture):
                 output.line(part)

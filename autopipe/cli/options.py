@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PATH: Final = click.Path(path_type=Path)
-FORCE: Final = click.option("--force", is_flag=True, help="Replace files that were edited, or are of another kind.")
+FORCE: Final = click.option(
+    "--force", is_flag=True, help="Replace files that were edited, are inputs, or are of another kind."
+)
 P = ParamSpec("P")
 R = TypeVar("R")
 Command = TypeVar("Command", bound=Callable[..., Any])

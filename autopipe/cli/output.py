@@ -23,6 +23,7 @@ from rich.text import Text
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import replacing
+from autopipe.ir.output_kinds import OutputFile
 from autopipe.ir.placement import node_ranges
 
 _PIPED_WIDTH = 160
@@ -278,12 +279,17 @@ def group_text(devices: Sequence[int]) -> str:
     return f"{devices[0]},{devices[1]},...,{devices[-1]} ({len(devices)} of them)"
 
 
-def write_texts(texts: Mapping[Path, str]) -> None:
-    """Write each text under a temporary name beside its path, then rename them all. Raises ConfigurationError where one
-    cannot be written; none of them is then."""
+def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
+    """Write each text under a temporary name next to its path, then rename them all. Raises ConfigurationError if one
+    may not be replaced or cannot be written; none of them is then."""
+    for target in texts:
+        if isinstance(target, OutputFile):
+            target.check()
+    path = Path()
     try:
         with ExitStack() as stack:
-            for path, text in texts.items():
+            for target, text in texts.items():
+                path = target.path if isinstance(target, OutputFile) else target
                 if path.is_dir():
                     raise ConfigurationError(f"{path} is a folder", hint="name a file")
                 file = stack.enter_context(replacing(path))
@@ -294,7 +300,7 @@ def write_texts(texts: Mapping[Path, str]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigurationError where no file can be written at `path`: it is asked before the long work begins."""
+    """Raise ConfigurationError if no file can be written at `path`: this is asked before the long work begins."""
     if path.is_dir():
         raise ConfigurationError(f"{path} is a folder", hint="name a file")
     parent = path.absolute().parent

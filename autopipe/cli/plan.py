@@ -58,10 +58,10 @@ def plan(
       autopipe plan gpt.onnx --gpus 4 --annotate gpt.annotated.onnx
       autopipe plan --from gpt.onnx.plan --schedule gpipe -o gpipe.plan
     """
-    from autopipe.cli.output import check_writable
     from autopipe.cli.plan_folder import check_target, check_unmixed, write_plan_folder
     from autopipe.cli.progress import Watcher, names_of
     from autopipe.cli.request import request_of
+    from autopipe.ir.output_kinds import ONNX, OutputFile
     from autopipe.ir.plan import read_plan
     from autopipe.passes.auto.choose import choose
     from autopipe.passes.auto.plan_cache import answers
@@ -78,7 +78,7 @@ def plan(
     target = folder or base or Path(f"{model}.plan")
     check_target(target, base, force)
     if annotate is not None:
-        check_writable(annotate)
+        OutputFile(annotate, ONNX, (model,), force).check()
     request = request_of(configuration, model)
     if base is not None and before is not None:
         _check_kept(base, before, configuration, request)

@@ -10,7 +10,7 @@ import click
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopipe.cli.options import PATH, configuration_options, standard_options
+from autopipe.cli.options import FORCE, PATH, configuration_options, standard_options
 from autopipe.cli.output import Output, bytes_text, plain_table, seconds_text
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.measured_costs import Costs, OperationCost
@@ -36,6 +36,7 @@ from autopipe.ir.measured_costs import Costs, OperationCost
     help="The generated code, or the kernels of ONNX Runtime, forward only.",
 )
 @click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True, help="About how long it takes.")
+@FORCE
 @configuration_options
 @standard_options
 def profile(
@@ -46,6 +47,7 @@ def profile(
     merge: bool,
     micro_batch_sizes: str | None,
     degrees: str,
+    force: bool,
     configuration: Configuration,
     **flags: Any,
 ) -> None:
@@ -60,15 +62,17 @@ def profile(
       autopipe plan gpt.onnx --gpus 2 --cluster cpu-local --costs gpt.onnx.costs
       autopipe profile --merge gpt.onnx.costs dlrm.onnx.costs -o cpu.costs
     """
-    from autopipe.cli.output import check_writable, write_texts
+    from autopipe.cli.output import write_texts
     from autopipe.cli.profile_programs import parsed_sizes
     from autopipe.ir.measured_costs import costs_text, merged, read_costs
+    from autopipe.ir.output_kinds import COSTS, OutputFile
 
     refused: tuple[str, ...] = ()
     if merge:
         if target is None:
             raise click.UsageError("--merge needs -o FILE")
-        check_writable(target)
+        written_to = OutputFile(target, COSTS, files, force)
+        written_to.check()
         costs = merged(map(read_costs, files))
     else:
         from autopipe.cli.profile_session import Profiling
@@ -77,7 +81,8 @@ def profile(
         if len(files) > 1:
             raise click.UsageError("give one MODEL, or --merge and the cost files")
         target = target or Path(f"{files[0]}.costs")
-        check_writable(target)
+        written_to = OutputFile(target, COSTS, files, force)
+        written_to.check()
         profiling = Profiling(
             request=request_of(configuration, files[0]),
             sizes=None if micro_batch_sizes is None else parsed_sizes(micro_batch_sizes, "--micro-batch-sizes"),
@@ -88,7 +93,7 @@ def profile(
         with output.progress("measuring", total=profiling.seconds) as bar:
             measured, refused = profiling.run(bar)
         costs = Costs((measured,))
-    write_texts({target: costs_text(costs)})
+    write_texts({written_to: costs_text(costs)})
     devices = [
         {"device": each.device, "operations": len(each.operations), "exchanges": len(each.exchanges)}
         for each in costs.devices

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from autopipe.cli.options import PATH, standard_options
+from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import ConfigurationError
 
@@ -31,6 +31,7 @@ _MOST_BLOCKS = 2_000_000
 @click.option("--time-limit", metavar="SECONDS", type=float, default=10.0, help="Most seconds that the search takes.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Where the search begins.")
 @click.option("-o", "--output", "target", metavar="FILE", type=PATH, help="schedule.json to write.")
+@FORCE
 @standard_options
 def schedule(
     output: Output,
@@ -42,6 +43,7 @@ def schedule(
     time_limit: float,
     seed: int,
     target: Path | None,
+    force: bool,
     **of_shape: Any,
 ) -> None:
     """Search the best schedule for the blocks of the file PLACEMENT, or of a published shape.
@@ -52,9 +54,10 @@ def schedule(
       autopipe schedule --shape nn --devices 8 --memory 12 --units 64
       autopipe schedule --shape v --schedule 1f1b
     """
-    from autopipe.cli.output import check_writable, write_texts
+    from autopipe.cli.output import write_texts
     from autopipe.cli.show import BlockView, blocks_title
     from autopipe.ir.block_schedule import block_schedule_form, check_blocks
+    from autopipe.ir.output_kinds import SCHEDULE, OutputFile
     from autopipe.passes.schedule.published.blocks import schedule_blocks
     from autopipe.passes.schedule.tessel.model import SearchOptions, require_room
     from autopipe.passes.schedule.tessel.search import search
@@ -65,8 +68,10 @@ def schedule(
     if units * len(graph.blocks) > _MOST_BLOCKS:
         most = _MOST_BLOCKS // len(graph.blocks)
         raise ConfigurationError(f"--units is {units}", hint=f"of {len(graph.blocks)} blocks at most {most} are taken")
+    written_to = None
     if target is not None:
-        check_writable(target)
+        written_to = OutputFile(target, SCHEDULE, () if placement is None else (placement,), force)
+        written_to.check()
     require_room(graph, units)
     if name == "tessel":
         with output.progress("searching", total=time_limit) as bar:
@@ -79,8 +84,8 @@ def schedule(
         found = schedule_blocks(name, graph, units)
     check_blocks(found)
     form = block_schedule_form(found)
-    if target is not None:
-        write_texts({target: json.dumps(form) + "\n"})
+    if written_to is not None:
+        write_texts({written_to: json.dumps(form) + "\n"})
     source = placement if placement is not None else Path(f"shape {shape}")
     screen = BlockView(source, found, f"{blocks_title(found, str(source))}, {name}").screen(output)
     written = [f"schedule in {target}"] if target is not None else []

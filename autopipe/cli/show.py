@@ -16,13 +16,14 @@ from autopipe.cli.drawing.report import Report, ScheduleResult, block_report, pl
 from autopipe.cli.drawing.svg import timeline_svg
 from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
 from autopipe.cli.drawing.trace import chrome_trace, orders_csv, read_measured
-from autopipe.cli.options import PATH, standard_options
-from autopipe.cli.output import Output, bytes_text, check_writable, devices_text, plain_table, write_texts
+from autopipe.cli.options import FORCE, PATH, standard_options
+from autopipe.cli.output import Output, bytes_text, devices_text, plain_table, write_texts
 from autopipe.cli.plan_folder import open_plan, open_prediction
 from autopipe.cli.plan_text import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.ir.block_schedule import BlockSchedule, block_schedule_form, check_blocks, read_block_schedule
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.output_kinds import ORDER, PICTURE, REPORT, TRACE, OutputFile, plan_inputs
 from autopipe.ir.plan import Plan
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import StageGraph
@@ -48,9 +49,17 @@ Outcome = tuple[float, float, tuple[int, ...]]
 @click.option("--svg", metavar="FILE", type=PATH, help="Write the timeline as a picture.")
 @click.option("--tasks", is_flag=True, help="Show what each rank does in a step, task by task; --json has all of it.")
 @click.option("--rank", type=click.IntRange(min=0), help="The rank whose --tasks are shown [0, with a table of all].")
+@FORCE
 @standard_options
 def show(
-    output: Output, /, plan: Path, measured: Path | None, tasks: bool, rank: int | None, **targets: Path | None
+    output: Output,
+    /,
+    plan: Path,
+    measured: Path | None,
+    tasks: bool,
+    rank: int | None,
+    force: bool,
+    **targets: Path | None,
 ) -> None:
     """Show the timeline and the memory of the plan in DIR, or of FILE, a schedule of blocks.
 
@@ -75,8 +84,10 @@ def show(
             raise click.UsageError(f"--tasks is shown here: leave out --{next(iter(files))}")
         show_tasks(output, plan, rank)
         return
-    for path in files.values():
-        check_writable(path)
+    read = (*plan_inputs(plan), *(() if measured is None else (measured,)))
+    outputs = {kind: OutputFile(path, _KINDS[kind], read, force) for kind, path in files.items()}
+    for each in outputs.values():
+        each.check()
     found = _opened(plan)
     writers = {
         "html": lambda: report_page(found.report(output)),
@@ -84,9 +95,13 @@ def show(
         "csv": lambda: orders_csv(found.picture),
         "svg": lambda: timeline_svg(found.picture),
     }
-    write_texts({path: writers[kind]() for kind, path in files.items()})
+    write_texts({target: writers[kind]() for kind, target in outputs.items()})
     shown = [f"{kind} in {path}" for kind, path in files.items()] or found.screen(output)
     (output.report if files else output.result)({**found.data(), "files": files}, *shown)
+
+
+_KINDS = {"html": REPORT, "trace": TRACE, "csv": ORDER, "svg": PICTURE}
+"""Kinds of files by the flag that names the file."""
 
 
 def _opened(path: Path) -> PlanView | BlockView:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
-from autopipe.cli.options import PATH, standard_options
+from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output, plain_table
 from autopipe.configs import zoo as models
 from autopipe.configs.schema import field_docs
 from autopipe.configs.zoo import ZooModel, parse_words
 from autopipe.ir.codec import describe, keys
+from autopipe.ir.output_kinds import ZOO_MODEL, OutputFile
 
 
 @click.group()
@@ -55,8 +56,9 @@ def list_models(output: Output) -> None:
 @click.argument("name")
 @click.option("-o", "--output", "path", type=PATH, help="File to write; default NAME.onnx.")
 @click.option("--set", "words", multiple=True, metavar="KEY=VALUE", help="A size or setting; may be repeated.")
+@FORCE
 @standard_options
-def build(output: Output, name: str, path: Path | None, words: tuple[str, ...]) -> None:
+def build(output: Output, name: str, path: Path | None, words: tuple[str, ...], force: bool) -> None:
     """Write model NAME as an ONNX file; `autopipe zoo list` shows the names and their settings.
 
     \b
@@ -67,8 +69,9 @@ def build(output: Output, name: str, path: Path | None, words: tuple[str, ...]) 
     model = models.configure(name, parse_words(words))
     built = models.build(model)
     target = path or Path(f"{name}.onnx")
+    OutputFile(target, ZOO_MODEL, force=force).check()
     with output.progress("writing", total=built.data_bytes or None) as bar:
-        built.save(target, bar.advance)
+        built.save(target, bar.advance, force=force)
     graph = built.skeleton.graph
     data = {
         "path": target,

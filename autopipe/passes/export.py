@@ -25,6 +25,7 @@ from autopipe.ir.files import INLINE_LIMIT, Progress, aligned
 from autopipe.ir.graph import DType, FileSlice, Value
 from autopipe.ir.layout import Box, whole
 from autopipe.ir.output_files import replacing
+from autopipe.ir.output_kinds import check_data_file
 from autopipe.passes.frontend.elements import NUMBERS, dtype_of, external_slice, stored_numbers
 from autopipe.passes.frontend.folding import MOVES, Folded
 from autopipe.passes.frontend.load import Source, load, located, opened
@@ -268,6 +269,7 @@ def write_trained(
     trained: Mapping[str, Numbers],
     progress: Progress = lambda _: None,
     inline_limit: int = INLINE_LIMIT,
+    force: bool = False,
 ) -> WrittenFiles:
     """Write the file `model` with the numbers of the parameters `trained`, by name, to `target`.
 
@@ -276,7 +278,7 @@ def write_trained(
     lie in `target`.data; what else stands in the file stays there: only so are masks known for what they are. Files
     appear whole or not at all, `target` last. `progress` is told the bytes of every piece. Raises ModelError for a
     parameter that no tensor of the file is, ConfigurationError where a file cannot be written or would take the place
-    of the model's own.
+    of the model's own, or, without `force`, `target`.data that of a file of something else.
     """
     import onnx
 
@@ -300,6 +302,8 @@ def write_trained(
     data = target.with_name(target.name + ".data")
     files = (target, data) if beside else (target,)
     _check_places(source, files)
+    if beside:
+        check_data_file(target, data, force)
     places: dict[str, int] = {}
     try:
         with ExitStack() as stack:

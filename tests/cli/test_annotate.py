@@ -74,7 +74,8 @@ def test_what_does_not_fit_the_annotations_is_refused(annotated: CommandLine) ->
 
 def test_the_annotated_model_is_written_where_it_can_be(annotated: CommandLine) -> None:
     words = ("plan", "gpt.onnx", "--gpus", 2, "--annotate")
-    annotated.refuses(2, (*words, "gpt.onnx"), "gpt.onnx is the model itself")
+    annotated.refuses(2, (*words, "gpt.onnx"), "gpt.onnx exists and is read by this command")
+    annotated.refuses(2, (*words, "gpt.onnx", "--force"), "gpt.onnx is the model itself")
     annotated.refuses(2, (*words, "a.plan"), "a.plan is a folder")
     annotated.refuses(2, (*words, "gone/out.onnx"), "gone", "no such folder")
 

@@ -10,6 +10,7 @@ import pytest
 
 from autopipe.cli.generate import read_prompts, write_tokens
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.output_kinds import NPY, OutputFile
 from tests.cli.command_line import CommandLine
 from tests.exports.decoders import decoder_file
 
@@ -75,5 +76,5 @@ def test_an_array_of_objects_is_not_unpickled(tmp_path: Path) -> None:
 
 
 def test_rows_of_an_array_are_filled_up(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "tokens.npy", [[1, 2, 3], [4]])
+    write_tokens(OutputFile(tmp_path / "tokens.npy", NPY), [[1, 2, 3], [4]])
     assert np.load(tmp_path / "tokens.npy").tolist() == [[1, 2, 3], [4, -1, -1]]

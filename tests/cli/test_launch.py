@@ -29,7 +29,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--resume"], "--resume needs a folder"),
         (["--checkpoint-every", "2"], "--checkpoint-every needs a folder"),
         (["--outputs", "x.npz"], "for training collects no outputs"),
-        (["--trace", "/nonexistent/trace.json"], "trace.json cannot be written"),
+        (["--trace", "/nonexistent/trace.json"], "cannot write /nonexistent/trace.json"),
         (["--rank", "1"], "--rank goes with --dry-run"),
         (["--device", "meta"], "--device meta computes nothing: it goes with --dry-run"),
         (["--dry-run", "--blocking"], "--dry-run times nothing: leave out --blocking"),

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.output_kinds import ONNX, OutputFile
 
 _BATCH = "batch"
 
@@ -41,15 +42,19 @@ def export(
     *,
     loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
     labels: torch.Tensor | None = None,
+    force: bool = False,
 ) -> Path:
     """Write a module as an ONNX file whose batch axis, the first of every input, is left open, and return its path.
 
     `example` holds the inputs, by name where they are keyword arguments. With `loss`, such as
     `torch.nn.functional.cross_entropy`, and an example of `labels` the graph ends in that loss; a module may also
     return its loss itself, as those of `transformers` do with labels among their inputs. Parameters keep the module's
-    names. The module is exported in the mode in which it is, `train()` or `eval()`. Raises ConfigurationError where
+    names. The module is exported in the mode in which it is, `train()` or `eval()`. A file at `path` that is no ONNX
+    model is replaced only with `force`. Raises ConfigurationError where
     torch's exporter is not installed or cannot export the module.
     """
+    path = Path(path)
+    OutputFile(path, ONNX, force=force).check()
     if (loss is None) != (labels is None):
         raise ConfigurationError("loss and labels go together", "labels is an example of what loss compares with")
     named = dict(example) if isinstance(example, Mapping) else {}
@@ -87,7 +92,6 @@ def export(
     for value in list(program.model.graph.initializers.values()):
         if value.name is not None:
             value.name = value.name.removeprefix("module.")
-    path = Path(path)
     program.save(path)
     return path
 

@@ -39,8 +39,8 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last = max(_steps(path), default=-1)
-        if path.exists():  # A last line of which a part is missing, since the machine stopped, say, is taken off.
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
+            _end_last_line(path, content)
 
     def write(self, record: Record) -> None:
         if record["step"] < self._last or (record["step"] == self._last and "step_time_s" in record):
@@ -59,13 +59,45 @@ class JsonLines:
 
 
 def _steps(path: Path) -> Iterator[int]:
-    if path.exists():
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
-            try:
-                yield int(json.loads(line)["step"])
-            except (ValueError, TypeError, KeyError) as error:
-                hint = "move it away, or name another folder"
-                raise ConfigurationError(f"line {number} is no step's", hint, str(path)) from error
+    """Yield the steps of a log. Raises ConfigurationError for a file that autopipe did not write."""
+    if not path.exists():
+        return
+    *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            yield int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise _not_a_step(path, number) from error
+    if not _BEGINNING.startswith(last[: len(_BEGINNING)]):
+        raise _not_a_step(path, len(lines) + 1)
+    if (whole := _whole_step(last)) is not None:
+        yield whole
+
+
+_BEGINNING = '{"step": '
+"""Beginning of each line of a log."""
+
+
+def _not_a_step(path: Path, number: int) -> ConfigurationError:
+    return ConfigurationError(f"line {number} is no step's", "move it away, or name another folder", str(path))
+
+
+def _whole_step(line: str) -> int | None:
+    """Return the step of a last line that lacks its end alone, None if a part of its object is missing."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _end_last_line(path: Path, content: bytes) -> None:
+    """End the last line of a log; take it off if a part is missing, for example because the machine stopped."""
+    end = content.rfind(b"\n") + 1
+    if _whole_step(content[end:].decode(errors="replace")) is None:
+        os.truncate(path, end)
+        return
+    with path.open("ab") as file:
+        file.write(b"\n")
 
 
 class TensorBoard:
@@ -209,7 +241,7 @@ class LogSettings:
             raise ConfigurationError("the log cannot be written", hint="name another folder", where=str(self.folder))
         if self.wandb_project is not None and find_spec("wandb") is None:
             raise ConfigurationError("W&B is not installed", hint="pip install wandb", where="--wandb")
-        if any(True for _ in _steps(path)) and not resume:
+        if list(_steps(path)) and not resume:
             hint = "name another folder, or go on from its checkpoint with --checkpoint DIR --resume"
             raise ConfigurationError("the folder holds the log of another run", hint, str(self.folder))
 

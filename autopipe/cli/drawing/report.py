@@ -48,6 +48,7 @@ def report_page(report: Report) -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="autopipe">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">

@@ -49,6 +49,7 @@ def timeline_svg(picture: Picture) -> str:
     end, right = picture.time_text(picture.end), _WIDTH - _RIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+        "<metadata>autopipe</metadata>",
         f"<title>{escape(picture.title)}</title><style>{_STYLE}</style>",
         f'<text x="{_LEFT}" y="18">{escape(picture.title)}</text>',
     ]

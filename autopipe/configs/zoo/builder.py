@@ -26,6 +26,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import INLINE_LIMIT, Progress, aligned
 from autopipe.ir.graph import Initializer
 from autopipe.ir.output_files import replacing
+from autopipe.ir.output_kinds import PRODUCER, check_data_file
 
 IR_VERSION: Final = 10
 """The first version of the format that carries opset 20 and 21; every reader of those opsets knows it."""
@@ -256,7 +257,7 @@ class GraphBuilder:
             "autopipe.parameters": json.dumps([parameter.name for parameter in parameters]),
             "autopipe.init": json.dumps(initial),
         }
-        model = ir.Model(graph, ir_version=IR_VERSION, producer_name="autopipe", metadata_props=properties)
+        model = ir.Model(graph, ir_version=IR_VERSION, producer_name=PRODUCER, metadata_props=properties)
         proto = ir.to_proto(model)
         for parameter in parameters:
             proto.graph.value_info.append(
@@ -298,10 +299,12 @@ class BuiltModel:
 
         return self._filled(inside)
 
-    def save(self, path: Path, progress: Progress = lambda _: None, inline_limit: int = INLINE_LIMIT) -> None:
+    def save(
+        self, path: Path, progress: Progress = lambda _: None, inline_limit: int = INLINE_LIMIT, force: bool = False
+    ) -> None:
         """Write the model to `path`, and its parameters to `path`.data where they exceed `inline_limit` bytes. Files
         appear complete or not at all, the one named `path` last. Raises ConfigurationError where the folder cannot be
-        written or the disk has too little room."""
+        written or the disk has too little room, or where `path`.data is a file of something else, without `force`."""
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         if path.is_dir():
             raise ConfigurationError("this is a folder", hint="name the file to write", where=str(path))
@@ -311,6 +314,8 @@ class BuiltModel:
             message = f"its weights need {self.data_bytes / 2**30:.3g} GiB and {free / 2**30:.3g} GiB are free"
             raise ConfigurationError(message, hint="--set weights=none plans without them", where=str(path.parent))
         data = path.with_name(path.name + ".data")
+        if self.data_bytes > inline_limit:
+            check_data_file(path, data, force)
         try:
             if self.data_bytes > inline_limit:
                 with replacing(data) as file:

@@ -105,6 +105,30 @@ def test_the_log_of_another_run_is_kept(tmp_path: Path) -> None:
         settings.check(resume=True)
 
 
+@pytest.mark.parametrize("text", ["my notes", '{"loss": 1}', "no JSON\n", '{"step": 1}\nmy notes'])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_file_that_is_no_log_is_kept(tmp_path: Path, text: str, resume: bool) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=r"is no step's|log of another run"):
+        LogSettings(tmp_path).check(resume=resume)
+    with pytest.raises(ConfigurationError, match="is no step's"):
+        JsonLines(path)
+    assert path.read_text() == text
+
+
+def test_a_last_line_without_its_end_is_kept_if_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}')
+    LogSettings(tmp_path).check(resume=True)
+    JsonLines(path).write({"step": 2})
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
+    for part in ("{", '{"step', '{"step": 3, "loss": 0.'):
+        path.write_text('{"step": 0}\n' + part)
+        JsonLines(path).write({"step": 1})
+        assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="cannot be written"):

@@ -133,6 +133,28 @@ def test_outputs_by_name(ranks: Manifest, tmp_path: Path) -> None:
     assert [(name, array.shape) for name, array in found.items()] == [(name, (i,)) for i, name in enumerate(names)]
 
 
+def test_outputs_whose_names_are_no_files_have_keys_of_their_own(ranks: Manifest, tmp_path: Path) -> None:
+    names = ("output_1", "../../x", "/etc/x", "output_2", "output_2_", "a.npy", "a", "A", "..", "x" * 250)
+    outputs = tuple(Output(Value(name, DType.FLOAT32, ()), None, ()) for name in names)
+    manifest = replace(ranks, outputs=outputs)
+    keys = (
+        "output_1",
+        "output_1_",
+        "output_2__",
+        "output_2",
+        "output_2_",
+        "output_5",
+        "a",
+        "A",
+        "output_8",
+        "output_9",
+    )
+    assert manifest.output_keys == keys
+    np.savez(tmp_path / "outputs.npz", **{key: np.ones(each) for each, key in enumerate(keys)})
+    with np.load(tmp_path / "outputs.npz") as stored:
+        assert [stored[key].shape for key in keys] == [(each,) for each in range(len(keys))]
+
+
 BOUND = 4e-6
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -93,9 +95,17 @@ class Manifest:
 
     @property
     def output_keys(self) -> tuple[str, ...]:
-        """Names of the outputs' arrays in an `.npz` file: their own, unless that would be no plain name of a file."""
-        names = (output.value.name for output in self.outputs)
-        return tuple(name if _is_plain(name) else f"output_{index}" for index, name in enumerate(names))
+        """Names of the outputs' arrays in an `.npz` file: their own, or `output_N` with the output's number if that is
+        no plain name of a file. Underscores are added to such a name until no other output has it."""
+        names = [output.value.name for output in self.outputs]
+        plain = {name for name in names if _is_plain(name)}
+        keys = []
+        for index, name in enumerate(names):
+            key = name if name in plain else f"output_{index}"
+            while name not in plain and key in plain:
+                key += "_"
+            keys.append(key)
+        return tuple(keys)
 
     @property
     def is_training_graph(self) -> bool:
@@ -132,10 +142,29 @@ def partial_folder(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+_PARTIAL = re.compile(r"\d+\.(npy|moved)|whole\.npz")
+
+
+def remove_partial(path: Path) -> None:
+    """Remove the unfinished outputs that shall become `path`, and their folder unless it holds another file."""
+    folder = partial_folder(path)
+    with contextlib.suppress(OSError):
+        for each in folder.iterdir():
+            if _PARTIAL.fullmatch(each.name):
+                each.unlink()
+        folder.rmdir()
+
+
 def _is_plain(name: str) -> bool:
-    """True if a name leads nowhere else as a path inside an archive."""
+    """Return True if a name leads nowhere else as a path inside an archive, and numpy does not take it for a member."""
     parts = name.split("/")
-    return name.isprintable() and "\\" not in name and len(name) < 200 and {"", ".", ".."}.isdisjoint(parts)
+    return (
+        not name.endswith(".npy")
+        and name.isprintable()
+        and "\\" not in name
+        and len(name) < 200
+        and {"", ".", ".."}.isdisjoint(parts)
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:

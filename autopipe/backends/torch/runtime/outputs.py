@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,10 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.runtime.manifest import Manifest, partial_folder
+from autopipe.backends.torch.runtime.manifest import Manifest, partial_folder, remove_partial
 from autopipe.backends.torch.runtime.parameters import torch_dtype
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.layout import Box
+from autopipe.ir.output_files import followed, put_in_place
 from autopipe.ir.program import Output, OutputPlace, OutputShard
 
 _TAG = 1 << 20  # Above every channel's tag.
@@ -74,7 +74,7 @@ class OutputCollector:
     def __init__(self, manifest: Manifest, transport: Transport, path: Path | None) -> None:
         self._manifest = manifest
         self._transport = transport
-        self._path = None if manifest.train else path
+        self._path = None if manifest.train or path is None else followed(path)
         self._kept: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
         """By output and stage, the results of the step by micro-batch."""
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
@@ -83,8 +83,8 @@ class OutputCollector:
         self._files: list[RowFile] = []
         if self._path is not None and transport.rank == 0:
             folder = partial_folder(self._path)
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            remove_partial(self._path)
+            folder.mkdir()
             self._files = [RowFile(folder / f"{index}.npy") for index in range(len(manifest.outputs))]
 
     def keep(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
@@ -130,8 +130,8 @@ class OutputCollector:
                 for file, key in zip(self._files, self._manifest.output_keys, strict=True):
                     archive.write(file.path, f"{key}.npy")
                     file.path.unlink()
-        os.replace(whole, self._path)
-        shutil.rmtree(partial_folder(self._path), ignore_errors=True)
+        put_in_place(whole, self._path)
+        remove_partial(self._path)
 
     def _wait_until_sent(self) -> None:
         with self._transport.heartbeat.waiting():

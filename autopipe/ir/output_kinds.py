@@ -1,0 +1,234 @@
+"""Kinds of the files that commands write, recognised by content, and the rule for replacing a file.
+
+An output may replace a file of its own kind that is not an input of the same command, and an empty file. Any other
+file is replaced only with `--force`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.output_files import followed, replacing
+
+_START: Final = 4096
+"""Bytes at the beginning of a file in which its mark is looked for."""
+_MOST_HEADER: Final = 100_000_000
+"""Maximum bytes of the header of a safetensors file, as its format bounds it."""
+PRODUCER: Final = "autopipe"
+"""Name of the producer in the ONNX files of the zoo."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """Files that a command writes: the words that a person reads, and the test of a file's content."""
+
+    words: str
+    recognises: Callable[[Path], bool]
+
+
+def _marked(pattern: str) -> Callable[[Path], bool]:
+    """Return a test for a text whose beginning matches `pattern`."""
+    mark = re.compile(pattern.encode())
+
+    def recognises(path: Path) -> bool:
+        with path.open("rb") as file:
+            return mark.match(file.read(_START)) is not None
+
+    return recognises
+
+
+def _of_format(name: str) -> Callable[[Path], bool]:
+    """Return a test for one of autopipe's JSON documents, whose first member is its format."""
+    return _marked(rf'\s*\{{\s*"format":\s*"autopipe\.{name}/\d+"')
+
+
+_MODEL_FIELDS: Final = {1: 0, 2: 2, 3: 2, 4: 2, 5: 0, 6: 2, 7: 2, 8: 2, 14: 2, 20: 2, 25: 2, 26: 2}
+"""Wire types by field number of ONNX's ModelProto; 0 is an integer, 2 is bytes with their length."""
+_PRODUCER_FIELD, _GRAPH_FIELD, _OPSET_FIELD = 2, 7, 8
+_MOST_VARINT: Final = 10
+
+
+def _onnx_producer(path: Path) -> str | None:
+    """Return the name of the producer of an ONNX model, None if the file is no such model."""
+    size = path.stat().st_size
+    found: dict[int, bytes] = {}
+    with path.open("rb") as file:
+        while file.tell() < size:
+            number, wire = divmod(_varint(file), 8)
+            if _MODEL_FIELDS.get(number) != wire:
+                return None
+            if wire == 0:
+                _varint(file)
+                continue
+            length = _varint(file)
+            if not 0 <= length <= size - file.tell():
+                return None
+            found[number] = file.read(min(length, len(PRODUCER) + 1))
+            file.seek(max(0, length - len(found[number])), os.SEEK_CUR)
+    if _GRAPH_FIELD not in found or _OPSET_FIELD not in found:
+        return None
+    return found.get(_PRODUCER_FIELD, b"").decode(errors="replace")
+
+
+def _varint(file: IO[bytes]) -> int:
+    """Read an integer of protobuf; return -1 if none stands there."""
+    found = 0
+    for place in range(_MOST_VARINT):
+        byte = file.read(1)
+        if not byte:
+            return -1
+        found |= (byte[0] & 0x7F) << 7 * place
+        if byte[0] < 0x80:
+            return found
+    return -1
+
+
+def _is_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(_MOST_HEADER, path.stat().st_size - 8):
+            return False
+        try:
+            entries = json.loads(file.read(length))
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(entries, dict) and all(isinstance(each, dict) for each in entries.values())
+
+
+def _is_npz(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, ValueError):
+        return False
+    return bool(names) and all(name.endswith(".npy") for name in names)
+
+
+def _is_token_list(path: Path) -> bool:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, list) and all(
+        isinstance(row, list) and all(type(each) is int for each in row) for row in found
+    )
+
+
+_TRACE = r'\{"traceEvents": \[(\{"ph": "M", "pid": [12], "tid": 0, "name": "process_name"|\], "displayTimeUnit")'
+_REPORT = r'(?s)<!DOCTYPE html>.*<meta name="generator" content="autopipe">'
+_ORDER = r"(?:\d+[FBIW]\d+(?:,\d+[FBIW]\d+)*\n)+"
+
+ONNX: Final = FileKind("an ONNX model", lambda path: _onnx_producer(path) is not None)
+ZOO_MODEL: Final = FileKind("an ONNX model of the zoo", lambda path: _onnx_producer(path) == PRODUCER)
+SAFETENSORS: Final = FileKind("a safetensors file", _is_safetensors)
+NPZ: Final = FileKind("an .npz file of arrays", _is_npz)
+NPY: Final = FileKind("an .npy array", _marked(r"\x93NUMPY"))
+TOKENS: Final = FileKind("a list of token ids", _is_token_list)
+COSTS: Final = FileKind("a cost file of autopipe", _of_format("costs"))
+SCHEDULE: Final = FileKind("a schedule of autopipe", _of_format("schedule"))
+TRACE: Final = FileKind("a trace of autopipe", _marked(_TRACE))
+REPORT: Final = FileKind("a report of autopipe", _marked(_REPORT))
+PICTURE: Final = FileKind("a picture of autopipe", _marked(r"(?s)<svg [^>]*>\s*<metadata>autopipe</metadata>"))
+ORDER: Final = FileKind("a schedule as CSV", _marked(_ORDER))
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file that a command writes, the files and folders that the same command reads, and `--force`."""
+
+    path: Path
+    kind: FileKind
+    inputs: tuple[Path, ...] = ()
+    force: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigurationError if the file cannot be written or may not be replaced: this is asked before the long
+        work begins."""
+        path, hint = followed(self.path), "choose another place"
+        if path.is_dir():
+            raise ConfigurationError(f"{self.path} is a folder", hint="name a file")
+        parent = path.parent
+        if not os.access(parent, os.W_OK | os.X_OK):
+            why = "it may not be written to" if parent.is_dir() else "there is no such folder"
+            raise ConfigurationError(f"cannot write {self.path}: {parent}: {why}", hint)
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {self.path}: {error.strerror}", hint) from error
+        is_stream = stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode)
+        if self.force or is_stream or (stat.S_ISREG(status.st_mode) and not status.st_size):
+            return
+        why = self._not_replaceable(path)
+        if why:
+            raise ConfigurationError(f"{self.path} exists and {why}", f"{hint}, or replace it with --force")
+
+    def _not_replaceable(self, path: Path) -> str:
+        """Return why the file at `path` may not be replaced, "" if it may."""
+        for each in self.inputs:
+            if each.exists() and (each.samefile(path) or path.is_relative_to(os.path.realpath(each))):
+                return "is read by this command"
+        if not path.is_file():
+            return "is no regular file"
+        if holder := _holder_of(path):
+            return f"belongs to {holder}"
+        try:
+            is_own = self.kind.recognises(path)
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return "" if is_own else f"is not {self.kind.words}"
+
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """Yield the file to write. Raises ConfigurationError as `check`, or if it cannot be written."""
+        self.check()
+        try:
+            with replacing(self.path) as file:
+                yield file
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {self.path}: {error.strerror}", "choose another place") from error
+
+
+_PARTS: Final = ("plan.json", "schedule.json", "config.yaml", "placement.yaml")
+_HEADS: Final = (
+    ("plan.json", _of_format("plan"), "the plan"),
+    ("manifest.json", _of_format("program"), "the program"),
+    ("manifest.json", _of_format("checkpoint"), "the checkpoint"),
+)
+"""Heads of folders that autopipe writes, and what the folder then is."""
+
+
+def _holder_of(path: Path) -> str:
+    """Return which plan, program or checkpoint the file at `path` is a part of, "" if it is no such part."""
+    for head, recognises, words in _HEADS:
+        if (path.parent / head).is_file() and recognises(path.parent / head):
+            return f"{words} in {path.parent}" if head != _PARTS[0] or path.name in _PARTS else ""
+    return ""
+
+
+def check_data_file(model: Path, data: Path, force: bool) -> None:
+    """Raise ConfigurationError if the file `data`, which is to hold the weights of the ONNX file `model`, exists and
+    holds no weights of the ONNX file that is at `model` now."""
+    if force or not data.exists() or not data.stat().st_size:
+        return
+    is_own = model.is_file() and ONNX.recognises(model) and data.name.encode() in model.read_bytes()
+    if not is_own:
+        hint = "name another file, or replace it with --force"
+        raise ConfigurationError(f"{data} exists and holds no weights of {model}", hint)
+
+
+def plan_inputs(folder: Path) -> tuple[Path, ...]:
+    """Return the files that a command reads of a plan folder or of a program folder; other files there may be outputs
+    of an earlier command."""
+    return tuple(folder / name for name in (*_PARTS, "manifest.json")) if folder.is_dir() else (folder,)
