@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,20 +24,25 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.schedule import Schedule
-from autopipe.ir.training import Training
+from autopipe.ir.training import LRScheduler, Training
 from autopipe.passes.frontend import read_model
+from autopipe.passes.placement.grid import Grid
 from tests.backends.torch.runtime.recorded_graphs import Device, install
 from tests.distributed.support.alone import as_rank
 from tests.distributed.support.dropping import graph_with_batch_statistics, graph_with_dropout
 from tests.distributed.support.halves import halved
-from tests.distributed.support.running import one_device, report_lines, schedule_of, write
+from tests.distributed.support.pool import Pool
+from tests.distributed.support.running import Step, one_device, report_lines, schedule_of, write
+from tests.distributed.support.trained import Trained, problem_of
 from tests.distributed.support.zoo import small_graph
 
 pytestmark = pytest.mark.distributed
 
+ROOT = Path(__file__).parents[2]
 SAMPLES = 2
 MICRO_BATCHES = 3
 STEPS = 3
+PLAIN, CONSTANT = Training(), LRScheduler()
 ADAMW = Optimizer("adamw", lr=0.01)
 
 MODELS: dict[str, Callable[[], tuple[Graph, str]]] = {
@@ -57,7 +63,8 @@ class Plan:
     stages: int = 1
     recompute: bool = False
     halves: bool = False
-    accumulated: int = 1
+    training: Training = PLAIN
+    lr_scheduler: LRScheduler = CONSTANT
     optimizer: Optimizer = ADAMW
 
     def write(self, graph: Graph, loss: str, folder: Path) -> None:
@@ -71,16 +78,20 @@ class Plan:
         schedule: Schedule = schedule_of(graph, placement, MICRO_BATCHES, "gpipe")
         if self.halves:
             schedule = halved(schedule, 1)
-        training = Training(gradient_accumulation_steps=self.accumulated)
-        write(graph, placement, schedule, loss, folder, self.precision, self.optimizer, training=training)
+        settings = {"lr_scheduler": self.lr_scheduler, "training": self.training}
+        write(graph, placement, schedule, loss, folder, self.precision, self.optimizer, **settings)  # type: ignore[arg-type]
 
 
 PLANS = {
     "plain": Plan(),
     "recomputed": Plan(recompute=True),
-    "accumulated": Plan(accumulated=2, optimizer=Optimizer("sgd", lr=0.05, momentum=0.9)),
+    "accumulated": Plan(
+        training=Training(gradient_accumulation_steps=2), optimizer=Optimizer("sgd", lr=0.05, momentum=0.9)
+    ),
     "scaled": Plan("fp16", optimizer=Optimizer("adamw", lr=0.01, loss_scale=2.0**16)),
-    "all, two stages, halves": Plan("fp16", 2, recompute=True, halves=True, accumulated=2),
+    "all, two stages, halves": Plan(
+        "fp16", 2, recompute=True, halves=True, training=Training(gradient_accumulation_steps=2, max_norm=0.1)
+    ),
 }
 
 
@@ -140,7 +151,7 @@ def test_captured_steps_are_equal_to_eager_steps(
     assert not device.replays
     captured = run(folder, "--cuda-graphs")
     stages = PLANS[plan].stages
-    assert captured.notes == [*eager.notes, f"CUDA graphs: {stages} of {stages} stages captured"]
+    assert captured.notes == [*eager.notes, f"CUDA graphs: {stages} of {stages} stages captured, and the update"]
     assert device.replays
     assert len(set(eager.losses)) == STEPS
     assert_equal(captured, eager)
@@ -205,8 +216,8 @@ def test_stages_that_the_host_bounds_are_captured_by_default(device: Device, sma
     (small / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     captured = run(small)
     reason = "stage 0 eager: the plan is not bound by the host"
-    assert captured.notes == [f"CUDA graphs: 1 of 2 stages captured; {reason}"]
-    assert device.replays == 2 * MICRO_BATCHES * (STEPS - 1)
+    assert captured.notes == [f"CUDA graphs: 1 of 2 stages captured, and the update; {reason}"]
+    assert device.replays == (2 * MICRO_BATCHES + 1) * (STEPS - 1)
     assert_equal(captured, nothing)
 
 
@@ -217,7 +228,7 @@ def test_a_capture_that_fails_leaves_its_stage_eager(device: Device, small: Path
     device.failing = failing
     captured = run(small, "--cuda-graphs")
     reason = "the capture failed: CUDA error: out of memory"
-    assert captured.notes[-1] == f"CUDA graphs: 1 of 2 stages captured; stage 0 eager: {reason}"
+    assert captured.notes[-1] == f"CUDA graphs: 1 of 2 stages captured, and the update; stage 0 eager: {reason}"
     assert device.replays
     assert_equal(captured, eager)
 
@@ -226,8 +237,8 @@ def test_micro_batches_without_a_slot_run_eagerly(device: Device, small: Path, m
     capture = StageGraphs._capture
     monkeypatch.setattr(StageGraphs, "_capture", lambda self, slots, free: capture(self, 1, free))
     eager, captured = run(small, "--no-cuda-graphs"), run(small, "--cuda-graphs")
-    # Forward and backward of one of three micro-batches, on two stages, in all steps but the first.
-    assert device.replays == 2 * 2 * (STEPS - 1)
+    # Forward and backward of one of three micro-batches, on two stages, and the update, in all steps but the first.
+    assert device.replays == (2 * 2 + 1) * (STEPS - 1)
     assert_equal(captured, eager)
 
 
@@ -244,3 +255,92 @@ def test_inference_is_captured(device: Device, tmp_path: Path) -> None:
     assert eager.keys() == captured.keys()
     for name, array in eager.items():
         np.testing.assert_array_equal(captured[name], array)
+
+
+UPDATES = {
+    "adam, moving average, warm-up": Plan(
+        optimizer=Optimizer("adam", lr=0.01),
+        training=Training(ema_decay=0.9, max_norm=0.1),
+        lr_scheduler=LRScheduler(warmup_steps=4, decay_type="cosine"),
+    ),
+    "sgd, overflows": Plan("fp16", optimizer=Optimizer("sgd", lr=0.01, momentum=0.9, loss_scale=2.0**40)),
+    "adamw, overflows": Plan("fp16", optimizer=Optimizer("adamw", lr=0.01, loss_scale=2.0**40)),
+}
+
+
+@pytest.mark.parametrize("plan", UPDATES)
+def test_captured_updates_are_equal_to_eager_updates(plan: str, device: Device, tmp_path: Path) -> None:
+    folder = tmp_path / "program"
+    UPDATES[plan].write(*small_graph("candle-uno", SAMPLES), folder)
+    flags = "--steps", 40
+    eager, captured = run(folder, *flags, "--no-cuda-graphs"), run(folder, *flags, "--cuda-graphs")
+    assert captured.notes[-1] == "CUDA graphs: 1 of 1 stages captured, and the update"
+    assert len(set(eager.losses)) > STEPS
+    assert_equal(captured, eager)
+
+
+def test_an_update_stays_eager_whose_optimizer_reads_the_host(device: Device, tmp_path: Path) -> None:
+    folder = tmp_path / "program"
+    Plan(optimizer=Optimizer("lion", lr=0.01)).write(*small_graph("candle-uno", SAMPLES), folder)
+    eager, captured = run(folder, "--no-cuda-graphs"), run(folder, "--cuda-graphs")
+    reason = "the update eager: its optimizer takes the learning rate from the host"
+    assert captured.notes[-1] == f"CUDA graphs: 1 of 1 stages captured; {reason}"
+    assert_equal(captured, eager)
+
+
+def test_an_update_whose_capture_fails_stays_eager(device: Device, small: Path) -> None:
+    eager = run(small, "--no-cuda-graphs")
+    device.failing = 2 * 2 * MICRO_BATCHES + 1
+    captured = run(small, "--cuda-graphs")
+    reason = "the update eager: the capture failed: CUDA error: out of memory"
+    assert captured.notes[-1] == f"CUDA graphs: 2 of 2 stages captured; {reason}"
+    assert_equal(captured, eager)
+
+
+RANKS = {
+    "pipeline": Grid(pipeline=2, data=1),
+    "data": Grid(pipeline=1, data=2),
+}
+INSTALL = """\
+import sys
+sys.path.insert(0, {root!r})
+from pytest import MonkeyPatch
+from tests.backends.torch.runtime.recorded_graphs import install
+install(MonkeyPatch())
+"""
+"""Lines of a rank's file that have its process record graphs."""
+
+
+@pytest.fixture(scope="module")
+def recording() -> Iterator[Pool]:
+    """Two processes that record graphs, and run nothing else."""
+    pool = Pool(2)
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["", "sharded optimizer"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_that_exchange_between_captured_stages(ranks: str, shard: bool, recording: Pool, tmp_path: Path) -> None:
+    """Messages, and sums of gradients, lie between replays."""
+    model = Trained("gpt", *small_graph("gpt", 2 * SAMPLES), Step(0.0, {}), Path("model.onnx"), None, MICRO_BATCHES)
+    placement = RANKS[ranks].run(problem_of(model, 2))
+    schedule = schedule_of(model.graph, placement, MICRO_BATCHES)
+    folder = tmp_path / "program"
+    write(model.graph, placement, schedule, model.loss, folder, "bf16", replace(ADAMW, shard=shard))
+    for file in folder.glob("rank_*.py"):
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace("import stage", f"{INSTALL.format(root=str(ROOT))}import stage", 1))
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for flag in ("--no-cuda-graphs", "--cuda-graphs"):
+        report = tmp_path / f"{flag}.jsonl"
+        recording.run(folder, "--device", "cpu", "--steps", STEPS, "--report", report, flag)
+        lines[flag] = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+    eager, captured = lines.values()
+    stages = len(placement.stages)
+    assert [line["note"] for line in captured if "note" in line][
+        -1
+    ] == f"CUDA graphs: {stages} of {stages} stages captured, and the update"
+    losses = [[line["loss"] for line in own if "loss" in line] for own in (eager, captured)]
+    assert len(set(losses[0])) == STEPS
+    assert losses[1] == losses[0]

@@ -1,45 +1,65 @@
-"""Which stages of a rank run as CUDA graphs."""
+"""Which stages of a rank run as CUDA graphs, and whether the update does."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from autopipe.backends.torch.runtime.compiled import said_of_stages
 from autopipe.backends.torch.runtime.cuda_graphs import StaticGradients
 from autopipe.backends.torch.runtime.stage import RankContext, Stage
 
 _NOT_ASKED = "the plan is not bound by the host"
+_UPDATE = "update"
 
 
-def capture_stages(rank: RankContext) -> str:
+def capture_stages(rank: RankContext, gradients: StaticGradients, capture_update: Callable[[], str]) -> str:
     """Capture CUDA graphs of this rank's stages, all ranks together, between two steps: of all stages if
-    `--cuda-graphs` is given, otherwise of those that the host bounds. Return a line that says which stages of all ranks
-    are captured, and why others are not."""
-    gradients = StaticGradients()
-    asked = rank.options.cuda_graphs
+    `--cuda-graphs` is given, otherwise of those that the host bounds. If a stage is captured, so is the rank's update;
+    `capture_update` returns why not. Return a line that says which stages of all ranks are captured, and why others are
+    not."""
 
-    def capture(stage: Stage) -> str:
-        if not (asked or rank.manifest.stages[stage.number].host_bound):
-            return _NOT_ASKED
-        return stage.capture(gradients, lambda: _free_bytes(rank))
+    def capture() -> dict[str, str]:
+        said = {str(number): _capture(rank, stage, gradients) for number, stage in sorted(rank.stages.items())}
+        if rank.train and not all(said.values()):
+            said[_UPDATE] = capture_update()
+        return said
 
-    said = dict(said_of_stages(rank.stages, rank.transport, capture))
-    return summary(len(rank.manifest.stages), said)
+    control_group = rank.transport.make_control_group()
+    by_rank = control_group.run_collectively("capture", capture)
+    control_group.close()
+    return summary(len(rank.manifest.stages), by_rank)
 
 
-def summary(stages: int, said: dict[int, str]) -> str:
-    """Return one line about the stages of a program, of which `said` are not captured, by reason."""
-    if said and set(said.values()) == {_NOT_ASKED} and len(said) == stages:
+def _capture(rank: RankContext, stage: Stage, gradients: StaticGradients) -> str:
+    """Capture a stage if that is asked for. Return the reason why it stays eager, "" if it does not."""
+    if not (rank.options.cuda_graphs or rank.manifest.stages[stage.number].host_bound):
+        return _NOT_ASKED
+    return stage.capture(gradients, lambda: free_bytes(rank))
+
+
+def summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
+    """Return one line about the stages of a program and its update. Each rank gives, by stage or `update`, why it stays
+    eager, "" if it is captured."""
+    reasons: dict[str, str] = {}
+    for own in by_rank:
+        for name, reason in own.items():
+            reasons[name] = reasons.get(name) or reason
+    eager = {name: reason for name, reason in reasons.items() if reason}
+    if set(eager.values()) == {_NOT_ASKED} and len(eager) == stages:
         return f"no CUDA graphs: {_NOT_ASKED} (--cuda-graphs captures its stages nevertheless)"
+    update = eager.pop(_UPDATE, "")
     by_reason = defaultdict[str, list[int]](list)
-    for number, reason in sorted(said.items()):
-        by_reason[reason].append(number)
-    eager = "; ".join(f"{_stages(numbers)} eager: {reason}" for reason, numbers in by_reason.items())
-    captured = f"CUDA graphs: {stages - len(said)} of {stages} stages captured"
-    return f"{captured}; {eager}" if eager else captured
+    for name in sorted(eager, key=int):
+        by_reason[eager[name]].append(int(name))
+    parts = [f"CUDA graphs: {stages - len(eager)} of {stages} stages captured"]
+    if _UPDATE in reasons and not update:
+        parts[0] += ", and the update"
+    parts += [f"{_stages(numbers)} eager: {reason}" for reason, numbers in by_reason.items()]
+    if update:
+        parts.append(f"the update eager: {update}")
+    return "; ".join(parts)
 
 
 def _stages(numbers: Iterable[int]) -> str:
@@ -48,7 +68,7 @@ def _stages(numbers: Iterable[int]) -> str:
     return f"stage{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
 
 
-def _free_bytes(rank: RankContext) -> int:
+def free_bytes(rank: RankContext) -> int:
     """Return how much memory of the device is free for this rank."""
     free: int = torch.cuda.mem_get_info(rank.device)[0]
     if rank.manifest.memory_limits:

@@ -36,12 +36,12 @@ def compile_stages(stages: Mapping[int, Stage], transport: Transport) -> list[st
     numbers, since exchanges wait for a stage's group. Returns a line for each stage of any rank that is not compiled as
     one. Raises ConfigurationError where there is no compiler for the device."""
     _set_up_compiler()
-    said = said_of_stages(stages, transport, _compile)
+    said = _said_of_stages(stages, transport, _compile)
     transport.traffic.clear()
     return [f"--compile: stage {number} runs {reason}" for number, reason in said]
 
 
-def said_of_stages(
+def _said_of_stages(
     stages: Mapping[int, Stage], transport: Transport, act: Callable[[Stage], str]
 ) -> list[tuple[int, str]]:
     """Do something with each stage, on all ranks, and give what is said of the stages of any of them."""

@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 _NEVER = {"p.group": "its ranks exchange data inside of it"}
 """By name in a stage's text, the reason why the stage is never captured."""
 _DEVICE = "cuda"
-_FREE_SHARE = 0.9
+FREE_SHARE = 0.9
 """Share of the device's free memory that the slots of a stage may take."""
 
 
@@ -80,9 +80,15 @@ class StaticGradients:
             self._buffers[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
         return self._buffers[id(parameter)]
 
+    def has(self, parameter: torch.Tensor) -> bool:
+        """True if the static gradient of `parameter` is allocated."""
+        return id(parameter) in self._buffers
+
     def place(self, parameters: Sequence[torch.Tensor]) -> None:
         """Make each parameter's static tensor its gradient, with the value that the gradient has: zero if none."""
-        fresh = []
+        fresh: list[torch.Tensor] = []
+        moved: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         for parameter in parameters:
             buffer = self.of(parameter)
             if parameter.grad is buffer:
@@ -90,10 +96,13 @@ class StaticGradients:
             if parameter.grad is None:
                 fresh.append(buffer)
             else:
-                buffer.copy_(parameter.grad)
+                moved.append(buffer)
+                values.append(parameter.grad)
             parameter.grad = buffer
         if fresh:
             foreach_zero_(fresh)
+        if moved:
+            foreach_copy_(moved, values)
 
 
 class _NarrowAlias(torch.autograd.Function):
@@ -146,7 +155,7 @@ class StageGraphs:
                 raise
             except Exception as error:
                 self.free.clear()
-                raise NotCaptured(f"the capture failed: {_first_line(error)}") from error
+                raise NotCaptured(f"the capture failed: {first_line(error)}") from error
             finally:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
@@ -164,8 +173,8 @@ class StageGraphs:
             torch.cuda.empty_cache()
             # One more for what stays eager: validation, and micro-batches for which no slot is left.
             needed = (slots + 1) * a_slot + sum(each.nbytes for each in self._trained)
-            if needed > _FREE_SHARE * (free := free_bytes()):
-                raise NotCaptured(f"its graphs need about {_gib(needed)}, and {_gib(free)} are free")
+            if needed > FREE_SHARE * (free := free_bytes()):
+                raise NotCaptured(f"its graphs need about {gib(needed)}, and {gib(free)} are free")
             for name in found:
                 aliases[name].grad = self._gradients.of(self._stage.parameters[name])
             self.free += [Slot(self._stage, self) for _ in range(slots)]
@@ -349,9 +358,11 @@ def _narrow_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _gib(count: float) -> str:
+def gib(count: float) -> str:
+    """Return a number of bytes as GiB."""
     return f"{count / 2**30:.1f} GiB"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of `error`, its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

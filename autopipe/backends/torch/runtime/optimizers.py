@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopipe.backends.torch.checkpoint import AVERAGE
@@ -73,13 +74,18 @@ def tensor_groups(manifest: Manifest, reduction: GradientReduction) -> list[Tens
     return made
 
 
+def _is_fused(tensor: torch.Tensor) -> bool:
+    """True if one kernel of torch updates many tensors like `tensor`."""
+    return tensor.is_cuda
+
+
 def make_optimizer(settings: dict[str, Any], groups: Sequence[TensorGroup]) -> torch.optim.Optimizer | None:
     """The optimizer of a manifest over the rank's trainable blocks; None where the rank has none."""
     if not groups:
         return None
     forms = [each.form(settings["lr"]) for each in groups]
     # One kernel updates many tensors; on CPUs torch chooses.
-    fused = True if all(tensor.is_cuda for each in groups for tensor in each.tensors) else None
+    fused = True if all(_is_fused(tensor) for each in groups for tensor in each.tensors) else None
     betas = tuple(settings.get("betas", ()))
     momentum, nesterov = settings.get("momentum", 0.0), settings.get("nesterov", False)
     match settings["name"]:
@@ -163,9 +169,18 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Have the next step taken at a rate, of each group times its factor."""
+    """Set the learning rate of the next step: of each group `rate` times its factor.
+
+    Fused kernels get it in float32, as a captured update reads it from a tensor: captured and eager steps are equal.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_factor"]
+        own = rate * group["lr_factor"]
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(own)
+        elif group.get("fused"):
+            group["lr"] = float(np.float32(own))
+        else:
+            group["lr"] = own
 
 
 def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:

@@ -92,6 +92,11 @@ class LossScaler:
             unscale_and_find_overflow_(gradients, self._overflow, inverse)
         self._overflow = self._transport.maximum(self._overflow)
 
+    @property
+    def overflow(self) -> torch.Tensor:
+        """1 if a gradient of the step is not a finite number, otherwise 0; on the device, []."""
+        return self._overflow
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer's step, unless the gradients overflowed. A fused optimizer decides that on the device; for
         any other the host reads it, once a step."""

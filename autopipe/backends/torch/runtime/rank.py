@@ -17,12 +17,12 @@ from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import check_unused
 from autopipe.backends.torch.runtime.batch_reader import BatchReader, PrefetchingReader, StepData
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
-from autopipe.backends.torch.runtime.capture import capture_stages
+from autopipe.backends.torch.runtime.capture import capture_stages, free_bytes
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.clock import StepProfiler
 from autopipe.backends.torch.runtime.compiled import compile_stages
-from autopipe.backends.torch.runtime.cuda_graphs import has_cuda_graphs
+from autopipe.backends.torch.runtime.cuda_graphs import NotCaptured, StaticGradients, has_cuda_graphs
 from autopipe.backends.torch.runtime.data import Source, open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.evaluation import Evaluator, evaluation_of
@@ -53,6 +53,7 @@ from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
 from autopipe.backends.torch.runtime.step_agreement import SAVE, STOP, StepAgreement
 from autopipe.backends.torch.runtime.transport import Transport
+from autopipe.backends.torch.runtime.update_graph import UpdateGraph
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import FIRST_LOSS_SCALE
 
@@ -84,6 +85,9 @@ class Rank(RankContext):
         self._repeated = False
         self._ended_early = False
         self._captured = False
+        self.updated_first: list[torch.Tensor] = []
+        """Tensors that the optimizer has updated in the first step."""
+        self.update_graph: UpdateGraph | None = None
 
     def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
         wiring = self, number, module, Arguments(device=self.device, training=True), ports
@@ -333,7 +337,25 @@ class Rank(RankContext):
         if is_due and (by_default if asked is None else asked):
             self._captured = True
             self.heartbeat.task = "capture"
-            self.reporter.say(capture_stages(self))
+            gradients = StaticGradients()
+            self.reporter.say(capture_stages(self, gradients, partial(self._capture_update, gradients)))
+
+    def _capture_update(self, gradients: StaticGradients) -> str:
+        """Capture the update. Return the reason why it stays eager, "" if it does not."""
+        if self.optimizer is None or not self.updated_first:
+            return ""
+        try:
+            self.update_graph = UpdateGraph(
+                self.optimizer,
+                self.updated_first,
+                gradients,
+                self._average,
+                self.loss_scaler is not None,
+                partial(free_bytes, self),
+            )
+        except NotCaptured as error:
+            return str(error)
+        return ""
 
     def _compute(self, step: Callable[[], None]) -> None:
         """Run the forwards and backwards of all of the step's batches."""
@@ -370,15 +392,25 @@ class Rank(RankContext):
         self.learning_rate = self.manifest.optimizer["lr"] * factor
         if self.optimizer is not None:
             set_learning_rate(self.optimizer, self.learning_rate)
-            if self.loss_scaler is None or self.options.dry_run:
-                self.optimizer.step()
-            else:
-                self.loss_scaler.update(self.optimizer)
-            self._average()
+            self._step_optimizer(self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
         with self.heartbeat.waiting():
             for bucket in self.reduction.shared:
                 bucket.gather()
+
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer's step, and update the moving average; by a CUDA graph if there is one."""
+        scaler, updated = self.loss_scaler, self.reduction.updated
+        if not self._captured:
+            self.updated_first = [each for each in updated if each.grad is not None]
+        overflow = None if scaler is None else scaler.overflow
+        if self.update_graph is not None and self.update_graph.replay(updated, overflow):
+            return
+        if scaler is None or self.options.dry_run:
+            optimizer.step()
+        else:
+            scaler.update(optimizer)
+        self._average()
 
     def _average(self) -> None:
         decay = self.manifest.training.ema_decay

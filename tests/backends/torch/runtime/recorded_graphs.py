@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopipe.backends.torch.runtime import cuda_graphs
+from autopipe.backends.torch.runtime import cuda_graphs, optimizers
 
 _WAITING = {
     torch.ops.aten._local_scalar_dense.default,
@@ -139,7 +139,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(RecordedGraph, "device", device, raising=False)
 
     @contextmanager
-    def capture(graph: RecordedGraph, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+    def capture(graph: RecordedGraph, stream: object, capture_error_mode: str, pool: object = None) -> Iterator[None]:
         device.capturing += 1
         device.captures += 1
         try:
@@ -166,6 +166,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
     for name in ("item", "tolist"):
         monkeypatch.setattr(torch.Tensor, name, waiting(name))
     monkeypatch.setattr(cuda_graphs, "_DEVICE", "cpu")
+    monkeypatch.setattr(optimizers, "_is_fused", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

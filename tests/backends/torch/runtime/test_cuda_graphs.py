@@ -27,29 +27,39 @@ def test_names_of_a_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "said", "line"),
+    ("stages", "by_rank", "line"),
     [
-        (2, {}, "CUDA graphs: 2 of 2 stages captured"),
+        (2, [{"0": "", "update": ""}, {"1": "", "update": ""}], "CUDA graphs: 2 of 2 stages captured, and the update"),
+        (2, [{"0": ""}, {"1": ""}], "CUDA graphs: 2 of 2 stages captured"),
         (
             4,
-            {1: "its ranks exchange data inside of it", 3: "its ranks exchange data inside of it"},
-            "CUDA graphs: 2 of 4 stages captured; stages 1, 3 eager: its ranks exchange data inside of it",
+            [
+                {"0": "", "1": "its ranks exchange data inside of it", "update": ""},
+                {
+                    "1": "its ranks exchange data inside of it",
+                    "2": "",
+                    "update": "its optimizer takes the learning rate from the host",
+                },
+                {"3": "its ranks exchange data inside of it"},
+            ],
+            "CUDA graphs: 2 of 4 stages captured; stages 1, 3 eager: its ranks exchange data inside of it; "
+            "the update eager: its optimizer takes the learning rate from the host",
         ),
         (
             3,
-            {0: "the plan is not bound by the host", 2: "one of its operators waits for the device"},
+            [{"0": "the plan is not bound by the host", "1": "", "2": "one of its operators waits for the device"}],
             "CUDA graphs: 1 of 3 stages captured; stage 0 eager: the plan is not bound by the host; "
             "stage 2 eager: one of its operators waits for the device",
         ),
         (
             1,
-            {0: "the plan is not bound by the host"},
+            [{"0": "the plan is not bound by the host"}],
             "no CUDA graphs: the plan is not bound by the host (--cuda-graphs captures its stages nevertheless)",
         ),
     ],
 )
-def test_a_run_says_in_one_line_what_is_captured(stages: int, said: dict[int, str], line: str) -> None:
-    assert summary(stages, said) == line
+def test_a_run_says_in_one_line_what_is_captured(stages: int, by_rank: list[dict[str, str]], line: str) -> None:
+    assert summary(stages, by_rank) == line
 
 
 def test_static_gradients_hold_what_gradients_held() -> None:
