@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, check_program_folder, write_program
-from autopipe.cli.options import FORCE, PATH, standard_options
+from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan
 from autopipe.ir import VERSION
@@ -28,10 +28,13 @@ from autopipe.passes.pipeline import PlanResult
 @click.command()
 @click.argument("plan", type=PATH)
 @click.option("-o", "--output", "folder", type=PATH, help="Where to write [PLAN/program].")
+@MODEL
 @click.option("--ranks", metavar="R,R,...", help="Write these ranks alone, for looking at and for dry runs.")
 @FORCE
 @standard_options
-def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None, force: bool) -> None:
+def codegen(
+    output: Output, plan: Path, folder: Path | None, model: Path | None, ranks: str | None, force: bool
+) -> None:
     """Write the program of every rank for the plan in folder PLAN.
 
     \b
@@ -46,7 +49,7 @@ def codegen(output: Output, plan: Path, folder: Path | None, ranks: str | None, 
         raise click.BadParameter(f"{ranks!r} is no list of numbers like 0,17", param_hint="--ranks") from None
     check_program_folder(target, force)
     with output.progress("generating", total=2) as bar:
-        planned = open_plan(plan)
+        planned = open_plan(plan, model)
         bar.advance(note="plan read")
         program = generate(planned, target, only, force)
         bar.advance(note="programs written")
@@ -62,10 +65,15 @@ _ROW_TASKS = 24
 """Tasks of a rank's row that its docstring shows, from the start and from the end."""
 
 
-def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = (), force: bool = False) -> Program:
-    """Write the program of `planned` into `folder` and return it. Raises CodegenError or ConfigurationError. With
-    `ranks` only theirs are written, for looking at and for dry runs: without the one-device programs, and without the
-    proof that all ranks come to their ends."""
+def generate(
+    planned: PlanResult, folder: Path, ranks: Sequence[int] = (), force: bool = False, home: Path | None = None
+) -> Program:
+    """Write the program of `planned` into `folder` and return it; `home` is the folder that it is moved to (default:
+    `folder`). Raises CodegenError or ConfigurationError.
+
+    With `ranks` only the files of these ranks are written, for reading and for dry runs: without the one-device
+    programs, and without the proof that no rank deadlocks.
+    """
     problem, plan = planned.problem, planned.plan
     loss = problem.loss if problem.train else None
     devices = plan.schedule.devices
@@ -91,7 +99,7 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = (), force
             files.append(_one_device(planned, REFERENCE, problem.loss))
         files.append(_one_device(planned, FORWARD, None))
     provenance = Provenance(
-        model=str(Path(plan.model).absolute()),
+        model=plan.model,
         model_digest=planned.model.digest,
         plan_digest=planned.digest,
         optimizer=problem.optimizer,
@@ -111,7 +119,7 @@ def generate(planned: PlanResult, folder: Path, ranks: Sequence[int] = (), force
         training=problem.training,
         matrices=matrices(problem.graph) if problem.optimizer.name == "muon" else frozenset(),
     )
-    write_program(files, provenance, folder, force)
+    write_program(files, provenance, folder, force, home)
     return program
 
 

@@ -17,7 +17,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.cli.options import PATH, standard_options
+from autopipe.cli.options import MODEL, PATH, standard_options
 from autopipe.cli.output import Output, bytes_text, count_text, group_text, plain_table, printable, seconds_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
 from autopipe.cli.plan_text import over_text, reason_lines, strategy_text
@@ -55,8 +55,11 @@ Explanation = tuple[dict[str, object], Sequence[RenderableType]]
 @click.option("--node", metavar="NAME", help="Why this node is where and split as it is: its name, or its number.")
 @click.option("--stage", metavar="K", type=click.IntRange(min=0), help="Why this stage is as it is.")
 @click.option("--device", metavar="D", type=click.IntRange(min=0), help="What this device does, and whom it waits for.")
+@MODEL
 @standard_options
-def explain(output: Output, folder: Path, node: str | None, stage: int | None, device: int | None) -> None:
+def explain(
+    output: Output, folder: Path, node: str | None, stage: int | None, device: int | None, model: Path | None
+) -> None:
     """Explain the plan in DIR: how far it is from the ideal, the other candidates, and what would help most.
 
     Of a node or a stage the next best choices are told, each with the step that planning it gives: everything else
@@ -71,7 +74,7 @@ def explain(output: Output, folder: Path, node: str | None, stage: int | None, d
     """
     if sum(each is not None for each in (node, stage, device)) > 1:
         raise click.UsageError("--node, --stage and --device are one at a time")
-    planned = open_plan(folder)
+    planned = open_plan(folder, model)
     if planned.plan.summary.costs is not None and planned.request.costs is None:
         hint = f"put it where costs says in {folder / CONFIGURATION_FILE}, or plan again"
         raise ConfigurationError("the plan was made with measured costs, and their file is gone", hint, str(folder))

@@ -41,7 +41,7 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
     """A sentence on the first value, in the order of the graph, that differs by far more than roundings; "" where there
     is none, or the program's plan is not in the folder above it. The folders hold the values of the first micro-batch,
     as `run_recorded` leaves them."""
-    planned = open_plan(manifest.folder.parent)
+    planned = open_plan(manifest.folder.parent, manifest.model)
     if planned.digest != manifest.plan:
         return ""
     problem, placement = planned.problem, planned.plan.placement
@@ -78,7 +78,7 @@ def first_beside_reference(
 ) -> str:
     """A sentence on the first value, in the order of the file, in which the forward of one device differs from a
     `reference` of values by name."""
-    planned = open_plan(manifest.folder.parent)
+    planned = open_plan(manifest.folder.parent, manifest.model)
     if planned.digest != manifest.plan:
         return ""
     graph, values = planned.problem.graph, _values_of_one(planned.problem, None, one)

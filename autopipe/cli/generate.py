@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from autopipe.cli.options import FORCE, PATH, flag_words, standard_options
+from autopipe.cli.options import FORCE, MODEL, PATH, flag_words, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import REFUSALS, CodegenError, ConfigurationError, InfeasibleError
 from autopipe.ir.output_kinds import NPY, TOKENS, OutputFile, plan_inputs
@@ -22,6 +22,7 @@ from autopipe.ir.plan import PLAN_FILE
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.decoder import Decoder
+    from autopipe.backends.torch.runtime.manifest import Manifest
     from autopipe.passes.pipeline import PlanResult
 
 _TOKENS = click.IntRange(min=0)
@@ -56,6 +57,7 @@ _TOKENS = click.IntRange(min=0)
 )  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
 @FORCE
+@MODEL
 @standard_options
 def generate(
     output: Output,
@@ -72,6 +74,7 @@ def generate(
     target: Path | None,
     device: str,
     force: bool,
+    model: Path | None,
 ) -> None:
     """Generate tokens with a decoder that was planned for inference.
 
@@ -86,7 +89,7 @@ def generate(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # As in launch: read when torch is imported.
 
     from autopipe.backends.torch.runtime.decoder import Decoder, GenerationRequest
-    from autopipe.backends.torch.runtime.manifest import read_manifest
+    from autopipe.cli.program_folder import open_program
 
     sampled = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p}
     given = [flag for flag, value in sampled.items() if value is not None]
@@ -101,8 +104,8 @@ def generate(
     sequences = tuple(tuple(ids) for text in prompts for ids in read_prompts(text))
     request = GenerationRequest(sequences, max_new_tokens, eos, temperature, top_k, top_p, seed)
     longest = max(map(len, sequences))
-    with program_of(program) as (folder, planned):
-        manifest = read_manifest(folder)
+    with program_of(program, model) as (folder, planned):
+        manifest = open_program(folder, model)
         decoder = Decoder.of(manifest)
         decoder.check(request)
         check_layout(manifest.model, decoder)
@@ -110,7 +113,7 @@ def generate(
             # What is written in place has to fit.
             most = decoder.cache_length - 1 if decoder.in_place else None
             write_prefill(planned, folder, min(longest, prefill_chunk), output.note, most)
-        report = run(folder, request, device, output)
+        report = run(manifest, request, device, output)
     found: list[list[int]] = report["generated"]
     if written_to is not None:
         write_tokens(written_to, found)
@@ -166,16 +169,16 @@ def _output_file(target: Path, inputs: tuple[Path, ...], force: bool) -> OutputF
 
 
 @contextmanager
-def program_of(folder: Path) -> Iterator[tuple[Path, PlanResult | None]]:
-    """The folder of a program: `folder` itself; or made, for the length of the block, of the plan in it, which comes
-    with it."""
+def program_of(folder: Path, model: Path | None) -> Iterator[tuple[Path, PlanResult | None]]:
+    """Give the folder of a program, and its plan or None: `folder` itself, or the program of the plan in `folder`,
+    which exists for the length of the block. `model` is the plan's ONNX file in place of the planned one."""
     if not (folder / PLAN_FILE).is_file():
         yield folder.absolute(), None
         return
     from autopipe.cli.codegen import generate as write_programs
     from autopipe.cli.plan_folder import open_plan
 
-    planned = open_plan(folder)
+    planned = open_plan(folder, model)
     with tempfile.TemporaryDirectory(prefix="autopipe-generate-") as name:
         write_programs(planned, Path(name) / "program")
         yield Path(name) / "program", planned
@@ -222,19 +225,18 @@ def write_prefill(
     second.rename(folder / PREFILL)
 
 
-def run(folder: Path, request: Any, device: str, output: Output) -> dict[str, Any]:
-    """Run the request on all ranks, on this machine; the report of rank 0."""
+def run(manifest: Manifest, request: Any, device: str, output: Output) -> dict[str, Any]:
+    """Run the request on all ranks, on this machine, and return the report of rank 0."""
     from autopipe.backends.torch.launcher import LaunchConfig, launch_program, local_ranks
     from autopipe.backends.torch.runtime.decoder import GENERATED_FILE
-    from autopipe.backends.torch.runtime.manifest import read_manifest
     from autopipe.cli.launch import placement_note, visible_gpus
 
-    manifest = read_manifest(folder)
     config = LaunchConfig(gpus=visible_gpus(device), debug=bool(click.get_current_context().params["debug"]))
     output.note(placement_note(device, local_ranks(manifest, config)[1]))
     with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
         request.write(Path(name))
-        launch_program(manifest, flag_words(device=device, generate=Path(name)), config, output.note)
+        arguments = flag_words(device=device, generate=Path(name), model=manifest.model)
+        launch_program(manifest, arguments, config, output.note)
         found: dict[str, Any] = json.loads((Path(name) / GENERATED_FILE).read_text(encoding="utf-8"))
         return found
 

@@ -33,12 +33,13 @@ from autopipe.backends.torch.metrics import LogSettings, MetricsLog
 from autopipe.backends.torch.runtime.data import check_data
 from autopipe.backends.torch.runtime.heartbeat import Timeouts
 from autopipe.backends.torch.runtime.job import Job, job_of
-from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest, remove_partial
+from autopipe.backends.torch.runtime.manifest import Manifest, remove_partial
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.cli.launch_display import ProfiledSteps, Run, StepDisplay, show_measured
-from autopipe.cli.options import FORCE, PATH, flag_words, stepwise_options
+from autopipe.cli.options import FORCE, MODEL, PATH, flag_words, stepwise_options
 from autopipe.cli.output import Output, count_text, write_texts
 from autopipe.cli.plan_text import update_line
+from autopipe.cli.program_folder import open_program
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import followed
 from autopipe.ir.output_kinds import NPY, NPZ, TRACE, OutputFile
@@ -81,6 +82,7 @@ COMPILE = click.option("--compile", is_flag=True, help="Compile stages with torc
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Steps in all [1; in inference over a file all of it].")
 @click.option("--epochs", type=click.IntRange(min=1), help="Passes through the data, in place of --steps.")
+@MODEL
 @click.option("--shuffle/--no-shuffle", default=None, help="Shuffle each epoch by the seed.")
 @DATA
 @click.option("--eval-data", help="Data to validate on, as --data takes it [eval.data of the plan].")
@@ -149,6 +151,7 @@ def launch(
     dry_run: bool,
     rank: int | None,
     mode: str | None,
+    model: Path | None,
     **flags: Any,
 ) -> None:
     """Run the ranks of PROGRAM, a folder that codegen wrote.
@@ -167,7 +170,7 @@ def launch(
         raise click.UsageError("--profile goes with --log DIR, where its files go")
     logged = None if log is None else LogSettings(log, log_every, wandb)
     profiled = None if profile is None or log is None else ProfiledSteps.of(profile, log / "profile")
-    run = Launch(read_manifest(program.absolute()), logged, log_every, profiled, **flags)
+    run = Launch(open_program(program, model, flags["device"] != "meta"), model, logged, log_every, profiled, **flags)
     _check_mode(run.manifest, mode)
     job = job_of(os.environ) if nnodes is None else None
     if job is None:
@@ -249,6 +252,8 @@ class Launch:
     """One launch of a program: the flags of the command that its ranks see."""
 
     manifest: Manifest
+    model: Path | None
+    """The ONNX file in place of the planned one; None for that."""
     log: LogSettings | None
     log_every: int
     """Steps from one line of the terminal to the next."""
@@ -380,7 +385,7 @@ class Launch:
         with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
             report = Path(name) / "report.json"
             own = {name: getattr(self, name) for name in ("device", "data", "seed")}
-            arguments = flag_words(dry_run=True, steps=1, report=report, **own)
+            arguments = flag_words(dry_run=True, steps=1, report=report, model=_absolute(self.model), **own)
             run_alone(self.manifest.folder, arguments, rank, world_size, self._fake_cuda())
             found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
             return found
@@ -468,6 +473,7 @@ class Launch:
             **own,
             no_shuffle=self.shuffle is False,
             no_cuda_graphs=self.cuda_graphs is False,
+            model=_absolute(self.model),
             steps=steps,
             epochs=epochs,
             report=scratch / "report.jsonl",
@@ -482,6 +488,10 @@ class Launch:
             step_timeout=timeouts.step_s,
             checkpoint_timeout=timeouts.checkpoint_s,
         )
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
 
 
 def visible_gpus(device: str) -> int:

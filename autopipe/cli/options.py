@@ -25,6 +25,7 @@ PATH: Final = click.Path(path_type=Path)
 FORCE: Final = click.option(
     "--force", is_flag=True, help="Replace files that were edited, are inputs, or are of another kind."
 )
+MODEL: Final = click.option("--model", type=PATH, metavar="FILE", help="The ONNX file [where it was planned].")
 P = ParamSpec("P")
 R = TypeVar("R")
 Command = TypeVar("Command", bound=Callable[..., Any])

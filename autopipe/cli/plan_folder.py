@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from autopipe.configs.yaml_source import Dumper
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
+from autopipe.ir.movable_paths import movable_path, relative_path
 from autopipe.ir.output_files import (
     Seal,
     edited_files,
@@ -33,6 +35,7 @@ from autopipe.ir.output_files import (
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import PLAN_FILE, SCHEDULE_FILE, Plan, read_plan, write_plan
 from autopipe.ir.timeline import Timeline
+from autopipe.ir.training import with_path
 from autopipe.passes.pipeline import PlanResult, reopen
 from autopipe.passes.placement.given import Given, written
 from autopipe.passes.schedule.simulate import simulate
@@ -88,14 +91,19 @@ _SCRATCH = ".autopipe-plan-"
 """Beginning of the name of the folder in a plan folder where new files lie before they take the old ones' places."""
 
 
-def open_plan(folder: Path) -> PlanResult:
-    """The plan in `folder`, its problem made anew from the model's file and the effective configuration. Raises
-    ConfigurationError for no plan, or one that is not the model's; ModelError for the model."""
+def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
+    """Return the plan in `folder` and its problem, built from the effective configuration and the model's file.
+
+    The file is `model`, or the one that was planned if `model` is None. Raises ConfigurationError if the folder has no
+    plan, or if the model is missing or is not the one that was planned; ModelError if the model cannot be read.
+    """
     plan = _read_whole(folder)
+    if model is not None:
+        plan = replace(plan, model=str(model.absolute()))
     configuration = load_configuration(folder / CONFIGURATION_FILE)
     model = Path(plan.model)
     if not model.is_file():
-        hint = "put it back, or plan again"
+        hint = "name the file with --model FILE, put it back, or plan again"
         raise ConfigurationError(f"the model of the plan is not at {plan.model}", hint, str(folder))
     if not Path(configuration.costs).is_file():
         # What they predicted is in the plan, which can be run without them.
@@ -197,6 +205,23 @@ def _is_same(one: Path | None, other: Path) -> bool:
     return one is not None and one.exists() and other.exists() and one.samefile(other)
 
 
+def movable(configuration: Configuration, home: Path) -> Configuration:
+    """Return the configuration, whose model is known, with paths that hold after the folder `home` of its file and the
+    model are moved together."""
+    model = configuration.model.path
+    assert model is not None
+    move = partial(movable_path, home=home, model=model)
+    costs, cluster = configuration.costs, configuration.cluster
+    return replace(
+        configuration,
+        model=replace(configuration.model, path=relative_path(model, home)),
+        data=replace(configuration.data, path=with_path(configuration.data.path, move)),
+        eval=replace(configuration.eval, data=with_path(configuration.eval.data, move)),
+        costs=costs if costs == "roofline" else move(costs),
+        cluster=cluster if cluster.file is None else replace(cluster, file=move(cluster.file)),
+    )
+
+
 def write_plan_folder(
     folder: Path, planned: PlanResult, configuration: Configuration, base: Path | None = None, force: bool = False
 ) -> Path | None:
@@ -208,7 +233,7 @@ def write_plan_folder(
     check_target(folder, base, force)
     target = folder.absolute()
     texts = {
-        CONFIGURATION_FILE: dump_configuration(effective(configuration, planned)),
+        CONFIGURATION_FILE: dump_configuration(movable(effective(configuration, planned), target)),
         PLACEMENT_FILE: placement_text(planned.problem.graph, planned.plan.placement),
     }
     copy = None

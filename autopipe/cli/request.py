@@ -12,7 +12,6 @@ from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.measured_costs import read_costs
 from autopipe.ir.problem import Mode
-from autopipe.ir.training import is_data_function
 from autopipe.passes.registry import Scheduler, Strategy, scheduler_class, strategy_class, strategy_names
 
 if TYPE_CHECKING:
@@ -140,11 +139,6 @@ def request_of(configuration: Configuration, model: Path) -> Request:
     )
 
 
-def absolute_data(data: str | None) -> str | None:
-    """`data.path` as it is read from any folder."""
-    return data if data is None or is_data_function(data) else str(Path(data).absolute())
-
-
 _IGNORED = -100
 """The label that counts for nothing to torch and Hugging Face."""
 
@@ -177,9 +171,7 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
     problem = planned.problem
     return dataclasses.replace(
         configuration,
-        model=dataclasses.replace(configuration.model, path=str(Path(planned.plan.model).absolute())),
-        data=dataclasses.replace(configuration.data, path=absolute_data(configuration.data.path)),
-        eval=dataclasses.replace(configuration.eval, data=absolute_data(configuration.eval.data)),
+        model=dataclasses.replace(configuration.model, path=planned.plan.model),
         mode=problem.mode.value,
         loss=_settled_loss(configuration, planned),
         optimizer=configuration.optimizer.settled(problem.optimizer),

@@ -16,7 +16,7 @@ from autopipe.cli.drawing.report import Report, ScheduleResult, block_report, pl
 from autopipe.cli.drawing.svg import timeline_svg
 from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
 from autopipe.cli.drawing.trace import chrome_trace, orders_csv, read_measured
-from autopipe.cli.options import FORCE, PATH, standard_options
+from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output, bytes_text, devices_text, plain_table, write_texts
 from autopipe.cli.plan_folder import open_plan, open_prediction
 from autopipe.cli.plan_text import prediction_line, schedule_line, stage_table, traffic_line
@@ -50,6 +50,7 @@ Outcome = tuple[float, float, tuple[int, ...]]
 @click.option("--tasks", is_flag=True, help="Show what each rank does in a step, task by task; --json has all of it.")
 @click.option("--rank", type=click.IntRange(min=0), help="The rank whose --tasks are shown [0, with a table of all].")
 @FORCE
+@MODEL
 @standard_options
 def show(
     output: Output,
@@ -59,6 +60,7 @@ def show(
     tasks: bool,
     rank: int | None,
     force: bool,
+    model: Path | None,
     **targets: Path | None,
 ) -> None:
     """Show the timeline and the memory of the plan in DIR, or of FILE, a schedule of blocks.
@@ -82,13 +84,13 @@ def show(
     if tasks:
         if files:
             raise click.UsageError(f"--tasks is shown here: leave out --{next(iter(files))}")
-        show_tasks(output, plan, rank)
+        show_tasks(output, plan, rank, model)
         return
     read = (*plan_inputs(plan), *(() if measured is None else (measured,)))
     outputs = {kind: OutputFile(path, _KINDS[kind], read, force) for kind, path in files.items()}
     for each in outputs.values():
         each.check()
-    found = _opened(plan)
+    found = _opened(plan, model)
     writers = {
         "html": lambda: report_page(found.report(output)),
         "trace": lambda: chrome_trace(found.picture, () if measured is None else read_measured(measured)),
@@ -104,9 +106,9 @@ _KINDS = {"html": REPORT, "trace": TRACE, "csv": ORDER, "svg": PICTURE}
 """Kinds of files by the flag that names the file."""
 
 
-def _opened(path: Path) -> PlanView | BlockView:
+def _opened(path: Path, model: Path | None) -> PlanView | BlockView:
     if not path.is_file():
-        return PlanView(path, *open_prediction(path))
+        return PlanView(path, model, *open_prediction(path))
     try:
         with path.open("rb") as file:
             start = file.read(64).lstrip()[:1]
@@ -122,6 +124,8 @@ def _opened(path: Path) -> PlanView | BlockView:
 @dataclass(frozen=True, slots=True)
 class PlanView:
     folder: Path
+    model: Path | None
+    """The ONNX file in place of the planned one; None for that."""
     plan: Plan
     timeline: Timeline
 
@@ -132,7 +136,7 @@ class PlanView:
     def report(self, output: Output) -> Report:
         """Its page. Other schedules need the model; where it is gone or changed, a warning says so."""
         try:
-            planned = open_plan(self.folder)
+            planned = open_plan(self.folder, self.model)
         except AutopipeError as error:
             output.warn(f"no other schedules on the page: {error.message}", error.hint)
             return plan_report(self.plan, self.timeline, ())
@@ -267,12 +271,13 @@ def _schedule_results(
     return found
 
 
-def show_tasks(output: Output, folder: Path, rank: int | None) -> None:
-    """A table of the ranks and the tasks of rank 0, or those of `rank`, of the plan in `folder`, lowered again."""
+def show_tasks(output: Output, folder: Path, rank: int | None, model: Path | None) -> None:
+    """Show a table of the ranks and the tasks of rank 0, or the tasks of `rank`, of the plan in `folder`. `model` is
+    the ONNX file in place of the planned one, or None."""
     from autopipe.passes.lower.lower import lower
     from autopipe.passes.lower.task_graph import TaskSource
 
-    planned = open_plan(folder)
+    planned = open_plan(folder, model)
     plan, problem = planned.plan, planned.problem
     devices = plan.schedule.devices
     if rank is not None and rank >= devices:

@@ -7,7 +7,7 @@ import filecmp
 import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -30,9 +30,10 @@ from autopipe.backends.torch.verification import (
 from autopipe.cli.codegen import generate
 from autopipe.cli.first_difference import first_beside_reference, first_difference
 from autopipe.cli.launch import COMPILE, DATA, SEED
-from autopipe.cli.options import PATH, flag_words, standard_options
+from autopipe.cli.options import MODEL, PATH, flag_words, standard_options
 from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan
+from autopipe.cli.program_folder import open_program
 from autopipe.ir.errors import AutopipeError, ConfigurationError, ModelError, VerificationError
 from autopipe.ir.graph import DType, Initializer
 from autopipe.ir.layout import whole
@@ -42,6 +43,7 @@ from autopipe.ir.program import FORWARD, REFERENCE
 @click.command()
 @click.argument("program", type=PATH)
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run.")
+@MODEL
 @DATA
 @SEED
 @click.option(
@@ -57,6 +59,7 @@ def verify(
     /,
     program: Path,
     device: str,
+    model: Path | None,
     data: str | None,
     seed: int | None,
     tolerance: float | None,
@@ -74,13 +77,13 @@ def verify(
       autopipe verify gpt.plan/program --static
     """
     if static:
-        check_static(program, output)
+        check_static(program, model, output)
         return
-    manifest = read_manifest(program.absolute())
+    manifest = open_program(program, model)
     data = manifest.data.path if data is None else data
     check_data(manifest, data, 1, manifest.data)
     with tempfile.TemporaryDirectory() as scratch, output.progress("verifying", total=4) as bar:
-        run = Verification(manifest, device, data, seed, Path(scratch), tolerance, **flags)
+        run = Verification(manifest, model, device, data, seed, Path(scratch), tolerance, **flags)
         checks = list(run.run(bar.advance))
         failed = [check for check in checks if not check.relative_difference <= check.limit]
         first = run.first_difference({check.reference for check in failed}) if failed else ""
@@ -167,6 +170,8 @@ class Verification:
     """All checks of one program, each run leaving its record in `scratch`."""
 
     manifest: Manifest
+    model: Path | None
+    """The ONNX file in place of the planned one; None for that."""
     device: str
     data: str | None
     seed: int | None
@@ -197,7 +202,7 @@ class Verification:
             folders = self.scratch / "ranks", self.scratch / "one"
             pairs = tensor_differences(self.manifest, *folders, "parameters", recorded - 1)
             yield self._check(f"parameters after {recorded} updates", "one device", pairs, dict)
-        forward = read_manifest(folder / FORWARD)
+        forward = read_manifest(folder / FORWARD, self.model)
         run_alone(folder / FORWARD, self._run_arguments("forward"))
         advance()
         ours = self._outputs("forward")
@@ -233,7 +238,8 @@ class Verification:
         folder = self.scratch / name
         folder.mkdir(exist_ok=True)
         files = {"report": folder / "report.jsonl", "outputs": folder / "outputs.npz", "record": folder}
-        return flag_words(steps=steps, device=self.device, data=self.data or None, seed=self.seed, **files)
+        model = None if self.model is None else self.model.absolute()
+        return flag_words(steps=steps, device=self.device, model=model, data=self.data or None, seed=self.seed, **files)
 
     def _losses(self, name: str) -> np.ndarray:
         """Of the first step."""
@@ -241,7 +247,7 @@ class Verification:
 
     def _outputs(self, name: str) -> dict[str, np.ndarray]:
         folder = self.manifest.folder
-        manifest = self.manifest if name == "ranks" else read_manifest(folder / FORWARD)
+        manifest = self.manifest if name == "ranks" else read_manifest(folder / FORWARD, self.model)
         return read_outputs(self.scratch / name / "outputs.npz", manifest)
 
     def _check(
@@ -341,7 +347,7 @@ class Verification:
 
     def _reference_values(self, names: Collection[str]) -> dict[str, np.ndarray]:
         """Values of the first evaluation by name, in the order of the file."""
-        forward = read_manifest(self.manifest.folder / FORWARD)
+        forward = read_manifest(self.manifest.folder / FORWARD, self.model)
         model, seed = self._reference_model(forward)
         model.watch(names)
         source, size = open_source(forward, self.data, seed, settings=forward.data), _evaluation(forward, model)
@@ -404,19 +410,24 @@ def _evaluation(manifest: Manifest, model: ReferenceModel) -> int:
     return manifest.micro_batch_size
 
 
-def check_static(program: Path, output: Output) -> None:
-    """Prove that the schedule of the plan that holds `program` keeps every dependency and that all ranks come to their
-    ends, over gloo and over NCCL, and say which files are not as the plan gives them. Raises ConfigurationError where
-    the folder holds no program of the plan, or one that is not proven: CodegenError."""
+def check_static(program: Path, model: Path | None, output: Output) -> None:
+    """Prove that the schedule of the plan that holds `program` keeps every dependency and that no rank deadlocks, over
+    gloo and over NCCL, and report the files that differ from the plan's.
+
+    `model` is the ONNX file in place of the planned one, or None. Raises ConfigurationError if the folder has no
+    program of the plan, CodegenError if the program cannot be proven.
+    """
     manifest, folder = read_manifest(program.absolute()), program.parent
     with output.progress("verifying", total=2) as bar, tempfile.TemporaryDirectory() as scratch:
-        planned = open_plan(folder)  # Its schedule is checked when it is read.
+        planned = open_plan(folder, model or manifest.model)  # Its schedule is checked when it is read.
         bar.advance(note="schedule")
         if planned.digest != manifest.plan:
             hint = f"autopipe codegen {folder} writes it again"
             raise ConfigurationError(f"{program} is not the program of the plan in {folder}", hint)
         made = Path(scratch) / "program"
-        lowered = generate(planned, made)
+        # Where the program was generated, its model may have been elsewhere.
+        planned = replace(planned, plan=replace(planned.plan, model=str(manifest.model)))
+        lowered = generate(planned, made, home=program)
         bar.advance(note="messages")
         names = sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())
         edited = [name for name in names if not _same(made / name, program / name)]

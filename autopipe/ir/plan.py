@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from autopipe.ir.codec import At, Count, Fits, Index, Sparse, decode, encode, en
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.files import JsonRecord, read_record, record_text
 from autopipe.ir.memo import remembered
+from autopipe.ir.movable_paths import path_from, relative_path
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.problem import Scores
 from autopipe.ir.program import KINDS
@@ -241,9 +241,9 @@ _SLICE_COLUMNS = ("source_turn", "source_turns", "target_turn", "target_turns")
 
 
 def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None = None) -> None:
-    """Write `plan.json` and `schedule.json` into `folder`. The model's path is written relative to `home`, the folder
-    that they are to lie in (default: `folder`)."""
-    model = os.path.relpath(plan.model, home or folder)
+    """Write `plan.json` and `schedule.json` into `folder`. The path of the model is written relative to `home`, the
+    folder that they are moved to (default: `folder`)."""
+    model = relative_path(plan.model, home or folder)
     (folder / PLAN_FILE).write_text(record_text(plan_form(dataclasses.replace(plan, model=model))), encoding="utf-8")
     (folder / SCHEDULE_FILE).write_text(record_text(schedule_form(plan, timeline)), encoding="utf-8")
 
@@ -287,7 +287,7 @@ def read_plan(folder: Path) -> Plan:
     stages = StageGraph(plan.placement.devices, groups, plan.prediction.edges, pipelines_of(plan.placement), ratios)
     return dataclasses.replace(
         plan,
-        model=os.path.normpath(os.path.join(folder.resolve(), plan.model)),
+        model=path_from(folder, plan.model),
         summary=summary,
         schedule=_read_schedule(folder / SCHEDULE_FILE, stages, plan.mode == "train"),
     )

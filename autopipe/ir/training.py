@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -13,6 +14,11 @@ from autopipe.ir.codec import Above, AtLeast, AtMost, Count, FilePath, Fits, Ind
 def is_data_function(path: str) -> bool:
     """True for `module:function`, as against the path of a file or a folder."""
     return re.fullmatch(r"[^\W\d][\w.]*:\w+", path) is not None
+
+
+def with_path(data: str | None, change: Callable[[str], str]) -> str | None:
+    """Return `data` with the path that it is changed by `change`; None and `module:function` stay."""
+    return data if data is None or is_data_function(data) else change(data)
 
 
 @dataclass(frozen=True, slots=True)

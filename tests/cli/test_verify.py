@@ -36,7 +36,7 @@ def gradients_apart_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
 
         monkeypatch.setattr(Verification, "run", run)
         monkeypatch.setattr(Verification, "first_difference", lambda self, references: "")
-        monkeypatch.setattr(verification, "read_manifest", lambda folder: MANIFEST)
+        monkeypatch.setattr(verification, "open_program", lambda folder, model: MANIFEST)
         monkeypatch.setattr(verification, "node_of", lambda model, names, last: ("/h.11/MatMul", min(names)))
 
     return prepare

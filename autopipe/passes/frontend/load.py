@@ -170,7 +170,7 @@ def _load(path: Path) -> Source:
     positions = topological_positions(model.graph)
     return Source(
         path=path,
-        digest=hashlib.sha256(b"".join(unannotated(memoryview(stripped)))).hexdigest(),
+        digest=_digest(stripped),
         graph=model.graph,
         nodes=tuple(model.graph.node[position] for position in positions),
         positions=positions,
@@ -182,6 +182,18 @@ def _load(path: Path) -> Source:
         configurations=configurations_of(model),
         warnings=warnings,
     )
+
+
+def file_digest(path: Path) -> str:
+    """Return `Source.digest` of the file without a parse of its graph. Raises ModelError if the file cannot be read."""
+    try:
+        return _digest(strip_weights(opened(path))[0])
+    except ModelError as error:
+        raise located(error, path) from error
+
+
+def _digest(stripped: bytes) -> str:
+    return hashlib.sha256(b"".join(unannotated(memoryview(stripped)))).hexdigest()
 
 
 def _texts(model: onnx.ModelProto) -> Iterator[object]:

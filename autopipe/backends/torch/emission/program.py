@@ -7,7 +7,8 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,11 +21,12 @@ from autopipe.ir.codec import encode
 from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import Constant, DType
 from autopipe.ir.layout import MeshAxis
+from autopipe.ir.movable_paths import movable_path, relative_path
 from autopipe.ir.output_files import Seal, read_seal, replacing_folder, seal
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import FORMAT, Program, StageCode
 from autopipe.ir.rounding import Rounding
-from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
+from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training, with_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Provenance:
     """Origin of a program and the settings its steps run with."""
 
     model: str
-    """Absolute path of the ONNX file whose weights the ranks read."""
+    """Path of the ONNX file whose weights the ranks read."""
     model_digest: str
     plan_digest: str
     optimizer: Optimizer
@@ -59,10 +61,16 @@ class Provenance:
 def manifest_of(
     program: Program,
     provenance: Provenance,
+    home: Path,
     memory_limits: tuple[int, ...] = (),
     host_bound: frozenset[int] = frozenset(),
 ) -> dict[str, Any]:
-    """The manifest as a JSON object; `autopipe.backends.torch.runtime.manifest` reads it."""
+    """Return the manifest that is to lie in the folder `home` as a JSON object, which
+    `autopipe.backends.torch.runtime.manifest` reads. Its paths hold after the program, its plan and the model are moved
+    together."""
+    move = partial(movable_path, home=home, model=provenance.model)
+    data = replace(provenance.data, path=with_path(provenance.data.path, move))
+    evaluation = replace(provenance.evaluation, data=with_path(provenance.evaluation.data, move))
     optimizer, settings = provenance.optimizer, {}
     names = frozenset(provenance.matrices)
     indices = [index for index, each in enumerate(program.parameters) if each.value.name in names]
@@ -72,7 +80,7 @@ def manifest_of(
     return {
         "format": FORMAT,
         "model": {
-            "path": provenance.model,
+            "path": relative_path(provenance.model, home),
             "sha256": provenance.model_digest,
             **({} if provenance.training_graph is None else {"training": provenance.training_graph}),
             **({"inputs": dict(provenance.fixed_inputs)} if provenance.fixed_inputs else {}),
@@ -98,9 +106,9 @@ def manifest_of(
             {"rank": rank.rank, "stages": [each.stage for each in rank.stages], "shards": [*map(encode, rank.shards)]}
             for rank in program.ranks
         ],
-        **({"eval": encode(provenance.evaluation)} if provenance.evaluation != Evaluation() else {}),
+        **({"eval": encode(evaluation)} if evaluation != Evaluation() else {}),
         **({"memory_limits": memory_limits} if memory_limits else {}),
-        **({} if provenance.data == DataSettings() else {"data": encode(provenance.data)}),
+        **({} if data == DataSettings() else {"data": encode(data)}),
         **({"metrics": metrics} if (metrics := _metrics(provenance)) else {}),
         **({"low_precision": program.low_precision} if program.low_precision else {}),
     }
@@ -163,13 +171,21 @@ class ProgramFiles:
     """Stages that the plan predicts to be bound by the host."""
 
 
-def write_program(programs: Sequence[ProgramFiles], provenance: Provenance, folder: Path, force: bool = False) -> None:
-    """Write the files of `programs` into `folder`, replacing an earlier program there, or leave everything as it was.
+def write_program(
+    programs: Sequence[ProgramFiles],
+    provenance: Provenance,
+    folder: Path,
+    force: bool = False,
+    home: Path | None = None,
+) -> None:
+    """Write the files of `programs` into `folder` and replace an earlier program there, or leave everything as it was.
 
-    Edited files of the earlier program are replaced only with `force`. Raises CodegenError where the text would not be
-    valid Python, ConfigurationError where the folder cannot be written.
+    Edited files of the earlier program are replaced only with `force`. Paths in the manifests are relative to `home`,
+    where the program is to lie (default: `folder`). Raises CodegenError if the text is not valid Python,
+    ConfigurationError if the folder cannot be written.
     """
-    rendered = [(each, _files(each, provenance)) for each in programs]
+    home = (home or folder).absolute()
+    rendered = [(each, _files(each, provenance, home / each.name)) for each in programs]
 
     def write(target: Path) -> None:
         for each, files in rendered:
@@ -198,8 +214,8 @@ def _stored(constant: Constant) -> np.ndarray:
     return array
 
 
-def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
-    """Text by file name; every Python file is checked to parse."""
+def _files(files: ProgramFiles, provenance: Provenance, home: Path) -> dict[str, str]:
+    """Return the text of each file, by its name, for the folder `home`; every Python file is checked to parse."""
     program, found = files.program, {"run.py": _ENTRY}
     for stage, title in zip(program.stages, files.stage_titles, strict=True):
         found[f"{stage_module(stage.stage)}.py"] = emit_stage(stage, title)
@@ -211,9 +227,8 @@ def _files(files: ProgramFiles, provenance: Provenance) -> dict[str, str]:
             ast.parse(text)
         except SyntaxError as error:
             raise CodegenError(f"generated code is not valid Python: {error}", where=name) from error
-    found["manifest.json"] = (
-        json.dumps(manifest_of(program, provenance, files.memory_limits, files.host_bound), indent=1) + "\n"
-    )
+    manifest = manifest_of(program, provenance, home, files.memory_limits, files.host_bound)
+    found["manifest.json"] = json.dumps(manifest, indent=1) + "\n"
     return found
 
 

@@ -30,6 +30,7 @@ class Options:
 
     steps: int = 1
     device: str = "auto"
+    model: Path | None = None  # Overrides the manifest's: the ONNX file whose weights the rank reads.
     data: str | None = None  # Overrides the manifest's; see `DataSettings.path`.
     shuffle: bool | None = None
     epochs: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,9 +14,10 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.graph import COUNTED_LABELS, Parameter
 from autopipe.ir.layout import MeshAxis, members
+from autopipe.ir.movable_paths import path_from
 from autopipe.ir.program import FORMAT, Channel, InputRange, Output, Shard
 from autopipe.ir.rounding import Rounding
-from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
+from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training, with_path
 
 _PATH = Coded(str, lambda record: Path(decode(record, str)))
 _TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
@@ -52,6 +53,7 @@ class Manifest:
 
     folder: Path
     model: Annotated[Path, At("model.path"), _PATH]
+    """The ONNX file whose weights the ranks read; absolute."""
     model_digest: Annotated[str, At("model.sha256")]
     plan: str
     world_size: Count
@@ -167,8 +169,9 @@ def _is_plain(name: str) -> bool:
     )
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a program folder. Raises ConfigurationError where there is none or it cannot be read."""
+def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
+    """Return the manifest of a program folder, with the file `model` in place of its own if that is given. Raises
+    ConfigurationError if there is none or it cannot be read."""
     path = folder / "manifest.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -190,6 +193,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise record.error(f"the manifest is damaged: {error.message}", error.hint) from error
     except (TypeError, ValueError) as error:
         raise record.error(f"the manifest is damaged: {error!r}") from error
+    manifest = _with_absolute_paths(manifest)
+    if model is not None:
+        manifest = replace(manifest, model=model.absolute())
     if len(manifest.shards) != manifest.world_size:
         record.at("world_size").refuse(f"the number of ranks, {len(manifest.shards)}")
     if len(manifest.memory_limits) not in (0, manifest.world_size):
@@ -200,3 +206,15 @@ def read_manifest(folder: Path) -> Manifest:
                 f"a multiple of the {stage.micro_batch_ratio} micro-batches of a stage"
             )
     return manifest
+
+
+def _with_absolute_paths(manifest: Manifest) -> Manifest:
+    """Return the manifest with paths that do not depend on the working folder; they are relative to its own folder, or
+    absolute."""
+
+    def found(path: str) -> str:
+        return path_from(manifest.folder, path)
+
+    data = replace(manifest.data, path=with_path(manifest.data.path, found))
+    evaluation = replace(manifest.evaluation, data=with_path(manifest.evaluation.data, found))
+    return replace(manifest, model=Path(found(str(manifest.model))), data=data, evaluation=evaluation)

@@ -191,7 +191,7 @@ def read_block(model: Path, parameter: Parameter, box: Box, seed: int, threads: 
     except FileNotFoundError as error:
         raise ConfigurationError(
             "the model's file is not there, and its weights are needed",
-            hint="put it back, or plan and generate the program again",
+            hint="name it with --model FILE, or put it back",
             where=str(path),
         ) from error
     except (OSError, ValueError) as error:

@@ -67,7 +67,7 @@ class Rank(RankContext):
         live_with_launcher(heartbeat)
         os.environ.update(variables_of_rank(os.environ))
         options = parse_options(sys.argv[1:])
-        manifest = read_manifest(Path(file).resolve().parent)
+        manifest = read_manifest(Path(file).resolve().parent, options.model)
         timeouts = Timeouts(options.start_timeout, options.step_timeout, options.checkpoint_timeout)
         transport = (DryTransport if options.dry_run else Transport)(options.device, timeouts, heartbeat)
         if transport.world_size != manifest.world_size:

@@ -1,0 +1,42 @@
+"""The program folder that a command reads, with the ONNX file that its weights come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.graph import FileSlice
+
+
+def open_program(folder: Path, model: Path | None, with_values: bool = True) -> Manifest:
+    """Return the manifest of the program in `folder`, with the file `model` in place of the planned one if it is given.
+
+    Raises ConfigurationError if there is no program, or if the model is missing or is not the one that was planned. The
+    planned file is checked only if parameters are read from it, so not for a run without values.
+    """
+    manifest = read_manifest(folder.absolute(), model)
+    is_read = with_values and any(isinstance(each.storage, FileSlice) for each in manifest.parameters)
+    if model is not None or is_read:
+        check_model(manifest)
+    return manifest
+
+
+def check_model(manifest: Manifest) -> None:
+    """Raise ConfigurationError unless the manifest's model file is the one that was planned; its weights may differ."""
+    from autopipe.passes.frontend.load import file_digest
+
+    if not manifest.model.is_file():
+        raise ConfigurationError("the model is not there", "name another file with --model FILE", str(manifest.model))
+    found = file_digest(manifest.model)
+    if found != manifest.model_digest:
+        digests = f"its digest is {found[:_DIGITS]}, the program's {manifest.model_digest[:_DIGITS]}"
+        raise ConfigurationError(
+            f"this is not the model that was planned: {digests}",
+            "name the planned file with --model FILE, or plan again",
+            str(manifest.model),
+        )
+
+
+_DIGITS = 12
+"""Digits of a digest that a message shows."""
