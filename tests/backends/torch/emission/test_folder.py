@@ -197,9 +197,9 @@ def test_a_link_to_a_program_stays_a_link(tmp_path: Path) -> None:
     write_program([files(layers=2)], PROVENANCE, tmp_path / "there/program")
     (tmp_path / "program").symlink_to("there/program")
     write_program([files()], PROVENANCE, tmp_path / "program")
-    write_program([files()], PROVENANCE, tmp_path / "fresh")
+    write_program([files()], PROVENANCE, tmp_path / "fresh/program")
     assert (tmp_path / "program").is_symlink()
-    assert listing(tmp_path / "there/program") == listing(tmp_path / "fresh")
+    assert listing(tmp_path / "there/program") == listing(tmp_path / "fresh/program")
 
 
 def test_an_interruption_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
