@@ -344,6 +344,8 @@ class Launch:
         if data is None and (self.epochs is not None or self.shuffle):
             flag = "--shuffle" if self.epochs is None else "--epochs"
             raise ConfigurationError(f"{flag}: random data have neither order nor end", hint="name others with --data")
+        if data is None:
+            note("the data is random; --data names other data")
         shuffle = settings.shuffle if self.shuffle is None else self.shuffle
         epochs = self.epochs or (settings.epochs if self.steps is None and train and data is not None else None)
         settings = replace(settings, epochs=epochs, shuffle=shuffle)

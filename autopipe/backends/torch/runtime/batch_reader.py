@@ -11,9 +11,11 @@ from typing import TypeVar
 
 import torch
 
-from autopipe.backends.torch.runtime.data import Slices, Source, read_block, read_filled_block
+from autopipe.backends.torch.runtime.data import read_block, read_filled_block
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.parameters import torch_dtype
+from autopipe.backends.torch.runtime.random_batches import RandomSource
+from autopipe.backends.torch.runtime.sample_source import Slices, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,13 @@ class BatchReader:
         """Read no more."""
 
     def _block(self, step: int, request: BlockRequest) -> torch.Tensor:
-        """In host memory, in the type in which the data holds it."""
+        """Return a block in the type of the data: on the device if it is random, otherwise in host memory."""
         size = self._manifest.micro_batch_size // self._manifest.stages[request.stage].micro_batch_ratio
         entry, offset = self._inputs[request.name], request.micro_batch * size
         if offset + size <= self.source.count(step):
             sample = self.source.sample(step) + offset
+            if isinstance(self.source, RandomSource):
+                return self.source.block(entry, sample, request.box, self._device)
             return torch.from_numpy(read_block(self.source, self._manifest, entry, sample, request.box))
         return torch.from_numpy(read_filled_block(self.source, self._manifest, entry, step, offset, request.box))
 
@@ -170,9 +174,10 @@ class PrefetchingReader(BatchReader):
 
     def _prefetched(self, step: int, request: BlockRequest) -> _Prefetched:
         block = self._block(step, request)
-        # Torch keeps pinned memory for its next use, once copies from it are done.
-        pinned = torch.empty(block.shape, dtype=self._dtype(request), pin_memory=True).copy_(block)
-        tensor = pinned.to(self._device, non_blocking=True)
+        if block.device.type == "cpu":
+            # Torch keeps pinned memory for its next use, once copies from it are done.
+            block = torch.empty(block.shape, dtype=self._dtype(request), pin_memory=True).copy_(block)
+        tensor = block.to(self._device, self._dtype(request), non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
         return _Prefetched(request, tensor, copied)

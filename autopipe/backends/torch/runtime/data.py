@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.machinery import PathFinder
@@ -25,49 +24,18 @@ from autopipe.backends.torch.runtime.input_checks import (
     converted,
     count_samples,
     numpy_dtype,
-    region,
     rows_per_sample,
 )
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.philox import box_muller_normal, integers, words
 from autopipe.backends.torch.runtime.sample_order import START, Numbers, Position, SampleOrder
+from autopipe.backends.torch.runtime.sample_source import Slices, Source
 from autopipe.backends.torch.runtime.stored_arrays import Archive, Array, ArrayFiles, StoredArrays, TokenFile
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import InputRange
 from autopipe.ir.training import DataSettings, is_data_function
 
-Slices = tuple[tuple[int, int], ...]  # A block of a tensor: (start, stop) in each dimension.
-_DATA_STREAM = 2
 _PIECE = 1 << 24  # Bytes of an array that are looked at together.
 _MOST_CHECKED = 1 << 29  # Bytes of an array that are looked at before ranks start.
-
-
-class Source(ABC):
-    """Where samples come from, in the order of their numbers, which run on from step to step. This one has no end;
-    `left_over` are the samples at an epoch's end that fill no batch, which training leaves out."""
-
-    left_over = 0
-
-    def __init__(self, manifest: Manifest, begin: Position) -> None:
-        self._manifest = manifest
-        self._begin = begin
-
-    def sample(self, step: int) -> int:
-        """The number of a step's first sample."""
-        return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
-
-    def count(self, step: int) -> int:
-        """Samples that a step has: 0 where the data has ended, less than a batch where it is filled up behind them."""
-        return self._manifest.batch_size
-
-    def epoch(self, step: int) -> int:
-        """The epoch, counted from 1, of a step whose data was read."""
-        return 1
-
-    @abstractmethod
-    def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        """Samples [start, stop) of an input, along its batch axis; the whole value where it has none. `start` says the
-        step either way. Only samples that `count` counts are asked for."""
 
 
 def open_source(
@@ -77,6 +45,8 @@ def open_source(
     ConfigurationError where it does not fit the model."""
     settings = settings or DataSettings()
     if data is None:
+        from autopipe.backends.torch.runtime.random_batches import RandomSource  # It imports torch, which takes long.
+
         return RandomSource(manifest, seed, begin)
     if is_data_function(data):
         return FunctionSource(manifest, data, seed, begin, settings)
@@ -149,36 +119,9 @@ def _block(rows: Callable[[int, int], np.ndarray], manifest: Manifest, entry: In
 
 def save_samples(manifest: Manifest, target: Path) -> None:
     """Draw one step's samples into an `.npz` file to run on, where drawing them shall be no part of a step."""
-    source = RandomSource(manifest, 0)
+    source = open_source(manifest, None, 0)
     drawn = {entry.value.name: source.rows(entry, 0, manifest.batch_size) for entry in manifest.inputs}
     np.savez(target, **drawn)  # type: ignore[arg-type]
-
-
-class RandomSource(Source):
-    """Random values that respect where an input goes, without end; sample i is the same whoever draws it."""
-
-    def __init__(self, manifest: Manifest, seed: int, begin: Position = START) -> None:
-        super().__init__(manifest, begin)
-        self._seed = seed
-        self._index = {entry.value.name: index for index, entry in enumerate(manifest.inputs)}
-
-    def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        """Made from words of the input's stream, samples first where there are any."""
-        shape, axis, place = entry.value.shape, entry.batch_axis, 0
-        if axis is not None:
-            extent = rows_per_sample(entry, self._manifest)
-            rest = (*shape[:axis], *shape[axis + 1 :])
-            place, shape = start * extent * math.prod(rest), ((stop - start) * extent, *rest)
-        flat = words(self._seed, (_DATA_STREAM, self._index[entry.value.name]), place, math.prod(shape))
-        found = (box_muller_normal(flat) if entry.below is None else integers(flat, entry.below)).reshape(shape)
-        drawn = flat.reshape(shape)
-        for bounds in entry.drawn:
-            block = region(bounds, axis)
-            if axis is not None:
-                block = (slice(None), *block[:axis], *block[axis + 1 :])
-            least = max(0, bounds.least) if bounds.below > 0 else bounds.least
-            found[block] = integers(drawn[block], bounds.below - least) + least
-        return np.moveaxis(found.astype(numpy_dtype(entry)), 0, axis) if axis else found.astype(numpy_dtype(entry))
 
 
 class StoredSource(Source):

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch.runtime.batch_reader import BatchReader
-from autopipe.backends.torch.runtime.data import Source, open_source
+from autopipe.backends.torch.runtime.data import open_source
 from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.sample_order import START
+from autopipe.backends.torch.runtime.sample_source import Source
 from autopipe.backends.torch.runtime.stage import EvaluationStep, RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.program import InputRange

@@ -35,7 +35,7 @@ from autopipe.backends.torch.runtime.decoder import (
 )
 from autopipe.backends.torch.runtime.loading import load_second
 from autopipe.backends.torch.runtime.outputs import needed_shards
-from autopipe.backends.torch.runtime.philox import as_uniform, words
+from autopipe.backends.torch.runtime.philox import Purpose, as_unsigned, draw_run, key_of
 from autopipe.backends.torch.runtime.stage import RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
@@ -358,9 +358,6 @@ def generate(rank: RankContext, folder: Path, step: Callable[[], None]) -> None:
     Generation(rank, step, folder).run()
 
 
-_STREAM = 3
-
-
 def choose_tokens(logits: torch.Tensor, request: GenerationRequest, draws: Sequence[tuple[int, int]]) -> list[int]:
     """A token for each row of logits [rows, vocabulary] in host memory, as the request says. `draws` names each row's
     draw by its sequence and the number of its new token: a draw is the same whoever makes it, beside whatever others.
@@ -374,8 +371,14 @@ def choose_tokens(logits: torch.Tensor, request: GenerationRequest, draws: Seque
     if request.top_p is not None:
         shares[shares.cumsum(-1) - shares >= request.top_p] = 0.0  # The first that reaches it counts too.
     sums = shares.cumsum(-1)
-    drawn = [float(as_uniform(words(request.seed, (_STREAM, sequence), number, 1))[0]) for sequence, number in draws]
-    below = torch.tensor(drawn, dtype=torch.float64)[:, None] * sums[:, -1:]
+    drawn = torch.stack([_uniform(request.seed, sequence, number) for sequence, number in draws])
+    below = drawn[:, None] * sums[:, -1:]
     places = (sums <= below).sum(-1, keepdim=True)
     places = places.clamp(max=(shares > 0).sum(-1, keepdim=True) - 1)  # Sums are rounded, at their end too.
     return [int(token) for token in order.gather(-1, places)[:, 0]]
+
+
+def _uniform(seed: int, sequence: int, number: int) -> torch.Tensor:
+    """Return the number in [0, 1) that chooses a sequence's token `number`, float64."""
+    words = as_unsigned(draw_run(key_of(seed, Purpose.TOKEN, sequence), 2 * number, 2))
+    return ((words[0] << 21) + (words[1] >> 11)).double() * 2.0**-53

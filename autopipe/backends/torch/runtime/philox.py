@@ -1,116 +1,152 @@
-"""Random numbers that any rank can draw from any place of a stream, so that shards equal the whole: element i is made
-from the i-th 64-bit word of Philox (Salmon et al., SC 2011) under the stream's key.
+"""Philox4x32-10, the generator of every random number.
 
-Box and Muller (1958) need a logarithm and a cosine, of which libraries differ in the last bit. Here both are
-polynomials, made of the operations that IEEE 754 rounds in one way only (sum, product, quotient, root), so that ranks
-of different machines hold the same parameters.
+The generator maps a key of 64 bits and a counter of 128 bits to a block of four words of 32 bits (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011). A key belongs to a seed and a purpose, a counter to an element.
+So a rank draws any part of a tensor without the rest, and equal positions have equal numbers on every device. Words are
+int32 tensors that hold the bits of unsigned integers.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Final
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
-Doubles = npt.NDArray[np.float64]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-_MANTISSA: Final = 52  # Bits of a double below its exponent.
-_ROOT_OF_HALF: Final = np.float64(math.sqrt(0.5)).view(np.int64)
-_LN_2: Final = math.log(2.0)
-_AREA: Final = tuple(1.0 / n for n in range(15, 0, -2))
-"""artanh(s) = s · Σ s^2k / (2k + 1), from the last term on; for |s| < 0.172 the next one is below 4e-14."""
-_SINE: Final = tuple((-1.0) ** (n // 2) / math.factorial(n) for n in range(17, 0, -2))
-"""sin(t) = t · Σ ± t^2k / (2k + 1)!, from the last term on; for |t| ≤ π/2 the next one is below 5e-14."""
+Key = tuple[int, int] | tuple[Tensor, Tensor]
+"""Two integers in [0, 2³²); as tensors: int64 without dimensions."""
+Block = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Four tensors of integers in [0, 2³²), int64, of shapes that broadcast."""
 
-
-def box_muller_normal(words: npt.NDArray[np.uint64]) -> Doubles:
-    """Standard normal numbers, one a word: its high half is the radius, its low half the angle. Shape as `words`."""
-    halves = words.astype("<u8", copy=False).view("<u4").reshape(*words.shape, 2)
-    radius = halves[..., 1].astype(np.float64)
-    radius += 1.0
-    radius *= 2.0**-32
-    _log(radius)
-    radius *= -2.0
-    np.sqrt(radius, out=radius)
-    angle = halves[..., 0].astype(np.float64)
-    angle *= 2.0**-32
-    _cos(angle)
-    radius *= angle
-    return radius
+WORDS_PER_BLOCK: Final = 4
+LOW: Final = 0xFFFFFFFF
+"""Mask of the low half of 64 bits."""
+_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS: Final = 10
 
 
-def _log(values: Doubles) -> None:
-    """Replace positive numbers by their natural logarithms."""
-    bits = values.view(np.int64)
-    exponents = (bits - _ROOT_OF_HALF) >> _MANTISSA
-    bits -= exponents << _MANTISSA  # Now in [√½, √2).
-    below = values + 1.0
-    values -= 1.0
-    values /= below
-    _odd_polynomial(values, _AREA)
-    values *= 2.0
-    values += np.multiply(exponents, _LN_2, out=below)
+class Purpose(IntEnum):
+    """The use of random numbers. Each use has keys that no other use has."""
+
+    PARAMETER = 1
+    FORWARD = 2
+    SHUFFLE = 3
+    BATCH = 4
+    TOKEN = 5
 
 
-def _cos(turns: Doubles) -> None:
-    """Replace numbers of turns in [0, 1) by their cosines: cos(2πv) = sin(2π(|v - ½| - ¼))."""
-    turns -= 0.5
-    np.abs(turns, out=turns)
-    turns -= 0.25
-    turns *= 2.0 * math.pi
-    _odd_polynomial(turns, _SINE)
+def key_of(seed: int, purpose: Purpose, *numbers: int) -> tuple[int, int]:
+    """Return the key of a seed and a purpose. `numbers`, from 0 and of any size, tell the keys of a purpose apart."""
+    state = np.random.SeedSequence([seed, int(purpose), *numbers]).generate_state(2, np.uint64)
+    first, second = (int(word) & LOW for word in state)
+    return first, second
 
 
-def _odd_polynomial(values: Doubles, coefficients: tuple[float, ...]) -> None:
-    """Replace x by x · Σ c_k · x^2k; coefficients from the last one on (Horner)."""
-    square = values * values
-    total = square * coefficients[0]
-    for coefficient in coefficients[1:-1]:
-        total += coefficient
-        total *= square
-    total += coefficients[-1]
-    values *= total
+def philox_4x32(counter: Block, key: Key) -> Block:
+    """Return the block of words of each counter, as int64 in [0, 2³²)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for number in range(_ROUNDS):
+        # A product of 32-bit words exceeds int64 but not uint64. Only its bits are used, so the sign does not matter.
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        if number:
+            k0 = (k0 + _KEY_STEPS[0]) & LOW
+            k1 = (k1 + _KEY_STEPS[1]) & LOW
+        # c1 and c3 keep their high halves, which are masked where they are read.
+        c0 = ((product1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(LOW)
+        c2 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(LOW)
+        c1 = product1
+        c3 = product0
+    return c0, c1 & LOW, c2, c3 & LOW
 
 
-Words = npt.NDArray[np.uint64]
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Counters of rows of blocks.
 
-_WORDS_PER_BLOCK = 4
+    Block b of a row has the counter (low half of n, second, third, fourth), where n = first + b. All are int64, of the
+    shape [rows, 1] or [1, 1].
+    """
 
+    first: Tensor
+    third: Tensor
+    fourth: Tensor
+    second: Tensor | None = None
+    """None for the high half of n; otherwise n must be below 2³²."""
 
-def key_of(seed: int, stream: tuple[int, ...]) -> Words:
-    """The key of a stream; whole numbers from 0, of any size, name it."""
-    return np.random.SeedSequence([seed, *stream]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
+    @staticmethod
+    def of(first: Tensor) -> Rows:
+        """Return rows whose counters are the integers from `first`, int64 [rows], on."""
+        zero = torch.zeros((1, 1), dtype=torch.int64, device=first.device)
+        return Rows(first[:, None], zero, zero)
 
+    def slice(self, rows: slice) -> Rows:
+        """Return some of the rows."""
 
-class WordReader:
-    """Reads a stream's words at ascending places; skipping costs nothing, but a call some two microseconds."""
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[rows] if len(tensor) > 1 else tensor
 
-    def __init__(self, key: Words) -> None:
-        self._philox = np.random.Philox(key=key)
-        self._block = 0
-
-    def read(self, start: int, count: int) -> Words:
-        """Words [start, start + count), none of which may lie in or before a block that was read."""
-        block, within = divmod(start, _WORDS_PER_BLOCK)
-        self._philox.advance(block - self._block)  # Also forgets what is left of the last block.
-        self._block = block + -(-(within + count) // _WORDS_PER_BLOCK)
-        return self._philox.random_raw(within + count)[within:]
-
-
-def words(seed: int, stream: tuple[int, ...], start: int, count: int) -> Words:
-    """Words [start, start + count) of a stream, uint64."""
-    return WordReader(key_of(seed, stream)).read(start, count)
-
-
-def integers(drawn: Words, below: int) -> npt.NDArray[np.int64]:
-    """A whole number in [0, below) for each word."""
-    return (drawn % np.uint64(below)).astype(np.int64)
+        second = None if self.second is None else part(self.second)
+        return Rows(part(self.first), part(self.third), part(self.fourth), second)
 
 
-def as_uniform(drawn: Words) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each word."""
-    numbers = (drawn >> np.uint64(11)).astype(np.float64)
-    numbers *= 2.0**-53
-    return numbers
+def draw_words(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
+    """Return the words of blocks [start, stop) of each row, int32 [rows, 4 · (stop - start)]."""
+    kernel = _kernel_for(rows.first)
+    if kernel is not None:
+        return kernel(rows.first, rows.second, rows.third, rows.fourth, start, stop, key)
+    position = rows.first + torch.arange(start, stop, device=rows.first.device)
+    second = position >> 32 if rows.second is None else rows.second
+    block = philox_4x32((position & LOW, second, rows.third, rows.fourth), key)
+    height, width = block[0].shape
+    words = torch.empty((height, width, WORDS_PER_BLOCK), dtype=torch.int32, device=position.device)
+    for index, word in enumerate(block):
+        words[:, :, index] = word
+    return words.view(height, WORDS_PER_BLOCK * width)
+
+
+def draw_run(key: tuple[int, int], start: int, count: int) -> Tensor:
+    """Return words [start, start + count) of the blocks whose counters are 0, 1, 2, …; int32, on the CPU."""
+    first, lead = divmod(start, WORDS_PER_BLOCK)
+    blocks = -(-(lead + count) // WORDS_PER_BLOCK)
+    words = draw_words(Rows.of(torch.tensor([first])), 0, blocks, key)
+    return words[0, lead : lead + count]
+
+
+def as_unsigned(words: Tensor) -> Tensor:
+    """Return the words as integers in [0, 2³²), int64."""
+    return words.to(torch.int64).bitwise_and_(LOW)
+
+
+def integers_below(words: Tensor, below: int) -> Tensor:
+    """Return an integer in [0, below) for each word, int64. A limit above 2³¹ counts as 2³¹."""
+    return (as_unsigned(words) * min(below, 1 << 31)).bitwise_right_shift_(32)
+
+
+def _kernel_for(tensor: Tensor) -> Callable[..., Tensor] | None:
+    """Return the function that draws words on the tensor's device in one kernel, or None if torch operators draw them.
+
+    Inductor fuses the operators of a compiled function by itself. A tensor without values has another class.
+    """
+    if torch.compiler.is_compiling() or tensor.device.type != "cuda" or type(tensor) is not Tensor:
+        return None
+    return _triton_kernel()
+
+
+@cache
+def _triton_kernel() -> Callable[..., Tensor] | None:
+    """Return the function that calls the Triton kernel, or None if Triton is not installed."""
+    try:
+        from autopipe.backends.torch.runtime.philox_kernel import draw_words_by_kernel
+    except ImportError:
+        return None
+    return draw_words_by_kernel

@@ -1,49 +1,27 @@
-"""Numbers that operators draw while a program runs: the same whatever the plan, the schedule and the number of ranks.
+"""Random numbers of operators in a running program, equal for every plan, schedule and number of ranks.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) as tensor operations. Its key is
-made of the seed, the step and the node; its counter is an element's place: the sample of the step that it belongs to,
-and where in the sample it lies. So each rank draws its own block of what one device would draw, a micro-batch of any
-size has the masks of its samples, and a forward that runs again draws the same.
+The key is made of the seed, the step and the node. The counter is an element's position: the sample of the step that
+the element belongs to, and its position in that sample. So each rank draws its own block of what one device would draw,
+a micro-batch of any size has the masks of its samples, and a forward that runs again draws equal numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.philox import key_of
+from autopipe.backends.torch.runtime.philox import LOW, WORDS_PER_BLOCK, Purpose, Rows, draw_words, key_of, philox_4x32
 from autopipe.ir.layout import MeshAxis, place_along
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Four tensors of whole numbers in [0, 2³²), int64, that can be broadcast to one shape."""
 Axes = tuple[tuple[int, int], ...]
 
-_STEP_STREAM = 2
-_LOW = 0xFFFFFFFF
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_WEYL = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 10
-_CHUNK = {"cpu": 1 << 14, "cuda": 1 << 22}
-"""Blocks of four numbers made at once: on a processor as many as its caches hold, on a GPU as memory shall be taken."""
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
+"""Blocks of four words drawn at a time: on a CPU as many as its caches hold, on a GPU by the memory to use."""
 _ALL = 1 << 62
-
-
-def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for number in range(_ROUNDS):
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # Modulo 2⁶⁴: the sign is one more bit.
-        if number:
-            k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
-        # Low halves are taken where they are used next: above them stand high halves until then.
-        c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_LOW)
-        c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_LOW)
-        c1, c3 = p1, p0
-    return c0, c1 & _LOW, c2, c3 & _LOW
 
 
 class ForwardState:
@@ -58,8 +36,8 @@ class ForwardState:
         """Two words of the key, and the two samples; int64, [4]. Copied to the device once."""
         if self._numbers is None:
             seed, step, *samples = self._origin
-            words = [int(word) & _LOW for word in key_of(seed, (_STEP_STREAM, step))]
-            self._numbers = torch.tensor([*words, *samples]).to(device, non_blocking=True)
+            key = key_of(seed, Purpose.FORWARD, step)
+            self._numbers = torch.tensor([*key, *samples]).to(device, non_blocking=True)
         return self._numbers
 
 
@@ -103,7 +81,7 @@ class Random:
         `samples` is the dimension that counts samples, or it with its extents outside of and inside a sample's index
         (see `autopipe.ir.batch.Samples`); None where the tensor carries none."""
         state = self.state.on(self.device)
-        key = state[0] ^ (node >> 32), state[1] ^ (node & _LOW)
+        key = state[0] ^ (node >> 32), state[1] ^ (node & LOW)
         along = tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts)
         degrees = tuple(math.prod(degree for degree, _ in axes) for axes in cuts)
         places = tuple(place_along(axes, self.position) for axes in along)
@@ -122,33 +100,48 @@ class Stream:
     degrees: tuple[int, ...] = ()
     counted: tuple[int, int, int] | None = None
 
-    def draw(self, shape: tuple[int, ...], make: Callable[[Words], Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
-        """A tensor of `shape`, this rank's block: `make` gives the elements for words, each for its own or its four."""
+    def draw(self, shape: tuple[int, ...], make: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+        """Return this rank's block, a tensor of `shape`. `make` returns an element for each word, elementwise."""
         *outer, last = shape or (1,)
         rows, samples, blocks, lead = self._counters(outer, last)
-
-        def words(own: slice, part: slice) -> Words:
-            return philox_4x32((blocks[:, part], rows[own] & _LOW, rows[own] >> 32, samples[own]), self.key)
-
         if isinstance(lead, Tensor):
-            made = torch.stack(tuple(make(words(slice(None), slice(None)))), -1)
-            picked = lead.expand(made.shape[:-1]).unsqueeze(-1)
-            return made.gather(-1, picked).squeeze(-1).to(dtype).reshape(shape)
-        height, width = rows.shape[0], blocks.shape[1]
-        found = torch.empty((height, width, 4), dtype=dtype, device=self.sample.device)
+            return make(self._single_words(rows, samples, blocks, lead)).to(dtype).reshape(shape)
+        width = -(-(lead + last) // WORDS_PER_BLOCK)
+        counters = Rows(blocks, rows >> 32, samples, rows & LOW)
+        height = len(rows)
         chunk = _ALL if torch.compiler.is_compiling() else _CHUNK.get(self.sample.device.type, _ALL)
         across = max(1, min(width, chunk))
         down = max(1, chunk // across)
-        for own in (slice(top, top + down) for top in range(0, height, down)):
-            for part in (slice(left, left + across) for left in range(0, width, across)):
-                for index, each in enumerate(make(words(own, part))):
-                    found[own, part, index] = each
-        return found.view(height, 4 * width)[:, lead : lead + last].reshape(shape)
+        if across == width and down >= height:
+            words = draw_words(counters, 0, width, self.key)
+            return make(words[:, lead : lead + last]).to(dtype).reshape(shape)
+        found = torch.empty((height, last), dtype=dtype, device=self.sample.device)
+        for top in range(0, height, down):
+            own = slice(top, top + down)
+            for left in range(0, width, across):
+                words = draw_words(counters.slice(own), left, min(left + across, width), self.key)
+                begin = WORDS_PER_BLOCK * left - lead
+                skipped = max(0, -begin)
+                part = words[:, skipped : last - begin]
+                found[own, begin + skipped : begin + skipped + part.shape[1]] = make(part)
+        return found.reshape(shape)
+
+    def _single_words(self, rows: Tensor, samples: Tensor, blocks: Tensor, lead: Tensor) -> Tensor:
+        """Return a word of each element's own block, where elements of a row belong to different samples."""
+        block = philox_4x32((blocks, rows & LOW, rows >> 32, samples), self.key)
+        words = torch.stack(torch.broadcast_tensors(*block), -1)
+        picked = lead.expand(words.shape[:-1]).unsqueeze(-1)
+        return words.gather(-1, picked).squeeze(-1).to(torch.int32)
 
     def _counters(self, outer: list[int], last: int) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
-        """The counters of a block: of what lies before the last dimension rows and samples, [rows, 1]; along it blocks
-        of four words, [1, blocks], and how many words of the first lie before the rank's own. Where elements are drawn
-        one by one, instead of that the word of its block that each one takes."""
+        """Return (rows, samples, blocks, lead): the counters of this rank's block.
+
+        rows, samples: [rows, 1], of the dimensions before the last.
+        blocks: [1, 1], the first block of four words along the last dimension.
+        lead: number of words of that block that lie before this rank's words.
+        If the last dimension counts samples, `samples` and `blocks` have an entry for each element, [rows, last] and
+        [1, last], and `lead` is the word of its block that each element takes.
+        """
         rows = samples = torch.zeros((), dtype=torch.int64, device=self.sample.device)
         stride = 1
         for dimension in reversed(range(len(outer))):
@@ -161,10 +154,10 @@ class Stream:
         if self.counted is not None and self.counted[0] == len(outer):
             index, _, counted = self._along(len(outer), last)
             assert counted is not None, "the last dimension counts samples"
-            return rows, samples + counted, index[None] // 4, index[None] % 4
+            return rows, samples + counted, index[None] // WORDS_PER_BLOCK, index[None] % WORDS_PER_BLOCK
         start = self.places[len(outer)] * last if self.places else 0
-        blocks = torch.arange(start // 4, -(-(start + last) // 4), device=self.sample.device)
-        return rows, samples, blocks[None], start % 4
+        first = torch.full((1, 1), start // WORDS_PER_BLOCK, dtype=torch.int64, device=self.sample.device)
+        return rows, samples, first, start % WORDS_PER_BLOCK
 
     def _along(self, dimension: int, extent: int) -> tuple[Tensor, int, Tensor | None]:
         """Of a dimension of which this rank has `extent`: where elements lie in a sample, of how many, and of which."""

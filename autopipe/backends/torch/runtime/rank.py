@@ -23,7 +23,7 @@ from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.clock import StepProfiler
 from autopipe.backends.torch.runtime.compiled import compile_stages
 from autopipe.backends.torch.runtime.cuda_graphs import NotCaptured, StaticGradients, has_cuda_graphs
-from autopipe.backends.torch.runtime.data import Source, open_source
+from autopipe.backends.torch.runtime.data import open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.evaluation import Evaluator, evaluation_of
 from autopipe.backends.torch.runtime.failures import end_on_error, live_with_launcher, parse_options, stop_on_signal
@@ -50,6 +50,7 @@ from autopipe.backends.torch.runtime.records import RECORDED_STEPS, dump_tensors
 from autopipe.backends.torch.runtime.report import Reporter
 from autopipe.backends.torch.runtime.running_statistics import move, shared_statistics
 from autopipe.backends.torch.runtime.sample_order import START, Position
+from autopipe.backends.torch.runtime.sample_source import Source
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
 from autopipe.backends.torch.runtime.step_agreement import SAVE, STOP, StepAgreement
 from autopipe.backends.torch.runtime.transport import Transport

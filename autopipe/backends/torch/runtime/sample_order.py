@@ -5,13 +5,11 @@ goes on under another plan goes on in it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from autopipe.backends.torch.runtime.philox import words
-
-_SHUFFLE_STREAM = 3
 _ROUNDS = 8
 
 Numbers = npt.NDArray[np.int64]
@@ -36,7 +34,8 @@ def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
     whole order, which of 10^9 samples has 8 GB.
     """
     half = max(1, -(-(samples - 1).bit_length() // 2))
-    mask, keys = np.uint64((1 << half) - 1), words(seed, (_SHUFFLE_STREAM, epoch), 0, _ROUNDS)
+    mask = np.uint64((1 << half) - 1)
+    keys = _round_keys(seed, epoch)
     found, outside = places.astype(np.uint64), np.ones(len(places), bool)
     while outside.any():
         left, right = found[outside] >> np.uint64(half), found[outside] & mask
@@ -45,6 +44,15 @@ def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
         found[outside] = left << np.uint64(half) | right
         outside = found >= np.uint64(samples)
     return found.astype(np.int64)
+
+
+@lru_cache(maxsize=16)
+def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    """Return the keys of the network's rounds in an epoch."""
+    from autopipe.backends.torch.runtime.philox import Purpose, as_unsigned, draw_run, key_of  # They import torch.
+
+    halves = as_unsigned(draw_run(key_of(seed, Purpose.SHUFFLE, epoch), 0, 2 * _ROUNDS)).numpy().astype(np.uint64)
+    return halves[::2] << np.uint64(32) | halves[1::2]
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

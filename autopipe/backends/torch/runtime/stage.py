@@ -23,7 +23,6 @@ from autopipe.backends.torch.runtime.cuda_graphs import (
     names_in,
     why_not_captured,
 )
-from autopipe.backends.torch.runtime.data import Slices
 from autopipe.backends.torch.runtime.failures import Options
 from autopipe.backends.torch.runtime.gradients import GradientReduction
 from autopipe.backends.torch.runtime.heartbeat import Heartbeat
@@ -32,6 +31,7 @@ from autopipe.backends.torch.runtime.output_edges import OutputEdge, run_backwar
 from autopipe.backends.torch.runtime.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.precision import LossScaler, LowPrecisionCopies, autocast
 from autopipe.backends.torch.runtime.records import record_file, run_recorded
+from autopipe.backends.torch.runtime.sample_source import Slices
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, compute_all
 from autopipe.ir.graph import DType

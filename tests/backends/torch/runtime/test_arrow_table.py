@@ -12,7 +12,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from autopipe.backends.torch.runtime.data import Source, check_data
+from autopipe.backends.torch.runtime.data import check_data
+from autopipe.backends.torch.runtime.sample_source import Source
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.program import InputRange

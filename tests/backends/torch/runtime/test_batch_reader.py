@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from autopipe.backends.torch.runtime.batch_reader import BatchReader, BlockRequest, PrefetchingReader
-from autopipe.backends.torch.runtime.data import RandomSource, Slices, Source, open_source
+from autopipe.backends.torch.runtime.data import open_source
+from autopipe.backends.torch.runtime.random_batches import RandomSource
+from autopipe.backends.torch.runtime.sample_source import Slices, Source
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.program import InputBounds, InputRange, Output

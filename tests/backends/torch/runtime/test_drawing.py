@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime import parameters as drawing
-from autopipe.backends.torch.runtime import philox
+from autopipe.backends.torch.runtime import parameters, random_tensors
+from autopipe.backends.torch.runtime.normal_numbers import standard_normal
 from autopipe.backends.torch.runtime.parameters import init_shard
+from autopipe.backends.torch.runtime.philox import Purpose, Rows, draw_run, key_of
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
 from autopipe.ir.layout import Box
 
@@ -45,13 +45,12 @@ def whole(shape: tuple[int, ...], dtype: str = "float32", name: str = "w") -> to
     return drawn(shape, (0,) * len(shape), shape, dtype, name)
 
 
-@given(blocks(), st.integers(1, 20), st.integers(0, 6), st.integers(1, 3))
-def test_blocks_in_pieces(block: Block, piece: int, skip: int, threads: int) -> None:
+@given(blocks(), st.integers(1, 20), st.integers(1, 3))
+def test_blocks_in_pieces(block: Block, piece: int, threads: int) -> None:
     shape, starts, stops = block
     expected = whole(shape)[tuple(map(slice, starts, stops))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "PIECE", piece)
-        patch.setattr(drawing, "SKIP", skip)
+        patch.setitem(random_tensors.PIECE, "cpu", piece)
         assert torch.equal(drawn(*block, threads=threads), expected)
 
 
@@ -65,30 +64,31 @@ def test_a_large_table_by_two_threads() -> None:
 def test_blocks_far_inside_a_table_that_fits_nowhere(row: int, column: int, rows: int, columns: int) -> None:
     """Element (i, j) of a tebi-element table is made from word 2^20 · i + j of its stream."""
     found = drawn((2**20, 2**20), (row, column), (row + rows, column + columns))
-    key = (drawing._PARAMETER_STREAM, drawing._number_of("w"))
+    key = key_of(9, Purpose.PARAMETER, parameters._number_of("w"))
     for index in range(rows):
-        numbers = philox.box_muller_normal(philox.words(9, key, 2**20 * (row + index) + column, columns)) * 0.5
-        assert np.array_equal(found[index].numpy(), numbers.astype(np.float32))
+        words = draw_run(key, 2**20 * (row + index) + column, columns)
+        assert torch.equal(found[index], standard_normal(words) * 0.5)
 
 
 def test_a_narrow_block_draws_little_more_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(drawing, "WordReader", counting_reader(counted))
+    draw = random_tensors.draw_words
+
+    def counting(rows: Rows, start: int, stop: int, key: tuple[int, int]) -> torch.Tensor:
+        words = draw(rows, start, stop, key)
+        counted.append(words.numel())
+        return words
+
+    monkeypatch.setattr(random_tensors, "draw_words", counting)
     drawn((256, 4096), (0, 512), (256, 1024))
     assert sum(counted) == 256 * 512
     counted.clear()
     drawn((4096, 64), (0, 8), (4096, 16))
-    assert sum(counted) < 4096 * 64
-    assert max(counted) <= drawing.PIECE, "what lies between near rows is drawn, a piece at a time"
-
-
-def counting_reader(counted: list[int]) -> type[philox.WordReader]:
-    class Counting(philox.WordReader):
-        def read(self, start: int, count: int) -> philox.Words:
-            counted.append(count)
-            return super().read(start, count)
-
-    return Counting
+    assert sum(counted) == 4096 * 8
+    counted.clear()
+    drawn((4096, 63), (0, 8), (4096, 16))
+    assert sum(counted) <= 4096 * (8 + 4)
+    assert max(counted) <= 2 * random_tensors.PIECE["cpu"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.data import Source, open_source
+from autopipe.backends.torch.runtime.data import open_source
 from autopipe.backends.torch.runtime.evaluation import EverySample
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.backends.torch.runtime.sample_source import Source
 from autopipe.ir.program import InputRange
 from tests.backends.torch.runtime.test_data import Batches, input_range
 

@@ -1,72 +1,113 @@
-"""Streams that any rank draws any part of."""
+"""The generator: published vectors, positions, and keys."""
 
 from __future__ import annotations
 
-import numpy as np
+import itertools
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime import philox
+from autopipe.backends.torch.runtime.philox import (
+    Block,
+    Purpose,
+    Rows,
+    as_unsigned,
+    draw_run,
+    draw_words,
+    integers_below,
+    key_of,
+    philox_4x32,
+)
 
-PLACES = st.integers(0, 5000)
+ONES = 0xFFFFFFFF
+VECTORS = {
+    "zeros": ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    "ones": ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    "pi": (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+}
+"""Counter, key and words: `kat_vectors` of Random123."""
+POSITIONS = st.integers(0, 5000)
+KEY = (7, 9)
 
 
-def test_words_are_those_of_philox() -> None:
-    """From the start of a stream they are what numpy's generator gives under the stream's key."""
-    key = np.random.SeedSequence([7, 1, 2]).generate_state(2, np.uint64)
-    assert np.array_equal(philox.words(7, (1, 2), 0, 100), np.random.Philox(key=key).random_raw(100))
+@pytest.mark.parametrize("name", VECTORS)
+def test_words_are_the_published_ones(name: str) -> None:
+    counter, key, words = VECTORS[name]
+    c0, c1, c2, c3 = map(torch.tensor, counter)
+    k0, k1 = map(torch.tensor, key)
+    assert tuple(map(int, philox_4x32((c0, c1, c2, c3), (k0, k1)))) == words
+    assert tuple(map(int, philox_4x32((c0, c1, c2, c3), key))) == words
 
 
-@given(PLACES, PLACES)
+@pytest.mark.parametrize("name", VECTORS)
+def test_rows_have_the_published_words(name: str) -> None:
+    (c0, c1, c2, c3), key, words = VECTORS[name]
+    column = [torch.tensor([[each]]) for each in (c0, c2, c3, c1)]
+    found = draw_words(Rows(*column), 0, 1, key)
+    assert found.dtype == torch.int32
+    assert tuple(as_unsigned(found)[0].tolist()) == words
+
+
+def test_counters_carry_into_their_second_word() -> None:
+    zero = torch.tensor(0)
+    found = as_unsigned(draw_run(KEY, 4 * (2**32 - 1), 8)).tolist()
+    last = philox_4x32((torch.tensor(ONES), zero, zero, zero), KEY)
+    carried = philox_4x32((zero, torch.tensor(1), zero, zero), KEY)
+    assert found == [int(each) for each in (*last, *carried)]
+
+
+def test_words_broadcast() -> None:
+    """Counters of size 1 along a dimension apply to all of it."""
+    rows, blocks = torch.arange(3)[:, None], torch.arange(2)[None]
+    key = torch.tensor(1), torch.tensor(2)
+    zero = torch.zeros((), dtype=torch.int64)
+    found: Block = philox_4x32((blocks, rows, zero, zero), key)
+    for row, block in itertools.product(range(3), range(2)):
+        one = philox_4x32((blocks[0, block], rows[row, 0], zero, zero), key)
+        assert [int(each[row, block]) for each in found] == [int(each) for each in one]
+
+
+@given(POSITIONS, st.integers(1, 5000))
 def test_parts_equal_the_whole(start: int, count: int) -> None:
-    whole = philox.words(3, (1,), 0, start + count)
-    assert np.array_equal(philox.words(3, (1,), start, count), whole[start:])
+    assert torch.equal(draw_run(KEY, start, count), draw_run(KEY, 0, start + count)[start:])
 
 
-@given(PLACES, st.integers(0, 200))
-@pytest.mark.parametrize("made", [philox.as_uniform, philox.box_muller_normal])
-def test_numbers_depend_on_their_place_alone(made: object, start: int, count: int) -> None:
-    assert callable(made)
-    part, whole = philox.words(3, (1, 4), start, count), philox.words(3, (1, 4), 0, start + count)
-    assert np.array_equal(made(part), made(whole)[start:])
+def test_keys_differ_by_seed_purpose_and_number() -> None:
+    keys = {
+        key_of(0, Purpose.BATCH, 1),
+        key_of(1, Purpose.BATCH, 1),
+        key_of(0, Purpose.FORWARD, 1),
+        key_of(0, Purpose.BATCH, 2),
+        key_of(0, Purpose.BATCH, 1, 5),
+        key_of(0, Purpose.BATCH, 2**127),
+    }
+    assert len(keys) == 6
+    runs = [draw_run(key, 0, 8) for key in keys]
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(runs, 2))
 
 
-@given(st.lists(st.tuples(PLACES, st.integers(0, 200)), max_size=5))
-def test_a_reader_goes_to_any_place(reads: list[tuple[int, int]]) -> None:
-    reader = philox.WordReader(philox.key_of(3, (1,)))
-    whole = philox.words(3, (1,), 0, 6000)
-    for start, count in reads:
-        assert np.array_equal(reader.read(start, count), whole[start : start + count])
+def test_keys_are_equal_on_every_machine() -> None:
+    assert key_of(7, Purpose.PARAMETER, 2) == (1734722684, 2188976234)
 
 
-def test_streams_and_seeds_differ() -> None:
-    drawn = [philox.words(seed, stream, 0, 8) for seed, stream in [(0, (1,)), (1, (1,)), (0, (2,)), (0, (1, 5))]]
-    for index, one in enumerate(drawn):
-        assert all(not np.array_equal(one, other) for other in drawn[:index])
+@given(st.integers(1, 300), POSITIONS)
+def test_integers_stay_below_their_limit(below: int, start: int) -> None:
+    drawn = integers_below(draw_run(KEY, start, 64), below)
+    assert int(drawn.min()) >= 0 and int(drawn.max()) < below
 
 
-def test_normal_numbers_have_mean_zero_and_deviation_one() -> None:
-    drawn = philox.box_muller_normal(philox.words(0, (1,), 0, 200_000))
-    assert np.isfinite(drawn).all()
-    assert abs(drawn.mean()) < 0.01
-    assert abs(drawn.std() - 1) < 0.01
-    assert abs(np.mean(drawn**4) - 3) < 0.1
-
-
-def test_uniform_numbers_fill_the_unit_interval() -> None:
-    drawn = philox.as_uniform(philox.words(0, (1,), 0, 100_000))
-    assert drawn.min() >= 0
-    assert drawn.max() < 1
-    assert np.abs(np.histogram(drawn, 10, (0, 1))[0] / 10_000 - 1).max() < 0.05
-
-
-@given(st.integers(1, 300), PLACES)
-def test_whole_numbers_stay_below_their_limit(below: int, start: int) -> None:
-    drawn = philox.integers(philox.words(0, (1,), start, 64), below)
-    assert drawn.min() >= 0
-    assert drawn.max() < below
-
-
-def test_whole_numbers_take_every_value() -> None:
-    assert set(philox.integers(philox.words(0, (1,), 0, 1000), 5)) == set(range(5))
+@pytest.mark.parametrize("below", [1, 5, 2**31, 2**40])
+def test_integers_cover_their_range(below: int) -> None:
+    drawn = integers_below(draw_run(KEY, 0, 20_000), below)
+    largest = min(below, 2**31)
+    assert 0 <= int(drawn.min()) < max(1, largest // 1000)
+    assert largest - max(1, largest // 1000) <= int(drawn.max()) < largest
+    if below == 5:
+        counts = torch.bincount(drawn, minlength=5) / len(drawn)
+        torch.testing.assert_close(counts, torch.full((5,), 0.2), atol=0.015, rtol=0)

@@ -1,4 +1,4 @@
-"""Numbers drawn by place: published vectors of Philox, and blocks that are what they are of the whole."""
+"""Random numbers of operators: a block equals the same block of the whole."""
 
 from __future__ import annotations
 
@@ -11,33 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.backends.torch.runtime import operators, random_streams
-from autopipe.backends.torch.runtime.random_streams import Random, Stream, Words, philox_4x32
+from autopipe.backends.torch.runtime.philox import as_unsigned
+from autopipe.backends.torch.runtime.random_streams import Random, Stream
 
 CPU = torch.device("cpu")
-ONES = 0xFFFFFFFF
-VECTORS = {
-    "zeros": ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    "ones": ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    "pi": (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
-}
-"""Counter, key and words: `kat_vectors` of Random123."""
 WHOLE = (20, 40, 50)
 
 
-@pytest.mark.parametrize("name", VECTORS)
-def test_words_are_the_published_ones(name: str) -> None:
-    counter, key, words = VECTORS[name]
-    c0, c1, c2, c3 = map(torch.tensor, counter)
-    k0, k1 = map(torch.tensor, key)
-    assert tuple(map(int, philox_4x32((c0, c1, c2, c3), (k0, k1)))) == words
-
-
 def words_of(stream: Stream, shape: tuple[int, ...]) -> torch.Tensor:
-    return stream.draw(shape, lambda words: words, torch.int64)
+    return stream.draw(shape, as_unsigned, torch.int64)
 
 
 def begun(position: int = 0, seed: int = 1, step: int = 2, sample: int = 0) -> Random:
@@ -169,17 +151,6 @@ def test_moments_of_other_distributions() -> None:
     shares = torch.bincount(drawn.flatten(), minlength=4) / drawn.numel()
     torch.testing.assert_close(shares, torch.tensor([0.1, 0.0, 0.6, 0.3]), atol=0.03, rtol=0)
     assert drawn.dtype == torch.int32 and not int((drawn == 1).sum())
-
-
-def test_words_broadcast() -> None:
-    """Counters that are one along a dimension are made once for it."""
-    rows, blocks = torch.arange(3)[:, None], torch.arange(2)[None]
-    key = torch.tensor(1), torch.tensor(2)
-    zero = torch.zeros((), dtype=torch.int64)
-    found: Words = philox_4x32((blocks, rows, zero, zero), key)
-    for row, block in itertools.product(range(3), range(2)):
-        one = philox_4x32((blocks[0, block], rows[row, 0], zero, zero), key)
-        assert [int(each[row, block]) for each in found] == [int(each) for each in one]
 
 
 def test_a_forward_that_draws_nothing_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

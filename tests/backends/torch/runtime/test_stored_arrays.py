@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.runtime.data import Source, check_data, open_source
+from autopipe.backends.torch.runtime.data import check_data, open_source
+from autopipe.backends.torch.runtime.sample_source import Source
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.program import InputBounds, InputRange, Output

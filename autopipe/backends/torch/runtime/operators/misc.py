@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.collectives import Group
+from autopipe.backends.torch.runtime.normal_numbers import standard_normal
 from autopipe.backends.torch.runtime.operators.sharded import from_front
+from autopipe.backends.torch.runtime.philox import as_unsigned
 from autopipe.backends.torch.runtime.random_streams import Stream
 from autopipe.backends.torch.torch_interfaces import assert_async
 
@@ -355,6 +357,11 @@ def hardmax(data: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 _WORDS = 1 << 32
+"""Number of values of a random word."""
+_LEAST = -(1 << 31)
+"""Least int32."""
+_MOST = (1 << 31) - 1
+"""Largest int32."""
 
 
 def dropout(data: Tensor, ratio: float | Tensor, stream: Stream, training: Tensor | bool = True) -> Tensor:
@@ -373,45 +380,60 @@ def dropout_and_mask(
         return data, torch.ones_like(data, dtype=mask)
     if isinstance(training, Tensor):
         ratio = training.reshape(()) * ratio
-    threshold: int | Tensor
     scale: float | Tensor
     if isinstance(ratio, Tensor):
         ratio = ratio.reshape(())
         threshold = (ratio.double() * _WORDS).round().long()
         scale = torch.where(ratio < 1, 1 / (1 - ratio), 0).to(data.dtype)
+        kept = stream.draw(data.shape, lambda words: as_unsigned(words) >= threshold, torch.bool)
     else:
-        threshold = round(ratio * _WORDS)
+        # Compared as signed integers: both sides are smaller by 2³¹.
+        signed = round(ratio * _WORDS) + _LEAST
         scale = 1 / (1 - ratio) if ratio < 1 else 0.0
-    kept = stream.draw(data.shape, lambda words: [each >= threshold for each in words], torch.bool)
+        if signed > _MOST:
+            kept = torch.zeros_like(data, dtype=torch.bool)
+        else:
+            kept = stream.draw(data.shape, lambda words: (words ^ _LEAST) >= signed, torch.bool)
     return torch.where(kept, data * scale, 0.0), kept.to(mask)
 
 
 def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor:
     """One with the probability that stands at an element's place, else zero."""
-    return (_words(stream, probability.shape) < probability.double() * _WORDS).to(dtype)
+    return (_unsigned(stream, probability.shape) < probability.double() * _WORDS).to(dtype)
 
 
 def uniform(shape: tuple[int, ...], low: float, high: float, stream: Stream, dtype: torch.dtype) -> Tensor:
-    return (_words(stream, shape).double() / _WORDS * (high - low) + low).to(dtype)
+    """Return numbers from low to high, equal on every device.
+
+    The product of 29 bits of a word and of a float32 is exact in float64, so it does not matter whether a compiler
+    contracts product and sum.
+    """
+    step = _single(high - low) * 2.0**-29
+
+    def make(words: Tensor) -> Tensor:
+        return as_unsigned(words).bitwise_right_shift_(3).double().mul_(step).add_(low).to(dtype)
+
+    return stream.draw(shape, make, dtype)
 
 
 def normal(shape: tuple[int, ...], mean: float, scale: float, stream: Stream, dtype: torch.dtype) -> Tensor:
-    """Normal numbers, made of two words each two (Box and Muller, 1958)."""
+    """Return normal numbers, equal on every device: products of two float32 are exact in float64, as in `uniform`."""
+    factor = _single(scale)
+    return stream.draw(shape, lambda words: standard_normal(words).double().mul_(factor).add_(mean).to(dtype), dtype)
 
-    def pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        radius = ((first + 1).double() / _WORDS).log().mul(-2).sqrt() * scale
-        angle = second.double() * (2 * math.pi / _WORDS)
-        return radius * angle.cos() + mean, radius * angle.sin() + mean
 
-    return stream.draw(shape, lambda words: [*pair(*words[:2]), *pair(*words[2:])], dtype)
+def _single(number: float) -> float:
+    """Return the number rounded to the 24 bits of a float32."""
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(round(mantissa * 2**24), exponent - 24)
 
 
 def multinomial(logarithms: Tensor, count: int, stream: Stream, dtype: torch.dtype) -> Tensor:
     """Of each row `count` classes, drawn with probabilities of which it has the logarithms, up to a constant."""
     below = logarithms.double().softmax(1).cumsum(1)
-    drawn = _words(stream, (len(logarithms), count)).double() / _WORDS * below[:, -1:]
+    drawn = _unsigned(stream, (len(logarithms), count)).double() / _WORDS * below[:, -1:]
     return torch.searchsorted(below, drawn, right=True).clamp_(max=logarithms.shape[1] - 1).to(dtype)
 
 
-def _words(stream: Stream, shape: tuple[int, ...]) -> Tensor:
-    return stream.draw(shape, lambda words: words, torch.int64)
+def _unsigned(stream: Stream, shape: tuple[int, ...]) -> Tensor:
+    return stream.draw(shape, as_unsigned, torch.int64)

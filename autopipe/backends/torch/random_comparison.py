@@ -1,0 +1,95 @@
+"""Check that two devices draw the same random numbers, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from autopipe.backends.torch.runtime import philox
+from autopipe.backends.torch.runtime.normal_numbers import standard_normal
+from autopipe.backends.torch.runtime.operators import bernoulli, dropout, normal, uniform
+from autopipe.backends.torch.runtime.parameters import init_shard
+from autopipe.backends.torch.runtime.random_streams import Random
+from autopipe.ir.graph import DType, Initializer, Parameter, Value
+from autopipe.ir.layout import Box
+
+_CPU = torch.device("cpu")
+_SEED = 3
+_LARGE = Box((1, 3), (1500, 2001))
+_SHAPE = (1501, 2003)
+"""Sizes that no block of words and no block of a kernel divides."""
+
+
+def compare(device: torch.device, compiled: bool = False) -> dict[str, bool]:
+    """Return for each kind of random number whether `device` draws the bits that the CPU draws.
+
+    `compiled` adds operators in functions that torch compiles, which takes about a minute.
+    """
+    found = {}
+    for name, draw in _draws().items():
+        found[name] = _equal(draw(_CPU), draw(device))
+    if compiled:
+        for name, operator in _operators().items():
+            run = torch.compile(operator, dynamic=False)
+            found[f"{name}, compiled"] = _equal(operator(_random(_CPU)), run(_random(device)))
+    return found
+
+
+def _draws() -> Mapping[str, Callable[[torch.device], Tensor]]:
+    found = {
+        "words": _words,
+        "words of rows": _words_of_rows,
+        "standard normal numbers": lambda device: standard_normal(_words(device)),
+        "integers": lambda device: philox.integers_below(_words(device), 50257),
+    }
+    for scheme in ("normal", "uniform"):
+        for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16):
+            found[f"parameter, {scheme}, {dtype.value}"] = _parameter(scheme, dtype)
+    for name, operator in _operators().items():
+        found[name] = _on_device(operator)
+    return found
+
+
+def _words(device: torch.device) -> Tensor:
+    first = torch.full((1,), 2**32 - 100, dtype=torch.int64, device=device)
+    return philox.draw_words(philox.Rows.of(first), 0, 1 << 20, (5, 2**32 - 1))
+
+
+def _words_of_rows(device: torch.device) -> Tensor:
+    first = torch.arange(0, 2**40, 2**36 + 1, device=device)
+    return philox.draw_words(philox.Rows.of(first), 3, 1003, (5, 2**32 - 1))
+
+
+def _parameter(scheme: str, dtype: DType) -> Callable[[torch.device], Tensor]:
+    parameter = Parameter(Value("weight", dtype, _SHAPE), Initializer(scheme, 0.02))
+    return lambda device: init_shard(parameter, _LARGE, _SEED, 1, device)
+
+
+def _on_device(operator: Callable[[Random], Tensor]) -> Callable[[torch.device], Tensor]:
+    return lambda device: operator(_random(device))
+
+
+def _random(device: torch.device) -> Random:
+    random = Random(device, draws=True)
+    random.begin(_SEED, 5, 7, 7)
+    return random
+
+
+def _operators() -> Mapping[str, Callable[[Random], Tensor]]:
+    return {
+        "dropout": lambda random: dropout(torch.ones(17, 33, 257, device=random.device), 0.1, random(1, (), 0)),
+        "dropout, samples last": lambda random: dropout(
+            torch.ones(33, 258, device=random.device), 0.1, random(1, (), 1)
+        ),
+        "normal operator": lambda random: normal((17, 33, 257), 0.3, 0.7, random(2, (), 0), torch.float32),
+        "uniform operator": lambda random: uniform((17, 33, 257), -0.3, 0.7, random(3, (), 0), torch.float32),
+        "bernoulli operator": lambda random: bernoulli(
+            torch.full((17, 33, 257), 0.3, device=random.device), random(4, (), 0), torch.float32
+        ),
+    }
+
+
+def _equal(expected: Tensor, found: Tensor) -> bool:
+    return torch.equal(expected, found.cpu())
