@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from autopipe.cli.main import main
-from autopipe.cli.options import standard_options
+from autopipe.cli.options import PATH, standard_options, stepwise_options
 from autopipe.cli.output import Output
 from benchmarks.table import run_cases
 
@@ -120,35 +120,58 @@ def fidelity(
 
 
 @benchmarks.command()
-@click.option("--only", type=click.Choice(["one-rank", "four-ranks", "nccl"]), multiple=True, help="Make this call.")
+@click.option(
+    "--minutes", type=click.FloatRange(min=0, min_open=True), default=9.0, show_default=True, help="Time for all rows."
+)
+@click.option(
+    "--prepare", type=PATH, metavar="DIR", help="Make models, plans and programs in DIR, and measure nothing."
+)
+@click.option("--prepared", type=PATH, metavar="DIR", help="Read what --prepare made [made before the rows].")
+@click.option("--only", metavar="GROUP", multiple=True, help="Run this group alone (repeatable).")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where to run.")
 @click.option("--tiny", is_flag=True, help="Smallest sizes: checks that it runs, measures nothing.")
 @click.option(
     "--write",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     default="cuda.json",
     show_default=True,
-    help="Where figures are written, beside those of other calls that it holds.",
+    help="File of the results, row by row.",
 )
-@standard_options
-def cuda(output: Output, only: tuple[str, ...], device: str, tiny: bool, write: Path) -> None:
-    """Measure on one GPU what no other machine tells, in three calls of under ten minutes.
+@stepwise_options
+def cuda(
+    output: Output,
+    minutes: float,
+    prepare: Path | None,
+    prepared: Path | None,
+    only: tuple[str, ...],
+    device: str,
+    tiny: bool,
+    write: Path,
+) -> None:
+    """Measure on one GPU what no other machine shows, in a few minutes.
+
+    Groups, in order of value: launch and nccl, steps, hand, then four, conformance and tf32. Each row has a time limit
+    and is in the file once it has ended. Rows that measure no time run side by side. A run from a prepared folder needs
+    neither ortools nor another solver.
 
     \b
     Example:
-      python -m benchmarks cuda --only one-rank
+      python -m benchmarks cuda --prepare prepared
+      python -m benchmarks cuda --minutes 9 --prepared prepared --write cuda.json
     """
-    import torch
+    from benchmarks.cuda.run import make_folder, run_rows
 
-    from autopipe.ir.errors import ConfigurationError
-    from benchmarks.one_gpu import CALLS, run_call
-
-    if device == "cuda" and not torch.cuda.is_available():
-        hint = "use --tiny --device cpu to check that it runs"
-        raise ConfigurationError("no CUDA device is at hand", hint, where="--device cuda")
-    rows = {name: run_call(name, device, tiny, write) for name in only or CALLS}
-    output.result({"calls": rows})
+    if prepare is not None:
+        made = make_folder(prepare, device, tiny, output.note)
+        for name, error in made.failures.items():
+            output.warn(f"{name}: {error}")
+        count = len(made.failures)
+        told = f"{made.bytes / 2**20:.1f} MiB in {prepare}" + (f"; {count} programs could not be made" if count else "")
+        output.report({"folder": prepare, "bytes": made.bytes, "failures": made.failures}, told)
+        return
+    rows = run_rows(60 * minutes, prepared, only, device, tiny, write, output)
+    output.result({"rows": rows, "file": write})
 
 
 for _name in PAPERS:

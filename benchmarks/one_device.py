@@ -188,13 +188,14 @@ def main() -> None:
     )
     parser.add_argument("--compile", action="store_true", help="compile both sides by torch.compile")
     parser.add_argument("--cuda-graphs", action="store_true", help="replay the generated side as CUDA graphs")
+    parser.add_argument("--program", type=Path, metavar="DIR", help="the generated program, of a model of these sizes")
     parser.add_argument("--memory-limit", help="memory of the device for which the program is planned, such as 3GiB")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of both sides")
     arguments = parse_arguments(parser, layers=1, hidden=32, heads=2, vocabulary=64, sequence=16, batch=1, rounds=1)
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        program = write_program(arguments, Path(scratch))
+        program = arguments.program or write_program(arguments, Path(scratch))
         settings = json.loads((program / "manifest.json").read_text(encoding="utf-8"))["optimizer"]
         ours = generated_step(arguments, program)
         model = make_model(arguments)
@@ -211,7 +212,7 @@ def main() -> None:
         "generated_tflops": tera / mine,
         "hand_written_tflops": tera / hand,
     }
-    print(json.dumps(figures | vars(arguments)))
+    print(json.dumps(figures | vars(arguments), default=str))
 
 
 if __name__ == "__main__":

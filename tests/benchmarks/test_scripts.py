@@ -18,7 +18,7 @@ from torch import nn
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 
-MODULES = {"auto_table", "command_line", "one_gpu", "scatter", "small_models", "side_by_side", "tessel_baselines"}
+MODULES = {"auto_table", "command_line", "scatter", "small_models", "side_by_side", "tessel_baselines"}
 """What the scripts import."""
 PAPERS = {
     "__init__",

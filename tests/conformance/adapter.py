@@ -16,6 +16,7 @@ from onnx.backend.base import Backend, BackendRep
 
 from autopipe.backends.torch.emission.stage import emit_forward
 from autopipe.backends.torch.runtime import operators
+from autopipe.backends.torch.runtime.precision import set_products
 from autopipe.backends.torch.runtime.random_streams import Random
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import signature_of, space_of
@@ -111,6 +112,7 @@ class EmissionBackend(Backend):
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> Deferred:
+        set_products("fp32")  # As generated programs do: torch's default for convolutions on CUDA is TF32.
         return Deferred(model, device.lower())
 
     @classmethod
