@@ -3,9 +3,11 @@ norm of all gradients, averaged weights."""
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,23 @@ def _is_fused(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+class EagerOptimizer(torch.optim.Optimizer):
+    """An optimizer that does not import torch._dynamo. Torch's own methods import it, which takes longer than all else
+    before the first step, to break graphs of a compiled update; autopipe does not compile updates."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+@cache
+def eager(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """Return a subclass of `kind`, with its name, that is an `EagerOptimizer` and has the eager form of its update."""
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (EagerOptimizer, kind), {"step": step, "__module__": __name__})
+
+
 def make_optimizer(settings: dict[str, Any], groups: Sequence[TensorGroup]) -> torch.optim.Optimizer | None:
     """The optimizer of a manifest over the rank's trainable blocks; None where the rank has none."""
     if not groups:
@@ -90,11 +109,11 @@ def make_optimizer(settings: dict[str, Any], groups: Sequence[TensorGroup]) -> t
     momentum, nesterov = settings.get("momentum", 0.0), settings.get("nesterov", False)
     match settings["name"]:
         case "sgd":
-            return torch.optim.SGD(forms, momentum=momentum, nesterov=nesterov, fused=fused)
+            return eager(torch.optim.SGD)(forms, momentum=momentum, nesterov=nesterov, fused=fused)
         case "adam":
-            return torch.optim.Adam(forms, betas=betas, eps=settings["eps"], fused=fused)
+            return eager(torch.optim.Adam)(forms, betas=betas, eps=settings["eps"], fused=fused)
         case "adamw":
-            return torch.optim.AdamW(forms, betas=betas, eps=settings["eps"], fused=fused)
+            return eager(torch.optim.AdamW)(forms, betas=betas, eps=settings["eps"], fused=fused)
         case "lion":
             return Lion(forms, betas)
         case "muon":
@@ -104,14 +123,14 @@ def make_optimizer(settings: dict[str, Any], groups: Sequence[TensorGroup]) -> t
             if matrices:
                 # Updates as large as AdamW's, whichever way round a matrix lies, so that one rate does for both.
                 how = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
-                parts.append(torch.optim.Muon(matrices, momentum=momentum, **how))
+                parts.append(eager(torch.optim.Muon)(matrices, momentum=momentum, **how))
             if others:
-                parts.append(torch.optim.AdamW(others, betas=betas, eps=settings["eps"], fused=fused))
+                parts.append(eager(torch.optim.AdamW)(others, betas=betas, eps=settings["eps"], fused=fused))
             return parts[0] if len(parts) == 1 else JointOptimizer(parts)
     raise ConfigurationError(f"there is no optimizer {settings['name']!r}")
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(EagerOptimizer):
     """Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2: steps by the sign of an
     average, with decoupled weight decay."""
 
@@ -136,7 +155,7 @@ class Lion(torch.optim.Optimizer):
             foreach_lerp_(averages, gradients, 1.0 - second)
 
 
-class JointOptimizer(torch.optim.Optimizer):
+class JointOptimizer(EagerOptimizer):
     """Several optimizers of different tensors as one, whose groups and state are all of theirs."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
