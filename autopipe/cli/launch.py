@@ -19,9 +19,11 @@ from rich.table import Table
 from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import check_unused, checkpoint_path, committed_steps, read_checkpoint
 from autopipe.backends.torch.emission.rank import rank_module
+from autopipe.backends.torch.fork_server import ForkServer
 from autopipe.backends.torch.launcher import (
     LaunchConfig,
     ReportFollower,
+    fork_server,
     launch_program,
     local_ranks,
     read_evaluations,
@@ -284,6 +286,13 @@ class Launch:
         """Run the ranks, show and log their steps, and return the reports of all, and of validations. Raises as
         `launch_program`, and ConfigurationError for data that does not fit."""
         self._check()
+        with fork_server(self.manifest.train) as server:
+            return self._start_ranks(config, output, server)
+
+    def _start_ranks(
+        self, config: LaunchConfig, output: Output, server: ForkServer
+    ) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+        """Continue `start` while the fork server imports torch."""
         steps, epochs = self._read_data(output.note)
         if 0 < steps <= (done := self._position().steps):
             more = "--steps or --epochs goes further"
@@ -307,7 +316,7 @@ class Launch:
             try:
                 with StepDisplay(shown, output, self.log_every) as display, self._open_log(output) as log:
                     follower = ReportFollower(scratch / "report.jsonl", (display.take, log.add))
-                    launch_program(self.manifest, arguments, config, display.note, follower.poll)
+                    launch_program(self.manifest, arguments, config, display.note, follower.poll, server)
             finally:
                 if self.outputs is not None:
                     remove_partial(followed(self.outputs))
@@ -497,10 +506,12 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def visible_gpus(device: str) -> int:
-    """GPUs of this node that ranks on `device` may use."""
+    """Return the number of this node's GPUs that ranks on `device` may use."""
+    if device == "cpu":
+        return 0
     import torch
 
-    return torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def placement_note(device: str, ranks: int) -> str:

@@ -14,7 +14,8 @@ import click
 import numpy as np
 
 from autopipe.backends.onnxruntime import NoKernelError, ReferenceModel, node_of
-from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
+from autopipe.backends.torch.fork_server import ForkServer
+from autopipe.backends.torch.launcher import LaunchConfig, fork_server, launch_program, run_alone
 from autopipe.backends.torch.runtime.data import check_data, filled_rows, open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.records import RECORDED_STEPS
@@ -82,8 +83,12 @@ def verify(
     manifest = open_program(program, model)
     data = manifest.data.path if data is None else data
     check_data(manifest, data, 1, manifest.data)
-    with tempfile.TemporaryDirectory() as scratch, output.progress("verifying", total=4) as bar:
-        run = Verification(manifest, model, device, data, seed, Path(scratch), tolerance, **flags)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        fork_server(manifest.train) as server,
+        output.progress("verifying", total=4) as bar,
+    ):
+        run = Verification(manifest, model, device, data, seed, Path(scratch), tolerance, **flags, server=server)
         checks = list(run.run(bar.advance))
         failed = [check for check in checks if not check.relative_difference <= check.limit]
         first = run.first_difference({check.reference for check in failed}) if failed else ""
@@ -180,19 +185,22 @@ class Verification:
     """The limit, in place of what follows from the program's roundings."""
     compile: bool = False
     """True if the ranks compile their stages, and what they are compared with does not."""
+    server: ForkServer | None = None
+    """Forks all processes of the verification."""
 
     def run(self, advance: Callable[[], None]) -> Iterator[Check]:
         folder = self.manifest.folder
         steps = RECORDED_STEPS if self.manifest.train else 1
         arguments = self._run_arguments("ranks", steps) + flag_words(compile=self.compile)
-        launch_program(self.manifest, arguments, LaunchConfig())
+        launch_program(self.manifest, arguments, LaunchConfig(), server=self.server)
         advance()
         if self.manifest.train:
             # One device computes the first step's gradients, and updates by the ranks': where a gradient is all but
             # zero, optimizers such as AdamW make a whole step of its rounding.
             replay = self.scratch / "replay"
             recorded = write_whole_gradients(self.manifest, self.scratch / "ranks", replay)
-            run_alone(folder / REFERENCE, self._run_arguments("one", steps) + flag_words(replay=replay))
+            own = self._run_arguments("one", steps) + flag_words(replay=replay)
+            run_alone(folder / REFERENCE, own, server=self.server)
             advance()
             ranks, one = self._losses("ranks"), self._losses("one")
             worst = [difference("loss", ranks, one)]
@@ -203,7 +211,7 @@ class Verification:
             pairs = tensor_differences(self.manifest, *folders, "parameters", recorded - 1)
             yield self._check(f"parameters after {recorded} updates", "one device", pairs, dict)
         forward = read_manifest(folder / FORWARD, self.model)
-        run_alone(folder / FORWARD, self._run_arguments("forward"))
+        run_alone(folder / FORWARD, self._run_arguments("forward"), server=self.server)
         advance()
         ours = self._outputs("forward")
         if not self.manifest.train:
@@ -225,10 +233,11 @@ class Verification:
         ranks.mkdir()
         one.mkdir()
         try:
-            run_alone(alone, [*self._run_arguments("one"), "--values", str(one)])
+            run_alone(alone, [*self._run_arguments("one"), "--values", str(one)], server=self.server)
             if not among_ranks:
                 return first_beside_reference(self.manifest, one, self._reference_values)
-            launch_program(self.manifest, [*self._run_arguments("ranks"), "--values", str(ranks)], LaunchConfig())
+            words = [*self._run_arguments("ranks"), "--values", str(ranks)]
+            launch_program(self.manifest, words, LaunchConfig(), server=self.server)
             return first_difference(self.manifest, ranks, one)
         except AutopipeError:  # What was compared is told all the same.
             return ""
@@ -285,7 +294,8 @@ class Verification:
     def _run_moved(self, folder: Path, name: str) -> None:
         """One device's run for inputs and weights that are each one unit in the last place off, once."""
         if not (self.scratch / name).exists():
-            run_alone(folder, [*self._run_arguments(name), "--perturb", repr(self.manifest.rounding.step)])
+            words = [*self._run_arguments(name), "--perturb", repr(self.manifest.rounding.step)]
+            run_alone(folder, words, server=self.server)
 
     def _training_responses(self) -> dict[str, float]:
         """How much one step of every input and weight changes the loss and each gradient."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.backends.torch.child import python_command
+from autopipe.backends.torch.fork_server import SWITCH
 from autopipe.backends.torch.launcher import rank_environment
 from benchmarks.worker_pool import WorkerPool
 from tests.distributed.support.attacking import attack, attack_store, doors
@@ -131,13 +132,21 @@ def _gone(pids: list[int]) -> bool:
 
 
 @pytest.mark.distributed
-def test_ranks_end_with_a_launcher_that_is_killed_while_they_import_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fork_server", "condition", "importing"),
+    [("0", "'RANK' in os.environ", 2), ("1", "any('fork_server' in word for word in sys.orig_argv)", 1)],
+    ids=["an interpreter per rank", "a fork server"],
+)
+def test_processes_end_with_a_launcher_that_is_killed_while_they_import_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: str, condition: str, importing: int
+) -> None:
+    monkeypatch.setenv(SWITCH, fork_server)
     program = write_chain(tmp_path / "program")
     (tmp_path / "path").mkdir()
-    stopped = STOPPED.format(condition="'RANK' in os.environ", folder=str(tmp_path))
+    stopped = STOPPED.format(condition=condition, folder=str(tmp_path))
     (tmp_path / "path" / "sitecustomize.py").write_text(stopped)
     process = start(program, path=(tmp_path / "path",))
-    wait_for(lambda: len(list(tmp_path.glob("importing_*"))) == 2, process)
+    wait_for(lambda: len(list(tmp_path.glob("importing_*"))) == importing, process)
     pids = descendants(process.pid)
     assert {int(path.name.split("_")[1]) for path in tmp_path.glob("importing_*")} < set(pids)
     process.kill()

@@ -1,4 +1,4 @@
-"""Processes that ours start: they end with the one that started them, and look for modules in known folders alone.
+"""Processes that autopipe starts: they end with their parent, and import modules from known folders only.
 
 `python -P -m autopipe.backends.torch.child FILE.py|MODULE ARGUMENT...` runs the file or module as its main program.
 """
@@ -11,23 +11,27 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 PARENT = "AUTOPIPE_PARENT"
-"""Environment variable with the number of the process that starts others."""
+"""Environment variable with the process number of the parent."""
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _ORPHANED = 5
 
 
 def python_command(*words: str) -> list[str]:
-    """The command of a child that runs `words`, a file or module of Python and its arguments. -P: the current folder,
-    where anybody may have put a `queue.py`, is not where modules are looked for."""
+    """Return the command of a child process that runs `words`: a Python file or module, and its arguments.
+
+    -P keeps the current folder, where anybody may have put a `queue.py`, out of the module search path."""
     return [sys.executable, "-P", "-u", "-m", "autopipe.backends.torch.child", *words]
 
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Change this process's environment, which those that it starts inherit, for the length of the block."""
+    """Change this process's environment, which its children inherit, while the block runs."""
     saved = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -41,23 +45,49 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def end_with(parent: int) -> None:
-    """From now on, this process is killed when its parent, process number `parent`, ends; at once where it has. Linux
-    keeps the promise to the thread that started this process, so that a parent does so from its main thread."""
+    """From now on, Linux kills this process when its parent, process number `parent`, ends; if the parent has ended
+    already, exit. Linux ties the process to the parent's thread that started it, so a parent starts its children from
+    its main thread."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(_ORPHANED)
 
 
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """While the block runs, Linux makes this process the parent of each descendant whose parent ends."""
+    libc = ctypes.CDLL(None)
+    before = ctypes.c_int(0)
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def show_rank() -> None:
+    """Name this process after its rank, such as `rank 3`, in the lists of processes that `ps -e` and `top` print."""
+    if sys.platform == "linux" and "RANK" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {os.environ['RANK']}".encode(), 0, 0, 0)
+
+
+def run(words: Sequence[str]) -> None:
+    """Run `words`, a Python file or module and its arguments, as the main program of this process."""
+    sys.argv[:] = words
+    if words[0].endswith(".py"):
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
 def main() -> None:
-    """Become what the command line names; before its imports, which may take minutes, the process is tied."""
+    """Run the command line's program, in a process that is tied to its parent before any import that may take long."""
     if PARENT in os.environ:
         end_with(int(os.environ[PARENT]))
-    del sys.argv[0]
-    if sys.argv[0].endswith(".py"):
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    else:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    show_rank()
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":

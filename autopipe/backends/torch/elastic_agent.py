@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -29,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from autopipe.backends.torch.child import PARENT, environment, python_command
+from autopipe.backends.torch.fork_server import ForkedProcess, ForkServer
 from autopipe.backends.torch.rendezvous import Handler, Place
 from autopipe.backends.torch.runtime.failures import STACKS, STOP, Failure, read_failure
 from autopipe.backends.torch.runtime.heartbeat import (
@@ -43,6 +45,7 @@ from autopipe.backends.torch.runtime.heartbeat import (
 from autopipe.backends.torch.runtime.job import NETWORK_VARIABLES, interface_variables
 from autopipe.backends.torch.runtime.signed_store import KEY
 from autopipe.backends.torch.runtime.transport import ATTEMPT
+from autopipe.backends.torch.torch_interfaces import starting_processes_by
 from autopipe.ir.errors import LaunchError
 
 _LOOKS_S = 0.25
@@ -260,12 +263,14 @@ def run_agent(
     note: Callable[[str], None],
     poll: Callable[[], None] = lambda: None,
     stop_s: float = 0.0,
+    server: ForkServer | None = None,
 ) -> Failure | None:
     """Meet the other nodes, run `ranks` processes of `command`, as `python_command` takes it, to their end.
 
     `poll` is called at each look at them. Returns the failure that ended them, None where all went well. With
-    `timeouts` a rank that hangs has failed, too. What they write goes to files in `logs`, but for rank 0's stdout with
-    `live`. Raises torch's SignalException and RendezvousError.
+    `timeouts` a rank that hangs has failed, too. `server` forks the ranks; without it, each is a new interpreter. What
+    they write goes to files in `logs`, but for rank 0's stdout with `live`. Raises torch's SignalException and
+    RendezvousError.
     """
     handler = Handler(place, ranks)
     entry, *words = python_command(*command)
@@ -275,9 +280,16 @@ def run_agent(
     )  # fmt: skip
     redirects = dict.fromkeys(range(ranks), Std.ALL) | ({0: Std.ERR} if live else {})
     network = {name: os.environ[name] for name in NETWORK_VARIABLES if os.environ.get(name)}
+    starter = server or ForkServer()  # One that has not been entered starts interpreters.
+
+    def start(
+        command: tuple[str, ...], variables: dict[str, str], output: IO[str] | None, errors: IO[str] | None
+    ) -> ForkedProcess | subprocess.Popen[bytes]:
+        return starter.start(list(command[len(python_command()) :]), variables, (None, output, errors))
+
     agent = Agent(spec, logs, redirects, timeouts, note, poll, network, stop_s)
     try:
-        with environment(_ranks_environment(handler, place)):
+        with environment(_ranks_environment(handler, place)), starting_processes_by(start):
             result = agent.run()
     except SignalException:
         raise  # Without closing the rendezvous: other nodes may go on with one that takes this one's place.

@@ -7,15 +7,15 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopipe.backends.torch.child import PARENT, environment, python_command
+from autopipe.backends.torch.child import PARENT, environment
+from autopipe.backends.torch.fork_server import ForkServer
 from autopipe.backends.torch.runtime.failures import ERROR_FILE, Failure, read_failure
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Timeouts
 from autopipe.backends.torch.runtime.manifest import Manifest
@@ -79,11 +79,17 @@ def launch_program(
     config: LaunchConfig,
     note: Callable[[str], None] = lambda _: None,
     poll: Callable[[], None] = lambda: None,
+    server: ForkServer | None = None,
 ) -> None:
     """Run the program's ranks of this node to their end. `arguments` are those of a rank's file. `note` is told of
-    restarts; `poll` is called several times a second meanwhile, and at the end. Raises the first failing rank's error:
+    restarts; `poll` is called several times a second meanwhile, and at the end. `server` forks the ranks; without it, a
+    fork server is started for this launch. Raises the first failing rank's error:
     ConfigurationError where the rank could not take what it was given, otherwise LaunchError; KeyboardInterrupt after
     Ctrl-C, when all ranks have ended."""
+    if server is None:
+        with fork_server(manifest.train) as own:
+            launch_program(manifest, arguments, config, note, poll, own)
+        return
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -106,7 +112,7 @@ def launch_program(
     failure: Failure | None = None
     try:
         with rank_environment(), _elastic_contained(config.debug):
-            failure = run_agent(command, ranks, place, *settings)
+            failure = run_agent(command, ranks, place, *settings, server)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
@@ -169,25 +175,49 @@ def rank_environment() -> Iterator[None]:
         yield
 
 
-def run_child(words: Sequence[str], changes: dict[str, str]) -> str:
-    """Run `words`, as `python_command` takes them, to the end with changes to the environment. Returns the last line
-    that it wrote where it failed, "" where all went well."""
-    command, changed = python_command(*words), os.environ | changes
-    done = subprocess.run(command, env=changed, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    return (done.stderr.strip().splitlines() or ["failed without a word"])[-1] if done.returncode else ""
+@contextmanager
+def fork_server(train: bool) -> Iterator[ForkServer]:
+    """Yield a fork server with the environment of ranks, for ranks that train or not."""
+    with ExitStack() as stack:
+        with rank_environment():
+            server = stack.enter_context(ForkServer(train))
+        yield server
+
+
+def run_child(words: Sequence[str], changes: dict[str, str], server: ForkServer | None = None) -> str:
+    """Run `words`, as `python_command` takes them, to the end, with changes to the environment; `server` forks the
+    process. Returns "" if it succeeds, otherwise the last line that it wrote to stderr."""
+    starter = server or ForkServer()  # One that has not been entered starts interpreters.
+    with tempfile.TemporaryFile("w+") as errors, open(os.devnull, "r+") as nothing:
+        process = starter.start(list(words), os.environ | changes, (nothing, nothing, errors))
+        try:
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        errors.seek(0)
+        lines = errors.read().strip().splitlines()
+    return (lines or ["failed without a word"])[-1] if code else ""
 
 
 def run_alone(
-    folder: Path, arguments: list[str], rank: int = 0, world_size: int = 1, fake_cuda: Path | None = None
+    folder: Path,
+    arguments: list[str],
+    rank: int = 0,
+    world_size: int = 1,
+    fake_cuda: Path | None = None,
+    server: ForkServer | None = None,
 ) -> None:
-    """Run one rank of a program in a process of its own: all of a one-rank program, or one rank of a dry run, where
-    `fake_cuda` is given on the device of that library. Raises the rank's error."""
+    """Run one rank of a program in a separate process: all of a one-rank program, or one rank of a dry run, if
+    `fake_cuda` is given on the device of that library. `server` forks the process; without it, a new interpreter runs
+    the rank. Raises the rank's error."""
     with tempfile.TemporaryDirectory(prefix="autopipe-rank-") as scratch, rank_environment():
         failed = Path(scratch) / "error.json"
         world = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         changes = {name: str(value) for name, value in world.items()} | {ERROR_FILE: str(failed)}
         device = () if fake_cuda is None else ("autopipe.backends.torch.fake_cuda", str(fake_cuda))
-        last_words = run_child((*device, str(folder / "run.py"), *arguments), changes)
+        last_words = run_child((*device, str(folder / "run.py"), *arguments), changes, server)
         if not last_words:
             return
         failure = read_failure(json.loads(failed.read_text(encoding="utf-8"))) if failed.exists() else None

@@ -10,7 +10,8 @@ take up to a second each to import.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,11 @@ MEMBERS = {
     ),
     (_RENDEZVOUS, "DynamicRendezvousHandler"): ("_create_tcp_store_server",),
     (_RENDEZVOUS, "_BackendRendezvousStateHolder"): ("_dirty", "_last_sync_time", "_sanitize", "_state"),
+    ("torch.distributed.elastic.multiprocessing.subprocess_handler", "SubprocessHandler"): (
+        "_popen",
+        "_stdout",
+        "_stderr",
+    ),
     ("torch", "Tensor"): ("_base",),
     ("torch.autograd.graph", "Node"): ("_sequence_nr",),
 }
@@ -117,6 +123,28 @@ efficient_attention: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._s
 # Torch 2.13 renames the collectives whose results are one tensor instead of a list.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextmanager
+def starting_processes_by(start: Callable[..., Any]) -> Iterator[None]:
+    """While the block runs, torch elastic starts each process by `start` in place of `subprocess.Popen`.
+
+    `start` is called with the command, the environment, and the files for output and errors, which are None for this
+    process's own. It returns an object with `pid`, `poll` and `wait` of `Popen`, whose process leads a session."""
+    import torch.distributed.elastic.multiprocessing.api as processes
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    class Handler(SubprocessHandler):
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+            return start(args, env, self._stdout, self._stderr)
+
+    module: Any = processes
+    usual = module.get_subprocess_handler
+    module.get_subprocess_handler = Handler
+    try:
+        yield
+    finally:
+        module.get_subprocess_handler = usual
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -115,6 +116,7 @@ def test_each_member_exists(module: str, kind: str, name: str, tmp_path: Path) -
     objects: dict[type, Any] = {
         LocalElasticAgent: lambda: LocalElasticAgent(_spec(), DefaultLogsSpecs(log_dir=str(tmp_path))),
         torch_interfaces.BackendRendezvousStateHolder: _holder,
+        SubprocessHandler: lambda: _handler(tmp_path),
     }
     # Members that a constructor makes are on objects only.
     assert hasattr(owner, name) or hasattr(objects[owner](), name)
@@ -126,6 +128,37 @@ def test_private_methods_that_are_overridden_are_listed(kind: type) -> None:
     bases = [base for base in kind.__mro__[1:] if base is not object]
     own = {name for name in vars(kind) if name.startswith("_") and not name.startswith(("__", "_abc"))}
     assert {name for name in own if any(name in vars(base) for base in bases)} <= listed
+
+
+def _handler(folder: Path) -> SubprocessHandler:
+    files = [str(folder / name) for name in ("output", "errors")]
+    handler = SubprocessHandler("true", (), {}, *files, local_rank_id=0, numa_options=None)
+    handler.proc.wait()
+    return handler
+
+
+def test_elastic_starts_processes_by_a_function_and_afterwards_as_usual(tmp_path: Path) -> None:
+    started: list[tuple[str, ...]] = []
+
+    def start(command: tuple[str, ...], variables: dict[str, str], output: Any, errors: Any) -> Any:
+        started.append(command)
+        return subprocess.Popen(command, env=variables, stdout=output, stderr=errors, start_new_session=True)
+
+    def run(name: str) -> str:
+        (tmp_path / name).mkdir()
+        logs = DefaultLogsSpecs(log_dir=str(tmp_path / name), redirects=Std.ALL)
+        command = (sys.executable, {0: ("-c", "import os; print(os.environ['OWN'])")}, {0: {"OWN": name}})
+        processes = start_processes("rank", *command, logs)
+        result = processes.wait()
+        assert result is not None
+        assert not result.is_failed()
+        return Path(result.stdouts[0]).read_text()
+
+    with torch_interfaces.starting_processes_by(start):
+        assert run("ours") == "ours\n"
+    assert [command[:2] for command in started] == [(sys.executable, "-c")]
+    assert run("usual") == "usual\n"
+    assert len(started) == 1
 
 
 def _spec() -> WorkerSpec:

@@ -175,10 +175,10 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 def rank_pids(launcher: int) -> dict[int, int]:
-    """Process number by rank of the ranks that a launcher runs."""
+    """Return the process number of each rank that a launcher runs, by rank."""
     found = {}
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text(encoding="ascii").split():
-        for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            if entry.startswith(b"RANK="):
-                found[int(entry.removeprefix(b"RANK="))] = int(child)
+        name = Path(f"/proc/{child}/comm").read_text(encoding="ascii").strip()
+        if name.startswith("rank "):
+            found[int(name.removeprefix("rank "))] = int(child)
     return found

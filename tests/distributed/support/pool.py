@@ -142,11 +142,12 @@ def ranks_in(pools: Pools) -> Iterator[None]:
         config: object,
         note: object = None,
         poll: Callable[[], None] = lambda: None,
+        server: object = None,
     ) -> None:
         run(manifest.world_size, manifest.folder, arguments)
         poll()
 
-    def alone(folder: Path, arguments: list[str]) -> None:
+    def alone(folder: Path, arguments: list[str], server: object = None) -> None:
         run(1, folder, arguments)
 
     with (
@@ -155,6 +156,8 @@ def ranks_in(pools: Pools) -> Iterator[None]:
         mock.patch("autopipe.cli.launch.launch_program", together),
         mock.patch("autopipe.cli.verify.launch_program", together),
         mock.patch("autopipe.cli.verify.run_alone", alone),
+        mock.patch("autopipe.cli.launch.fork_server", lambda train: contextlib.nullcontext()),
+        mock.patch("autopipe.cli.verify.fork_server", lambda train: contextlib.nullcontext()),
     ):
         yield
 

@@ -278,24 +278,33 @@ class Reporter:
         )
 
 
-def _resident_peak() -> int:
-    """Bytes of the process's resident set at its largest so far. What Linux counts as its usage (`getrusage`) begins
-    with what the process that started it had, a launcher's too."""
+def _resident_memory() -> tuple[int, int]:
+    """Return bytes of this process's resident set: its maximum so far, and now, both without pages of mapped files.
+
+    Pages of mapped files are mostly libraries; a forked rank begins with few of them in its count, and gets the others
+    when it first uses them. Linux's own count of usage (`getrusage`) begins with that of the parent process."""
+    found = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):  # "high water mark"
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            name, _, text = line.partition(":")
+            if name in ("VmHWM", "VmRSS", "RssFile"):  # HWM: "high water mark".
+                found[name] = int(text.split()[0]) * 1024
+    if len(found) < 3:
+        maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return maximum, maximum
+    return found["VmHWM"] - found["RssFile"], found["VmRSS"] - found["RssFile"]
 
 
-_INTERPRETER = _resident_peak()  # Memory that Python and torch take before a program loads anything.
+_INTERPRETER = _resident_memory()[1]
+"""Bytes that Python and torch take before a program loads anything."""
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at most: of the allocator on a GPU; on the CPU of the resident set, beyond Python and torch themselves."""
+    """Return the maximum so far, in bytes: on a GPU of the allocator; on the CPU of the resident set without mapped
+    files, beyond Python and torch."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return _resident_peak() - _INTERPRETER
+    return max(0, _resident_memory()[0] - _INTERPRETER)
 
 
 def _hint(manifest: Manifest) -> str:

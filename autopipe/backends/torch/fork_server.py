@@ -1,0 +1,241 @@
+"""A process that imports torch and the runtime once and forks the ranks of a launch, which then need no imports.
+
+`ForkServer` is the launcher's side. The server process runs this module with the number of a socket. It has one thread
+and has not initialised CUDA, so that its forks are safe. Per rank it forks twice and lets the process in between end:
+Linux then makes the launcher the rank's parent, as if the launcher had started a new interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+from autopipe.backends.torch.child import PARENT, adopting_orphans, end_with, python_command, run, show_rank
+
+SWITCH: Final = "AUTOPIPE_FORK_SERVER"
+"""Environment variable; 0 starts a new interpreter per rank instead."""
+_PRELOADED: Final = (
+    "autopipe.backends.torch.runtime.rank",
+    "autopipe.backends.torch.runtime.stage",
+    "autopipe.backends.torch.runtime.operators",
+)
+"""Modules that every rank imports."""
+_PRELOADED_TO_TRAIN: Final = ("torch.fx.experimental.symbolic_shapes",)
+"""Modules that torch imports in a rank's first backward. They come first, so that a rank does not count their memory as
+the program's."""
+_LENGTH: Final = struct.Struct("<Q")
+_STREAMS: Final = 3
+"""Number of standard streams: input, output, errors."""
+_ADOPTION_S: Final = 10.0
+"""Seconds that a forked rank waits until the launcher is its parent."""
+_POLL_S: Final = 0.001
+_WAIT_POLL_S: Final = 0.02
+
+
+class ForkedProcess:
+    """A child process that `ForkServer` forked, with the part of `subprocess.Popen` that callers use."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, the negative signal number if a signal ended the process, or None while it runs."""
+        if self.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid == self.pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code once the process has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(_WAIT_POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """Kill the process if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, 9)
+
+
+class ForkServer:
+    """The launcher's side of a fork server; a context manager. Enter it early: the server imports torch while the
+    launcher does other work."""
+
+    def __init__(self, train: bool = False) -> None:
+        """`train`: the ranks run backwards."""
+        self._modules = (*(_PRELOADED_TO_TRAIN if train else ()), *_PRELOADED)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+
+    def __enter__(self) -> ForkServer:
+        if sys.platform == "linux" and os.environ.get(SWITCH) != "0":
+            self._line, theirs = socket.socketpair()
+            words = python_command("autopipe.backends.torch.fork_server", str(theirs.fileno()), *self._modules)
+            changes = {PARENT: str(os.getpid())}
+            # A session of its own keeps Ctrl-C at the terminal from the server. What fails in its imports fails again,
+            # and is reported, in the interpreters that are started in place of forks.
+            self._process = subprocess.Popen(
+                words, env=os.environ | changes, pass_fds=[theirs.fileno()], start_new_session=True,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            theirs.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def start(
+        self, words: list[str], env: Mapping[str, str], streams: tuple[int | IO[str] | None, ...] = (None, None, None)
+    ) -> ForkedProcess | subprocess.Popen[bytes]:
+        """Start `words`, as `python_command` takes them, as a child process in a session of its own.
+
+        `streams`: files for standard input, output and errors; None for this process's own. Without a fork server, or
+        if it fails, a new interpreter runs the words."""
+        files = tuple(number if each is None else each for number, each in enumerate(streams))
+        if self._line is not None:
+            numbers = [each if isinstance(each, int) else each.fileno() for each in files]
+            with contextlib.suppress(OSError), adopting_orphans():
+                return ForkedProcess(_fork(self._line, words, env, numbers))
+            self._stop()
+        return subprocess.Popen(
+            python_command(*words), env=env, stdin=files[0], stdout=files[1], stderr=files[2], start_new_session=True
+        )
+
+    def _stop(self) -> None:
+        """End the server. Ranks that it has forked go on."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _fork(line: socket.socket, words: list[str], env: Mapping[str, str], streams: list[int]) -> int:
+    """Have the server at the other end of `line` fork a rank, and return its process number. Raises OSError if it
+    does not."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            form = json.dumps({"words": words, "env": dict(env), "folder": os.getcwd(), "parent": os.getpid()}).encode()
+            socket.send_fds(line, [_LENGTH.pack(len(form))], [*streams, theirs.fileno()])
+            line.sendall(form)
+        reply = ours.recv(_LENGTH.size)
+        if len(reply) < _LENGTH.size:
+            raise ConnectionError("the fork server ended")
+        ours.sendall(b"\0")  # Without it, because this process was interrupted, the rank ends at once.
+        return int(_LENGTH.unpack(reply)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    words: list[str]
+    env: dict[str, str]
+    folder: str
+    parent: int
+    files: list[int]
+    """Standard streams, and the socket on which the rank reports its process number."""
+
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+
+def _receive(line: socket.socket) -> _Request | None:
+    """Return the launcher's next request, None if the launcher has gone."""
+    head, files, _, _ = socket.recv_fds(line, _LENGTH.size, _STREAMS + 1)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    form = b""
+    while len(form) < length:
+        part = line.recv(length - len(form))
+        if not part:
+            return None
+        form += part
+    return _Request(files=files, **json.loads(form))
+
+
+def _serve(line: socket.socket) -> list[str] | None:
+    """Fork a process per request. Returns the words to run in each of these processes, and None in the server once the
+    launcher has gone."""
+    while (request := _receive(line)) is not None:
+        pid = os.fork()
+        if pid == 0:
+            if os.fork():
+                os._exit(0)
+            line.close()
+            _become(request)
+            return request.words
+        request.close()
+        os.waitpid(pid, 0)
+    return None
+
+
+def _become(request: _Request) -> None:
+    """Give this process, just forked, the session, parent, environment, folder and streams of the request."""
+    os.setsid()
+    end = time.monotonic() + _ADOPTION_S
+    while os.getppid() != request.parent and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    end_with(request.parent)
+    os.environ.clear()
+    os.environ.update(request.env)
+    os.chdir(request.folder)
+    for number, file in enumerate(request.files[:_STREAMS]):
+        os.dup2(file, number)
+    show_rank()
+    with socket.socket(fileno=os.dup(request.files[_STREAMS])) as reply:
+        reply.sendall(_LENGTH.pack(os.getpid()))
+        if not reply.recv(1):
+            os._exit(1)
+    request.close()
+    if "numpy.random" in sys.modules:  # Otherwise all ranks would draw equal numbers where no seed is set.
+        importlib.import_module("numpy.random").seed()
+
+
+def _is_single_threaded() -> bool:
+    """True if a fork leaves no thread behind. The libraries' own handlers end their idle threads, such as those of
+    OpenBLAS, at a fork; so look after one."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return threading.active_count() == 1 and len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def main() -> None:
+    """Import the modules that the command line names, fork until the launcher ends, and in each fork run its words."""
+    line = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    if not _is_single_threaded():
+        return
+    gc.collect()
+    gc.freeze()  # Collections in ranks leave these objects, and so the memory pages that ranks share, alone.
+    if (words := _serve(line)) is not None:
+        run(words)
+
+
+if __name__ == "__main__":
+    main()
