@@ -39,7 +39,7 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
     Example:
       autopipe inspect gpt.onnx --dim batch=8
     """
-    from autopipe.cli.request import wanted_loss
+    from autopipe.cli.request import wanted_loss, wanted_scores
     from autopipe.passes.cost.roofline import annotate
     from autopipe.passes.frontend import read_model
     from autopipe.passes.frontend.cleanup import branches_of
@@ -51,6 +51,7 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
         batch_axes=dict(asked.batch_axes),
         fixed_inputs=dict(asked.inputs),
         loss=wanted_loss(configuration),
+        scores=wanted_scores(configuration),
         mode=None if configuration.mode is None else Mode(configuration.mode),
         training=asked.training,
         frozen=asked.frozen,

@@ -11,7 +11,7 @@ from autopipe.configs.configuration import Choice, Configuration, Loss, build, r
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.measured_costs import read_costs
-from autopipe.ir.problem import Mode
+from autopipe.ir.problem import Mode, Scores
 from autopipe.passes.registry import Scheduler, Strategy, scheduler_class, strategy_class, strategy_names
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         mode=None if configuration.mode is None else Mode(configuration.mode),
         loss=wanted_loss(configuration),
         normalize=loss.normalize if isinstance(loss, Loss) else "micro_batches",
-        scores=loss.scores if isinstance(loss, Loss) and loss.scores != "auto" else None,
+        scores=wanted_scores(configuration),
         batch_size=configuration.batch_size,
         micro_batches=None if configuration.micro_batches == "auto" else configuration.micro_batches,
         micro_batch_size=configuration.micro_batch_size,
@@ -141,6 +141,12 @@ def request_of(configuration: Configuration, model: Path) -> Request:
 
 _IGNORED = -100
 """The label that counts for nothing to torch and Hugging Face."""
+
+
+def wanted_scores(configuration: Configuration) -> Scores | None:
+    """Return whether losses keep or recompute their scores; None if the plan decides."""
+    loss = configuration.loss
+    return loss.scores if isinstance(loss, Loss) and loss.scores != "auto" else None
 
 
 def wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:

@@ -99,6 +99,7 @@ class CrossEntropy:
 class Loss:
     """The loss, and what it is divided by."""
 
+    scalar: ClassVar[str] = "output"
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("cross_entropy", "output"),)
     cross_entropy: Annotated[CrossEntropy | None, Sparse()] = None
     """Mean cross-entropy of logits against labels, which is added to the graph."""
@@ -436,10 +437,13 @@ def _assignment(text: str, flag: str, form: str) -> tuple[str, str]:
 
 def _lay(base: Entry, over: Entry, hint: Any) -> Entry:
     """`over` laid on `base`; `hint` is the type of the value where it is known."""
-    if not isinstance(base.value, dict) or not isinstance(over.value, dict):
-        return over
     kinds = typing.get_args(unwrap(hint)[0]) or (unwrap(hint)[0],)
     schema: Any = next(filter(dataclasses.is_dataclass, kinds), None)
+    scalar = getattr(schema, "scalar", None)
+    if scalar is not None and isinstance(base.value, str) and isinstance(over.value, dict):
+        base = Entry({scalar: base}, base.place)  # The scalar is short for a mapping with this key.
+    if not isinstance(base.value, dict) or not isinstance(over.value, dict):
+        return over
     chosen = {name for name in getattr(schema, "selectors", ()) if name in over.value}
     if any(over.value[name] != base.value.get(name) for name in chosen):
         return over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ def test_what_one_size_has_measured_is_not_measured_for_another() -> None:
     assert [group.note for group in groups] == ["micro-batch 8", "micro-batch 8, split 2 ways"]
     operations = [sample.operation for group in groups for sample in group.lap]
     assert len(operations) == len(set(operations))
+
+
+def test_both_forms_of_a_loss_are_measured() -> None:
+    own = dataclasses.replace(model(perceptron([16, 12])), other=perceptron([16, 20]))
+    laps = [each for group in groups_of([(8, own)], "fp32", ()) for each in group.lap]
+    products = [each.operation.operands[1] for each in laps if each.operation.operator == "MatMul"]
+    assert products == ["float32[16,12]", "float32[16,20]"]
 
 
 @pytest.mark.parametrize(("places", "held"), [(4, 2**30), (400, 5000)])
