@@ -63,6 +63,7 @@ class Plan:
     stages: int = 1
     recompute: bool = False
     halves: bool = False
+    order: str = "1f1b"
     training: Training = PLAIN
     lr_scheduler: LRScheduler = CONSTANT
     optimizer: Optimizer = ADAMW
@@ -75,7 +76,7 @@ class Plan:
             Stage(tuple(range(first, last)), (0,), SAMPLES, recompute=self.recompute) for first, last in pairwise(cuts)
         ]
         placement = Placement(tuple(stages))
-        schedule: Schedule = schedule_of(graph, placement, MICRO_BATCHES, "gpipe")
+        schedule: Schedule = schedule_of(graph, placement, MICRO_BATCHES, self.order)
         if self.halves:
             schedule = halved(schedule, 1)
         settings = {"lr_scheduler": self.lr_scheduler, "training": self.training}
@@ -84,13 +85,18 @@ class Plan:
 
 PLANS = {
     "plain": Plan(),
-    "recomputed": Plan(recompute=True),
+    "recomputed": Plan(recompute=True, order="gpipe"),
     "accumulated": Plan(
         training=Training(gradient_accumulation_steps=2), optimizer=Optimizer("sgd", lr=0.05, momentum=0.9)
     ),
     "scaled": Plan("fp16", optimizer=Optimizer("adamw", lr=0.01, loss_scale=2.0**16)),
     "all, two stages, halves": Plan(
-        "fp16", 2, recompute=True, halves=True, training=Training(gradient_accumulation_steps=2, max_norm=0.1)
+        "fp16",
+        2,
+        recompute=True,
+        halves=True,
+        order="gpipe",
+        training=Training(gradient_accumulation_steps=2, max_norm=0.1),
     ),
 }
 
@@ -169,7 +175,7 @@ def assert_equal(found: Run, expected: Run) -> None:
 def small(tmp_path: Path) -> Path:
     """A program of two stages on one rank, with three micro-batches in flight."""
     folder = tmp_path / "program"
-    Plan(stages=2).write(*small_graph("candle-uno", SAMPLES), folder)
+    Plan(stages=2, order="gpipe").write(*small_graph("candle-uno", SAMPLES), folder)
     return folder
 
 
@@ -235,7 +241,7 @@ def test_a_capture_that_fails_leaves_its_stage_eager(device: Device, small: Path
 
 def test_micro_batches_without_a_slot_run_eagerly(device: Device, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = StageGraphs._capture
-    monkeypatch.setattr(StageGraphs, "_capture", lambda self, slots, free: capture(self, 1, free))
+    monkeypatch.setattr(StageGraphs, "_capture", lambda self, slots: capture(self, 1))
     eager, captured = run(small, "--no-cuda-graphs"), run(small, "--cuda-graphs")
     # Forward and backward of one of three micro-batches, on two stages, and the update, in all steps but the first.
     assert device.replays == (2 * 2 + 1) * (STEPS - 1)
@@ -344,3 +350,9 @@ def test_ranks_that_exchange_between_captured_stages(ranks: str, shard: bool, re
     losses = [[line["loss"] for line in own if "loss" in line] for own in (eager, captured)]
     assert len(set(losses[0])) == STEPS
     assert losses[1] == losses[0]
+
+
+def test_a_run_on_a_cpu_says_that_it_has_no_graphs(small: Path) -> None:
+    assert run(small, "--cuda-graphs").notes == [
+        "CUDA graphs: 0 of 2 stages captured; stages 0, 1 eager: cpu devices have none"
+    ]

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 
-from autopipe.backends.torch.runtime.cuda_graphs import StaticGradients
+from autopipe.backends.torch.runtime.cuda_graphs import CaptureResources, has_cuda_graphs
 from autopipe.backends.torch.runtime.stage import RankContext, Stage
 
 _NOT_ASKED = "the plan is not bound by the host"
 _UPDATE = "update"
 
 
-def capture_stages(rank: RankContext, gradients: StaticGradients, capture_update: Callable[[], str]) -> str:
+def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources], str]) -> str:
     """Capture CUDA graphs of this rank's stages, all ranks together, between two steps: of all stages if
     `--cuda-graphs` is given, otherwise of those that the host bounds. If a stage is captured, so is the rank's update;
     `capture_update` returns why not. Return a line that says which stages of all ranks are captured, and why others are
     not."""
 
     def capture() -> dict[str, str]:
-        said = {str(number): _capture(rank, stage, gradients) for number, stage in sorted(rank.stages.items())}
+        if not has_cuda_graphs(rank.device):
+            return {str(number): f"{rank.device.type} devices have none" for number in rank.stages}
+        resources = CaptureResources(partial(_free_bytes, rank))
+        said = {str(number): _capture(rank, stage, resources) for number, stage in sorted(rank.stages.items())}
         if rank.train and not all(said.values()):
-            said[_UPDATE] = capture_update()
+            said[_UPDATE] = capture_update(resources)
         return said
 
     control_group = rank.transport.make_control_group()
@@ -32,11 +36,11 @@ def capture_stages(rank: RankContext, gradients: StaticGradients, capture_update
     return summary(len(rank.manifest.stages), by_rank)
 
 
-def _capture(rank: RankContext, stage: Stage, gradients: StaticGradients) -> str:
+def _capture(rank: RankContext, stage: Stage, resources: CaptureResources) -> str:
     """Capture a stage if that is asked for. Return the reason why it stays eager, "" if it does not."""
     if not (rank.options.cuda_graphs or rank.manifest.stages[stage.number].host_bound):
         return _NOT_ASKED
-    return stage.capture(gradients, lambda: free_bytes(rank))
+    return stage.capture(resources)
 
 
 def summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
@@ -68,7 +72,7 @@ def _stages(numbers: Iterable[int]) -> str:
     return f"stage{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
 
 
-def free_bytes(rank: RankContext) -> int:
+def _free_bytes(rank: RankContext) -> int:
     """Return how much memory of the device is free for this rank."""
     free: int = torch.cuda.mem_get_info(rank.device)[0]
     if rank.manifest.memory_limits:

@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 _NEVER = {"p.group": "its ranks exchange data inside of it"}
 """By name in a stage's text, the reason why the stage is never captured."""
 _DEVICE = "cuda"
-FREE_SHARE = 0.9
+_FREE_SHARE = 0.9
 """Share of the device's free memory that the slots of a stage may take."""
 
 
@@ -43,11 +43,9 @@ def has_cuda_graphs(device: torch.device) -> bool:
     return device.type == _DEVICE
 
 
-def why_not_captured(names: Collection[str], device: torch.device) -> str:
+def why_not_captured(names: Collection[str]) -> str:
     """Return the reason why a stage cannot be captured, "" if it may be. `names` are the dotted names in the stage's
     text (`names_in`)."""
-    if not has_cuda_graphs(device):
-        return f"CUDA graphs need a CUDA device, and this is {device.type}"
     for name, reason in _NEVER.items():
         if any(each == name or each.startswith(f"{name}.") for each in names):
             return reason
@@ -80,9 +78,9 @@ class StaticGradients:
             self._buffers[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
         return self._buffers[id(parameter)]
 
-    def has(self, parameter: torch.Tensor) -> bool:
-        """True if the static gradient of `parameter` is allocated."""
-        return id(parameter) in self._buffers
+    def missing_bytes(self, parameters: Sequence[torch.Tensor]) -> int:
+        """Return the memory that the static gradients of `parameters` take in addition to those allocated."""
+        return sum(each.nbytes for each in parameters if id(each) not in self._buffers)
 
     def place(self, parameters: Sequence[torch.Tensor]) -> None:
         """Make each parameter's static tensor its gradient, with the value that the gradient has: zero if none."""
@@ -103,6 +101,48 @@ class StaticGradients:
             foreach_zero_(fresh)
         if moved:
             foreach_copy_(moved, values)
+
+
+class CaptureResources:
+    """The stream, the static gradients and the memory of a rank's captures."""
+
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
+        """`free_bytes` returns how much memory of the device is free for the rank."""
+        # One stream for all: libraries allocate a workspace for each stream.
+        self.stream = torch.cuda.Stream()
+        self.gradients = StaticGradients()
+        self._free_bytes = free_bytes
+
+    def reserve(self, needed: int) -> None:
+        """Raise NotCaptured if `needed` bytes are too many for the free memory."""
+        free = self._free_bytes()
+        if needed > _FREE_SHARE * free:
+            raise NotCaptured(f"its graphs need about {_gib(needed)}, and {_gib(free)} are free")
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While the block runs, the stream is the current one. Any error becomes NotCaptured. Nothing is under way on
+        the device before and behind the block."""
+        torch.cuda.synchronize()
+        # A capture that ends with an error leaves its stream the current one: this context restores it.
+        with torch.cuda.stream(self.stream):
+            try:
+                yield
+            except NotCaptured:
+                raise
+            except Exception as error:
+                raise NotCaptured(f"the capture failed: {_first_line(error)}") from error
+            finally:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+
+    def capture(self, run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+        """Return the graph of the kernels that `run` launches; its memory is in `pool`. In `capturing` only."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device: that of the data copies batches.
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+            run()
+        return graph
 
 
 class _NarrowAlias(torch.autograd.Function):
@@ -136,31 +176,17 @@ class Captured:
 class StageGraphs:
     """The captured graphs of a stage, with one slot for each micro-batch that may be in flight."""
 
-    def __init__(self, stage: Captured, gradients: StaticGradients, slots: int, free_bytes: Callable[[], int]) -> None:
-        """Capture the stage. Nothing is under way on the device. Raises NotCaptured; then nothing has changed.
-
-        `free_bytes` returns how much memory is free on the device.
-        """
+    def __init__(self, stage: Captured, resources: CaptureResources, slots: int) -> None:
+        """Capture the stage. Raises NotCaptured; then nothing has changed."""
         self._stage = stage
-        self._gradients = gradients
-        self._stream = torch.cuda.Stream()
+        self._resources = resources
         self._trained: list[torch.Tensor] = []
         self._placed = False
         self.free: list[Slot] = []
-        # The outer context restores the current stream if a capture ends with an error.
-        with torch.cuda.stream(self._stream):
-            try:
-                self._capture(slots, free_bytes)
-            except NotCaptured:
-                raise
-            except Exception as error:
-                self.free.clear()
-                raise NotCaptured(f"the capture failed: {first_line(error)}") from error
-            finally:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+        with resources.capturing():
+            self._capture(slots)
 
-    def _capture(self, slots: int, free_bytes: Callable[[], int]) -> None:
+    def _capture(self, slots: int) -> None:
         with self._aliases() as aliases:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
@@ -172,12 +198,11 @@ class StageGraphs:
                 aliases[name].grad = None
             torch.cuda.empty_cache()
             # One more for what stays eager: validation, and micro-batches for which no slot is left.
-            needed = (slots + 1) * a_slot + sum(each.nbytes for each in self._trained)
-            if needed > FREE_SHARE * (free := free_bytes()):
-                raise NotCaptured(f"its graphs need about {gib(needed)}, and {gib(free)} are free")
+            gradients = self._resources.gradients
+            self._resources.reserve((slots + 1) * a_slot + gradients.missing_bytes(self._trained))
             for name in found:
-                aliases[name].grad = self._gradients.of(self._stage.parameters[name])
-            self.free += [Slot(self._stage, self) for _ in range(slots)]
+                aliases[name].grad = gradients.of(self._stage.parameters[name])
+            self.free += [Slot(self._stage, self._resources, self) for _ in range(slots)]
 
     @contextmanager
     def _aliases(self) -> Iterator[Tensors]:
@@ -207,7 +232,6 @@ class StageGraphs:
         """Run the stage eagerly on the capturing stream: libraries allocate their workspaces, and an operator that
         waits for the device raises an error."""
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.synchronize()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Synchronization debug mode")
             torch.cuda.set_sync_debug_mode("error")
@@ -232,7 +256,7 @@ class StageGraphs:
     def place_gradients(self) -> None:
         """Have the parameters' gradients in static tensors, as the step's captured backwards expect."""
         if not self._placed:
-            self._gradients.place(self._trained)
+            self._resources.gradients.place(self._trained)
             self._placed = True
 
     def end_step(self) -> None:
@@ -281,30 +305,22 @@ class _Pass:
 class Slot:
     """The static tensors of one micro-batch in flight, and the graphs that read and write them."""
 
-    def __init__(self, stage: Captured, graphs: StageGraphs) -> None:
-        """Capture the graphs, on the current stream."""
+    def __init__(self, stage: Captured, resources: CaptureResources, graphs: StageGraphs) -> None:
+        """Capture the graphs."""
         self._graphs = graphs
         self._state = StaticState(stage.p.random.state, stage.p.device) if stage.p.random.draws else None
         self._pass = _Pass(stage, stage.make_arguments())
-        self._pool = torch.cuda.graph_pool_handle()
         self._has_backward = False
+        pool = torch.cuda.graph_pool_handle()
         state = self._state or stage.p.random.state
-        self._forward = self._capture(lambda: self._pass.run_forward(state))
+        self._forward = resources.capture(lambda: self._pass.run_forward(state), pool)
         self._pass.make_seeds()
         self._backward: torch.cuda.CUDAGraph | None = None
         self._weight_gradients: torch.cuda.CUDAGraph | None = None
         if self._pass.seeds:
-            self._backward = self._capture(self._pass.run_backward)
+            self._backward = resources.capture(self._pass.run_backward, pool)
             if self._pass.waiting:
-                self._weight_gradients = self._capture(self._pass.run_weight_gradients)
-
-    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        # Other threads may use the device: that of the data copies batches.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            run()
-        return graph
+                self._weight_gradients = resources.capture(self._pass.run_weight_gradients, pool)
 
     @property
     def edges(self) -> tuple[OutputEdge, ...]:
@@ -358,11 +374,10 @@ def _narrow_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def gib(count: float) -> str:
-    """Return a number of bytes as GiB."""
+def _gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def first_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Return the first line of the message of `error`, its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -17,12 +17,12 @@ from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import check_unused
 from autopipe.backends.torch.runtime.batch_reader import BatchReader, PrefetchingReader, StepData
 from autopipe.backends.torch.runtime.blocking import BlockingStage, GlobalOrder
-from autopipe.backends.torch.runtime.capture import capture_stages, free_bytes
+from autopipe.backends.torch.runtime.capture import capture_stages
 from autopipe.backends.torch.runtime.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.clock import StepProfiler
 from autopipe.backends.torch.runtime.compiled import compile_stages
-from autopipe.backends.torch.runtime.cuda_graphs import NotCaptured, StaticGradients, has_cuda_graphs
+from autopipe.backends.torch.runtime.cuda_graphs import CaptureResources, NotCaptured, has_cuda_graphs
 from autopipe.backends.torch.runtime.data import open_source
 from autopipe.backends.torch.runtime.dry_run import DryReporter, DryStage, DryTransport, MemoryTracker, use_fake_tensors
 from autopipe.backends.torch.runtime.evaluation import Evaluator, evaluation_of
@@ -338,22 +338,15 @@ class Rank(RankContext):
         if is_due and (by_default if asked is None else asked):
             self._captured = True
             self.heartbeat.task = "capture"
-            gradients = StaticGradients()
-            self.reporter.say(capture_stages(self, gradients, partial(self._capture_update, gradients)))
+            self.reporter.say(capture_stages(self, self._capture_update))
 
-    def _capture_update(self, gradients: StaticGradients) -> str:
+    def _capture_update(self, resources: CaptureResources) -> str:
         """Capture the update. Return the reason why it stays eager, "" if it does not."""
         if self.optimizer is None or not self.updated_first:
             return ""
         try:
-            self.update_graph = UpdateGraph(
-                self.optimizer,
-                self.updated_first,
-                gradients,
-                self._average,
-                self.loss_scaler is not None,
-                partial(free_bytes, self),
-            )
+            skips = self.loss_scaler is not None
+            self.update_graph = UpdateGraph(self.optimizer, self.updated_first, self._average, skips, resources)
         except NotCaptured as error:
             return str(error)
         return ""

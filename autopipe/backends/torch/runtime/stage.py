@@ -16,10 +16,10 @@ from autopipe.backends.torch.runtime.batch_reader import BatchReader, BlockReque
 from autopipe.backends.torch.runtime.clock import Clock
 from autopipe.backends.torch.runtime.cuda_graphs import (
     Captured,
+    CaptureResources,
     NotCaptured,
     Slot,
     StageGraphs,
-    StaticGradients,
     names_in,
     why_not_captured,
 )
@@ -406,11 +406,11 @@ class Stage:
             for name, (dtype, shape) in self._inputs.items()
         }
 
-    def capture(self, gradients: StaticGradients, free_bytes: Callable[[], int]) -> str:
+    def capture(self, resources: CaptureResources) -> str:
         """Capture the stage as CUDA graphs, which later steps replay; nothing is under way. There are as many slots as
         micro-batches were in flight before. Return the reason why the stage stays eager, "" if it does not."""
         rank = self._rank
-        if reason := why_not_captured(names_in(inspect.getsource(self.module)), rank.device):
+        if reason := why_not_captured(names_in(inspect.getsource(self.module))):
             return reason
         seeded = {port.result for port in self.sends if port.gradient} if rank.training else set()
         if rank.training and self._loss is not None:
@@ -418,7 +418,7 @@ class Stage:
         parameters = {name: rank.parameters[int(name[1:])] for name in self.module.PARAMETERS}
         stage = Captured(self.p, self._results, self._zeros, parameters, frozenset(seeded))
         try:
-            self.graphs = StageGraphs(stage, gradients, self._most_in_flight, free_bytes)
+            self.graphs = StageGraphs(stage, resources, self._most_in_flight)
         except NotCaptured as error:
             return str(error)
         return ""

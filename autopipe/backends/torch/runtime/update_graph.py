@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autopipe.backends.torch.runtime.cuda_graphs import FREE_SHARE, NotCaptured, StaticGradients, first_line, gib
+from autopipe.backends.torch.runtime.cuda_graphs import CaptureResources, NotCaptured
 
 
 class UpdateGraph:
@@ -20,10 +20,9 @@ class UpdateGraph:
         self,
         optimizer: torch.optim.Optimizer,
         tensors: Sequence[torch.Tensor],
-        gradients: StaticGradients,
         average: Callable[[], None],
         skips: bool,
-        free_bytes: Callable[[], int],
+        resources: CaptureResources,
     ) -> None:
         """Capture the update; the optimizer has taken a step before. Raises NotCaptured; then nothing has changed.
 
@@ -34,26 +33,23 @@ class UpdateGraph:
             raise NotCaptured("its optimizer takes the learning rate from the host")
         self._optimizer = optimizer
         self._tensors = tuple(tensors)
-        self._gradients = gradients
-        needed = sum(each.nbytes for each in self._tensors if not gradients.has(each))
-        if needed > FREE_SHARE * (free := free_bytes()):
-            raise NotCaptured(f"its gradients need {gib(needed)}, and {gib(free)} are free")
-        self._skipped = torch.zeros((), device=self._tensors[0].device) if skips else None
-        stream = torch.cuda.Stream()
-        # The outer context restores the current stream if the capture ends with an error.
-        with torch.cuda.stream(stream):
-            try:
-                self._capture(stream, average)
-            except Exception as error:
-                self._restore()
-                raise NotCaptured(f"the capture failed: {first_line(error)}") from error
-            finally:
-                for tensor in self._tensors:
-                    tensor.grad = None
-                torch.cuda.synchronize()
-
-    def _capture(self, stream: torch.cuda.Stream, average: Callable[[], None]) -> None:
+        self._gradients = resources.gradients
+        resources.reserve(self._gradients.missing_bytes(self._tensors))
         device = self._tensors[0].device
+        self._skipped = torch.zeros((), device=device) if skips else None
+        try:
+            with resources.capturing():
+                self._prepare(device)
+                self._graph = resources.capture(lambda: self._run(average))
+        except NotCaptured:
+            self._restore()
+            raise
+        finally:
+            for tensor in self._tensors:
+                tensor.grad = None
+
+    def _prepare(self, device: torch.device) -> None:
+        """Have the optimizer read tensors only."""
         for tensor in self._tensors:
             tensor.grad = self._gradients.of(tensor)
         for group in self._optimizer.param_groups:
@@ -63,10 +59,10 @@ class UpdateGraph:
         if self._skipped is not None:
             self._optimizer.found_inf = self._skipped  # type: ignore[attr-defined]
         torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            self._optimizer.step()
-            average()
+
+    def _run(self, average: Callable[[], None]) -> None:
+        self._optimizer.step()
+        average()
 
     def _restore(self) -> None:
         """Have the optimizer take numbers of the host again."""
