@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
@@ -14,6 +16,7 @@ from autopipe.cli.inspect import inspect
 from autopipe.cli.main import main
 from autopipe.ir.ops import OPERATORS
 from tests.passes.frontend.building import INT64, floats, model, node, saved
+from tests.passes.frontend.test_branches import towers
 
 
 @pytest.fixture
@@ -129,3 +132,13 @@ def test_what_is_trained_is_said_in_three_lines_at_most_and_whole_when_asked(lay
     assert tensors["enc.w"] == {
         "name": "enc.w", "shape": [4, 5], "elements": 20, "trained": True, "why": "by its use", "doubtful": False,
     }  # fmt: skip
+
+
+def test_inspect_imports_no_solver_and_nothing_that_runs_models(tmp_path: Path) -> None:
+    """The model has heavy branches side by side, which `inspect` looks for."""
+    path = saved(towers(2, 3), tmp_path)
+    text = f"import sys\nfrom autopipe.cli.main import main\ncode = main(['inspect', {str(path)!r}])\n"
+    text += "print(*sys.modules, sep='\\n', file=sys.stderr)\nsys.exit(code)\n"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert "matmul_t1_0" in done.stdout
+    assert {"scipy", "ortools", "pulp", "torch", "onnxruntime"}.isdisjoint(done.stderr.split())
