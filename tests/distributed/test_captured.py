@@ -235,6 +235,8 @@ def test_a_capture_that_fails_leaves_its_stage_eager(device: Device, small: Path
     captured = run(small, "--cuda-graphs")
     reason = "the capture failed: CUDA error: out of memory"
     assert captured.notes[-1] == f"CUDA graphs: 1 of 2 stages captured, and the update; stage 0 eager: {reason}"
+    assert (len(device.open_pools), len(device.released_pools)) == (0, 1)
+    assert device.generator_states == ["a copy"]
     assert device.replays
     assert_equal(captured, eager)
 
@@ -300,6 +302,8 @@ def test_an_update_whose_capture_fails_stays_eager(device: Device, small: Path) 
     captured = run(small, "--cuda-graphs")
     reason = "the update eager: the capture failed: CUDA error: out of memory"
     assert captured.notes[-1] == f"CUDA graphs: 2 of 2 stages captured; {reason}"
+    assert (len(device.open_pools), len(device.released_pools)) == (0, 1)
+    assert device.generator_states == ["a copy"]
     assert_equal(captured, eager)
 
 
@@ -356,3 +360,13 @@ def test_a_run_on_a_cpu_says_that_it_has_no_graphs(small: Path) -> None:
     assert run(small, "--cuda-graphs").notes == [
         "CUDA graphs: 0 of 2 stages captured; stages 0, 1 eager: cpu devices have none"
     ]
+
+
+def test_the_first_of_any_number_of_steps_is_followed_by_a_capture(device: Device, small: Path) -> None:
+    """A caller may run further steps than the options say."""
+    with as_rank(small, 0, "--device", "cpu", "--cuda-graphs"):
+        names = runpy.run_path(str(small / "rank_000.py"))
+        names["rank"].set_up()
+        for _ in range(STEPS):
+            names["rank"].run(names["step"])
+    assert device.replays == (2 * 2 * MICRO_BATCHES + 1) * (STEPS - 1)

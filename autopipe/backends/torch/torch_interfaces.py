@@ -11,7 +11,7 @@ take up to a second each to import.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -156,6 +156,24 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def storage_users(storage: torch.UntypedStorage) -> int:
     """Return the number of references to a storage: one per tensor, and one of the Python object `storage`."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def abandon_capture(pool: Any) -> None:
+    """Release what a failed capture of a CUDA graph still holds: the allocator's redirection of memory to `pool`, and
+    the state of torch's generator.
+
+    If the end of the capture raises an error, torch skips both. Then memory that other streams use is never freed, and
+    drawing random numbers raises an error.
+    """
+    device = torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # The capture has ended, and its graph releases the pool.
+    with suppress(RuntimeError):  # The error of the capture says more than one of these.
+        torch._C._cuda_releasePool(device, pool)
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def completed_work() -> Any:

@@ -27,7 +27,7 @@ from autopipe.backends.torch.runtime.parameters import Arguments
 from autopipe.backends.torch.runtime.random_streams import ForwardState, StaticState
 from autopipe.backends.torch.runtime.running_statistics import NotedStatistic
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, WeightGradQueue, compute_all
-from autopipe.backends.torch.torch_interfaces import foreach_copy_, foreach_zero_
+from autopipe.backends.torch.torch_interfaces import abandon_capture, foreach_copy_, foreach_zero_
 
 Tensors = dict[str, torch.Tensor]
 
@@ -136,12 +136,16 @@ class CaptureResources:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
 
-    def capture(self, run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+    def capture(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
         """Return the graph of the kernels that `run` launches; its memory is in `pool`. In `capturing` only."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device: that of the data copies batches.
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
-            run()
+        try:
+            # Other threads may use the device: that of the data copies batches.
+            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+                run()
+        except Exception:
+            abandon_capture(pool)
+            raise
         return graph
 
 

@@ -331,11 +331,11 @@ class Rank(RankContext):
         return self.reader.end_step(self.steps_done - 1)  # A thread may copy from then on, which no capture allows.
 
     def _capture(self) -> None:
-        """After the first step, capture CUDA graphs for the steps that are left."""
+        """After the first step, capture CUDA graphs: if they are asked for, or by default if steps are left."""
         asked = self.options.cuda_graphs
         by_default = has_cuda_graphs(self.device) and not self.options.dry_run and self.options.record is None
-        is_due = not self._captured and self.steps_done < self.options.steps
-        if is_due and (by_default if asked is None else asked):
+        by_default = by_default and self.steps_done < self.options.steps
+        if not self._captured and (by_default if asked is None else asked):
             self._captured = True
             self.heartbeat.task = "capture"
             self.reporter.say(capture_stages(self, self._capture_update))

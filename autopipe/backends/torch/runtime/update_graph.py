@@ -40,7 +40,7 @@ class UpdateGraph:
         try:
             with resources.capturing():
                 self._prepare(device)
-                self._graph = resources.capture(lambda: self._run(average))
+                self._graph = resources.capture(lambda: self._run(average), torch.cuda.graph_pool_handle())
         except NotCaptured:
             self._restore()
             raise

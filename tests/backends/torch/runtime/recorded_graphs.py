@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,11 @@ class Device:
         self.captures = 0
         self.failing = 0
         """Number of the capture that fails, from 1; 0 for none."""
+        self.open_pools: list[object] = []
+        """Pools of captures that have not ended."""
+        self.released_pools: list[object] = []
+        self.generator_states: list[str] = []
+        """States that torch's generator was given."""
         self._reserved_bytes = 0
 
     def memory_reserved(self, *_: object) -> int:
@@ -139,14 +145,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(RecordedGraph, "device", device, raising=False)
 
     @contextmanager
-    def capture(graph: RecordedGraph, stream: object, capture_error_mode: str, pool: object = None) -> Iterator[None]:
+    def capture(graph: RecordedGraph, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
         device.capturing += 1
         device.captures += 1
+        device.open_pools.append(pool)
         try:
             with graph:
                 yield
-            if device.captures == device.failing:
+            if device.captures == device.failing:  # CUDA has invalidated the capture, and torch does not end it.
                 raise torch.OutOfMemoryError("CUDA error: out of memory")
+            device.open_pools.remove(pool)
         finally:
             device.capturing -= 1
             graph.end()
@@ -165,11 +173,26 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     for name in ("item", "tolist"):
         monkeypatch.setattr(torch.Tensor, name, waiting(name))
+
+    def end_allocation(_: int, pool: object) -> None:
+        """Raise an error as torch does if no capture allocates from the pool."""
+        if pool not in device.open_pools:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        device.open_pools.remove(pool)
+
+    def release(_: int, pool: object) -> None:
+        device.released_pools.append(pool)
+
+    generator = SimpleNamespace(clone_state=lambda: "a copy", graphsafe_set_state=device.generator_states.append)
     monkeypatch.setattr(cuda_graphs, "_DEVICE", "cpu")
     monkeypatch.setattr(optimizers, "_is_fused", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
