@@ -234,6 +234,7 @@ def compare_random_numbers(device: str, *kinds: str) -> dict[str, Any]:
     """Return whether the device draws the bits that the CPU draws, and the kinds of numbers that differ; with
     `compiled` also in functions that torch compiles."""
     import torch
+
     from autopipe.backends.torch.random_comparison import compare
 
     found = compare(torch.device(device), compiled="compiled" in kinds)

@@ -12,6 +12,7 @@ import torch
 
 from autopipe.backends.torch import random_comparison
 from autopipe.backends.torch.random_comparison import compare
+from autopipe.backends.torch.runtime import philox, philox_numpy
 
 
 @pytest.mark.cuda
@@ -23,12 +24,13 @@ def test_a_gpu_draws_the_bits_of_a_cpu() -> None:
 
 
 def test_every_kind_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of another seed are found to differ."""
+    """Numbers of another key are found to differ."""
     cpu = torch.device("cpu")
     assert all(compare(cpu).values())
     draws = random_comparison._draws()
     expected = {name: draw(cpu) for name, draw in draws.items()}
-    monkeypatch.setattr(random_comparison.philox, "_KEY_STEPS", (1, 2))
+    monkeypatch.setattr(philox_numpy, "_KEY_STEPS", (1, 2))
+    monkeypatch.setattr(philox, "_KEY_STEPS", (1, 2))
     for name, draw in draws.items():
         assert not random_comparison._equal(expected[name], draw(cpu)), name
 

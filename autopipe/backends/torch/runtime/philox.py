@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autopipe.backends.torch.runtime.philox_numpy import draw_words_by_numpy
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -104,6 +106,11 @@ def draw_words(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
     kernel = _kernel_for(rows.first)
     if kernel is not None:
         return kernel(rows.first, rows.second, rows.third, rows.fourth, start, stop, key)
+    return draw_words_by_operators(rows, start, stop, key)
+
+
+def draw_words_by_operators(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
+    """Return the words of blocks [start, stop) of each row, drawn by torch operators on any device."""
     position = rows.first + torch.arange(start, stop, device=rows.first.device)
     second = position >> 32 if rows.second is None else rows.second
     block = philox_4x32((position & LOW, second, rows.third, rows.fourth), key)
@@ -133,13 +140,15 @@ def integers_below(words: Tensor, below: int) -> Tensor:
 
 
 def _kernel_for(tensor: Tensor) -> Callable[..., Tensor] | None:
-    """Return the function that draws words on the tensor's device in one kernel, or None if torch operators draw them.
+    """Return the fastest function that draws words on the tensor's device, or None for `philox_4x32`.
 
     Inductor fuses the operators of a compiled function by itself. A tensor without values has another class.
     """
-    if torch.compiler.is_compiling() or tensor.device.type != "cuda" or type(tensor) is not Tensor:
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return None
-    return _triton_kernel()
+    if tensor.device.type == "cpu":
+        return draw_words_by_numpy
+    return _triton_kernel() if tensor.device.type == "cuda" else None
 
 
 @cache

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopipe.backends.torch.runtime import cuda_graphs, optimizers
+from autopipe.backends.torch.runtime import cuda_graphs, optimizers, philox
 
 _WAITING = {
     torch.ops.aten._local_scalar_dense.default,
@@ -185,6 +185,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     generator = SimpleNamespace(clone_state=lambda: "a copy", graphsafe_set_state=device.generator_states.append)
     monkeypatch.setattr(cuda_graphs, "_DEVICE", "cpu")
+    monkeypatch.setattr(philox, "_kernel_for", lambda tensor: None)  # A graph records operators, but not NumPy.
     monkeypatch.setattr(optimizers, "_is_fused", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)

@@ -11,15 +11,18 @@ from hypothesis import strategies as st
 
 from autopipe.backends.torch.runtime.philox import (
     Block,
+    Key,
     Purpose,
     Rows,
     as_unsigned,
     draw_run,
     draw_words,
+    draw_words_by_operators,
     integers_below,
     key_of,
     philox_4x32,
 )
+from autopipe.backends.torch.runtime.philox_numpy import draw_words_by_numpy
 
 ONES = 0xFFFFFFFF
 VECTORS = {
@@ -60,6 +63,32 @@ def test_counters_carry_into_their_second_word() -> None:
     last = philox_4x32((torch.tensor(ONES), zero, zero, zero), KEY)
     carried = philox_4x32((zero, torch.tensor(1), zero, zero), KEY)
     assert found == [int(each) for each in (*last, *carried)]
+
+
+def column(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers)[:, None]
+
+
+LOW = column(3, 2**32 - 1, 17)
+HIGH = column(2**31, 5, 2**32 - 1)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        Rows(column(2**32 - 3), column(0), column(0)),
+        Rows(column(0, 2**40, 2**33 - 1), LOW, HIGH),
+        Rows(column(7), column(0), HIGH, LOW),
+        Rows(column(7), LOW, column(2**32 - 5), HIGH),
+    ],
+)
+@pytest.mark.parametrize("key", [(2**32 - 1, 5), (torch.tensor(9), torch.tensor(2**31))])
+@pytest.mark.parametrize("blocks", [(0, 1), (3, 3), (5, 1400)])
+def test_numpy_draws_the_words_of_torch_operators(rows: Rows, key: Key, blocks: tuple[int, int]) -> None:
+    expected = draw_words_by_operators(rows, *blocks, key)
+    found = draw_words_by_numpy(rows.first, rows.second, rows.third, rows.fourth, *blocks, key)
+    assert torch.equal(found, expected)
+    assert torch.equal(draw_words(rows, *blocks, key), expected)
 
 
 def test_words_broadcast() -> None:
