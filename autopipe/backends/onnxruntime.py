@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from autopipe.ir.graph import DType, Value
 from autopipe.ir.measured_costs import OperationCost, Sample, Timing
 from autopipe.ir.ops import OPERATORS
 from autopipe.ir.ops.operator import Signature
+from autopipe.ir.output_files import scratch_folder
 
 if TYPE_CHECKING:
     import onnx
@@ -189,7 +190,8 @@ class ReferenceModel:
         """`weights` are parameters that the file names without storing, `fixed` inputs that are one number. Unless
         `train`, batches are normalised by running statistics. Raises ModelError where it cannot be opened, and
         NoKernelError where nothing is wrong with it."""
-        self._scratch = tempfile.TemporaryDirectory()
+        scratch = ExitStack()
+        weakref.finalize(self, scratch.close)
         proto = _loaded(model)
         self._fixed = {each.name: _full(each, fixed[each.name]) for each in proto.graph.input if each.name in fixed}
         self.random = tuple(sorted(set(_drawing(proto))))
@@ -203,7 +205,9 @@ class ReferenceModel:
         kept += _keep_tokens_of_experts(proto)
         changed = bool(weights) or self.dropouts + batches + kept > 0 or _BFLOAT16 in _types_used(proto)
         changed = _cast_to_one_type(proto) or changed
-        self._path = _completed(model, proto, weights, Path(self._scratch.name)) if changed else model
+        self._path = (
+            _completed(model, proto, weights, scratch.enter_context(scratch_folder("model"))) if changed else model
+        )
         self._session = _open(self._path)
         self.inputs: dict[str, list[Any]] = {each.name: each.shape for each in self._session.get_inputs()}
         self._outputs = [each.name for each in self._session.get_outputs()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from autopipe.cli.options import FORCE, MODEL, PATH, flag_words, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import REFUSALS, CodegenError, ConfigurationError, InfeasibleError
+from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.output_kinds import NPY, TOKENS, OutputFile, plan_inputs
 from autopipe.ir.plan import PLAN_FILE
 
@@ -99,7 +99,9 @@ def generate(
         temperature = 1.0 if given else 0.0
     written_to = None
     if target is not None:
-        written_to = _output_file(target, (*plan_inputs(program), *map(Path, prompts)), force)
+        written_to = _output_file(
+            target, (*plan_inputs(program), *map(Path, prompts), *([] if model is None else [model])), force
+        )
         written_to.check()
     sequences = tuple(tuple(ids) for text in prompts for ids in read_prompts(text))
     request = GenerationRequest(sequences, max_new_tokens, eos, temperature, top_k, top_p, seed)
@@ -179,7 +181,7 @@ def program_of(folder: Path, model: Path | None) -> Iterator[tuple[Path, PlanRes
     from autopipe.cli.plan_folder import open_plan
 
     planned = open_plan(folder, model)
-    with tempfile.TemporaryDirectory(prefix="autopipe-generate-") as name:
+    with scratch_folder("generate") as name:
         write_programs(planned, Path(name) / "program")
         yield Path(name) / "program", planned
 
@@ -233,7 +235,7 @@ def run(manifest: Manifest, request: Any, device: str, output: Output) -> dict[s
 
     config = LaunchConfig(gpus=visible_gpus(device), debug=bool(click.get_current_context().params["debug"]))
     output.note(placement_note(device, local_ranks(manifest, config)[1]))
-    with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
+    with scratch_folder("launch") as name:
         request.write(Path(name))
         arguments = flag_words(device=device, generate=Path(name), model=manifest.model)
         launch_program(manifest, arguments, config, output.note)

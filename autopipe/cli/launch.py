@@ -7,7 +7,6 @@ import math
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +42,7 @@ from autopipe.cli.output import Output, count_text, write_texts
 from autopipe.cli.plan_text import update_line
 from autopipe.cli.program_folder import open_program
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_files import followed
+from autopipe.ir.output_files import followed, scratch_folder
 from autopipe.ir.output_kinds import NPY, NPZ, TRACE, OutputFile
 from autopipe.ir.training import DataSettings
 
@@ -310,7 +309,7 @@ class Launch:
             )
         config = replace(config, gpus=visible_gpus(self.device))
         shown = Run(self.manifest, None if steps == _NO_END else steps, ranks, config.gpus)
-        with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
+        with scratch_folder("launch") as name:
             scratch = Path(name)
             arguments = self._arguments(scratch, steps, epochs, config.timeouts)
             try:
@@ -393,7 +392,7 @@ class Launch:
         if not self._has(rank):
             raise ConfigurationError(f"rank {rank} was not generated", hint=f"autopipe codegen PLAN --ranks {rank}")
         self._read_data(lambda line: None)
-        with tempfile.TemporaryDirectory(prefix="autopipe-launch-") as name:
+        with scratch_folder("launch") as name:
             report = Path(name) / "report.json"
             own = {name: getattr(self, name) for name in ("device", "data", "seed")}
             arguments = flag_words(dry_run=True, steps=1, report=report, model=_absolute(self.model), **own)

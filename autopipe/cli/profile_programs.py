@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from autopipe.ir.measured_costs import (
     TaskCosts,
     Timing,
 )
+from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.placement import Placement, Stage, crossing_values
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.program import Program
@@ -337,7 +337,7 @@ def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost,
     pipelines. Raises LaunchError where a rank fails.
     """
     found = measure_exchanges(ranks, device, seconds)
-    with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
+    with scratch_folder("profile") as scratch:
         together, apart, laden = (Path(scratch) / name for name in ("together", "apart", "laden"))
         for folder, count, messages in ((together, 1, 1), (apart, 2, 1), (laden, 2, _MESSAGES)):
             write_pair(folder, count, messages)

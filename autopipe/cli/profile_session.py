@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from autopipe.cli.profile_programs import (
 )
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.measured_costs import DeviceCosts, ExchangeCost, OperationCost
+from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import Request
@@ -77,7 +77,7 @@ class Profiling:
         models = models_of(self.request, self.sizes)
         train = models[0][1].mode is Mode.TRAIN and self.source == "torch"
         started = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as name:
+        with scratch_folder("profile") as name:
             scratch = Path(name)
             measured, refused = self._operations(models, device, train, scratch, bar)
             tasks, starts = None, TaskStartOverhead()
@@ -160,7 +160,7 @@ class Profiling:
         if self.source != "torch":
             return exchanges
         _, model = models[len(models) // 2]
-        with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch:
+        with scratch_folder("profile") as scratch:
             known = replace(costs, exchanges=exchanges)
             pipeline = write_pipeline(model, self.request.precision, known, Path(scratch) / "pipeline")
             if pipeline is not None:

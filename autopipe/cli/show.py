@@ -86,7 +86,7 @@ def show(
             raise click.UsageError(f"--tasks is shown here: leave out --{next(iter(files))}")
         show_tasks(output, plan, rank, model)
         return
-    read = (*plan_inputs(plan), *(() if measured is None else (measured,)))
+    read = (*plan_inputs(plan), *(path for path in (measured, model) if path is not None))
     outputs = {kind: OutputFile(path, _KINDS[kind], read, force) for kind, path in files.items()}
     for each in outputs.values():
         each.check()

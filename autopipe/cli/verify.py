@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import filecmp
 import math
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from autopipe.cli.program_folder import open_program
 from autopipe.ir.errors import AutopipeError, ConfigurationError, ModelError, VerificationError
 from autopipe.ir.graph import DType, Initializer
 from autopipe.ir.layout import whole
+from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.program import FORWARD, REFERENCE
 
 
@@ -84,11 +84,11 @@ def verify(
     data = manifest.data.path if data is None else data
     check_data(manifest, data, 1, manifest.data)
     with (
-        tempfile.TemporaryDirectory() as scratch,
+        scratch_folder("verify") as scratch,
         fork_server(manifest.train) as server,
         output.progress("verifying", total=4) as bar,
     ):
-        run = Verification(manifest, model, device, data, seed, Path(scratch), tolerance, **flags, server=server)
+        run = Verification(manifest, model, device, data, seed, scratch, tolerance, **flags, server=server)
         checks = list(run.run(bar.advance))
         failed = [check for check in checks if not check.relative_difference <= check.limit]
         first = run.first_difference({check.reference for check in failed}) if failed else ""
@@ -428,7 +428,7 @@ def check_static(program: Path, model: Path | None, output: Output) -> None:
     program of the plan, CodegenError if the program cannot be proven.
     """
     manifest, folder = read_manifest(program.absolute()), program.parent
-    with output.progress("verifying", total=2) as bar, tempfile.TemporaryDirectory() as scratch:
+    with output.progress("verifying", total=2) as bar, scratch_folder("verify") as scratch:
         planned = open_plan(folder, model or manifest.model)  # Its schedule is checked when it is read.
         bar.advance(note="schedule")
         if planned.digest != manifest.plan:

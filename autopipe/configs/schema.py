@@ -99,8 +99,11 @@ class YamlRecord(Record):
         return refusals[-1 if isinstance(self.value, str) else 0]
 
     def scalar(self, base: type, marks: tuple[object, ...]) -> object:
-        if base is str and any(isinstance(mark, FilePath) for mark in marks):
+        path = next((mark for mark in marks if isinstance(mark, FilePath)), None)
+        if base is str and path is not None:
             text = self.text or ""
+            if path.refuses is not None and path.refuses(text):
+                raise self.error(f"{self.path}: {quote(text)} is {path.words}", path.hint)
             if ("/" not in text and "." not in text) or "\0" in text:
                 raise self.error(f"{self.path}: {quote(text)} is no path", "a path holds a '.' or a '/'")
             return os.path.normpath(os.path.join(self.entry.place.folder, text))

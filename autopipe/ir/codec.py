@@ -62,8 +62,16 @@ class Spelling:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True)
 class FilePath:
-    """Mark of a path, relative to the file it is written in; it holds a `.` or a `/`, to be told from a name."""
+    """Mark of a path, relative to the file it is written in; it holds a `.` or a `/`, to be told from a name.
+
+    A text for which `refuses` holds is rejected: `words` say what it is, `hint` where it may be named.
+    """
+
+    refuses: Callable[[str], bool] | None = None
+    words: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

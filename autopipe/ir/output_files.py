@@ -203,6 +203,18 @@ def held_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         os.close(lock)
 
 
+_TEMPORARY: Final = "autopipe-"
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """Yield a new folder among the temporary files that is removed when the block ends, as `held_folder`. Folders of
+    autopipe's dead processes are removed first."""
+    remove_dead_folders(Path(tempfile.gettempdir()), _TEMPORARY)
+    with held_folder(f"{_TEMPORARY}{purpose}-") as folder:
+        yield folder
+
+
 def keep_folder(folder: Path) -> None:
     """Let a folder of `held_folder` stay for the user when its block ends."""
     (folder / _MARKER).unlink()

@@ -177,7 +177,7 @@ class OutputFile:
     def _not_replaceable(self, path: Path) -> str:
         """Return why the file at `path` may not be replaced, "" if it may."""
         for each in self.inputs:
-            if each.exists() and (each.samefile(path) or path.is_relative_to(os.path.realpath(each))):
+            if os.path.exists(each) and (each.samefile(path) or path.is_relative_to(os.path.realpath(each))):
                 return "is read by this command"
         if not path.is_file():
             return "is no regular file"

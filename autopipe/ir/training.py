@@ -21,12 +21,21 @@ def with_path(data: str | None, change: Callable[[str], str]) -> str | None:
     return data if data is None or is_data_function(data) else change(data)
 
 
+_ON_COMMAND_LINE = "name it on the command line: autopipe launch PROGRAM --data module:function"
+DataPath = Annotated[
+    str,
+    FilePath(is_data_function, "Python code, which no plan and no configuration may name", _ON_COMMAND_LINE),
+    Fits(lambda path: not is_data_function(path), "a path (`launch --data` alone names Python code)"),
+]
+"""A file or a folder with samples. Plans and configurations are not trusted, so that they name no code."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataSettings:
     """Where samples come from and in which order."""
 
-    path: Annotated[str, Fits(is_data_function, "`module:function`")] | Annotated[str, FilePath()] | None = None
-    """The data of `launch`, as its flag `--data` takes it; random data where it is not given."""
+    path: DataPath | None = None
+    """File or folder with the data of `launch`. Default: random data. `launch --data` alone names Python code."""
     shuffle: bool = False
     """Take samples in an order that the seed and the epoch decide; else as they are stored."""
     epochs: Count | None = None
@@ -100,10 +109,8 @@ class Training:
 class Evaluation:
     """Validation of a training run: the model's loss over data that it is not trained on."""
 
-    data: Annotated[
-        Annotated[str, Fits(is_data_function, "`module:function`")] | Annotated[str, FilePath()] | None, Sparse()
-    ] = None
-    """Data to validate on, as `launch --data` takes it: all of it, each sample once."""
+    data: Annotated[DataPath | None, Sparse()] = None
+    """File or folder with the data to validate on: all of it, each sample once."""
     interval: Annotated[Count | None, Sparse()] = None
     """Steps from one validation to the next; there is one after the last step anyhow."""
     patience: Annotated[Count | None, Sparse()] = None

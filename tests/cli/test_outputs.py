@@ -73,6 +73,7 @@ BEFORE_RANKS: Mapping[str, tuple[str, str]] = {
 }
 """Commands that measure or run ranks: they are only refused here."""
 INPUTS = {
+    *(f"{command} --model" for command in ("show", "explain", "generate", "codegen", "launch", "verify")),
     "launch --checkpoint", "launch --log", "show --measured", "checkpoint export --model", "checkpoint import --model",
     "plan --from", "plan --output", "codegen --output",
 }  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from autopipe.backends.torch.runtime.failures import ERROR_FILE, Failure, read_f
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Timeouts
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError, LaunchError
+from autopipe.ir.output_files import keep_folder, scratch_folder
 
 _TAKEN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -97,7 +97,6 @@ def launch_program(
     from autopipe.backends.torch.rendezvous import Place
 
     nodes, ranks = local_ranks(manifest, config)
-    logs = Path(tempfile.mkdtemp(prefix="autopipe-logs-"))
     command = (str(manifest.folder / "run.py"), *arguments)
     name = config.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
     place = Place()
@@ -108,11 +107,14 @@ def launch_program(
         )  # fmt: skip
     timeouts = config.timeouts
     stop_s = timeouts.step_s + timeouts.checkpoint_s if config.saves else 0.0
-    settings = config.max_restarts, timeouts, logs, config.live, note, poll, stop_s
     failure: Failure | None = None
     try:
-        with rank_environment(), _elastic_contained(config.debug):
-            failure = run_agent(command, ranks, place, *settings, server)
+        with scratch_folder("logs") as logs, rank_environment(), _elastic_contained(config.debug):
+            failure = run_agent(
+                command, ranks, place, config.max_restarts, timeouts, logs, config.live, note, poll, stop_s, server
+            )
+            if failure is not None and not failure.final:
+                keep_folder(logs)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
@@ -123,8 +125,6 @@ def launch_program(
         raise LaunchError(f"the nodes did not meet: {error}", hint="another node may have ended the run") from error
     finally:
         poll()
-        if failure is None or failure.final:
-            shutil.rmtree(logs, ignore_errors=True)
     if failure is not None:
         failed = failure.error()
         if not failure.final:
@@ -212,7 +212,7 @@ def run_alone(
     """Run one rank of a program in a separate process: all of a one-rank program, or one rank of a dry run, if
     `fake_cuda` is given on the device of that library. `server` forks the process; without it, a new interpreter runs
     the rank. Raises the rank's error."""
-    with tempfile.TemporaryDirectory(prefix="autopipe-rank-") as scratch, rank_environment():
+    with scratch_folder("rank") as scratch, rank_environment():
         failed = Path(scratch) / "error.json"
         world = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         changes = {name: str(value) for name, value in world.items()} | {ERROR_FILE: str(failed)}

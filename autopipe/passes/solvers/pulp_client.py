@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.output_files import scratch_folder
 from autopipe.passes.solvers.pulp_worker import SOLVERS
 
 AUTO: Final = "auto"
@@ -77,12 +77,11 @@ def solve_with_pulp(
     """
     check_installed(solver)
     request = {"solver": solver, "seconds": seconds, "gap": gap, "nodes": nodes, "presolve": presolve}
-    with tempfile.TemporaryDirectory(prefix="autopipe-milp-") as name:
-        folder = Path(name)
+    with scratch_folder("milp") as folder:
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         np.savez(folder / "program.npz", **program)
         try:
-            _run_worker(name, seconds + _START_S)
+            _run_worker(str(folder), seconds + _START_S)
         except subprocess.TimeoutExpired:  # The solver ignores its time limit.
             return PulpAnswer("Not Solved", is_optimal=False, values=None)
         answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))

@@ -15,11 +15,12 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.output_files import held_folder, scratch_folder
 
 _SOURCE = Path(__file__).parent / "device.cpp"
 _COMPILERS = ("g++", "c++", "clang++")
@@ -48,8 +49,8 @@ def build(cache: Path | None) -> Path:
             return library
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                built = Path(scratch) / name
+            with held_folder(".build-", folder) as scratch:
+                built = scratch / name
                 _compile(compiler, torch, built)
                 built.replace(library)
         except OSError:
@@ -62,9 +63,9 @@ def _folders(cache: Path | None) -> Iterator[Path]:
     """Where the library may be: in the cache; else in a folder that goes with this process."""
     if cache is not None:
         yield cache
-    folder = tempfile.mkdtemp(prefix="autopipe-fake-cuda-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    yield Path(folder)
+    stack = ExitStack()
+    atexit.register(stack.close)
+    yield stack.enter_context(scratch_folder("fake-cuda"))
 
 
 def _torch_folder() -> Path:

@@ -11,7 +11,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.measured_costs import COLLECTIVES, Affine, ExchangeCost, TimedBytes, Timing
+from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.program import Channel
 
 
@@ -37,7 +37,7 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
     from autopipe.backends.torch.elastic_agent import run_agent
     from autopipe.backends.torch.rendezvous import Place
 
-    with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as name, rank_environment():
+    with scratch_folder("profile") as name, rank_environment():
         found, logs = Path(name) / "exchanges.json", Path(name) / "logs"
         logs.mkdir()
         command = (__name__, str(found), device, str(seconds))
@@ -116,7 +116,7 @@ def period_of(starts: Sequence[float]) -> float:
 def _of_steps(program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]) -> float:
     """The median over steps of what `seconds` says of one."""
     manifest = read_manifest(program)
-    with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as name:
+    with scratch_folder("profile") as name:
         data, traces = Path(name) / "samples.npz", Path(name) / "spans"
         save_samples(manifest, data)
         words = ["--device", device, "--steps", str(_STEPS), "--data", str(data), "--trace", str(traces)]

@@ -11,7 +11,6 @@ import os
 import runpy
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.rank import Rank
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.measured_costs import Timing
+from autopipe.ir.output_files import scratch_folder
 
 LEAST = 5
 """Repetitions of even the slowest work."""
@@ -86,7 +86,7 @@ def averaged(timings: Sequence[Timing]) -> Timing:
 def numbers_of(kind: str, program: Path, device: str, seconds: float) -> list[float]:
     """Seconds of the parts of a program, of a `kind` of `KINDS`, measured for about `seconds` in another process.
     Raises LaunchError with the last line that it wrote where it fails."""
-    with tempfile.TemporaryDirectory(prefix="autopipe-profile-") as scratch, rank_environment():
+    with scratch_folder("profile") as scratch, rank_environment():
         found = Path(scratch) / "numbers.json"
         words = (__name__, str(found), kind, str(program), device, str(seconds))
         last_words = run_child(words, {"OMP_NUM_THREADS": str(torch.get_num_threads())})
