@@ -203,10 +203,10 @@ def test_a_stage_that_waits_for_the_device_stays_eager(device: Device, tmp_path:
 
 
 def test_stages_stay_eager_where_memory_does_not_suffice(device: Device, small: Path) -> None:
-    device.free_bytes = 2 * 2**30
+    device.free_bytes = 4 * 2**30
     device.micro_batch_bytes = 2**30
     eager, captured = run(small, "--no-cuda-graphs"), run(small, "--cuda-graphs")
-    reason = "its graphs need about 4.0 GiB, and 2.0 GiB are free"
+    reason = "its graphs need about 4.0 GiB, more than 90% of the 4.0 GiB that are free"
     assert captured.notes[-1] == f"CUDA graphs: 0 of 2 stages captured; stages 0, 1 eager: {reason}"
     assert not device.replays
     assert_equal(captured, eager)

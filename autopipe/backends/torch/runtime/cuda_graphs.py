@@ -117,7 +117,8 @@ class CaptureResources:
         """Raise NotCaptured if `needed` bytes are too many for the free memory."""
         free = self._free_bytes()
         if needed > _FREE_SHARE * free:
-            raise NotCaptured(f"its graphs need about {_gib(needed)}, and {_gib(free)} are free")
+            share = f"{_FREE_SHARE:.0%} of the {_gib(free)} that are free"
+            raise NotCaptured(f"its graphs need about {_gib(needed)}, more than {share}")
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -195,9 +196,10 @@ class StageGraphs:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
             self._warm_up()
-            a_slot = torch.cuda.memory_reserved() - before
+            grown = torch.cuda.memory_reserved() - before
             found = [name for name, alias in aliases.items() if alias.grad is not None]
             self._trained = [self._stage.parameters[name] for name in found]
+            a_slot = max(0, grown - sum(each.nbytes for each in self._trained))  # Gradients are common to all slots.
             for name in aliases:
                 aliases[name].grad = None
             torch.cuda.empty_cache()
@@ -206,6 +208,7 @@ class StageGraphs:
             self._resources.reserve((slots + 1) * a_slot + gradients.missing_bytes(self._trained))
             for name in found:
                 aliases[name].grad = gradients.of(self._stage.parameters[name])
+            self._warm_up()  # Kernels that add to gradients are loaded before the capture, too.
             self.free += [Slot(self._stage, self._resources, self) for _ in range(slots)]
 
     @contextmanager
