@@ -13,14 +13,19 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from benchmarks.cuda.fork_server import Forked, ForkServer, ServerLost
 
 ROOT = Path(__file__).parents[2]
 """The folder that holds `autopipe` and `benchmarks`."""
 _TOLD = 2
 """Last lines of a failed process that its error shows."""
+
+
+Process = subprocess.Popen[bytes] | Forked
 
 
 class Failed(Exception):
@@ -31,6 +36,8 @@ class Failed(Exception):
 class Processes:
     """The running processes of a benchmark. All methods may be called from several threads."""
 
+    server: ForkServer | None = None
+    """Starts the commands that may be forked; None: each is a process of its own."""
     _running: set[int] = field(default_factory=set)
     _ports: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -70,14 +77,16 @@ class Processes:
             running = tuple(self._running)
         for pid in running:
             kill_tree(pid)
+        if self.server is not None:
+            self.server.close()
 
     def _start(self, command: Command, outputs: Path) -> _Running:
         outputs.mkdir()
+        if self._closed:
+            raise Failed("the run has ended")
         # Files, not pipes: what a killed process leaves running may keep a pipe open, and its reader waiting.
-        with (outputs / "out").open("wb") as out, (outputs / "err").open("wb") as err, self._lock:
-            if self._closed:
-                raise Failed("the run has ended")
-            process = subprocess.Popen(
+        with (outputs / "out").open("wb") as out, (outputs / "err").open("wb") as err:
+            process = self._fork(command, outputs) or subprocess.Popen(
                 command.words,
                 cwd=ROOT,
                 env=os.environ | command.environment,
@@ -86,8 +95,23 @@ class Processes:
                 stderr=err,
                 start_new_session=True,
             )
+        with self._lock:
             self._running.add(process.pid)
+            closed = self._closed
+        if closed:  # Meanwhile, and `close` did not know this process.
+            kill_tree(process.pid)
         return _Running(process, outputs, command.checked)
+
+    def _fork(self, command: Command, outputs: Path) -> Forked | None:
+        """Start the command in the fork server; None if there is none, or if the command is not for it."""
+        if self.server is None or not command.forked:
+            return None
+        try:
+            words = command.words[1:]
+            return self.server.run(words, command.environment, ROOT, outputs / "out", outputs / "err")
+        except ServerLost:
+            self.server = None
+            return None
 
     def _wait(self, started: Sequence[_Running], end: float) -> None:
         """Return when all processes have ended well. Raises Failed otherwise."""
@@ -103,7 +127,7 @@ class Processes:
                 raise Failed(" | ".join(["the time limit is over", *late.last_lines()]))
             time.sleep(_LOOK_S)
 
-    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+    def _kill(self, process: Process) -> None:
         if process.poll() is None:
             kill_tree(process.pid)
             process.wait()
@@ -123,11 +147,13 @@ class Command:
     environment: Mapping[str, str]
     checked: bool = True
     """False if an exit code other than 0 is no failure."""
+    forked: bool = False
+    """True if the fork server may start it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    process: subprocess.Popen[bytes]
+    process: Process
     outputs: Path
     checked: bool
 
@@ -137,16 +163,20 @@ class _Running:
     def last_lines(self) -> list[str]:
         """Return the last lines that the process wrote to stderr, or else to stdout."""
         texts = ((self.outputs / name).read_text(encoding="utf-8", errors="replace").strip() for name in ("err", "out"))
-        text = next(filter(None, texts), f"exit code {self.process.returncode} and no output")
+        text = next(filter(None, texts), f"exit code {self.process.poll()} and no output")
         return text.splitlines()[-_TOLD:]
 
 
 def python(*words: object, **environment: object) -> Command:
     """Return the command of Python that runs `words` with this tree's modules, and no plan from a cache."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    fixed = {"PYTHONPATH": os.pathsep.join(paths), "AUTOPIPE_CACHE": os.devnull}
     given = {name: str(value) for name, value in environment.items()}
-    return Command((sys.executable, *map(str, words)), fixed | given)
+    return Command((sys.executable, *map(str, words)), environment_of_python() | given)
+
+
+def environment_of_python() -> dict[str, str]:
+    """Return the changes to the environment with which Python finds this tree's modules, and no plan from a cache."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "AUTOPIPE_CACHE": os.devnull}
 
 
 def kill_tree(pid: int) -> None:
@@ -187,13 +217,26 @@ class Runner:
         """Run several commands at the same time and return what each prints. Raises Failed."""
         return self.processes.run_together(commands, self.end)
 
+    def run_forked(self, *words: object, **environment: object) -> str:
+        """Return what Python prints for `words`, in a fork of a process that has imported torch if there is one. Raises
+        Failed."""
+        return self.together(replace(python(*words, **environment), forked=True))[0]
+
     def last_object(self, *words: object, **environment: object) -> Any:
         """Return the JSON object in the last line that Python prints for `words`. Raises Failed."""
-        lines = self.run(*words, **environment).splitlines()
-        if not lines:
-            raise Failed("no output")
-        return json.loads(lines[-1])
+        return _last_object(self.run(*words, **environment))
+
+    def last_object_forked(self, *words: object, **environment: object) -> Any:
+        """As `last_object`, by `run_forked`."""
+        return _last_object(self.run_forked(*words, **environment))
 
     def autopipe(self, *words: object, **environment: object) -> Any:
         """Return the JSON object that a command of autopipe prints last. Raises Failed."""
         return self.last_object("-m", "autopipe", *words, "--json", **environment)
+
+
+def _last_object(printed: str) -> Any:
+    lines = printed.splitlines()
+    if not lines:
+        raise Failed("no output")
+    return json.loads(lines[-1])

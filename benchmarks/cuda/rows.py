@@ -222,13 +222,20 @@ class _Measurements:
         return Row(f"verify {planned.name.removeprefix('small-')}", partial(self.verify, planned), self.limit(100))
 
     def describe(self, run: Runner) -> Figures:
-        """Return card and versions. Without the device the run ends: no row can find anything."""
+        """Return card and versions.
+
+        If forked processes cannot use the device, none is forked from then on. If no process can, the run ends.
+        """
+        processes = self.session.processes
         try:
-            found: Figures = self.part(run, "describe", self.device)
-        except Failed:
-            self.session.processes.close()
-            raise
-        return found
+            return {"forked": processes.server is not None, **self.part(run, "describe", self.device)}
+        except Failed as error:
+            processes.server = None
+            try:
+                return {"not_forked": str(error), **self.part(run, "describe", self.device)}
+            except Failed:
+                processes.close()
+                raise
 
     def launch(self, run: Runner) -> Figures:
         """Run four steps by `autopipe launch`."""
@@ -238,7 +245,8 @@ class _Measurements:
 
     def verify(self, planned: PlannedProgram, run: Runner) -> Figures:
         """Return whether `autopipe verify` finds the ranks equal to one device, and the largest difference."""
-        found = run.autopipe("verify", self.prepared.program(planned), "--device", self.device)
+        words = ("verify", self.prepared.program(planned), "--device", self.device, "--json")
+        found = run.last_object_forked("-m", "autopipe", *words)
         worst = max(found["checks"], key=lambda check: check["relative_difference"])
         return {"equal": found["equal"], "limit": found["tolerance"], "difference": worst["relative_difference"]}
 
@@ -250,7 +258,7 @@ class _Measurements:
 
     def part(self, run: Runner, name: str, *words: object) -> Figures:
         """Return what a part of `parts.py` prints."""
-        found: Figures = run.last_object("-m", "benchmarks.cuda.parts", name, *words)
+        found: Figures = run.last_object_forked("-m", "benchmarks.cuda.parts", name, *words)
         return found
 
     # NCCL
@@ -270,7 +278,8 @@ class _Measurements:
             "NCCL_P2P_DISABLE": 1, "NCCL_SHM_DISABLE": 1, "NCCL_MAX_CTAS": 4, "CUDA_DEVICE_MAX_CONNECTIONS": 8,
         }  # fmt: skip
         words = (program / "run.py", "--device", self.device, "--steps", 2, "--step-timeout", 60, "--report", report)
-        run.together(*(python(*words, RANK=rank, NCCL_HOSTID=f"h{rank}", **fixed) for rank in range(planned.ranks)))
+        nodes = (python(*words, RANK=rank, NCCL_HOSTID=f"h{rank}", **fixed) for rank in range(planned.ranks))
+        run.together(*(replace(each, forked=True) for each in nodes))
         steps = read_reports(report)
         return {"losses": [step["loss"] for step in steps], "step_s": steps[-1]["step_time_s"]}
 
@@ -292,7 +301,7 @@ class _Measurements:
         program = self.prepared.program(planned)
         report = self.scratch / f"{planned.name}{''.join(flags)}.jsonl"
         steps_in_all = 3 if self.rows.tiny else 12
-        run.run(program / "run.py", "--device", self.device, "--steps", steps_in_all, "--report", report, *flags)
+        run.run_forked(program / "run.py", "--device", self.device, "--steps", steps_in_all, "--report", report, *flags)
         steps = read_reports(report)
         step_s = median(each["step_time_s"] for each in steps[len(steps) // 2 :])
         peak = max(steps[-1]["peak_memory_bytes"])
@@ -339,7 +348,7 @@ class _Measurements:
         rounds = 2 if self.rows.tiny else 10
         common = ("--device", self.device, "--precision", "bf16", "--batch", planned.samples, "--rounds", rounds)
         script = ROOT / "benchmarks" / "one_device.py"
-        found = run.last_object(script, "--program", self.prepared.program(planned), *common, *sizes, *flags)
+        found = run.last_object_forked(script, "--program", self.prepared.program(planned), *common, *sizes, *flags)
         rates = {name: found[name] for name in ("generated_tflops", "hand_written_tflops")}
         kept = ("generated_s", "hand_written_s", "ratio", "ratios")
         return {**{name: found[name] for name in kept}, **rates, **self.of_ceiling("bf16", **rates)}
@@ -371,9 +380,10 @@ class _Measurements:
     def profile(self, run: Runner) -> Figures:
         """Measure costs of the smallest model and of four ranks by `autopipe profile`."""
         costs = self.scratch / "costs.json"
-        ranks = ("--ranks", 2 if self.rows.tiny else 4, "--seconds", 1 if self.rows.tiny else 5)
+        ranks = ("--ranks", 2 if self.rows.tiny else 4, "--seconds", 0.1 if self.rows.tiny else 5)
+        sizes = ("--micro-batch-sizes", 1)
         model = self.prepared.folder / "models" / self.rows.launched.model
-        run.autopipe("profile", model, "--device", self.device, *ranks, "-o", costs)
+        run.autopipe("profile", model, "--device", self.device, *sizes, *ranks, "-o", costs)
         return {"bytes": costs.stat().st_size}
 
     # Conformance

@@ -9,6 +9,8 @@ from typing import Any
 
 from autopipe.cli.output import Output, check_writable
 from autopipe.ir.errors import ConfigurationError
+from benchmarks.cuda.fork_server import ForkServer
+from benchmarks.cuda.processes import environment_of_python
 from benchmarks.cuda.programs import Prepared, open_prepared, prepare
 from benchmarks.cuda.rows import Rows
 from benchmarks.cuda.session import Session
@@ -57,6 +59,7 @@ def run_rows(
                 raise ConfigurationError(
                     f"there is no group {unknown[0]!r}", f"groups are {', '.join(names)}", "--only"
                 )
+            session.processes.server = ForkServer.start(environment_of_python(), scratch)
             session.run([[group for group in phase if not only or group.name in only] for phase in phases])
     if error := session.found("describe").get("error"):
         raise ConfigurationError(

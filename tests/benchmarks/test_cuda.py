@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,17 @@ import torch
 
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import ConfigurationError
+from benchmarks.cuda.fork_server import ForkServer
 from benchmarks.cuda.parts import idle_fraction
-from benchmarks.cuda.processes import Command, Failed, Processes, Runner, descendants, python
+from benchmarks.cuda.processes import (
+    Command,
+    Failed,
+    Processes,
+    Runner,
+    descendants,
+    environment_of_python,
+    python,
+)
 from benchmarks.cuda.programs import PlannedProgram, open_prepared, prepare
 from benchmarks.cuda.rows import Rows
 from benchmarks.cuda.session import Group, Row, Session
@@ -195,3 +206,64 @@ def test_ports_differ() -> None:
     processes = Processes()
     ports = [processes.free_port() for _ in range(20)]
     assert len(set(ports)) == 20
+
+
+# The server whose forks have imported torch.
+
+SCRIPT = """
+import json, os, sys
+
+found = {"torch": "torch" in sys.modules, "words": sys.argv[1:], "kind": os.environ["KIND"], "name": __name__}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    made = ForkServer.start(environment_of_python(), tmp_path_factory.mktemp("server"))
+    yield made
+    made.close()
+
+
+def forked(path: Path, *words: object, **environment: object) -> Command:
+    return replace(python(path, *words, **environment), forked=True)
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_forked_script_finds_torch_imported(server: ForkServer, tmp_path: Path) -> None:
+    path = script(tmp_path, SCRIPT)
+    commands = [forked(path, number, KIND=f"k{number}") for number in range(3)]
+    printed = Processes(server).run_together(commands, time.monotonic() + 3600)
+    for number, text in enumerate(printed):
+        assert json.loads(text) == {"torch": True, "words": [str(number)], "kind": f"k{number}", "name": "__main__"}
+
+
+def test_a_forked_script_that_fails_ends_the_others(server: ForkServer, tmp_path: Path) -> None:
+    before = set(descendants(server.process.pid))
+    bad = forked(script(tmp_path, "raise RuntimeError('it broke')"))
+    (tmp_path / "other").mkdir()
+    sleeping = forked(script(tmp_path / "other", SLEEPS))
+    with pytest.raises(Failed, match="RuntimeError: it broke"):
+        Processes(server).run_together([sleeping, bad], time.monotonic() + 3600)
+    assert set(descendants(server.process.pid)) <= before
+
+
+def test_a_forked_script_over_its_time_is_killed_with_its_children(server: ForkServer, tmp_path: Path) -> None:
+    before = set(descendants(server.process.pid))
+    with pytest.raises(Failed, match="the time limit is over"):
+        Processes(server).run_together([forked(script(tmp_path, LEAVES_A_CHILD))], time.monotonic() + 4)
+    assert set(descendants(server.process.pid)) <= before
+
+
+def test_without_a_server_a_script_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    lost = ForkServer.start(environment_of_python(), tmp_path)
+    lost.close()
+    processes = Processes(lost)
+    (printed,) = processes.run_together([forked(script(tmp_path, SCRIPT), KIND="own")], time.monotonic() + 3600)
+    assert json.loads(printed)["torch"] is False
+    assert processes.server is None
