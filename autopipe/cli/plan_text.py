@@ -224,7 +224,7 @@ def plan_screen(
         traffic_line(summary),
         *scores_lines(summary),
         schedule_line(plan),
-        *host_lines(plan),
+        *host_help_lines(plan),
         *candidates_screen(plan.alternatives, summary.step_time_s, _NEXT_BEST),
         f"plan in {folder}",
         f"next: autopipe explain {folder}    autopipe show {folder}    autopipe codegen {folder}",
@@ -265,7 +265,7 @@ def reason_lines(plan: Plan) -> Iterator[RenderableType]:
     yield from scores_lines(plan.summary)
     if plan.breakdown is not None:
         yield from distance_lines(plan.breakdown, plan.summary.devices, len(set(plan.device_names)))
-    yield from host_lines(plan)
+    yield from host_time_lines(plan)
     yield from candidates_screen(plan.alternatives, plan.summary.step_time_s)
 
 
@@ -342,24 +342,27 @@ def schedule_line(plan: Plan) -> str:
     return f"schedule: {whose}{what} proven the shortest for this placement{rounded}"
 
 
-def host_lines(plan: Plan) -> Iterator[str]:
-    """Yield a line if stages are bound by the host: the times of the slowest of them, and what helps."""
-    bound = plan.host_bound_stages
-    if not bound:
+def host_help_lines(plan: Plan) -> Iterator[str]:
+    """Yield a line if stages are bound by the host: the part of the step that is lost, and what helps."""
+    if not plan.host_bound_stages or plan.breakdown is None:
+        return
+    share = plan.breakdown.host_s / plan.summary.step_time_s
+    fewer = "fewer, larger micro-batches, or " if plan.summary.micro_batches > 1 else ""
+    yield f"bound by the host, for which devices wait {share:.0%} of the step; what helps: {fewer}launch --cuda-graphs"
+
+
+def host_time_lines(plan: Plan) -> Iterator[str]:
+    """Yield a line if stages are bound by the host: both times of the slowest of these stages."""
+    if not (bound := plan.host_bound_stages):
         return
     stages = plan.prediction.stages
     slowest = max(bound, key=lambda index: stages[index].forward_s + stages[index].backward_s)
     on_host, on_device = stages[slowest].on_host, stages[slowest].on_device
-    assert on_host is not None and on_device is not None, "it is bound by the host"
-    which = "" if len(stages) == 1 else f" ({len(bound)} of {len(stages)} stages, the slowest is {slowest})"
-    wait_s = 0.0 if plan.breakdown is None else plan.breakdown.host_s
-    waits = f" (waits: {wait_s / plan.summary.step_time_s:.0%} of the step)" if plan.summary.step_time_s else ""
-    helps = "fewer, larger micro-batches, or " if plan.summary.micro_batches > 1 else ""
+    assert on_host is not None and on_device is not None, "the stage is bound by the host"
+    of = "" if len(stages) == 1 else f" of stage {slowest}, the slowest of {len(bound)} that are bound by it,"
     yield (
-        f"bound by the host{which}: a micro-batch takes the host"
-        f" {seconds_text(on_host.forward_s + on_host.backward_s)} and the device"
-        f" {seconds_text(on_device.forward_s + on_device.backward_s)}{waits}; what helps:"
-        f" {helps}launch --cuda-graphs"
+        f"bound by the host: a micro-batch{of} takes the host {seconds_text(on_host.forward_s + on_host.backward_s)},"
+        f" the device {seconds_text(on_device.forward_s + on_device.backward_s)}"
     )
 
 

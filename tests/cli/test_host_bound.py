@@ -41,16 +41,17 @@ def test_a_plan_bound_by_the_host_says_what_helps(command_line: CommandLine, mon
     monkeypatch.setenv("COLUMNS", "200")
     screen = planned(command_line, "10ms")
     (line,) = (line for line in screen.splitlines() if line.startswith("bound by the host"))
-    assert line.endswith("what helps: fewer, larger micro-batches, or launch --cuda-graphs")
+    assert line.endswith("% of the step; what helps: fewer, larger micro-batches, or launch --cuda-graphs")
     written = json.loads(Path("p/plan.json").read_text())
     (stage,) = written["predictions"]["stages"]
     assert stage["on_host"]["forward_s"] > stage["on_device"]["forward_s"] > 0
     assert stage["forward_s"] == pytest.approx(stage["on_host"]["forward_s"])
     waits = sum(stage["on_host"][way] - stage["on_device"][way] for way in ("forward_s", "backward_s"))
     assert written["breakdown"]["host_s"] == pytest.approx(4 * waits)
-    assert f"(waits: {4 * waits / written['summary']['step_time_s']:.0%} of the step)" in line
+    assert f"wait {4 * waits / written['summary']['step_time_s']:.0%} of the step" in line
     explained = command_line.done("explain", "p").out
-    assert line in explained.splitlines()
+    assert line not in explained.splitlines(), "explain tells the rest"
+    assert "bound by the host: a micro-batch takes the host" in explained
     rows = [row for row in explained.splitlines() if "half the micro-batches, of twice the size" in row]
     assert rows[0].rstrip().endswith("%")
     assert "it is bound by the host" in command_line.done("explain", "p", "--stage", 0).out

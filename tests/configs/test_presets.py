@@ -144,3 +144,10 @@ def test_a_cluster_without_levels(tmp_path: Path) -> None:
     path.write_text(MINE.partition("levels:")[0] + "levels: []\n")
     with pytest.raises(ConfigurationError, match="cluster mine has no levels"):
         build_cluster(read_cluster(path), None)
+
+
+def test_hosts_of_presets() -> None:
+    """Devices on which published tables were made have hosts whose time does not count, and so has a CPU."""
+    hosts = {name: device.host_launch for name in NAMES if (device := cluster_preset(name).device) is not None}
+    counted = {"h100-80gb", "h100-superpod", "h200", "rtx-4090"}
+    assert hosts == {name: 1e-5 if name in counted else 0.0 for name in NAMES}
