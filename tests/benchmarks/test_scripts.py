@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import math
 import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -121,6 +123,7 @@ def test_every_script_has_a_smallest_run() -> None:
         "environment.sh",
         "draw_architecture.py",
         "reference_pages.py",
+        "versions.py",
         *(f"{name}.py" for name in TABLES),
     }
 
@@ -256,3 +259,45 @@ def test_a_row_of_the_tables_of_exports(name: str, tmp_path: Path) -> None:
     told = run_apart(ROOT / "scripts" / f"{name}.py", "--tiny", "--table", str(table))
     assert len(told.splitlines()) == 1
     assert TABLES[name].format(1, 1) in table.read_text(encoding="utf-8")
+
+
+def test_environments_of_other_versions() -> None:
+    """The lowest versions are the bounds of pyproject.toml, which `constraints.txt` must not replace."""
+    printed = run_apart(ROOT / "scripts" / "versions.py", "--list", "--sets", "launcher")
+    lines = dict(line.split(": ", 1) for line in printed.splitlines())
+    assert set(lines) == {"torch-2.11.0", "lowest", "newest", "launcher"}
+    requirements = {name: lines[name].split(", ") for name in ("torch-2.11.0", "lowest", "newest")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    bounds = [*project["dependencies"], *project["optional-dependencies"]["run"]]
+    assert {each.replace(">=", "==") for each in bounds} <= set(requirements["lowest"])
+    assert "torch==2.11.0" in requirements["torch-2.11.0"]
+    assert {"torch", "numpy", "onnx", "click"} <= set(requirements["newest"])
+    assert "tests/distributed/test_launch.py" in lines["launcher"].split()
+
+
+def test_sets_of_tests_exist() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "versions.py"))
+    assert [path for paths in script["SETS"].values() for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_a_table_of_this_environment(tmp_path: Path) -> None:
+    table = tmp_path / "versions.md"
+    printed = run_apart(ROOT / "scripts" / "versions.py", "--tiny", "--jobs", "0", "--table", str(table))
+    assert printed == "this one 2 0\n"
+    last = table.read_text(encoding="utf-8").splitlines()[-1]
+    assert last.startswith(f"| this one | torch {importlib.metadata.version('torch')}, click ")
+    assert last.endswith(" | launcher | 2 | 0 |  |")
+
+
+def test_a_failing_test_of_another_version_is_named(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_good(): ...\ndef test_bad(): assert False\n", encoding="utf-8")
+    (tmp_path / "test_none.py").write_text("import no_such_module\n", encoding="utf-8")
+    script = runpy.run_path(str(ROOT / "scripts" / "versions.py"))
+    run_tests = script["run_tests"]
+    assert run_tests(Path(sys.executable), (str(tmp_path / "test_it.py"),), 0).cells() == ["2", "1: test_bad"]
+    broken = run_tests(Path(sys.executable), (str(tmp_path / "test_none.py"),), 0)
+    assert len(broken.failed) == 1
+    assert "test_none" in broken.failed[0]
+    missing = run_tests(Path(sys.executable), (str(tmp_path / "no_such_file.py"),), 0)
+    assert (missing.run, missing.failed) == (0, ())
+    assert "no_such_file.py" in missing.broken
