@@ -175,6 +175,7 @@ class Rows:
         measure = _Measurements(self, prepared, session, scratch)
         lanes = max(1, len(os.sched_getaffinity(0)) // _CORES_PER_RANK)
         return [
+            [Group("describe", [Row("describe", measure.describe, measure.limit(75))], 1)],
             [Group("launch", list(measure.launch_rows()), lanes), Group("nccl", list(measure.nccl_rows()), 1)],
             [Group("steps", list(measure.step_rows()), 1)],
             [Group("hand", list(measure.hand_rows()), 1)],
@@ -206,7 +207,6 @@ class _Measurements:
     # Launch and verify
 
     def launch_rows(self) -> Iterator[Row]:
-        yield Row("describe", self.describe, self.limit(60))
         yield Row("launch gpt", self.launch, self.limit(60))
         yield Row("random numbers", partial(self.random, ()), self.limit(60))
         for planned in self.rows.verified:
@@ -378,10 +378,10 @@ class _Measurements:
         return {"equal": equal, "trace_bytes": trace.stat().st_size}
 
     def profile(self, run: Runner) -> Figures:
-        """Measure costs of the smallest model and of four ranks by `autopipe profile`."""
+        """Measure the costs of the smallest model, and of messages of four ranks, by `autopipe profile`."""
         costs = self.scratch / "costs.json"
-        ranks = ("--ranks", 2 if self.rows.tiny else 4, "--seconds", 0.1 if self.rows.tiny else 5)
-        sizes = ("--micro-batch-sizes", 1)
+        sizes = ("--micro-batch-sizes", 1, "--seconds", 0.1 if self.rows.tiny else 5)
+        ranks = () if self.rows.tiny else ("--ranks", 4)
         model = self.prepared.folder / "models" / self.rows.launched.model
         run.autopipe("profile", model, "--device", self.device, *sizes, *ranks, "-o", costs)
         return {"bytes": costs.stat().st_size}

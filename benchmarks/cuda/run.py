@@ -60,7 +60,8 @@ def run_rows(
                     f"there is no group {unknown[0]!r}", f"groups are {', '.join(names)}", "--only"
                 )
             session.processes.server = ForkServer.start(environment_of_python(), scratch)
-            session.run([[group for group in phase if not only or group.name in only] for phase in phases])
+            chosen = (*only, "describe") if only else names
+            session.run([[group for group in phase if group.name in chosen] for phase in phases])
     if error := session.found("describe").get("error"):
         raise ConfigurationError(
             f"nothing runs on the device: {error}", "use --tiny --device cpu", f"--device {device}"

@@ -88,7 +88,7 @@ def test_all_rows_run_from_a_prepared_folder_without_solvers(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     found = rows_of(file)
     groups = {row["group"] for row in found.values()}
-    assert groups == {"launch", "nccl", "steps", "hand", "four", "conformance"}
+    assert groups == {"describe", "launch", "nccl", "steps", "hand", "four", "conformance"}
     assert {name: row for name, row in found.items() if "error" in row or "left_out" in row} == {}
     assert all(row.get("equal", True) for row in found.values())
 
