@@ -71,7 +71,8 @@ def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the table on a device, copied there once."""
     if device in _ON_DEVICE:
         return _ON_DEVICE[device]
-    intercepts, slopes = (torch.from_numpy(each).to(device, non_blocking=True) for each in _tables())
+    # The copy must have ended before another stream reads the table.
+    intercepts, slopes = (torch.from_numpy(each).to(device) for each in _tables())
     if type(intercepts) is Tensor:  # Tensors without values serve only the run that made them.
         _ON_DEVICE[device] = intercepts, slopes
     return intercepts, slopes
