@@ -99,7 +99,7 @@ def generated_step(arguments: argparse.Namespace, program: Path) -> Callable[[],
     sys.path.insert(0, str(program))
     sys.argv = [str(program / "rank_000.py"), "--device", arguments.device]
     sys.argv += ["--compile"] if arguments.compile else []
-    sys.argv += ["--cuda-graphs"] if arguments.cuda_graphs else []
+    sys.argv += ["--cuda-graphs" if arguments.cuda_graphs else "--no-cuda-graphs"]
     names = runpy.run_path(str(program / "rank_000.py"))
     rank, step = names["rank"], names["step"]
     rank.set_up()

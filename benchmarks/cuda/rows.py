@@ -46,7 +46,7 @@ _STEP_PROGRAMS = (
 )  # fmt: skip
 STEP_PROGRAMS = tuple(replace(each, on_slow_host=True) for each in _STEP_PROGRAMS)
 """Programs of one rank whose steps and memory are compared with their plans."""
-GRAPHED_STEPS = ("bert-4-micro-batches", "resnet-50")
+GRAPHED_STEPS = ("bert-4-micro-batches", "llama-1-6b")
 """Programs of `STEP_PROGRAMS` whose steps are measured as CUDA graphs too: those that the host bounds most."""
 HAND_SIZES: Mapping[str, Setting] = {
     "layers": 24, "hidden": 1024, "heads": 16, "vocabulary": 50257, "sequence": 1024,
