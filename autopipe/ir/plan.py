@@ -147,7 +147,7 @@ class CostCoverage:
 
 @dataclass(frozen=True, slots=True)
 class LossScores:
-    """Whether the losses keep their scores (logits) for backward or recompute them, and what either takes.
+    """Form of the losses, which keep their scores (logits) for backward or recompute them, and what either takes.
 
     Times and bytes are of one micro-batch that a single device computes: the product, the loss and the nodes between.
     """

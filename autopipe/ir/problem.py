@@ -39,7 +39,7 @@ class Mode(enum.Enum):
 
 
 Scores = Literal["keep", "recompute"]
-"""Whether a cross-entropy keeps its scores (logits) for backward, or recomputes them there, to save memory."""
+"""Forms of a cross-entropy: it keeps its scores (logits) for backward, or recomputes them there, to save memory."""
 SCORES: tuple[Scores, Scores] = ("keep", "recompute")
 
 

@@ -70,7 +70,7 @@ class Request:
     normalize: str = "micro_batches"
     """How the loss is averaged over the step: as micro-batches do, or with `tokens` over all labels that count."""
     scores: Scores | None = None
-    """Whether losses keep their scores for backward or recompute them; the plan decides if it is None."""
+    """Form of the losses, which keep their scores for backward or recompute them; None if the plan decides."""
     batch_size: int | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None

@@ -30,7 +30,7 @@ class Candidate:
     shard: bool = False
     """True if the optimizer's state is shared out among replicas."""
     scores: Scores | None = None
-    """Whether losses keep their scores or recompute them; as the request says if it is None."""
+    """Form of the losses, which keep their scores or recompute them; None for the form that the request says."""
 
     def settled(self, request: Request) -> Request:
         count = request.micro_batches if self.micro_batches is None else self.micro_batches

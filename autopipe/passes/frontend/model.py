@@ -212,7 +212,7 @@ class Model:
     tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
     """The file's floating-point tensors that the graph reads: what is trained, what is not, and why."""
     scores: Scores = "keep"
-    """Whether the graph's losses keep their scores for backward, or recompute them."""
+    """Form of the graph's losses, which keep their scores for backward or recompute them."""
     other: Graph | None = field(default=None, repr=False, compare=False)
     """The same graph with the other one of `scores`; None if there is none to consider."""
 
