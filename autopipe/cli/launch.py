@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,13 @@ import click
 from rich.table import Table
 
 from autopipe.backends.torch import fake_cuda
-from autopipe.backends.torch.checkpoint import check_unused, checkpoint_path, committed_steps, read_checkpoint
+from autopipe.backends.torch.checkpoint import (
+    check_free,
+    check_unused,
+    checkpoint_path,
+    committed_steps,
+    read_checkpoint,
+)
 from autopipe.backends.torch.emission.rank import rank_module
 from autopipe.backends.torch.fork_server import ForkServer
 from autopipe.backends.torch.launcher import (
@@ -311,7 +318,7 @@ class Launch:
         shown = Run(self.manifest, None if steps == _NO_END else steps, ranks, config.gpus)
         with scratch_folder("launch") as name:
             scratch = Path(name)
-            arguments = self._arguments(scratch, steps, epochs, config.timeouts)
+            arguments = self._arguments(scratch, steps, epochs, config)
             try:
                 with StepDisplay(shown, output, self.log_every) as display, self._open_log(output) as log:
                     follower = ReportFollower(scratch / "report.jsonl", (display.take, log.add))
@@ -433,6 +440,7 @@ class Launch:
         if checkpoint is not None and not train:
             raise ConfigurationError("a program for inference has nothing to save", hint="leave out --checkpoint")
         if checkpoint is not None and not self.resume:
+            check_free(checkpoint)
             check_unused(checkpoint)
         if (self.eval_data or self.eval_interval) and not train:
             raise ConfigurationError("a program for inference has no loss", hint="leave out --eval-data")
@@ -461,7 +469,8 @@ class Launch:
         if self.outputs is not None:
             yield OutputFile(self.outputs, NPY if self.outputs.suffix == ".npy" else NPZ, read, self.force)
 
-    def _arguments(self, scratch: Path, steps: int, epochs: int | None, timeouts: Timeouts) -> list[str]:
+    def _arguments(self, scratch: Path, steps: int, epochs: int | None, config: LaunchConfig) -> list[str]:
+        timeouts = config.timeouts
         steps_between, minutes_between = self.checkpoint_every or (0, 0.0)
         own = {
             name: getattr(self, name)
@@ -490,6 +499,7 @@ class Launch:
             checkpoint=self.checkpoint and self.checkpoint.absolute(),
             checkpoint_every=steps_between or None,
             checkpoint_minutes=minutes_between or None,
+            run=None if self.checkpoint is None or self.resume else _run_name(config),
             resume=self.checkpoint is not None,  # A rank that is started again goes on from the newest checkpoint.
             trace=self.trace and scratch / "spans",
             **({} if self.profiled is None else self.profiled.arguments(scratch / "profile")),
@@ -502,6 +512,13 @@ class Launch:
 
 def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
+
+
+def _run_name(config: LaunchConfig) -> str:
+    """Return a name of the launch that is the same on all nodes: of several, their meeting point's and the run's."""
+    if config.nodes == (1, 1):
+        return uuid.uuid4().hex
+    return f"{config.rendezvous_endpoint} {config.rendezvous_id}"
 
 
 def visible_gpus(device: str) -> int:

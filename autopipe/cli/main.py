@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import gc
 import importlib
 import io
 import json
 import os
 import sys
+import tempfile
 import textwrap
 import traceback
 from collections.abc import Sequence
@@ -45,6 +47,8 @@ YOUNG_OBJECTS: Final = 100_000
 costs a search an eighth of its time."""
 _MOST_LETTERS: Final = 4000
 """Characters of an error's line."""
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that has no room."""
 RUN_EXTRA: Final = frozenset({"torch"})
 """Modules that come with the extra `run`; everything else autopipe imports is always installed."""
 
@@ -143,6 +147,9 @@ def _described(error: Exception) -> AutopipeError:
         case OSError() if error.filename is not None and error.strerror:
             # The file system's word on a path that was given: a name that is too long, a folder that may not be read.
             return ConfigurationError(error.strerror, where=os.fsdecode(error.filename))
+        case OSError() if error.errno in _FULL:
+            hint = f"make room, also in the folder of temporary files, {tempfile.gettempdir()}"
+            return ConfigurationError(f"a file cannot be written: {os.strerror(error.errno or 0)}", hint)
         case _:
             return AutopipeError(f"internal error: {type(error).__name__}: {error}", hint="rerun with --debug")
 

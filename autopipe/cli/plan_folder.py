@@ -27,6 +27,7 @@ from autopipe.ir.output_files import (
     Seal,
     edited_files,
     mixed_file,
+    naming,
     read_seal,
     replacing_files,
     replacing_folder,
@@ -246,9 +247,11 @@ def write_plan_folder(
             texts = {name: text for name, text in texts.items() if name not in edited}
         with _new_files(target) as made:
             for name, text in texts.items():
-                (made / name).write_text(text, encoding="utf-8")
-            write_plan(made, planned.plan, planned.timeline, home=target)
-            seal(made, PLAN_FILE)
+                with naming(target / name):
+                    (made / name).write_text(text, encoding="utf-8")
+            with naming(target / PLAN_FILE):
+                write_plan(made, planned.plan, planned.timeline, home=target)
+                seal(made, PLAN_FILE)
     except OSError as error:
         place = error.filename or folder
         raise ConfigurationError(f"cannot write the plan: {error.strerror}", where=str(place)) from error

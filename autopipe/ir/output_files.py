@@ -34,11 +34,13 @@ _CANNOT_EXCHANGE: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUP
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError of the block that names no file, such as a full disk's, the name `path`."""
+    """Give an OSError of the block that names no file, such as a full disk's, or a temporary one of `replacing`, the
+    name `path`."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        is_temporary = error.filename is not None and Path(str(error.filename)).name.startswith(f".{path.name}.")
+        if error.errno is not None and (error.filename is None or is_temporary):
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
 
@@ -50,8 +52,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     A link is followed, and the permissions of a file that is replaced are kept. A device or a pipe is written to.
     Raises OSError with the name of the file if it cannot be written.
     """
-    path = followed(path)
     with naming(path):
+        path = followed(path)
         mode = _mode_of(path)
         if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             with open(path, "wb") as device:

@@ -52,6 +52,8 @@ def _of_format(name: str) -> Callable[[Path], bool]:
     return _marked(rf'\s*\{{\s*"format":\s*"autopipe\.{name}/\d+"')
 
 
+is_document: Final = _of_format(r"\w+")
+"""Return True if the file at a path is one of autopipe's JSON documents."""
 _MODEL_FIELDS: Final = {1: 0, 2: 2, 3: 2, 4: 2, 5: 0, 6: 2, 7: 2, 8: 2, 14: 2, 20: 2, 25: 2, 26: 2}
 """Wire types by field number of ONNX's ModelProto; 0 is an integer, 2 is bytes with their length."""
 _PRODUCER_FIELD, _GRAPH_FIELD, _OPSET_FIELD = 2, 7, 8

@@ -313,7 +313,9 @@ def write_trained(
                 each.write(opened_files[data], progress)
             write_model(opened_files[target], proto, tensors, constants, data.name, places, progress)
     except OSError as error:
-        raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error
+        raise ConfigurationError(
+            f"cannot write {error.filename or target}: {error.strerror}", hint="choose another place"
+        ) from error
     return WrittenFiles(files, len(numbers) - len(lacking), len(lacking), size)
 
 

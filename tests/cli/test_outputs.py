@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import stat
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -197,6 +199,41 @@ def test_a_device_and_a_pipe_are_written_to(here: CommandLine, name: str) -> Non
     shown = here.run(*words)
     assert shown.code == 2, shown.err
     assert f"{target}" in shown.err and "No space left on device" in shown.err and "internal error" not in shown.err
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """Let the system refuse files above `most` bytes, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_full_disk_is_told_in_one_line_with_the_files_name(here: CommandLine, name: str) -> None:
+    words = CASES[name][0]
+    with small_files(4):
+        here.refuses(2, tuple(words.split()), str(target_of(words)), "File too large")
+    target_of(words).touch()
+    with small_files(4):
+        here.refuses(2, tuple(words.split()), str(target_of(words)), "File too large")
+
+
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (f"plan {MODEL} --gpus 1 --strategy data_parallel", f"{PLAN}/config.yaml"),
+        (f"plan {MODEL} --gpus 1 --strategy data_parallel -o new", "new/config.yaml"),
+        (f"codegen {PLAN}", f"{PLAN}/program/run.py"),
+        (f"codegen {PLAN} -o new", "new/run.py"),
+    ],
+)
+def test_a_full_disk_leaves_a_plan_and_a_program_as_they_were(here: CommandLine, words: str, file: str) -> None:
+    with small_files(64):
+        here.refuses(2, tuple(words.split()), file, "File too large")
 
 
 def test_a_files_weights_do_not_replace_another_file(here: CommandLine) -> None:

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from autopipe.ir.output_files import (
     replacing,
     replacing_files,
     replacing_folder,
+    scratch_folder,
     seal,
 )
 
@@ -264,6 +266,25 @@ def test_folders_of_dead_processes_are_removed_and_no_others(tmp_path: Path) -> 
         assert set(tmp_path.iterdir()) == {tmp_path / "mine-but-not-autopipes", kept, held}
     remove_dead_folders(tmp_path / "absent", "mine-")
     assert not held.exists()
+
+
+def test_a_temporary_folder_of_a_killed_process_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = f"""
+    import tempfile
+    tempfile.tempdir = {str(tmp_path)!r}
+    with output_files.scratch_folder("launch") as folder:
+        (folder / "report.jsonl").write_text("left behind")
+        os.replace("absent", "absent")
+    """
+    assert killed_at(0, body)
+    (left,) = tmp_path.glob("autopipe-launch-*/report.jsonl")
+    (tmp_path / "autopipe-notes").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_folder("logs") as logs:
+        assert not left.parent.exists() and logs.parent == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["autopipe-notes"]
 
 
 def test_a_seal_tells_edited_files(tmp_path: Path) -> None:

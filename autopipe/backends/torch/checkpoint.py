@@ -163,24 +163,27 @@ def _damaged(path: Path, reason: object, where: object = None) -> LaunchError:
     return _refused(path, f"the checkpoint is damaged: {reason}", where)
 
 
+_LOCK = ".lock"
+
+
 class FolderLock:
     """Holds a folder until `release`, or the end of the process, however it ends."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigurationError where another run holds the folder, LaunchError where it cannot be made."""
         self._descriptor = -1
+        self._folder = folder
         self.held = False
         """Stays False where the file system has no locks: then nothing of others may be removed."""
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         deadline = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(OSError):
             while not self._takes():
                 if time.monotonic() > deadline:
                     self.release()
-                    hint = "wait for its end, or choose another --checkpoint folder"
-                    raise ConfigurationError("another run saves its checkpoints here", hint=hint, where=str(folder))
+                    raise _in_use(folder)
                 time.sleep(_PAUSE_S)
             self.held = True
 
@@ -190,6 +193,16 @@ class FolderLock:
         except BlockingIOError:
             return False
         return True
+
+    def claim(self, run: str) -> None:
+        """Note that the folder is that of `run`. Raises ConfigurationError if it holds checkpoints and is that of
+        another run, which ended after this one was started."""
+        if os.pread(self._descriptor, _LONGEST_RUN, 0) == run.encode():
+            return  # The ranks of this run were started again.
+        check_unused(self._folder)
+        with writing(self._folder):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, run.encode(), 0)
 
     def release(self) -> None:
         if self._descriptor >= 0:
@@ -202,6 +215,38 @@ class FolderLock:
 _PATIENCE_S = 15.0
 """How long a run that was killed may take to be gone, for one that takes its place."""
 _PAUSE_S = 0.1
+_LONGEST_RUN = 4096
+"""Maximum bytes of a run's name."""
+_SHORT_PATIENCE_S = 2.0
+"""Seconds that a run which starts anew waits for the ranks of one that was killed."""
+
+
+def _in_use(folder: Path) -> ConfigurationError:
+    hint = "wait for its end, or choose another --checkpoint folder"
+    return ConfigurationError("another run saves its checkpoints here", hint=hint, where=str(folder))
+
+
+def check_free(folder: Path) -> None:
+    """Raise ConfigurationError if another run holds `folder`. Nothing is written."""
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    deadline = time.monotonic() + _SHORT_PATIENCE_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise _in_use(folder) from None
+                time.sleep(_PAUSE_S)
+                continue
+            except OSError:  # The file system has no locks.
+                pass
+            return
+    finally:
+        os.close(descriptor)
 
 
 def committed_steps(folder: Path) -> list[int]:
@@ -237,11 +282,22 @@ def temporary_path(folder: Path, step: int, token: str) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what crashed runs left. No run may be saving here: see `FolderLock`."""
+    """Remove what crashed runs left, but for folders that hold files of others. No run may be saving here: see
+    `FolderLock`."""
     with writing(folder):
         for path in folder.iterdir():
-            if _TEMPORARY.fullmatch(path.name):
+            if _TEMPORARY.fullmatch(path.name) and _holds_only_shards(path):
                 shutil.rmtree(path)
+
+
+_PART = re.compile(r"rank_\d{5,}\.safetensors|manifest\.json")
+
+
+def _holds_only_shards(folder: Path) -> bool:
+    """Return True if a folder holds nothing but the files of a checkpoint."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return all(_PART.fullmatch(each.name) and not each.is_dir() for each in folder.iterdir())
 
 
 def commit(temporary: Path, manifest: str) -> Path:
@@ -253,14 +309,18 @@ def commit(temporary: Path, manifest: str) -> Path:
         flush(path)
         flush(temporary)
         if final.exists():  # The best of before, at a step that was done again.
-            _remove(final)
+            if _holds_only_shards(final):
+                _remove(final)
+            else:
+                os.rename(final, final.with_name(f"{final.name}.kept-{time.time_ns()}"))
         os.rename(temporary, final)
         flush(final.parent)
     return final
 
 
 def prune(folder: Path, latest: int = KEPT, every: int = 0) -> None:
-    """Remove all checkpoints but the `latest` newest ones, 0 for all, and those after a multiple of `every` steps."""
+    """Remove all checkpoints but the `latest` newest ones, 0 for all, and those after a multiple of `every` steps. A
+    checkpoint whose folder holds a file of others stays, too."""
     old = committed_steps(folder)[:-latest] if latest else []
     _remove_steps(folder, [step for step in old if not every or step % every])
 
@@ -273,7 +333,8 @@ def _remove_steps(folder: Path, steps: Sequence[int]) -> None:
     for step in steps:
         old = checkpoint_path(folder, step)
         with writing(old):
-            _remove(old)
+            if _holds_only_shards(old):
+                _remove(old)
 
 
 def _remove(old: Path) -> None:

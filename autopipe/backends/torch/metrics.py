@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_files import replacing
+from autopipe.ir.output_files import naming, replacing
 
 Record = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
@@ -46,7 +46,7 @@ class JsonLines:
         if record["step"] < self._last or (record["step"] == self._last and "step_time_s" in record):
             self._cut_back(record["step"])
         self._last = record["step"]
-        with self._path.open("a", encoding="utf-8") as file:
+        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def _cut_back(self, step: int) -> None:

@@ -325,7 +325,9 @@ class BuiltModel:
             with replacing(path) as file:
                 file.write(proto.SerializeToString(deterministic=True))
         except OSError as error:
-            raise ConfigurationError(f"cannot write the model: {error.strerror or error}", where=str(path)) from error
+            raise ConfigurationError(
+                f"cannot write the model: {error.strerror or error}", where=str(error.filename or path)
+            ) from error
         if self.data_bytes <= inline_limit:
             progress(self.data_bytes)
 

@@ -23,6 +23,7 @@ from autopipe.ir.codec import Coded, Count, Flat, Index, Record, decode, encode
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InternalError, OutOfMemoryError
 from autopipe.ir.files import JsonRecord, read_record, record_text
 from autopipe.ir.output_files import replacing
+from autopipe.ir.output_kinds import is_document
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Alternative
 from autopipe.ir.problem import Problem
@@ -248,6 +249,8 @@ class Store:
             found = []
             for path in self.folder.glob("*.json"):
                 with contextlib.suppress(OSError):  # Another run may remove it meanwhile.
+                    if not is_document(path):
+                        continue
                     status = path.stat()
                     found.append((status.st_mtime, status.st_size, path))
             used = 0

@@ -40,12 +40,15 @@ def test_a_damaged_document_is_none(tmp_path, text):
 
 def test_what_was_not_used_for_longest_makes_room(tmp_path):
     store = Store(tmp_path, most_bytes=3500)
+    (tmp_path / "notes.json").write_text('{"mine": true}' + " " * 5000)
+    os.utime(tmp_path / "notes.json", (0, 0))
     for number in range(3):
         store.write(str(number), document(number, 1000))
         os.utime(tmp_path / f"{number}.json", (number, number))
     assert number_of(store, "0") == 0  # It is the last that was used now.
     store.write("3", document(3, 1000))
     assert [number_of(store, str(number)) for number in range(4)] == [0, None, 2, 3]
+    assert (tmp_path / "notes.json").exists()
 
 
 def test_a_folder_that_cannot_be_is_as_good_as_none(tmp_path):

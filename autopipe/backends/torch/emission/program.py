@@ -22,7 +22,7 @@ from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import Constant, DType
 from autopipe.ir.layout import MeshAxis
 from autopipe.ir.movable_paths import movable_path, relative_path
-from autopipe.ir.output_files import Seal, read_seal, replacing_folder, seal
+from autopipe.ir.output_files import Seal, naming, read_seal, replacing_folder, seal
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import FORMAT, Program, StageCode
 from autopipe.ir.rounding import Rounding
@@ -192,7 +192,8 @@ def write_program(
             inside = target / each.name
             inside.mkdir(exist_ok=True)
             for name, text in files.items():
-                (inside / name).write_text(text, encoding="utf-8")
+                with naming(folder / each.name / name):
+                    (inside / name).write_text(text, encoding="utf-8")
             stored: dict[str, np.ndarray] = {}
             for index, constant in (pair for stage in each.program.stages for pair in stage.constants):
                 stored[f"c{index}"] = _stored(constant)
@@ -246,7 +247,8 @@ def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = Fa
         with replacing_folder(folder, MANIFEST) as made:
             write(made)
     except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be written: {error.strerror}", hint=hint) from error
+        where = str(error.filename or "")
+        raise ConfigurationError(f"{folder} cannot be written: {error.strerror}", hint, where) from error
     finally:
         if not folder.exists():
             for parent in missing:

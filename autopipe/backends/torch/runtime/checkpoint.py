@@ -182,11 +182,14 @@ class Checkpointer:
         control_group: ControlGroup,
         keep_latest_k: int = files.KEPT,
         keep_every: int = 0,
+        run: str | None = None,
     ) -> None:
         """`control_group` must serve nothing else: a save uses it while the steps go on. `keep_latest_k` and
-        `keep_every` are as in `files.prune`. Raises ConfigurationError where another run saves in the folder,
-        LaunchError where it cannot be written."""
+        `keep_every` are as in `files.prune`. `run` names a launch that starts anew: the folder may then hold
+        checkpoints of this launch alone. Raises ConfigurationError where another run saves in the folder, LaunchError
+        where it cannot be written."""
         self._kept = keep_latest_k, keep_every
+        self._run = run
         self._folder = folder
         self._manifest = manifest
         self._state = state
@@ -200,6 +203,8 @@ class Checkpointer:
     def _take_folder(self) -> None:
         if self._control_group.rank == 0:
             self._lock = FolderLock(self._folder)
+            if self._run is not None:
+                self._lock.claim(self._run)
 
     def save(self, position: Position, seed: int, eval_loss: float | None = None) -> None:
         """Commit the state at this position, while the next steps run; as the best so far where `eval_loss` is given.

@@ -45,6 +45,8 @@ class Options:
     keep_every: int = 0
     """Checkpoints after a multiple of this number of steps are kept whatever else is; 0 for none."""
     resume: bool = False
+    run: str | None = None
+    """Name of a launch that starts anew, the same after a restart."""
     trace: Path | None = None  # Folder for the times of the tasks of all steps.
     profile: Path | None = None  # Folder for torch's profile of some steps.
     profile_times: Path | None = None  # Folder for the times of their tasks.

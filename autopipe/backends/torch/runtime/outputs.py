@@ -17,7 +17,7 @@ from autopipe.backends.torch.runtime.manifest import Manifest, partial_folder, r
 from autopipe.backends.torch.runtime.parameters import torch_dtype
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.ir.layout import Box
-from autopipe.ir.output_files import followed, put_in_place
+from autopipe.ir.output_files import followed, naming, put_in_place
 from autopipe.ir.program import Output, OutputPlace, OutputShard
 
 _TAG = 1 << 20  # Above every channel's tag.
@@ -40,14 +40,16 @@ class RowFile:
     def append(self, rows: np.ndarray) -> None:
         self._rows += len(rows)
         self._shape, self._dtype = rows.shape[1:], rows.dtype
-        self._file.write(np.ascontiguousarray(rows).data)
+        with naming(self.path):
+            self._file.write(np.ascontiguousarray(rows).data)
 
     def finish(self, axis: int = 0) -> None:
         """Write the header; the rows come to lie along `axis`."""
         shape = self._rows, *self._shape
-        self._file.seek(0)
-        self._file.write(_header(shape, self._dtype))
-        self._file.close()
+        with naming(self.path):
+            self._file.seek(0)
+            self._file.write(_header(shape, self._dtype))
+            self._file.close()
         if not axis:
             return
         rows = np.moveaxis(np.load(self.path, mmap_mode="r", allow_pickle=False), 0, axis)

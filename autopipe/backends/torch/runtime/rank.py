@@ -205,7 +205,7 @@ class Rank(RankContext):
         owned = self.number, self.parameters, self.optimizer, self.device, self.reduction.shards
         state = TrainingState(manifest, *owned, self.loss_scaler)
         kept = options.keep_latest_k, options.keep_every
-        self.checkpointer = Checkpointer(folder, manifest, state, transport.make_control_group(), *kept)
+        self.checkpointer = Checkpointer(folder, manifest, state, transport.make_control_group(), *kept, options.run)
         every_s = 60 * options.checkpoint_minutes
         self.agreement = StepAgreement(transport.store, transport.make_control_group(), every_s)
         stop_on_signal(partial(self.agreement.request, STOP))

@@ -20,6 +20,7 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.stage import RankContext
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import DType
+from autopipe.ir.output_files import naming
 from autopipe.ir.program import KINDS, by_kind
 
 
@@ -170,7 +171,8 @@ class Reporter:
             "spans": [asdict(span) for span in times.spans()],
             "waits": [asdict(wait) for wait in times.waits()],
         }
-        with (folder / f"rank_{self._rank.number:03d}.jsonl").open("a", encoding="utf-8") as file:
+        path = folder / f"rank_{self._rank.number:03d}.jsonl"
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(form) + "\n")
 
     def report(self) -> None:
@@ -218,7 +220,7 @@ class Reporter:
         if path is None:
             print("\n".join(lines), flush=True)
             return
-        with path.open("a", encoding="utf-8") as file:
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each) + "\n" for each in records))
 
     def _read(self, kept: Sequence[_EndedStep]) -> list[tuple[list[float], tuple[float, float], float, float]]:

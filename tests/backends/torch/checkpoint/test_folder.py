@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.checkpoint import FolderLock, check_unused, committed_steps, remove_leftovers
+from autopipe.backends.torch.checkpoint import (
+    FolderLock,
+    check_free,
+    check_unused,
+    commit,
+    committed_steps,
+    prune,
+    remove_leftovers,
+)
 from autopipe.ir.errors import ConfigurationError
 
 OTHERS = ("notes", "step_00000003.tmp-1-ab", "step_7", "step_00000009.tmp-old")
@@ -41,3 +49,46 @@ def test_without_locks_of_the_file_system_nothing_is_said_to_be_held(
     lock = FolderLock(tmp_path)
     assert lock.held is False
     lock.release()
+
+
+def test_a_folder_that_a_run_holds_is_refused_to_one_that_starts_anew(tmp_path: Path) -> None:
+    check_free(tmp_path)
+    assert not list(tmp_path.iterdir()), "a check writes nothing"
+    lock = FolderLock(tmp_path)
+    with pytest.raises(ConfigurationError, match="another run saves its checkpoints here"):
+        check_free(tmp_path)
+    lock.release()
+    check_free(tmp_path)
+
+
+def test_a_folder_with_checkpoints_is_that_of_the_run_that_saved_them(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
+    first.claim("one")
+    (tmp_path / "step_00000002").mkdir()
+    first.claim("one")
+    first.release()
+    later = FolderLock(tmp_path)
+    with pytest.raises(ConfigurationError, match="holds a checkpoint after 2 steps"):
+        later.claim("another")
+    later.claim("one")
+
+
+@pytest.mark.parametrize("extra", ["notes.txt", "own/weights.bin"])
+def test_a_checkpoint_with_files_of_others_is_never_removed(tmp_path: Path, extra: str) -> None:
+    for step in (1, 2, 3, 4):
+        folder = tmp_path / f"step_{step:08d}"
+        folder.mkdir()
+        (folder / "rank_00000.safetensors").write_text("weights")
+        (folder / "manifest.json").write_text("{}")
+    for name in ("step_00000001", "step_00000009.tmp-crashed"):
+        (tmp_path / name / extra).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / extra).write_text("mine")
+    (tmp_path / "step_00000008.tmp-crashed").mkdir()
+    remove_leftovers(tmp_path)
+    prune(tmp_path, 1)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["step_00000001", "step_00000004", "step_00000009.tmp-crashed"]
+    temporary = tmp_path / "step_00000001.tmp-again"
+    temporary.mkdir()
+    commit(temporary, "{}")
+    assert [path.read_text() for path in tmp_path.glob(f"step_00000001.kept-*/{extra}")] == ["mine"]
