@@ -71,8 +71,10 @@ def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the table on a device, copied there once."""
     if device in _ON_DEVICE:
         return _ON_DEVICE[device]
-    # The copy must have ended before another stream reads the table.
-    intercepts, slopes = (torch.from_numpy(each).to(device) for each in _tables())
+    # The copies must have ended before another stream reads the table.
+    host_intercepts, host_slopes = _tables()
+    intercepts = torch.from_numpy(host_intercepts).to(device)
+    slopes = torch.from_numpy(host_slopes).to(device)
     if type(intercepts) is Tensor:  # Tensors without values serve only the run that made them.
         _ON_DEVICE[device] = intercepts, slopes
     return intercepts, slopes
