@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,12 @@ def flat(actions):
     return [part for each in actions if each is not None for part in each.sub_actions or (each,)]
 
 
+def dump_computations(schedule, path):
+    """Write the order of a schedule of torch without its communication, which torch 2.9 writes in no other format."""
+    has_formats = "format" in inspect.signature(schedule._dump_csv).parameters
+    schedule._dump_csv(str(path), *(["compute_only"] if has_formats else []))
+
+
 @pytest.mark.parametrize(
     ("name", "chunks"),
     [
@@ -55,7 +62,7 @@ def flat(actions):
 def test_schedules_of_torch_are_read_as_torch_has_them(name, chunks, tmp_path):
     theirs = torch_schedule(name, chunks)
     path = tmp_path / "order.csv"
-    theirs._dump_csv(str(path), "compute_only")
+    dump_computations(theirs, path)
     rows = read_orders(path)
     assert [[str(cell.task) for cell in row] for row in rows] == [
         [str(action) for action in flat(theirs.pipeline_order[rank])] for rank in range(RANKS)
@@ -75,7 +82,7 @@ def test_torch_takes_what_is_written_and_gives_it_back(tmp_path):
     assert [list(map(str, runtime.pipeline_order[rank])) for rank in range(RANKS)] == [
         list(map(str, order)) for order in plan.schedule.tasks
     ]
-    runtime._dump_csv(str(theirs), "compute_only")
+    dump_computations(runtime, theirs)
     rows = read_orders(theirs)
     assert tuple(tuple(cell.task for cell in row) for row in rows) == plan.schedule.tasks
 
