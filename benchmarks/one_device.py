@@ -158,13 +158,21 @@ def step_flops(arguments: argparse.Namespace, model: nn.Module) -> int:
     return (6 * parameters + attention) * tokens
 
 
-def interleaved(ours: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each round, run in turns, after two rounds of warm-up."""
+def interleaved(
+    ours: Callable[[], None], theirs: Callable[[], None], rounds: int, device: str
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of each round of `ours` and of `theirs`, which run in turns after two rounds of warm-up.
+
+    The clock is read when the device has finished: a step may return while its last kernels run, and their time would
+    count for the step that follows.
+    """
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 2):
         for place in (0, 1) if turn % 2 else (1, 0):
             start = time.perf_counter()
             (ours, theirs)[place]()
+            if device == "cuda":
+                torch.cuda.synchronize()
             if turn >= 2:
                 times[place].append(time.perf_counter() - start)
     return times
@@ -199,7 +207,8 @@ def main() -> None:
         settings = json.loads((program / "manifest.json").read_text(encoding="utf-8"))["optimizer"]
         ours = generated_step(arguments, program)
         model = make_model(arguments)
-        times = interleaved(ours, hand_written_step(arguments, model, settings), arguments.rounds)
+        theirs = hand_written_step(arguments, model, settings)
+        times = interleaved(ours, theirs, arguments.rounds, arguments.device)
     mine, hand = map(statistics.median, times)
     ratios = sorted(own / other for own, other in zip(*times, strict=True))
     middle = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]  # Interquartile range of the rounds' ratios.
