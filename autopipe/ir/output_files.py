@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -53,6 +54,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     Raises OSError with the name of the file if it cannot be written.
     """
     with naming(path):
+        descriptor = open_descriptor(path)
+        if descriptor is not None:
+            with open(os.dup(descriptor), "wb") as stream:
+                yield stream
+            return
         path = followed(path)
         mode = _mode_of(path)
         if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -71,6 +77,24 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             raise
 
 
+_DESCRIPTOR: Final = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self|\d+)/fd)/(\d+)")
+_MOST_LINKS: Final = 40
+"""Maximum links that lead from one to the next, as on Linux."""
+
+
+def open_descriptor(path: Path) -> int | None:
+    """Return the number of the open file that a path such as /dev/stdout stands for, None for any other path."""
+    place = os.path.abspath(path)
+    for _ in range(_MOST_LINKS):
+        match = _DESCRIPTOR.fullmatch(place)
+        if match is not None:
+            return int(match[1])
+        if not os.path.islink(place):
+            return None
+        place = os.path.normpath(os.path.join(os.path.dirname(place), os.readlink(place)))
+    return None
+
+
 def followed(path: Path) -> Path:
     """Return the absolute path of the file that a link leads to, or of `path` itself."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
@@ -87,6 +111,11 @@ def _mode_of(path: Path) -> int | None:
 def put_in_place(made: Path, path: Path) -> None:
     """Move the finished file `made` to `path` by the rules of `replacing`. Both lie in one file system, unless `path`
     is a device or a pipe, to which the bytes are copied."""
+    if open_descriptor(path) is not None:
+        with open(made, "rb") as source, replacing(path) as stream:
+            shutil.copyfileobj(source, stream)
+        os.unlink(made)
+        return
     path = followed(path)
     mode = _mode_of(path)
     with naming(path):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_files import followed, replacing
+from autopipe.ir.output_files import followed, open_descriptor, replacing
 
 _START: Final = 4096
 """Bytes at the beginning of a file in which its mark is looked for."""
@@ -156,6 +156,8 @@ class OutputFile:
     def check(self) -> None:
         """Raise ConfigurationError if the file cannot be written or may not be replaced: this is asked before the long
         work begins."""
+        if open_descriptor(self.path) is not None:
+            return
         path, hint = followed(self.path), "choose another place"
         if path.is_dir():
             raise ConfigurationError(f"{self.path} is a folder", hint="name a file")

@@ -22,6 +22,7 @@ from autopipe.ir.output_files import (
     held_folder,
     keep_folder,
     mixed_file,
+    open_descriptor,
     put_in_place,
     read_seal,
     remove_dead_folders,
@@ -242,6 +243,23 @@ def test_pipes_and_devices_are_written_to(tmp_path: Path) -> None:
     made.write_text("nothing")
     put_in_place(made, null)
     assert stat.S_ISCHR(null.stat().st_mode) and not made.exists()
+
+
+def test_what_is_written_to_an_open_file_follows_what_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "of the shell"
+    link = tmp_path / "link"
+    with path.open("wb") as shell:
+        shell.write(b"first, ")
+        shell.flush()
+        link.symlink_to(f"/dev/fd/{shell.fileno()}")
+        for place in (link, Path(f"/proc/self/fd/{shell.fileno()}")):
+            with replacing(place) as file:
+                file.write(b"second, ")
+        made = tmp_path / "made"
+        made.write_text("third")
+        put_in_place(made, link)
+    assert path.read_text() == "first, second, second, third"
+    assert open_descriptor(Path("/dev/stdout")) == 1 and open_descriptor(path) is None
 
 
 def test_a_device_without_room_is_named() -> None:
