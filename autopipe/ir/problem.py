@@ -84,6 +84,8 @@ class Work:
     """Operators that the host starts in a forward, views included."""
     backward_operators: float = 0.0
     """The same in a backward."""
+    product_rate: float = 1.0
+    """Fraction of the device's rate of products that the shapes of the operator permit."""
 
 
 FIRST_LOSS_SCALE = 2.0**16

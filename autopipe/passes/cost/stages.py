@@ -81,6 +81,7 @@ def signatures_in(
             own.launches,
             own.operators,
             own.backward_operators,
+            own.product_rate,
             own.measured,
         )
         held = tuple((each.key[1], each.bytes, each.dimensions, each.windows) for each in keeps)

@@ -35,6 +35,27 @@ def test_a_loss_that_makes_its_scores_multiplies_once_more_in_backward(trained: 
     assert both.kept_bytes == 4 * 8 * 4 + 16 * 8, "x, and for each label where it is, its weight and its logarithm"
 
 
+@pytest.mark.parametrize(
+    ("precision", "widths", "rates"),
+    [
+        ("fp32", (64, 63, 64), [1.0, 1.0]),
+        ("bf16", (64, 63, 64), [0.25, 0.25]),
+        ("bf16", (64, 72, 63), [1.0, 0.25]),
+        ("bf16", (64, 72, 64), [1.0, 1.0]),
+    ],
+)
+def test_unaligned_16_bit_products_are_slower(precision: str, widths: tuple[int, int, int], rates: list[float]) -> None:
+    """The rows of both factors and of the result have to be multiples of 8 elements."""
+    builder = Builder(8, widths[0])
+    graph = builder.finish(builder.linear(builder.linear("x", widths[1]), widths[2]))
+    work = annotate(graph, precision)
+    assert [each.product_rate for each in work] == rates
+    toy = device(flops=1e12, bandwidth=1e15, latency=0.0)
+    forward, _ = node_seconds(work, toy, precision)
+    flops = [each.forward_flops for each in work]
+    np.testing.assert_allclose(forward, [count / 0.5e12 / rate for count, rate in zip(flops, rates, strict=True)])
+
+
 def test_shares_divide_work_but_not_launches() -> None:
     toy = device(latency=1e-6)
     work = [Work("matmul", 1e9, 0, 1e6, 0, 0)] * 2
