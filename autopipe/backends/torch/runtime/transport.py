@@ -321,6 +321,13 @@ ATTEMPT = "AUTOPIPE_ATTEMPT"
 
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_MODULE_LOADING = "CUDA_MODULE_LOADING"
+"""Environment variable that states when CUDA loads kernels: by default (`LAZY`) at their first launch.
+
+Loading a kernel may wait until the device is idle (CUDA Programming Guide, "Lazy Loading", potential hazards). A
+receive that is posted early keeps the device busy until its sender has computed. Ranks of a schedule with pipelines in
+both directions (Chimera, DualPipe) then wait for one another in their first step.
+"""
 
 
 class Transport:
@@ -581,7 +588,10 @@ def _launchers_store(patience: timedelta, signed: bool) -> Store | None:
 def _choose_device(wanted: str) -> torch.device:
     if wanted in ("cpu", "meta"):
         return torch.device("cpu")
-    os.environ.setdefault(_QUEUES, str(HARDWARE_QUEUES))  # CUDA reads it when it starts.
+    # CUDA reads these variables when it starts.
+    os.environ.setdefault(_QUEUES, str(HARDWARE_QUEUES))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os.environ.setdefault(_MODULE_LOADING, "EAGER")
     if wanted == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():

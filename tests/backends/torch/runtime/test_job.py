@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -115,3 +117,16 @@ def test_a_task_takes_its_gpu_of_those_that_it_sees(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert transport._choose_device("cuda") == torch.device("cuda", device)
     assert chosen == [device]
+
+
+@pytest.mark.parametrize(("ranks", "given", "found"), [("1", None, None), ("4", None, "EAGER"), ("4", "LAZY", "LAZY")])
+def test_several_ranks_load_their_kernels_when_cuda_starts(
+    monkeypatch: pytest.MonkeyPatch, ranks: str, given: str | None, found: str | None
+) -> None:
+    """A kernel that is loaded later may wait for a receive that is posted already."""
+    monkeypatch.setattr(
+        os, "environ", {"WORLD_SIZE": ranks} | ({} if given is None else {"CUDA_MODULE_LOADING": given})
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    transport._choose_device("auto")
+    assert os.environ.get("CUDA_MODULE_LOADING") == found
