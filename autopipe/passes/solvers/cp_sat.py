@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from autopipe.ir.errors import AutopipeError
 from autopipe.passes.solvers.milp import Status
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, IntVar
+    from ortools.sat.python.cp_model import CpModel, CpSolver, CpSolverSolutionCallback, CpSolverStatus, IntVar
 
 __all__ = ["CpResult", "Limit", "OnSolution", "Status", "solve"]
 
@@ -56,9 +57,12 @@ def solve(
     on_solution: OnSolution | None = None,
     relax: bool = False,
 ) -> CpResult:
-    """Run CP-SAT with one worker, the same for the same model and seed as long as `limit.work` ends it. Orders of
-    blocks are found by propagation: linear relaxations of them are weak and cost most of the time. `relax` is for
-    models in which sums decide. Raises AutopipeError for a model that the solver does not accept."""
+    """Return the result of CP-SAT with one search worker.
+
+    Equal models and seeds give equal results as long as `limit.work` ends the search. `relax` adds linear relaxations,
+    for models in which sums decide; for orders of blocks the relaxations are weak and take most of the time. Raises
+    AutopipeError for a model that the solver rejects, and KeyboardInterrupt after Ctrl-C.
+    """
     from ortools.sat.python import cp_model
 
     if limit.seconds <= 0 or limit.work <= 0:
@@ -75,7 +79,7 @@ def solve(
     solver.parameters.random_seed = limit.seed
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = int(relax)
-    code = solver.solve(model, Watcher() if on_solution else None)
+    code = _search(solver, model, Watcher() if on_solution else None)
     if code == cp_model.MODEL_INVALID:
         raise AutopipeError(f"the solver does not accept the model: {model.validate()}")
     status = Status[solver.status_name(code)]
@@ -84,6 +88,29 @@ def solve(
     if status.found:
         return CpResult(status, tuple(int(solver.value(variable)) for variable in variables), bound, work)
     return CpResult(status, (), bound if status is Status.UNKNOWN else None, work)
+
+
+_STOP_S = 0.05
+"""Seconds between two requests to stop a search."""
+
+
+def _search(solver: CpSolver, model: CpModel, callback: CpSolverSolutionCallback | None) -> CpSolverStatus:
+    """Return the status of a search that Ctrl-C ends with KeyboardInterrupt.
+
+    OR-tools' own handler of SIGINT would end the search without an error, and leave SIGINT at its default: the next
+    Ctrl-C would kill the process. Without it, Python's handler stays, which runs only while the main thread runs Python
+    code. The search therefore has a thread of its own, and the caller's thread waits.
+    """
+    solver.parameters.catch_sigint_signal = False
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        search = threads.submit(solver.solve, model, callback)
+        try:
+            return search.result()
+        finally:
+            # A request is lost if the search has not begun, so it is repeated.
+            while not search.done():
+                solver.stop_search()
+                wait([search], _STOP_S)
 
 
 def _whole(bound: float) -> int | None:

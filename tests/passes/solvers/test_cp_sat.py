@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 from ortools.sat.python import cp_model
 
@@ -55,3 +59,50 @@ def test_a_model_that_makes_no_sense_is_refused() -> None:
     )
     with pytest.raises(AutopipeError, match="does not accept"):
         solve(model, [], AMPLE)
+
+
+INTERRUPTED = """
+import os, signal, sys
+from ortools.sat.python import cp_model
+from autopipe.passes.solvers.cp_sat import Limit, solve
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+model = cp_model.CpModel()
+marks = [model.new_int_var(0, 400, f"mark {index}") for index in range(16)]
+gaps = []
+for index, mark in enumerate(marks[1:], 1):
+    model.add(mark > marks[index - 1])
+    for earlier in marks[:index]:
+        gap = model.new_int_var(1, 400, "gap")
+        model.add(gap == mark - earlier)
+        gaps.append(gap)
+model.add_all_different(gaps)
+if sys.argv[1] == "during":
+    model.minimize(marks[-1])
+try:
+    solve(model, marks, Limit(600.0, 600.0), interrupt if sys.argv[1] == "during" else None)
+    print("solved", flush=True)
+    if sys.argv[1] == "after":
+        interrupt()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+"""Ctrl-C at the first Golomb ruler of 16 marks, whose shortest nobody proves in ten minutes, or after it."""
+
+
+@pytest.mark.parametrize(("moment", "printed"), [("during", "interrupted"), ("after", "solved interrupted")])
+def test_ctrl_c_raises_keyboard_interrupt_during_and_after_a_search(moment: str, printed: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, moment]
+    # A process that ignores SIGINT at its start, as a job in the background does, gets no handler from Python.
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert run.stdout.split() == printed.split(), run.stderr
+    assert run.returncode == 0
