@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,11 +54,14 @@ def codegen(
         bar.advance(note="plan read")
         program = generate(planned, target, only, force)
         bar.advance(note="programs written")
+    launch = ["autopipe", "launch", str(target)]
+    if only:
+        launch += ["--dry-run", "--device", "meta", "--rank", str(only[0])]
     some = f"{len(only)} of {program.world_size}" if only else f"{program.world_size}"
     output.report(
         {"program": target, "ranks": program.world_size, "written": only or None, "stages": len(program.stages)},
         f"{some} rank programs of {len(program.stages)} stages in {target}",
-        f"next: autopipe launch {target}" + (f" --dry-run --device meta --rank {only[0]}" if only else ""),
+        f"next: {shlex.join(launch)}",
     )
 
 

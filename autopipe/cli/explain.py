@@ -323,7 +323,7 @@ def explained_plan(planned: PlanResult, folder: Path, output: Output) -> Explana
         screen.append(f"next best: {what}, {seconds_text(following.step_time_s)} ({over}):")
         screen.append(Text(f"  {alternative_command(folder, planned, following)}"))
     screen.append(_help_table(helps, summary.samples_per_s))
-    screen.append(f"more: autopipe explain {folder} --node NAME, --stage K or --device D")
+    screen.append(f"more: autopipe explain {shlex.quote(str(folder))} --node NAME, --stage K or --device D")
     return data, screen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,7 +132,7 @@ def _tell_what_stayed(output: Output, folder: Path, planned: PlanResult, copy: P
         output.note(f"flags changed config.yaml, which was edited: the edited file is now {copy}")
     stale = stale_program(folder, planned.digest)
     if stale is not None:
-        output.warn(f"{stale} is the program of an earlier plan", f"autopipe codegen {folder}")
+        output.warn(f"{stale} is the program of an earlier plan", f"autopipe codegen {shlex.quote(str(folder))}")
 
 
 def _warn_of_devices(output: Output, planned: PlanResult, about_this_machine: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -154,7 +155,8 @@ def check_unmixed(folder: Path) -> None:
 
 
 def _mixed(path: Path, what: str) -> ConfigurationError:
-    return ConfigurationError(f"{path} {what} {PLAN_FILE}", hint=f"plan again: autopipe plan MODEL -o {path.parent}")
+    hint = f"plan again: autopipe plan MODEL -o {shlex.quote(str(path.parent))}"
+    return ConfigurationError(f"{path} {what} {PLAN_FILE}", hint=hint)
 
 
 def _leftover_heads(folder: Path) -> list[Path]:

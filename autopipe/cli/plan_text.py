@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -201,8 +202,10 @@ _NEXT_BEST = 3
 def plan_screen(
     planned: PlanResult, request: Request, folder: Path, found: str, output: Output
 ) -> Iterator[RenderableType]:
-    """The answer: what was decided and is predicted, the next best candidates, where the plan lies and what to type
-    next. Of the stages as many are told as `MOST_LINES` have room for. `found` says whence the devices are known."""
+    """Yield the decisions, the predictions, the next best candidates, the plan's folder and the next commands.
+
+    Stages are listed as far as `MOST_LINES` has room. `found` says how the devices became known.
+    """
     plan, problem, every = planned.plan, planned.problem, output.verbosity is Verbosity.DETAILED
     summary = plan.summary
     devices = count_text(summary.devices, "device")
@@ -219,6 +222,7 @@ def plan_screen(
     if problem.train:
         optimizer = problem.optimizer
         before.append(f"update: {update_line(optimizer.name, optimizer.lr, problem.lr_scheduler, problem.training)}")
+    word = shlex.quote(str(folder))
     after: list[RenderableType] = [
         f"{prediction_line(summary)}{_memory_limits(plan)}",
         traffic_line(summary),
@@ -227,7 +231,7 @@ def plan_screen(
         *host_help_lines(plan),
         *candidates_screen(plan.alternatives, summary.step_time_s, _NEXT_BEST),
         f"plan in {folder}",
-        f"next: autopipe explain {folder}    autopipe show {folder}    autopipe codegen {folder}",
+        f"next: autopipe explain {word}    autopipe show {word}    autopipe codegen {word}",
     ]
     room = MOST_LINES - sum(map(output.height, (*before, *after))) - 1
     stages = len(plan.placement.stages)
@@ -235,7 +239,7 @@ def plan_screen(
     if every or stages <= room or room > _FEWEST_ROWS:
         yield stage_table(plan, _MOST_ROWS if every else min(stages, room))
     else:
-        yield f"{stages} stages: autopipe show {folder} lists them"
+        yield f"{stages} stages: autopipe show {word} lists them"
     yield from after
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator
     if refused:
         yield f"{len(refused)} operators could not be measured; plans judge them by the roofline: {refused[0]}"
     yield f"costs in {target}"
-    yield f"next: autopipe plan MODEL --costs {target}"
+    yield f"next: autopipe plan MODEL --costs {shlex.quote(str(target))}"
 
 
 def _slowest(operations: Sequence[OperationCost]) -> Table:

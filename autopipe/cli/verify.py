@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import filecmp
 import math
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -432,7 +433,7 @@ def check_static(program: Path, model: Path | None, output: Output) -> None:
         planned = open_plan(folder, model or manifest.model)  # Its schedule is checked when it is read.
         bar.advance(note="schedule")
         if planned.digest != manifest.plan:
-            hint = f"autopipe codegen {folder} writes it again"
+            hint = f"autopipe codegen {shlex.quote(str(folder))} writes it again"
             raise ConfigurationError(f"{program} is not the program of the plan in {folder}", hint)
         made = Path(scratch) / "program"
         # Where the program was generated, its model may have been elsewhere.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 
 import pytest
 
@@ -43,6 +44,31 @@ def test_a_plan_folder_and_one_screen(gpt, capsys):
         assert word in out
     assert "communication volume of a step: " in out
     assert "schedule: a step that is proven the shortest" in out
+
+
+def test_next_commands_are_quoted_for_the_shell(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = "it's a plan; really"
+    build(configure("gpt", SETTINGS)).save(tmp_path / "gpt.onnx")
+    assert run(capsys, "gpt.onnx", "--gpus", 2, "--cluster", "a100-80gb", "-o", folder)[0] == 0
+    assert main(["codegen", folder]) == 0
+    (command,) = re.findall("next: (.*)", capsys.readouterr().out)
+    assert shlex.split(command) == ["autopipe", "launch", f"{folder}/program"]
+    assert run(capsys, "gpt.onnx", "--gpus", 2, "--batch-size", 16, "-o", folder)[0] == 0
+    assert main(["launch", folder, "--device", "cpu"]) == 2
+    (command,) = re.findall("autopipe codegen .* makes", capsys.readouterr().err)
+    assert shlex.split(command) == ["autopipe", "codegen", str(tmp_path / folder), "makes"]
+    assert main(["explain", folder]) == 0
+    (command,) = re.findall("more: (autopipe .* --node)", capsys.readouterr().out)
+    assert shlex.split(command) == ["autopipe", "explain", folder, "--node"]
+
+
+def test_next_commands_of_a_plan_are_quoted_for_the_shell(gpt, capsys, tmp_path):
+    folder = str(tmp_path / "two words")
+    _, out, _ = run(capsys, gpt, "--gpus", 2, "--cluster", "a100-80gb", "-o", folder)
+    (commands,) = re.findall("next: (.*)", out)
+    words = shlex.split(commands)
+    assert words == [word for name in ("explain", "show", "codegen") for word in ("autopipe", name, folder)]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

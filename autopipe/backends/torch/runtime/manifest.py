@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -178,7 +179,7 @@ def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
     except OSError as error:
         hint = "run autopipe codegen"
         if (folder / "plan.json").is_file():
-            hint = f"it is a plan: autopipe codegen {folder} makes {folder / 'program'}"
+            hint = f"it is a plan: autopipe codegen {shlex.quote(str(folder))} makes {folder / 'program'}"
         raise ConfigurationError(f"{folder} is not a program folder: {error.strerror}", hint=hint) from error
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"not valid JSON: {error}", where=str(path)) from error
