@@ -13,7 +13,6 @@ import onnx
 from onnx import numpy_helper
 from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.loader import load_model_tests
-from onnx.backend.test.runner import _normalize_tensor
 
 COLLECTIONS = ("node", "simple", "pytorch-converted", "pytorch-operator")
 EXCEPTIONS = Path(__file__).parent / "exceptions.toml"
@@ -61,11 +60,16 @@ def model_of(case: TestCase) -> onnx.ModelProto:
     return case.model if case.model is not None else onnx.load(Path(str(case.model_dir)) / "model.onnx")
 
 
+def _array(tensor: np.ndarray | onnx.TensorProto) -> np.ndarray:
+    """Return a tensor of a case as an array: onnx 1.23 holds some as protocol buffers, earlier versions none."""
+    return numpy_helper.to_array(tensor) if isinstance(tensor, onnx.TensorProto) else tensor
+
+
 def data_of(case: TestCase) -> Iterator[tuple[list[np.ndarray], list[np.ndarray]]]:
     """Inputs and expected outputs, one pair a data set."""
     if case.data_sets is not None:
         for inputs, outputs in case.data_sets:
-            yield [_normalize_tensor(each) for each in inputs], [_normalize_tensor(each) for each in outputs]
+            yield [_array(each) for each in inputs], [_array(each) for each in outputs]
         return
     for folder in sorted(Path(str(case.model_dir)).glob("test_data_set_*")):
         yield _stored(folder, "input"), _stored(folder, "output")

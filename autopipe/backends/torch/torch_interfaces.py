@@ -53,7 +53,7 @@ __all__ = [
     "Unsupported",
 ]
 
-OLDEST = "2.9"
+OLDEST = "2.11"
 """Oldest supported version of torch: the lower bound in pyproject.toml."""
 
 _RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
