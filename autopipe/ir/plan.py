@@ -269,11 +269,14 @@ def plan_digest(plan: Plan) -> str:
 
 
 def read_plan(folder: Path) -> Plan:
-    """The plan in `folder`, its model's path made absolute. Raises ConfigurationError with file and key."""
+    """Return the plan in `folder`, with an absolute path of its model. Raises ConfigurationError with file and key."""
     record = read_record(folder / PLAN_FILE, FORMAT)
     plan: Plan = decode(record, Plan, schedule=Schedule(0, ()))
     _check_prediction(record.at("predictions"), plan.prediction, plan.placement)
     summary = plan.summary
+    count, size = summary.micro_batches, summary.micro_batch_size
+    if plan.batch_size != count * size:
+        record.at("batch_size").refuse(f"{count * size}, for {count} micro-batches of {size}")
     if summary.communication_bytes is not None:
         moved = record.at("summary").at("communication_bytes")
         summary = dataclasses.replace(
@@ -285,12 +288,11 @@ def read_plan(folder: Path) -> Plan:
         raise ConfigurationError(error.message, "plan again", f"{record.file}: placement") from error
     groups = tuple(stage.devices for stage in plan.placement.stages)
     stages = StageGraph(plan.placement.devices, groups, plan.prediction.edges, pipelines_of(plan.placement), ratios)
-    return dataclasses.replace(
-        plan,
-        model=path_from(folder, plan.model),
-        summary=summary,
-        schedule=_read_schedule(folder / SCHEDULE_FILE, stages, plan.mode == "train"),
-    )
+    schedule = _read_schedule(folder / SCHEDULE_FILE, stages, plan.mode == "train")
+    if schedule.micro_batches != count:
+        message = f"the schedule has {schedule.micro_batches} micro-batches, its plan {count}"
+        raise ConfigurationError(message, "plan again", f"{folder / SCHEDULE_FILE}: units")
+    return dataclasses.replace(plan, model=path_from(folder, plan.model), summary=summary, schedule=schedule)
 
 
 def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Placement) -> None:

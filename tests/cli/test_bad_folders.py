@@ -66,6 +66,11 @@ def _beyond(plan: Any) -> None:
     plan["placement"]["stages"][1]["nodes"].append([90, 91])
 
 
+def _of_more_micro_batches(plan: Any) -> None:
+    plan["summary"]["micro_batches"] = 1024
+    plan["batch_size"] = 1024 * plan["summary"]["micro_batch_size"]
+
+
 BROKEN_PLANS: dict[str, tuple[str, Callable[[Any], object], tuple[str, ...]]] = {
     "format": ("plan.json",
         lambda plan: plan.update(format="autopipe.plan/9"), ("'autopipe.plan/9'", "autopipe.plan/1")),
@@ -77,6 +82,8 @@ BROKEN_PLANS: dict[str, tuple[str, Callable[[Any], object], tuple[str, ...]]] = 
         lambda plan: plan["placement"]["stages"][1].update(devices=["a"]), ("stages[1].devices[0]",)),
     "mode": ("plan.json", lambda plan: plan.update(mode="learn"), ('mode is "learn"', "train or infer")),
     "batch": ("plan.json", lambda plan: plan.update(batch_size=0), ("batch_size is 0", "at least 1")),
+    "batch of other micro-batches": ("plan.json",
+        lambda plan: plan.update(batch_size=2**43), ("batch_size is 8796093022208", "micro-batches of")),
     "model": ("plan.json", lambda plan: plan.update(model=3), ("model is 3", "expected text")),
     "summary": ("plan.json",
         lambda plan: plan["summary"].update(step_time_s="soon"), ('summary.step_time_s is "soon"',)),
@@ -99,6 +106,13 @@ def test_a_plan_that_was_edited(here: CommandLine, name: str) -> None:
     _edit(PLAN / file, change)
     for words in READERS:
         assert here.refuses(2, words, *says).startswith(f"{PLAN / file}: ")
+
+
+def test_a_plan_with_the_micro_batches_of_another_schedule(here: CommandLine) -> None:
+    _edit(PLAN / "plan.json", _of_more_micro_batches)
+    for words in READERS:
+        error = here.refuses(2, words, "the schedule has 2 micro-batches, its plan 1024")
+        assert error.startswith(f"{PLAN / 'schedule.json'}: units: ")
 
 
 @pytest.mark.parametrize("file", ["plan.json", "schedule.json"])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import FrameType
 
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
@@ -32,3 +36,41 @@ def test_some_ranks_are_written_alone(tmp_path: Path, capfd: pytest.CaptureFixtu
     ):
         assert main(words) == 2
         assert message in capfd.readouterr().err
+
+
+def _split(results: int) -> onnx.ModelProto:
+    """A model that adds the first and the last of many parts of its input."""
+    names = [f"part_{index}" for index in range(results)]
+    nodes = [
+        helper.make_node("Split", ["x"], names, axis=1, num_outputs=results),
+        helper.make_node("Add", [names[0], names[-1]], ["y"]),
+    ]
+    tensors = [
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, size])] for name, size in (("x", results), ("y", 1))
+    ]
+    return helper.make_model(helper.make_graph(nodes, "parts", *tensors), opset_imports=[helper.make_opsetid("", 18)])
+
+
+def test_the_work_of_an_operator_is_linear_in_its_results(tmp_path: Path) -> None:
+    """Count the Python calls: twice the results take about twice the calls, and not four times."""
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    counts = []
+    for results in (10, 1000, 2000):  # The first loads the modules.
+        model, plan = tmp_path / f"split_{results}.onnx", str(tmp_path / f"{results}.plan")
+        onnx.save(_split(results), model)
+        flags = ["--mode", "infer", "--gpus", "1", "--strategy", "data_parallel", "--batch-size", "2", "-q"]
+        assert main(["plan", str(model), *flags, "-o", plan]) == 0
+        calls = 0
+        sys.setprofile(count)
+        try:
+            code = main(["codegen", plan, "-q"])
+        finally:
+            sys.setprofile(None)
+        assert code == 0
+        counts.append(calls)
+    assert counts[2] < 2.5 * counts[1]

@@ -202,16 +202,21 @@ class _Writer:
         return [line for lines in statements for line in lines]
 
     def _statement(self, operation: Operation, dead: list[str]) -> list[str]:
+        """Return the lines of an operation. `dead` names the values that no later operation reads, in the order of
+        their last assignments. Time is linear in the operation's values and in `dead`."""
+        unread, written = frozenset(dead), frozenset(operation.writes)
         if isinstance(operation, Collective):
             code, comment = self._collective(operation)
             target = self._fresh(operation.result)
         else:
             code, comment = self._expression(operation), _comment(operation)
             results = operation.signature.results
-            target = ", ".join("_" if value is None or value.name in dead else self._fresh(value) for value in results)
+            target = ", ".join(
+                "_" if value is None or value.name in unread else self._fresh(value) for value in results
+            )
             if target == "_":
                 return []
-        statement = f"{self.margin}{target} = {code}{self._drop(name for name in dead if name not in operation.writes)}"
+        statement = f"{self.margin}{target} = {code}{self._drop(name for name in dead if name not in written)}"
         pad = max(2, 72 - len(statement))
         if len(statement) + pad + len(comment) <= _LINE:
             return [f"{statement}{' ' * pad}# {comment}"]
