@@ -99,7 +99,7 @@ def solvers(output: Output) -> None:
     \b
     Example:
       autopipe config solvers
-      autopipe plan model.onnx --strategy tepdist --set solver=cbc
+      autopipe plan gpt.onnx --gpus 4 --strategy tepdist --set solver=cbc
     """
     installed = installed_solvers()
     entries: list[dict[str, object]] = [

@@ -299,16 +299,18 @@ class Launch:
         self, config: LaunchConfig, output: Output, server: ForkServer
     ) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
         """Continue `start` while the fork server imports torch."""
-        steps, epochs = self._read_data(output.note)
+        notes = list[str]()
+        steps, epochs = self._read_data(notes.append)
         if 0 < steps <= (done := self._position().steps):
             more = "--steps or --epochs goes further"
             output.note(f"training has ended: {self.checkpoint} holds {done} steps of {steps}; {more}")
             return [], []
-        self._check_held_out(output.note)
+        self._check_held_out(notes.append)
         if self.profiled is not None:
             self.profiled.check(steps)
         ranks = local_ranks(self.manifest, config)[1]
-        output.note(placement_note(self.device, ranks))
+        for line in (*notes, placement_note(self.device, ranks)):  # An error of the flags comes without them.
+            output.note(line)
         if self.manifest.train:
             optimizer = self.manifest.optimizer
             output.note(

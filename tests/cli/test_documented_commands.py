@@ -103,6 +103,7 @@ SHORTER = {
     "--stage 1": "--stage 0",  # the plan has one
     "--nnodes 2": "--nnodes 1",
     "10.0.0.1:29400": "127.0.0.1:0",
+    "/models/gpt.onnx": "gpt.onnx",
 }
 """Parts of commands and what is typed instead: models, clusters and runs that fit a test."""
 
