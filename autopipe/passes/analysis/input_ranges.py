@@ -90,8 +90,11 @@ class _Bounds:
         np.minimum.at(self.below, places[real], np.broadcast_to(below, places.shape)[real])
 
     def parts(self, value: Value, batch_axis: int | None, widest: bool) -> tuple[InputBounds, ...]:
-        """The bounded parts of an input, each a block and one for all samples: by its tightest sample, or its widest.
-        Elements with the same bounds that make up no block are left out."""
+        """Return the bounded blocks of an input, in ascending order of their bounds.
+
+        Along the batch axis an element has the bounds of its tightest sample, or of its widest if `widest`. Elements
+        with equal bounds that form no block are omitted. Time O(n log n) for n elements.
+        """
         if not self.below.size:
             return ()
         shape = value.shape if self.below.size == value.elements else (1,) * len(value.shape)
@@ -99,18 +102,32 @@ class _Bounds:
         if batch_axis is not None:
             low, high = (np.min, np.max) if widest else (np.max, np.min)
             least, below = low(least, batch_axis, keepdims=True), high(below, batch_axis, keepdims=True)
-        pairs = np.unique(np.stack([least.reshape(-1), below.reshape(-1)]), axis=1).T
         found = []
-        for first, stop in pairs.tolist() if len(pairs) <= _MOST_PARTS else ():
-            if stop == _UNBOUNDED and first == -_UNBOUNDED:
+        for first, stop, positions in _by_bounds(least.reshape(-1), below.reshape(-1)):
+            if (stop == _UNBOUNDED and first == -_UNBOUNDED) or stop <= first:
                 continue
-            there = np.argwhere((least == first) & (below == stop))
-            starts, stops = there.min(axis=0, initial=_UNBOUNDED), there.max(axis=0, initial=-1) + 1
-            if np.prod(stops - starts) != len(there) or stop <= first:
+            axes = np.unravel_index(positions, least.shape) if least.ndim else ()  # NumPy rejects scalars.
+            starts = np.asarray([axis.min() for axis in axes], np.int64)
+            stops = np.asarray([axis.max() + 1 for axis in axes], np.int64)
+            if np.prod(stops - starts) != len(positions):
                 continue
             stops = np.where(np.asarray(least.shape) == 1, value.shape, stops)
             found.append(InputBounds(first, stop, tuple(starts.tolist()), tuple(stops.tolist())))
         return tuple(found)
+
+
+def _by_bounds(least: Numbers, below: Numbers) -> Iterator[tuple[int, int, Numbers]]:
+    """Yield each pair of bounds with the positions of its elements, in ascending order. Yield nothing for more than
+    `_MOST_PARTS` pairs."""
+    # `np.unique` along an axis compares rows as structures, which takes many times as long as two sorts of integers.
+    order = np.lexsort((below, least))
+    least, below = least[order], below[order]
+    changes = np.flatnonzero((least[1:] != least[:-1]) | (below[1:] != below[:-1])) + 1
+    if len(changes) >= _MOST_PARTS:
+        return
+    starts = [0, *changes.tolist()]
+    for start, positions in zip(starts, np.split(order, changes), strict=True):
+        yield int(least[start]), int(below[start]), positions
 
 
 @dataclass(frozen=True, slots=True)

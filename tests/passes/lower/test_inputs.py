@@ -203,3 +203,28 @@ def test_indices_written_as_real_numbers_are_drawn_from_the_table() -> None:
     found = input_ranges(graph(*nodes, values=values, dtype=DType.FLOAT32))[0]
     assert found.below is None
     assert [(each.least, each.below) for each in found.drawn] == [(-5, 5)]
+
+
+def test_a_scalar_index_is_bounded() -> None:
+    lookup = node("Gather", "x", "number", axis=0)
+    inputs = (Value("number", INT, ()), Value("x", DType.FLOAT32, (4, 5, 6)))
+    one = Graph("g", 21, inputs, (), (), (lookup,), ("y",), (value("y", (5, 6)),), ())
+    (found,) = [each for each in input_ranges(one) if each.value.name == "number"]
+    assert found.below == 4
+    assert [(part.least, part.below, part.starts, part.stops) for part in found.allowed] == [(-4, 4, (), ())]
+
+
+def test_rows_with_bounds_of_their_own_are_blocks_in_ascending_order() -> None:
+    first, last = whole("first", [0]), whole("last", [1])
+    nodes = (
+        node("Gather", "ids", "last", output="row 1", axis=0),
+        node("Gather", "x", "row 1", output="a", axis=0),
+        node("Gather", "ids", "first", output="row 0", axis=0),
+        node("Gather", "x", "row 0", output="b", axis=1),
+    )
+    values = (value("row 0", (1, 3), INT), value("row 1", (1, 3), INT))
+    values += (value("a", (1, 3, 5, 6)), value("b", (4, 1, 3, 6)))
+    made = dataclasses.replace(graph(*nodes, values=values, constants=(first, last)), batch_axes=())
+    parts = input_ranges(made)[0].allowed
+    found = [(part.least, part.below, part.starts, part.stops) for part in parts]
+    assert found == [(-5, 5, (0, 0), (1, 3)), (-4, 4, (1, 0), (2, 3))]
