@@ -7,16 +7,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.plan import Choice
-from autopipe.ir.problem import Scores
+from autopipe.ir.problem import Mode, Scores
 from autopipe.passes.pipeline import Placed, Request
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import STRATEGIES, Scheduler, Strategy, strategy_class, strategy_names
+from autopipe.passes.schedule.published.base import Form, Published
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,31 @@ def strategies_of(request: Request) -> tuple[str, ...]:
 def _forms(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
     known, listed = strategy_names(), dict(_FORMS)
     for name, options in (*_FORMS, *((name, {}) for name in known if name not in listed)):
-        if name in known and (name not in _FOLLOWERS or (name == "manual" and request.constraints)):
+        is_open = name not in _FOLLOWERS or (name == "manual" and request.constraints)
+        if name in known and is_open and may_suit(request, name, options):
             yield name, options
+
+
+_BRANCHED = ("m", "nn", "k")
+"""Shapes of tessel_shapes with stages on all devices beside stages on one, which no published form admits."""
+
+
+def may_suit(request: Request, name: str, options: Mapping[str, Any]) -> bool:
+    """Return False if the request names a schedule that cannot run what the built-in strategy `name` gives with
+    `options`. Strategy manual and the strategies of other packages may give any form."""
+    scheduler = request.scheduler
+    if not isinstance(scheduler, Published) or request.mode is Mode.INFER or name in _FOLLOWERS:
+        return True
+    form: Form | None = getattr(scheduler, "form", None)
+    if form is None or name not in STRATEGIES:
+        return True
+    if form.pipelines == 2:
+        return options.get("shape") == "x"
+    if form.returns:
+        return bool(options.get("wave"))
+    if options.get("wave") or options.get("shape") in ("x", *_BRANCHED):
+        return False
+    return form.repeats or options.get("chunks", 1) == 1
 
 
 _MOST_SIZE = {

@@ -16,7 +16,7 @@ from autopipe.ir.errors import REFUSALS, AutopipeError, OutOfMemoryError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import SCORES, Problem
 from autopipe.passes.analysis.constraints import resolved_constraints
-from autopipe.passes.auto.candidates import Candidate, LeftOutError, candidates, strategies_of
+from autopipe.passes.auto.candidates import Candidate, LeftOutError, candidates, may_suit, strategies_of
 from autopipe.passes.auto.plan_cache import FORMAT, Store, answer_form, answer_key, answer_of, with_alternatives
 from autopipe.passes.auto.search import CandidateTrial, PlanSearch
 from autopipe.passes.auto.workers import SpeculativePool, free_cores
@@ -84,7 +84,7 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
         # One batch for all, or steps tell nothing.
         search.request = request = replace(request, batch_size=problem.batch_size)
         short = problem.train and may_be_short(problem)
-        every = tuple(candidates(request, short and request.recompute is None))
+        every = tuple(candidates(replace(request, mode=problem.mode), short and request.recompute is None))
         search.expect(every)
         search.expect(foreseeable(every, problem, request))
         search.try_all(every)
@@ -151,8 +151,11 @@ _FEWEST = 16  # Micro-batches of few stages: one stage needs all at once that ba
 
 def first_candidate(request: Request, graph: Graph) -> Candidate | None:
     """The devices of a node share each layer; as few stages as memory allows, and replicas of those. Stages run their
-    forward again where memory asks for it. None where the request says otherwise, or the batch cannot be shared so."""
+    forward again where memory asks for it. None where the request says otherwise, the schedule cannot run such stages,
+    or the batch cannot be shared so."""
     if request.batch_size is None or request.micro_batches or request.micro_batch_size or request.constraints:
+        return None
+    if not may_suit(request, Grid.name, {}):
         return None
     cluster = request.cluster
     tensor = max(each for each in divisors(cluster.size) if each <= cluster.devices_per_node)

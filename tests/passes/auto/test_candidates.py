@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from autopipe.ir.problem import Constraint, Optimizer
+import pytest
+
+from autopipe.ir.problem import Constraint, Mode, Optimizer
 from autopipe.passes.auto.candidates import Candidate, candidates, strategies_of
 from autopipe.passes.pipeline import Request
 from autopipe.passes.placement.tessel_shapes import TesselShapes
 from autopipe.passes.registry import strategy_names
+from autopipe.passes.schedule.published.zero_bubble import DualPipe, DualPipeV, ZeroBubbleH1
 from tests.passes.auto.models import cluster
 
 REQUEST = Request(Path("model.onnx"), cluster(2), None, None)
@@ -58,3 +61,31 @@ def test_a_choice_says_what_to_name():
 def test_strategies_are_told_by_name_without_their_candidates():
     names = tuple(dict.fromkeys(each.strategy.name for each in candidates(REQUEST)))
     assert strategies_of(REQUEST) == names
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "forms"),
+    [
+        (DualPipe(), {("tessel_shapes", "x", 1, False)}),
+        (DualPipeV(), {("tessel_shapes", "v", 2, True), ("grid", None, 2, True)}),
+    ],
+    ids=["dualpipe", "dualpipe_v"],
+)
+def test_a_named_schedule_leaves_the_forms_that_it_runs(scheduler, forms):
+    found = candidates(dataclasses.replace(REQUEST, scheduler=scheduler))
+    told = {
+        (name, getattr(each, "shape", None), getattr(each, "chunks", 1), getattr(each, "wave", False))
+        for each, name in ((each.strategy, each.strategy.name) for each in found)
+    }
+    assert told == forms
+
+
+def test_a_chain_schedule_leaves_out_several_stages_per_device():
+    found = [each.strategy for each in candidates(dataclasses.replace(REQUEST, scheduler=ZeroBubbleH1()))]
+    assert {each.name for each in found} == set(strategy_names()) - {"given", "manual"}
+    assert all(getattr(each, "chunks", 1) == 1 for each in found)
+
+
+def test_inference_runs_forwards_on_any_form():
+    request = dataclasses.replace(REQUEST, scheduler=DualPipe(), mode=Mode.INFER)
+    assert list(candidates(request)) == list(candidates(dataclasses.replace(REQUEST, mode=Mode.INFER)))

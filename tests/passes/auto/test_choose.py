@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from autopipe.ir.errors import InternalError
+from autopipe.ir.errors import InfeasibleError, InternalError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.plan import plan_digest
 from autopipe.passes.auto import candidates as budget
@@ -18,6 +18,7 @@ from autopipe.passes.auto.plan_cache import Store, answer_key, refused_form, ref
 from autopipe.passes.pipeline import Observer, Request, Runner, read
 from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.schedule.published.base import GPipe
+from autopipe.passes.schedule.published.zero_bubble import DualPipe
 from tests.passes.auto.models import cluster, layers
 
 
@@ -201,3 +202,11 @@ def test_a_mistake_of_ours_is_told_by_other_processes_too():
     told = refused_of(JsonRecord(refused_form(InternalError("internal error: x", "rerun", "pass piper")), "piper"))
     assert type(told) is InternalError
     assert (told.message, told.hint, told.where) == ("internal error: x", "rerun", "pass piper")
+
+
+def test_a_named_schedule_is_refused_for_its_own_reason(model):
+    # Two micro-batches are too few for DualPipe on two devices; no placement of one pipeline is tried.
+    heard = Recorder()
+    with pytest.raises(InfeasibleError, match="runs an even number of micro-batches, 4 or more, but there are 2"):
+        choose(request_of(model, scheduler=DualPipe(), micro_batches=2), heard)
+    assert not {"data_parallel", "pipedream", "grid", "tepdist"} & set(heard.names)
