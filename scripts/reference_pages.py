@@ -53,8 +53,8 @@ _CONFIGURATION_INTRODUCTION = """\
 # Configuration reference
 
 A configuration is one YAML file, given by `--config FILE`; flags and `--set KEY=VALUE` override it. A key within
-another is written with a dot: `--set optimizer.lr=0.1`. Sizes are written as `14GiB` or `512MB`, rates as `900GB/s` or
-`15.7TFLOP/s`, times as `5us` or as a number of seconds. Numbers may have an
+another is written with a dot: `--set optimizer.lr=0.1`. Sizes are written as `14GiB` or `512MB`, rates as `900GB/s`,
+`400Gb/s` or `15.7TFLOP/s`, times as `5us` or as a number of seconds. Numbers may have an
 exponent: `1e-4`. Unknown keys, duplicate keys and values of another type are refused with `file:line`.
 
 `autopipe config show` prints the effective configuration, `autopipe config check FILE` checks a file.

@@ -107,6 +107,8 @@ def main(arguments: Sequence[str] | None = None, command: click.Command | None =
     gc.set_threshold(YOUNG_OBJECTS)
     own = sys.__stdout__
     if own is not None and sys.stdout is own:  # What somebody put in its place is theirs to close.
+        if isinstance(own, io.TextIOWrapper):
+            own.reconfigure(errors="replace")  # A terminal of ASCII, latin-1 or cp1252 lacks characters of tables.
         sys.stdout = whole_writes(own)
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = words[: words.index("--")] if "--" in words else words

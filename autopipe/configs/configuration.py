@@ -421,7 +421,10 @@ def settings(
     ):
         for text in texts:
             name, value = _assignment(text, flag, form)
-            found.append((("model", key, name), read_word(value, f"{flag} {text}")))
+            entry = read_word(value, f"{flag} {text}")
+            if key == "batch_axes" and value == "null":
+                entry = Entry(None, entry.place)
+            found.append((("model", key, name), entry))
     for text in assignments:
         name, value = _assignment(text, "--set", "KEY=VALUE")
         found.append((tuple(name.split(".")), read_setting(value, f"--set {text}")))

@@ -253,6 +253,8 @@ class Unit(Spelling):
     """A quantity that shows how it is written."""
     whole: bool = False
     """True if a quantity is a whole number of units."""
+    eighths: tuple[str, ...] = ()
+    """Symbols of an eighth of the unit: a bandwidth of `400Gb/s` is 50 GB/s."""
 
     def parse(self, text: str) -> float | None:
         """The quantity in plain units; a bare number counts plain units."""
@@ -260,13 +262,16 @@ class Unit(Spelling):
         if written is None:
             return None
         number, suffix = written.groups()
-        if suffix and not suffix.endswith(self.symbol):
+        symbol = next((each for each in (self.symbol, *self.eighths) if suffix.endswith(each)), None)
+        if suffix and symbol is None:
             return None
         prefixes: Mapping[str, int | Fraction] = _FRACTIONS if self.symbol == "s" else _MULTIPLES
-        scale = prefixes.get(suffix.removesuffix(self.symbol))
+        scale = prefixes.get(suffix.removesuffix(symbol or ""))
         if scale is None:
             return None
         value = Fraction("0" + number) * scale
+        if symbol in self.eighths:
+            value /= 8
         if not self.whole:
             return float(value)
         return int(value) if value.denominator == 1 else None
@@ -287,6 +292,6 @@ class Unit(Spelling):
 
 
 BYTES = Unit("B", "a size", "14GiB", whole=True)
-BYTES_PER_SECOND = Unit("B/s", "a rate", "900GB/s")
+BYTES_PER_SECOND = Unit("B/s", "a rate", "900GB/s or 400Gb/s", eighths=("b/s", "bit/s", "bps"))
 FLOPS = Unit("FLOP/s", "a rate", "15.7TFLOP/s")
 SECONDS = Unit("s", "a time", "5us or 10s")

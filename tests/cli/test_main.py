@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -210,3 +211,21 @@ def test_errors_wrap_between_words_on_a_terminal(tmp_path: Path) -> None:
     assert all(len(line) <= 40 or " " not in line for line in shown.splitlines())
     assert len(shown.splitlines()) > len(piped.splitlines())
     assert shown.split() == piped.split()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_characters_that_stdout_lacks_are_replaced(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    command_line.done("schedule", "--shape", "v", "--devices", "2", "--units", "4", "-o", "schedule.json")
+    utf8 = command_line.done("show", "schedule.json").out
+    assert not utf8.isascii()
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding=encoding, write_through=True) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "__stdout__", stream)
+        assert main(["show", "schedule.json"]) == 0
+        shown = raw.getvalue().decode(encoding)
+        monkeypatch.undo()
+    assert "?" in shown
+    assert shown.count("\n") == utf8.count("\n")

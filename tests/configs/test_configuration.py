@@ -233,6 +233,12 @@ def test_a_clusters_family_is_suggested() -> None:
     assert caught.value.where == "--cluster h100"
 
 
+def test_an_input_without_a_batch_axis_is_named_by_a_flag() -> None:
+    assert load_configuration(batch_axes=["mask=null", "ids=1"]).model.batch_axes == (("mask", None), ("ids", 1))
+    with pytest.raises(ConfigurationError, match="--batch-axis ids=none"):
+        load_configuration(batch_axes=["ids=none"])
+
+
 def test_bad_flags() -> None:
     with pytest.raises(ConfigurationError, match=re.escape("--gpus x: gpus is 'x' (expected a whole number from 1")):
         load_configuration(words={"--gpus": "x"})

@@ -27,6 +27,9 @@ def test_what_is_no_size(text: str) -> None:
 def test_rates_and_times() -> None:
     assert BYTES_PER_SECOND.parse("900GB/s") == 900e9
     assert BYTES_PER_SECOND.parse("900GB") is None
+    assert [BYTES_PER_SECOND.parse(text) for text in ("400Gb/s", "400 Gbit/s", "400Gbps")] == [50e9] * 3
+    assert BYTES_PER_SECOND.parse("100") == 100
+    assert FLOPS.parse("400Gb/s") is None
     assert FLOPS.parse("15.7TFLOP/s") == 15.7e12
     assert SECONDS.parse("15us") == 15e-6
     assert SECONDS.parse("10s") == 10.0
