@@ -23,6 +23,24 @@ Progress = Callable[[int], None]
 """Told the number of bytes written after every piece."""
 
 
+_LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/v1\n"
+"""Start of the small text file that stands for a file of Git LFS until it is downloaded."""
+
+
+def lfs_error(path: Path) -> tuple[str, str] | None:
+    """Return the message and the hint of an error if `path` is a pointer of Git LFS, otherwise None."""
+    if not path.is_file():  # A read of a pipe would wait.
+        return None
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+    except OSError:  # Who reads the file says what is wrong with it.
+        return None
+    if start != _LFS_POINTER:
+        return None
+    return f"{path.name} is a pointer of Git LFS, not the file itself", "git lfs pull"
+
+
 def aligned(file: IO[bytes]) -> int:
     """Fill the file up to where a tensor may lie, so that it can be mapped into memory. Returns that offset."""
     file.write(bytes(-file.tell() % _ALIGNMENT))

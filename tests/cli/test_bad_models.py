@@ -17,6 +17,7 @@ from tests.cli.command_line import CommandLine
 from tests.passes.frontend.building import floats, linear, linear_beside, model, node, saved
 
 MODEL = "model.onnx"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
 def _bytes(content: bytes) -> Callable[[Path], object]:
@@ -49,6 +50,11 @@ def _symlinked_parent(folder: Path) -> None:
 def _short_weights(folder: Path) -> None:
     linear_beside(folder, "data.bin")
     (folder / "data.bin").write_bytes(bytes(47))
+
+
+def _weights_of_lfs(folder: Path) -> None:
+    linear_beside(folder, "data.bin")
+    (folder / "data.bin").write_bytes(LFS_POINTER)
 
 
 def _weights_behind_the_end(folder: Path) -> None:
@@ -138,6 +144,8 @@ CASES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "dangling link": (lambda folder: (folder / MODEL).symlink_to("gone"), ("no such file",)),
     "fifo": (lambda folder: os.mkfifo(folder / MODEL), ("not a file",)),
     "empty": (_bytes(b""), ("is empty",)),
+    "pointer of Git LFS": (_bytes(LFS_POINTER), (f"{MODEL} is a pointer of Git LFS",)),
+    "weights are a pointer of Git LFS": (_weights_of_lfs, ("tensor 'w'", "data.bin is a pointer of Git LFS")),
     "text": (_bytes(b"hello, this is no model at all\n"), ("not an ONNX",)),
     "zeros": (_bytes(bytes(4096)), ("not an ONNX",)),
     "cut": (_bytes(linear().SerializeToString()[:-9]), ("not an ONNX",)),

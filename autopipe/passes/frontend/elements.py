@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopipe.ir.errors import ModelError
+from autopipe.ir.files import lfs_error
 from autopipe.ir.graph import Attribute, DType, FileSlice, Value
 
 if TYPE_CHECKING:
@@ -187,6 +188,8 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
         return None
     if not file.is_file():
         raise ModelError(f"its data file {location!r} is not a file", where=where)
+    if pointer := lfs_error(file):
+        raise ModelError(*pointer, where=where)
     if file.stat().st_size < offset + size:
         raise ModelError(f"{location!r} ends before its data: {offset + size} bytes are needed", where=where)
     return FileSlice(location, offset, size)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopipe.ir.errors import ModelError
+from autopipe.ir.files import lfs_error
 from autopipe.ir.graph import FileSlice
 from autopipe.passes.frontend.control_flow import hoist, nodes_within, reads
 from autopipe.passes.frontend.device_annotations import Configuration, configurations_of, texts_of
@@ -229,6 +230,8 @@ def opened(path: Path) -> memoryview:
         with path.open("rb") as file:
             if path.stat().st_size == 0:
                 raise ModelError("the file is empty")
+            if pointer := lfs_error(path):
+                raise ModelError(*pointer)
             # Not closed by hand: views of it live on in the traceback of an error.
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:

@@ -31,6 +31,7 @@ from autopipe.backends.torch.runtime.sample_order import START, Numbers, Positio
 from autopipe.backends.torch.runtime.sample_source import Slices, Source
 from autopipe.backends.torch.runtime.stored_arrays import Archive, Array, ArrayFiles, StoredArrays, TokenFile
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.files import lfs_error
 from autopipe.ir.program import InputRange
 from autopipe.ir.training import DataSettings, is_data_function
 
@@ -56,6 +57,9 @@ def open_source(
 def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> StoredArrays:
     """The arrays that lie at a path. Raises ConfigurationError for a kind that is not known, or a damaged one."""
     path = Path(data)
+    for file in sorted(path.iterdir()) if path.is_dir() else (path,):
+        if pointer := lfs_error(file):
+            raise ConfigurationError(*pointer, data)
     if path.suffix == ".npz":
         return Archive(path)
     if path.suffix == ".bin":

@@ -156,7 +156,7 @@ _LABELS = re.compile(r"(?:.*[._/])?(?:labels?|targets?)")
 _CONSTANT_INPUTS = {"attention_mask": 1, "token_type_ids": 0}
 _POSITIONS = "position_ids"
 _SAMPLED = 1 << 16
-"""Tokens that are looked at to tell 16 from 32 bits."""
+"""16-bit words at the start of a file of tokens that tell whether a token has 16, 32 or 64 bits."""
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Element types of Megatron's `.idx` files by their code (megatron/core/datasets/indexed_dataset.py)."""
@@ -169,7 +169,7 @@ class TokenFile(StoredArrays):
     The graph's inputs take, by name: `labels` and `targets` (alone or behind a dot, slash or underscore) the labels,
     or the tokens themselves where the graph moves them, which shows in that the loss does not read the first;
     `attention_mask` ones, `token_type_ids` zeros, `position_ids` 0 to s - 1; one other input the tokens. Megatron's
-    `.idx` beside it says the type, else it is uint16, or uint32 where the vocabulary or the file asks for that.
+    `.idx` beside it says the type. Otherwise `_type_of_words` infers uint16, uint32 or int64.
     """
 
     def __init__(self, path: Path, manifest: Manifest, sequence_length: int | None) -> None:
@@ -239,9 +239,7 @@ class TokenFile(StoredArrays):
             kind = self._type_in_index() or "<u2"
             if kind == "<u2" and not self.path.with_suffix(".idx").is_file():
                 most = max((bounds.below for bounds in self._entries[self._input].allowed), default=0)
-                sampled = np.fromfile(self.path, "<u2", _SAMPLED)
-                wide = len(sampled) % 2 == 0 and sampled.any() and not sampled[1::2].any()
-                kind = "<u4" if most > 1 << 16 or wide else kind
+                kind = _type_of_words(np.fromfile(self.path, "<u2", _SAMPLED), most)
             dtype = np.dtype(kind)
             if rest := self.path.stat().st_size % dtype.itemsize:
                 raise ValueError(f"{rest} bytes are left over of tokens of {dtype}")
@@ -257,3 +255,18 @@ class TokenFile(StoredArrays):
         if magic != _INDEX_MAGIC or code not in _INDEX_TYPES:
             raise ValueError(f"{index.name} is no index of whole numbers")
         return _INDEX_TYPES[code]
+
+
+def _type_of_words(words: np.ndarray, vocabulary: int) -> str:
+    """Return the element type of a file of tokens, from the 16-bit words at its start and the size of the vocabulary.
+
+    The upper words of a small number are 0. In tokens of 64 bits, words 2 and 3 of each 4 are; in tokens of 32 bits of
+    a vocabulary of 16 bits, each second word is.
+    """
+    if words.any() and len(words) % 4 == 0 and not words.reshape(-1, 4)[:, 2:].any():
+        return "<i8"
+    if vocabulary > 1 << 16:
+        return "<u4"
+    if words.any() and len(words) % 2 == 0 and not words[1::2].any():
+        return "<u4"
+    return "<u2"

@@ -53,7 +53,7 @@ def opened(manifest: Batches, path: Path, **settings: Any) -> Source:
     return open_source(manifest, str(path), 0, settings=DataSettings(**settings))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<i8"])
 def test_labels_are_the_tokens_moved_by_one(tmp_path: Path, dtype: str) -> None:
     path = write_tokens(tmp_path, 100, dtype)
     whole = np.fromfile(path, dtype)
@@ -88,6 +88,9 @@ def test_shapes_and_inputs_of_other_models(tmp_path: Path) -> None:
 def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(tmp_path: Path) -> None:
     large = Batches((index_input("tokens", (2, 8), 100_000),))
     write_tokens(tmp_path, 100, "<u4", 99_999)
+    source, _ = check_data(large, str(tmp_path / "tokens.bin"), None)  # type: ignore[arg-type]
+    assert source is not None and source.samples == 12
+    write_tokens(tmp_path, 100, "<i8", 99_999)
     source, _ = check_data(large, str(tmp_path / "tokens.bin"), None)  # type: ignore[arg-type]
     assert source is not None and source.samples == 12
     path = write_tokens(tmp_path, 100, "<i4")
@@ -127,6 +130,14 @@ def test_bytes_that_are_no_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokens.bin").write_bytes(b"\x01" * 33)
     with pytest.raises(ConfigurationError, match="1 bytes are left over of tokens of uint16"):
         opened(GPT, tmp_path / "tokens.bin")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.npz", "tokens.npy"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ConfigurationError, match=f"{name} is a pointer of Git LFS") as caught:
+        opened(GPT, tmp_path / name)
+    assert caught.value.hint == "git lfs pull"
 
 
 def test_a_folder_holds_a_file_for_each_input(tmp_path: Path) -> None:
