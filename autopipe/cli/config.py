@@ -9,7 +9,7 @@ import click
 from autopipe.cli.options import PATH, configuration_options, standard_options
 from autopipe.cli.output import Output, plain_table
 from autopipe.cli.request import chosen_scheduler, chosen_strategy
-from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, read_cluster
+from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, preset_text, read_cluster
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration, resolve_cluster
 from autopipe.configs.yaml_source import BYTES
 from autopipe.ir.cluster import Cluster
@@ -63,15 +63,21 @@ def check(output: Output, file: Path) -> None:
 
 
 @config.command()
+@click.argument("name", required=False)
 @standard_options
-def clusters(output: Output) -> None:
-    """List the cluster presets, mixed ones with a line for each group of devices.
+def clusters(output: Output, name: str | None) -> None:
+    """List the cluster presets, mixed ones with a line for each group of devices. Print preset NAME as a file, which
+    `--cluster FILE` reads after you have edited it.
 
     \b
     Example:
       autopipe config clusters
-      autopipe config clusters --json
+      autopipe config clusters h100-80gb > cluster.yaml
+      autopipe plan gpt.onnx --gpus 2 --cluster cluster.yaml
     """
+    if name is not None:
+        output.result(encode(cluster_preset(name)), preset_text(name).rstrip())
+        return
     table = plain_table("preset", "device", "memory", "fp32 TFLOP/s", "GB/s", "GB/s by link")
     entries = []
     for name in cluster_names():

@@ -266,7 +266,17 @@ def cluster_preset(name: str, where: str = "") -> ClusterDescription:
         family = [each for each in cluster_names() if each.startswith(f"{name}-")]
         hint = f"did you mean {' or '.join(map(repr, family))}?" if family else nearest(name, cluster_names())
         raise ConfigurationError(f"no cluster preset is named {name!r}", hint, where)
-    return read_cluster(_HERE / "clusters" / f"{name}.yaml")
+    return read_cluster(_preset_file(name))
+
+
+def preset_text(name: str) -> str:
+    """Return the YAML text of the preset `name`. Raises ConfigurationError as `cluster_preset` does."""
+    cluster_preset(name)
+    return _preset_file(name).read_text(encoding="utf-8")
+
+
+def _preset_file(name: str) -> Path:
+    return _HERE / "clusters" / f"{name}.yaml"
 
 
 def read_cluster(path: str | Path) -> ClusterDescription:

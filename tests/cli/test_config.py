@@ -12,8 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autopipe.cli.config import config
+from autopipe.configs.cluster import cluster_names, cluster_preset, read_cluster
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes import registry
+from tests.cli.command_line import CommandLine
 from tests.configs.texts import parse_configuration
 
 
@@ -106,3 +108,15 @@ def test_clusters_lists_the_presets() -> None:
 def test_help_names_every_flag() -> None:
     text = run("show", "--help").stdout
     assert all(flag in text for flag in ("--config", "--batch-size", "--memory-limit", "--dim", "--set", "--json"))
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_a_preset_is_printed_as_a_file_that_is_read(command_line: CommandLine, name: str) -> None:
+    Path("cluster.yaml").write_text(command_line.done("config", "clusters", name).out, encoding="utf-8")
+    assert read_cluster("cluster.yaml") == cluster_preset(name)
+    printed = json.loads(command_line.done("config", "clusters", name, "--json").out)
+    assert printed["name"] == cluster_preset(name).name
+
+
+def test_a_preset_that_is_none(command_line: CommandLine) -> None:
+    command_line.refuses(2, ("config", "clusters", "h100"), "no cluster preset is named 'h100'", "h100-80gb")

@@ -44,6 +44,7 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("config", "show"): ("--gpus", "4"),
     ("config", "check"): ("plan/config.yaml",),
     ("config", "clusters"): (),
+    ("config", "solvers"): (),
 }
 """A command that works without starting ranks, and words to give it."""
 MAKING = {("plan",), ("codegen",), ("profile",), ("checkpoint", "export"), ("checkpoint", "import"), ("zoo", "build")}
