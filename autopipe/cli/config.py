@@ -80,12 +80,12 @@ def clusters(output: Output, name: str | None) -> None:
         return
     table = plain_table("preset", "device", "memory", "fp32 TFLOP/s", "GB/s", "GB/s by link")
     entries = []
-    for name in cluster_names():
-        description = cluster_preset(name)
+    for preset in cluster_names():
+        description = cluster_preset(preset)
         cluster = build_cluster(description, None)
         least = min(device.memory_bytes for device in cluster.kinds)
-        entries.append({"preset": name, **encode(description), "memory_bytes": least})
-        label, first = name, 0
+        entries.append({"preset": preset, **encode(description), "memory_bytes": least})
+        label, first = preset, 0
         for size, levels in [(group.size, group.levels) for group in cluster.groups] or [(cluster.size, ())]:
             device = cluster.devices[first]
             kind = f"{size} x {device.name}" if cluster.groups else device.name
