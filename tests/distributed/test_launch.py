@@ -159,6 +159,20 @@ def test_an_interrupt_stops_all_ranks(tmp_path: Path) -> None:
             os.kill(pid, 0)
 
 
+def test_an_interrupt_ends_a_launch_that_a_silent_process_keeps_waiting(tmp_path: Path) -> None:
+    program = write_chain(tmp_path / "program")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        key = write_key(tmp_path)
+        process = start(program, "--nnodes", 2, "--rdzv-endpoint", endpoint, "--rdzv-key", key)
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            ended = finish(process)
+    assert ended.code == 130
+    assert "interrupted" in ended.stderr
+
+
 def test_two_nodes_meet_without_unpickling_and_compute_what_one_does(pools: Pools, tmp_path: Path) -> None:
     program = write_chain(tmp_path / "program", groups=((0, 1), (2, 3)))
     alone = tmp_path / "alone.jsonl"

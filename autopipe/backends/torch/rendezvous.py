@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -46,6 +48,10 @@ _MISSED = 3
 """Signs of life that a node may miss."""
 _LOOKS_S = 1.0
 _RUN, _STATE = "autopipe/run", "autopipe/state"
+_REJECTED = "autopipe/rejected"
+"""Key of the store that a node with another key sets, unsigned, before it ends."""
+_NEIGHBOUR_S = 10.0
+"""Seconds within which a store of another process on this machine answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +185,48 @@ _NODES = NodeDescGenerator()
 
 
 def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
-    """The store where nodes meet, this process's own where the address is this machine's and no other has taken it."""
-    made = _listening(endpoint.address, endpoint.port) if endpoint.own == endpoint.address else None
+    """Return the store at which nodes meet.
+
+    It is this process's own if the address is this machine's and the port is free. Raises LaunchError if the port is in
+    use by a process that is no store, or if no store answers within `patience`.
+    """
+    here = endpoint.own == endpoint.address
+    made = _listening(endpoint.address, endpoint.port) if here else None
     if made is None:
+        where = f"{endpoint.address}:{endpoint.port}"
+        seconds = patience.total_seconds()
         try:
-            made = TCPStore(endpoint.address, endpoint.port, is_master=False, timeout=patience)
-        except RuntimeError as error:
-            where = f"{endpoint.address}:{endpoint.port}"
-            hint = "the node with that address never came, or a firewall keeps others out; --start-timeout waits longer"
+            made = _connected(endpoint, min(seconds, _NEIGHBOUR_S) if here else seconds)
+        except (RuntimeError, TimeoutError) as error:
+            if here:
+                message = f"port {endpoint.port} is in use by another process"
+                raise LaunchError(message, hint="--rdzv-endpoint HOST:PORT with another port", where=where) from error
+            hint = (
+                "the node with that address never came, another program has the port, or a firewall keeps others out;"
+                " --start-timeout waits longer"
+            )
             raise LaunchError(f"no node is at {where}", hint=hint) from error
     made.set_timeout(timedelta(seconds=_ANSWER_S))
     return made
+
+
+def _connected(endpoint: Endpoint, seconds: float) -> TCPStore:
+    """Return a client of the store at an endpoint. Raises RuntimeError or TimeoutError if none answers in time.
+
+    Torch waits without a limit, and deaf to Ctrl-C, for the answer of a listener that accepts connections and is
+    silent. The connection is therefore made in a thread, which is abandoned when the time is over.
+    """
+    found: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            limit = timedelta(seconds=seconds)
+            found.set_result(TCPStore(endpoint.address, endpoint.port, is_master=False, timeout=limit))
+        except RuntimeError as error:
+            found.set_exception(error)
+
+    threading.Thread(target=connect, name="autopipe rendezvous", daemon=True).start()
+    return found.result(seconds)
 
 
 def _listening(address: str, port: int) -> TCPStore | None:
@@ -208,12 +245,17 @@ def _listening(address: str, port: int) -> TCPStore | None:
 
 
 def _run_of(store: Store, place: Place) -> str:
-    """The run's own random name, which one of the nodes gives it."""
+    """Return the run's random name, which one of the nodes gives it. Raises LaunchError, after a note to the other
+    nodes, if that node has another key."""
     signer = Signer(place.key, place.name)
     mine = signer.sign(_RUN, secrets.token_hex(16).encode())
     # Values go through `compare_set` as text.
     found = store.compare_set(_RUN, "", mine.hex())
-    return signer.value(_RUN, _unhex(found)).decode()
+    try:
+        return signer.value(_RUN, _unhex(found)).decode()
+    except LaunchError:
+        store.set(_REJECTED, "1")
+        raise
 
 
 def _unhex(text: bytes) -> bytes:
@@ -237,6 +279,8 @@ class StateHolder(BackendRendezvousStateHolder):
         self.came: set[str] = set()
         """Nodes that have been seen in this round."""
         self._round = 0
+        self._met = False
+        """True if all nodes have met once."""
 
     def sync(self) -> bool | None:
         """Write the state where it has been changed, and take what the store then holds. Returns whether it was
@@ -254,6 +298,7 @@ class StateHolder(BackendRendezvousStateHolder):
             held = _ask_store(lambda: self._store.get(_STATE) if self._store.check([_STATE]) else b"")
         try:
             self._state = self._taken(held)
+            self._check_keys()
         except LaunchError as error:
             raise RendezvousStateError(str(error)) from error
         self._dirty = False
@@ -264,6 +309,13 @@ class StateHolder(BackendRendezvousStateHolder):
             self.came.clear()
         self.came |= {node.addr for node in self._state.participants}
         return written
+
+    def _check_keys(self) -> None:
+        """Raise LaunchError if a node had another key. After the nodes have met, the note of one more is ignored: it
+        shall not end a run."""
+        self._met |= self._state.complete
+        if not self._met and _ask_store(lambda: b"1" if self._store.check([_REJECTED]) else b""):
+            raise LaunchError("a node came with another key", hint="--rdzv-key FILE, equal on all nodes")
 
     def _taken(self, held: bytes) -> RendezvousState:
         if not held and not self._number:

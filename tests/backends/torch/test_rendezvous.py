@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
@@ -15,8 +16,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
 )
 
+from autopipe.backends.torch import rendezvous
 from autopipe.backends.torch.rendezvous import Handler, Node, Place, StateHolder, check_nodes, missing_nodes
-from autopipe.backends.torch.runtime.job import LOOPBACK
+from autopipe.backends.torch.runtime.job import LOOPBACK, Endpoint
 from autopipe.backends.torch.runtime.signed_store import SignedStore, Signer
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
@@ -117,6 +119,40 @@ def test_a_node_with_another_key_is_told() -> None:
     with pytest.raises(LaunchError, match="no process of this run has written") as found:
         Handler(place)
     assert "a node has another key" in found.value.hint
+
+
+def test_a_node_with_another_key_ends_the_nodes_that_wait() -> None:
+    host = Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:0", join_s=60))
+    assert isinstance(host.raw, TCPStore)
+    with pytest.raises(LaunchError):
+        Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:{host.raw.port}"))
+    with pytest.raises(RendezvousStateError, match="a node came with another key"):
+        host.next_rendezvous()
+
+
+def test_a_node_with_another_key_does_not_end_a_run() -> None:
+    store = HashStore()
+    one = node(store)
+    one.state.complete = True
+    assert joined(one, 0)
+    store.set("autopipe/rejected", "1")
+    assert joined(one, 1)
+
+
+def test_a_port_of_a_silent_process_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_NEIGHBOUR_S", 1.0)
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} is in use by another process"):
+            Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:{port}", join_s=600))
+
+
+def test_the_time_to_start_limits_the_wait_for_a_silent_process() -> None:
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        port = silent.getsockname()[1]
+        elsewhere = Endpoint(LOOPBACK, port, "127.0.0.2")
+        with pytest.raises(LaunchError, match=f"no node is at {LOOPBACK}:{port}"):
+            rendezvous._store_at(elsewhere, timedelta(seconds=1))
 
 
 def of(number: int | None, host: str, ranks: int = 4, gpus: int = 4) -> Node:
