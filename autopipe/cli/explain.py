@@ -363,7 +363,8 @@ def _help_table(helps: Sequence[WhatIf], now: float) -> Table:
         if each.samples_per_s is None:
             table.add_row(f"{each.what}: {each.refused}")
         else:
-            table.add_row(each.what, f"{each.samples_per_s:,.1f}", f"{each.samples_per_s / now - 1:+.1%}")
+            change = f"{each.samples_per_s / now - 1:+.1%}" if now else "-"
+            table.add_row(each.what, f"{each.samples_per_s:,.1f}", change)
     return table
 
 

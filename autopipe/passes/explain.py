@@ -196,6 +196,11 @@ def is_quick(planned: PlanResult) -> bool:
     return dict(planned.plan.summary.search_time_s).get(strategy.name, 0.0) <= _MOST_S
 
 
+def _samples_per_s(samples: int, seconds: float) -> float:
+    """Return 0 for a step that takes no time, as `Summary.samples_per_s` does."""
+    return samples / seconds if seconds else 0.0
+
+
 def granted(planned: PlanResult, what: str, request: Request, again: bool) -> WhatIf:
     """Result of a change: planned `again` by strategy and scheduler, or the placement as it is where that is better.
 
@@ -213,8 +218,9 @@ def granted(planned: PlanResult, what: str, request: Request, again: bool) -> Wh
             placed = predict_placement(planned.model, changed, planned.plan.placement, Runner())
             if count == problem.micro_batches:
                 schedule = planned.plan.schedule
-                rates.append(size / simulate(schedule, placed.graph.stage_devices, placed.prediction).end)
-            rates.append(size / _timeline(planned, placed).end)
+                kept = simulate(schedule, placed.graph.stage_devices, placed.prediction)
+                rates.append(_samples_per_s(size, kept.end))
+            rates.append(_samples_per_s(size, _timeline(planned, placed).end))
         except REFUSALS as error:
             refused = error.line
     if again:

@@ -138,6 +138,32 @@ def _recursive_function() -> onnx.ModelProto:
     return proto
 
 
+def _opset_of(domain: str, version: int) -> onnx.ModelProto:
+    proto = linear()
+    proto.opset_import.add(domain=domain, version=version)
+    return proto
+
+
+def _opset_in_a_function() -> onnx.ModelProto:
+    proto = model([oh.make_node("Twice", ["x"], ["y"], domain="local")], {"x": [2]}, "y", domains=["local"])
+    body = [oh.make_node("Add", ["a", "a"], ["b"])]
+    imports = [oh.make_opsetid("", 20), oh.make_opsetid("org.example", 2**62)]
+    proto.functions.append(oh.make_function("local", "Twice", ["a"], ["b"], body, imports))
+    return proto
+
+
+def _metadata_of_bytes(folder: Path) -> None:
+    """protobuf writes text only as UTF-8, thus the bytes are exchanged afterwards."""
+    proto = linear()
+    proto.metadata_props.add(key="author", value="abcd")
+    (folder / MODEL).write_bytes(proto.SerializeToString().replace(b"abcd", b"\xff\xfe\xfd\xfc"))
+
+
+def _without_grid() -> onnx.ModelProto:
+    sample = oh.make_node("GridSample", ["x", ""], ["y"], name="sample")
+    return model([sample], {"x": [1, 1, 4, 4]}, "y")
+
+
 CASES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "absent": (lambda folder: None, ("no such file",)),
     "folder": (lambda folder: (folder / MODEL).mkdir(), ("not a file", "give the .onnx file")),
@@ -152,6 +178,14 @@ CASES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no graph": (_bytes(onnx.ModelProto(ir_version=10).SerializeToString()), ("no graph",)),
     "opset 999": (_unread(lambda: linear(opset=999)), ("opset 999 is not supported", "7 to ")),
     "opset 1": (_unread(lambda: linear(opset=1)), ("opset 1 is not supported", "version_converter")),
+    "opset 2^31": (_unread(lambda: linear(opset=2**31)), ("opset 2147483648 is not supported", "7 to ")),
+    "opset of another domain": (_unread(lambda: _opset_of("org.example", 2**31)), ("opset 2147483648", "org.example")),
+    "opset below int32": (_unread(lambda: _opset_of("org.example", -(2**63))), ("opset -9223", "org.example")),
+    "opset of a function": (_unread(_opset_in_a_function), ("opset 4611686018427387904", "org.example")),
+    "metadata of bytes": (_metadata_of_bytes, ("a name in it is no text",)),
+    "GridSample without grid": (_unread(_without_grid), ("GridSample 'sample'", "not as ONNX defines it")),
+    "weights under a long name": (lambda folder: linear_beside(folder, "a" * 5000), ("tensor 'w'", "too long")),
+    "weights under a long part": (lambda folder: linear_beside(folder, "a" * 300), ("tensor 'w'", "too long")),
     "cycle": (_unread(_cycle), ("cycle", "'add_a'")),
     "value written twice": (_unread(_duplicate_value), ("'y' is written twice", "'exp_y'")),
     "value never written": (_unread(_missing_value), ("'nowhere'",)),

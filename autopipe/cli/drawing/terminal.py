@@ -384,9 +384,14 @@ def _end_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None, s
 
 
 def _busy(bars: Sequence[Bar], end: float, axis: TimeWindow) -> str:
-    """The share of each column in which a device runs tasks, as bars, up to the end of its step."""
+    """Return a bar per column: the fraction of the column's time in which the device runs tasks.
+
+    The columns end with the step. They are empty if the step takes no time.
+    """
     columns = max(1, axis.column_of(end))
     size = end / columns
+    if size == 0:  # A graph that only moves data is predicted to take no time.
+        return " " * columns
     filled = [0.0] * columns
     for bar in bars:
         for column in range(int(bar.start / size), min(columns, int(bar.end / size) + 1)):

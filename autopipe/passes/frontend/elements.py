@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autopipe.ir.errors import ModelError
+from autopipe.ir.errors import ModelError, quote
 from autopipe.ir.files import lfs_error
 from autopipe.ir.graph import Attribute, DType, FileSlice, Value
 
@@ -166,8 +166,8 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
     """Where an external tensor of the file `model` lies; None where its file is not there.
 
     Raises ModelError for a path that leaves the model's folder (absolute, `..`), for a link to anywhere but there or
-    beside the file that `model` is a link to (as in the cache of huggingface_hub), for one that is no file, and for a
-    file too short for the tensor.
+    beside the file that `model` is a link to (as in the cache of huggingface_hub), for one that is no file, for a
+    file too short for the tensor, and for a name that the file system rejects.
     """
     where = f"tensor {tensor.name!r}"
     entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -178,6 +178,13 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
     if Path(location).drive:
         raise ModelError(f"its data may not lie on another drive: {location!r}", where=where)
     file = model.parent / location
+    try:
+        file.lstat()
+    except FileNotFoundError:
+        pass  # The caller reports absent data, or draws numbers in its place.
+    except OSError as error:
+        # Such as a name that is longer than the file system stores.
+        raise ModelError(f"its data file {quote(location)} cannot be read: {error.strerror}", where=where) from error
     if not any(file.resolve().is_relative_to(folder) for folder in (model.parent.resolve(), model.resolve().parent)):
         raise ModelError(f"its data file {location!r} is a link that leaves the model's folder", where=where)
     size = stored_bytes(dtype_of(tensor.data_type, where), tensor.dims)

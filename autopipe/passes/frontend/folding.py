@@ -339,7 +339,11 @@ def _moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
 
 
 def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
-    """True if an array's elements are these, row by row; a few are looked at first."""
+    """Return True if `array`, read row by row, has the elements of `flat`.
+
+    A sample of the elements is compared first, because most pairs differ there already.
+    """
+    array = np.atleast_1d(array)
     sampled = np.linspace(0, flat.size - 1, min(SAMPLED, flat.size)).astype(np.int64)
     if not np.array_equal(array[np.unravel_index(sampled, array.shape)], flat[sampled]):
         return False

@@ -99,9 +99,11 @@ def _key(node: onnx.NodeProto) -> Key:
 OLDEST_OPSET = 7
 """Before opset 7 broadcasting was an attribute of its own."""
 MOST_DOMAINS = 1000
+"""Operator sets that a file may import: each is handed to the inference of each node."""
+LARGEST_OPSET = 2**31 - 1
+"""Maximum version of an operator set: onnx stores it as int32."""
 MOST_NAMED = 5
 """Models of a folder that a message names."""
-"""Operator sets that a file may import: each is handed to the inference of each node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,10 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
     if len(model.opset_import) > MOST_DOMAINS:
         raise ModelError(f"it imports {len(model.opset_import)} operator sets: at most {MOST_DOMAINS} are supported")
     opsets = {entry.domain if entry.domain != "ai.onnx" else "": entry.version for entry in model.opset_import}
+    imports = itertools.chain(model.opset_import, *(function.opset_import for function in model.functions))
+    for entry in imports:
+        if entry.domain not in ("", "ai.onnx") and abs(entry.version) > LARGEST_OPSET:
+            raise ModelError(f"opset {entry.version} of domain {entry.domain!r} is out of range")
     version = opsets.setdefault("", 1)
     newest = onnx.defs.onnx_opset_version()
     if not OLDEST_OPSET <= version <= newest:

@@ -142,3 +142,26 @@ def test_a_table_under_a_mask_is_its_rows(tmp_path: Path) -> None:
     folded = {"add_6": ["bias", "index", "masked_fill"]}
     proto = torch_export([node("Add", "x add_6", "y")], {"x": [4, 2, 3, 3]}, held, ("bias",), folded=folded)
     checked(proto, tmp_path, {"bias": table})
+
+
+def test_scalars_folded_from_one_parameter_are_trained_as_they_are(tmp_path: Path) -> None:
+    """A contrastive loss exports the weights of its two directions as two selected elements."""
+    held = {"select": np.float32(0.75).reshape(()), "select_1": np.float32(1.5).reshape(())}
+    folded = {"select": ["weight"], "select_1": ["weight"]}
+    nodes = [node("Mul", "x select", "h"), node("Mul", "h select_1", "y")]
+    proto = torch_export(nodes, {"x": [4, 5]}, held, ("weight",), folded=folded)
+    read = read_model(saved(proto, tmp_path))
+    assert weights(read.graph).keys() == {"weight", "select_1"}, "numbers that differ are two parameters"
+    feeds = random_feeds(read.graph)
+    assert_close(run_read(read, feeds), run(tmp_path / "model.onnx", feeds))
+
+
+def test_equal_scalars_folded_from_one_parameter_are_one(tmp_path: Path) -> None:
+    held = {"select": np.float32(0.75).reshape(()), "select_1": np.float32(0.75).reshape((1,))}
+    folded = {"select": ["weight"], "select_1": ["weight"]}
+    nodes = [node("Mul", "x select", "h"), node("Mul", "h select_1", "y")]
+    proto = torch_export(nodes, {"x": [4, 5]}, held, ("weight",), folded=folded)
+    read = read_model(saved(proto, tmp_path))
+    assert weights(read.graph).keys() == {"weight"}
+    feeds = random_feeds(read.graph)
+    assert_close(run_read(read, feeds), run(tmp_path / "model.onnx", feeds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import struct
+import tokenize
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
@@ -22,7 +23,23 @@ from autopipe.ir.errors import ConfigurationError
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """ZIP's header before each member; its last two fields are the lengths of the name and of the extra field that follow
 (APPNOTE.TXT 4.3.7)."""
-_DAMAGED = (OSError, ValueError, EOFError, KeyError, struct.error, zlib.error, zipfile.BadZipFile, RuntimeError)
+_DAMAGED = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    MemoryError,
+    OverflowError,
+    tokenize.TokenError,
+)
+"""Errors of damaged files. A header of `.npy` is parsed as a Python literal, whence SyntaxError, TokenError, TypeError
+and MemoryError (too deeply nested)."""
 
 
 class Array(Protocol):

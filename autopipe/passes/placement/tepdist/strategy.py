@@ -149,7 +149,10 @@ class Bounds:
         seconds = [self._node_s(groups[0], micro_batches) for groups in kinds]
         if len(kinds) == 1:
             return micro_batches * float(seconds[0].sum()) / mesh.stages
-        speeds = [1 / float(each.sum()) for each in seconds]
+        totals = [float(each.sum()) for each in seconds]
+        if 0.0 in totals:  # The graph only moves data.
+            return 0.0
+        speeds = [1 / total for total in totals]
         whole = sum(speed * len(groups) for speed, groups in zip(speeds, kinds, strict=True))
         least = np.minimum.reduce([speed / whole * each for speed, each in zip(speeds, seconds, strict=True)])
         return micro_batches * float(least.sum())
@@ -167,11 +170,16 @@ class Bounds:
         return max(micro_batches * each + way for each, way in zip(own, before, strict=True))
 
     def estimate_s(self, mesh: Mesh, micro_batches: int) -> float:
-        """About what a step takes where stages are even: filled, drained, gradients added up and summed by samples. Of
-        stages in a row that take equally long each waits for those before it: p of them take m + p - 1 times what each
-        takes of one of m micro-batches. At the end the gradients, split evenly, are added up, and summed whole."""
+        """Return the estimated seconds of a step if all stages take equally long.
+
+        p stages in a row process m micro-batches in m + p - 1 times the seconds of one stage and one micro-batch. The
+        estimate adds the accumulation of gradients, split evenly over the stages, and their all-reduce.
+        """
         problem, kinds = self.problem, self._kinds(mesh)
-        even = 1 / sum(len(groups) / float(self._node_s(groups[0], micro_batches).sum()) for groups in kinds)
+        totals = [float(self._node_s(groups[0], micro_batches).sum()) for groups in kinds]
+        even = 0.0  # If the graph only moves data, its nodes take no time.
+        if 0.0 not in totals:
+            even = 1 / sum(len(groups) / total for groups, total in zip(kinds, totals, strict=True))
         share = self._state.gradient_bytes / mesh.stages
         end = 0.0
         for group, *_ in kinds:
@@ -348,18 +356,20 @@ def search_notes(outer: Outer, best: MeshTrial) -> tuple[str, ...]:
 
 
 def _told(trials: list[MeshTrial], best: MeshTrial) -> str:
-    """The fastest trial of a factorisation, the first of them, or why it has none."""
+    """Return the step of the fastest trial, which is the first one, or the reason why no trial has a step."""
     fastest = trials[0]
     step = f"{_ms(fastest.step_s)} with {fastest.micro_batches} micro-batch{'es' * (fastest.micro_batches > 1)}"
     if fastest is best:
         return f"{step}, the best of {len(trials)} tried"
     if math.isfinite(fastest.step_s):
-        return f"{step}, {fastest.step_s / best.step_s:.2f} times that"
+        return f"{step}, {fastest.step_s / best.step_s:.2f} times that" if best.step_s else step
+    refused = next((each.refused for each in trials if each.refused), None)
     beaten = [each for each in trials if each.least_s]
-    if beaten:
+    if beaten or refused is None:
+        beaten = beaten or trials  # If no work takes time, each bound is 0.
         why = ", left out as time was up" if any(each.late for each in beaten) else ""
         return f"{_ms(min(each.least_s for each in beaten))} at least{why}"
-    return str(next(each.refused for each in trials if each.refused)).partition("\n")[0]
+    return str(refused).partition("\n")[0]
 
 
 def _ms(seconds: float) -> str:

@@ -196,3 +196,13 @@ def test_of_a_large_file_pieces_are_checked_and_the_rest_is_said(
         np.save(tmp_path / "tokens.npy", wrong)
         with pytest.raises(ConfigurationError, match=f"row {row} holds 50"):
             check_data(manifest, str(tmp_path / "tokens.npy"), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("header", ["{'descr': (", "{'descr': '<i8'L '", "(" * 9000, "{[]: 0}", "1 +"])
+def test_a_header_that_is_no_literal_is_refused(tmp_path: Path, header: str) -> None:
+    text = header.encode() + b"\n"
+    path = tmp_path / "tokens.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
+    with pytest.raises(ConfigurationError, match=r"tokens\.npy: 'tokens' cannot be read") as caught:
+        opened(Batches((TOKENS,)), path)
+    assert "\n" not in caught.value.line
