@@ -1,8 +1,12 @@
-"""`autopipe config`: show and check configurations; list cluster presets and solvers of integer programs."""
+"""`autopipe config`: show and check configurations; list presets, strategies, schedules and solvers."""
 
 from __future__ import annotations
 
+import inspect
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,16 +15,18 @@ from autopipe.cli.output import Output, plain_table
 from autopipe.cli.request import chosen_scheduler, chosen_strategy
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset, is_cluster, preset_text, read_cluster
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration, resolve_cluster
+from autopipe.configs.schema import field_docs
 from autopipe.configs.yaml_source import BYTES
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.codec import encode
+from autopipe.ir.codec import describe, encode, encode_as, keys
+from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
 from autopipe.passes.solvers.pulp_client import AUTO, installed_solvers
 from autopipe.passes.solvers.pulp_worker import SOLVERS
 
 
 @click.group()
 def config() -> None:
-    """Show the effective configuration, check a file, list the cluster presets and the solvers.
+    """Show the effective configuration, check a file, list cluster presets, strategies, schedules and solvers.
 
     \b
     Example:
@@ -95,6 +101,65 @@ def clusters(output: Output, name: str | None) -> None:
             table.add_row(label, kind, memory, fp32, f"{device.bandwidth_bytes_per_s / 1e9:g}", links)
             label, first = "", first + size
     output.result({"clusters": entries}, table)
+
+
+@config.command()
+@click.argument("name", required=False)
+@standard_options
+def strategies(output: Output, name: str | None) -> None:
+    """List the strategies that `--strategy` takes. Print strategy NAME with its options.
+
+    \b
+    Example:
+      autopipe config strategies
+      autopipe config strategies grid
+    """
+    _show_choices(output, "strategy", strategy_names() if name is None else (name,), strategy_class, name is not None)
+
+
+@config.command()
+@click.argument("name", required=False)
+@standard_options
+def schedules(output: Output, name: str | None) -> None:
+    """List the schedules that `--schedule` takes. Print schedule NAME with its options.
+
+    \b
+    Example:
+      autopipe config schedules
+      autopipe config schedules tessel
+    """
+    _show_choices(output, "schedule", scheduler_names() if name is None else (name,), scheduler_class, name is not None)
+
+
+def _show_choices(
+    output: Output, key: str, names: Sequence[str], find: Callable[[str], type[Any]], in_detail: bool
+) -> None:
+    """Print the first paragraph of each choice's docstring; `in_detail`, the whole docstring and a table of options."""
+    entries: list[dict[str, object]] = []
+    summaries, options = plain_table(key, "summary"), plain_table("option", "type", "default", "meaning")
+    for name in names:
+        kind: Any = find(name)
+        text = inspect.getdoc(kind) or ""
+        summary = " ".join(text.partition("\n\n")[0].split())
+        docs = field_docs(kind)
+        declared = [
+            {
+                "key": f"{key}.{option.name}",
+                "type": describe(option.hint),
+                "default": None if option.required else encode_as(option.default, option.hint),
+                "meaning": " ".join(docs.get(option.name, "").split()),
+            }
+            for option in keys(kind)
+        ]
+        entries.append({"name": name, "summary": summary, "options": declared})
+        summaries.add_row(name, summary)
+        for option, each in zip(keys(kind), declared, strict=True):
+            default = "required" if option.required else json.dumps(each["default"])
+            options.add_row(str(each["key"]), str(each["type"]), default, str(each["meaning"]))
+    if in_detail:
+        output.result(entries[0], text, "", options if options.row_count else "no options")
+    else:
+        output.result({"choices": entries}, summaries)
 
 
 @config.command()

@@ -120,3 +120,28 @@ def test_a_preset_is_printed_as_a_file_that_is_read(command_line: CommandLine, n
 
 def test_a_preset_that_is_none(command_line: CommandLine) -> None:
     command_line.refuses(2, ("config", "clusters", "h100"), "no cluster preset is named 'h100'", "h100-80gb")
+
+
+@pytest.mark.parametrize(
+    ("command", "names", "option"),
+    [
+        ("strategies", registry.strategy_names(), ("grid", "strategy.pipeline")),
+        ("schedules", registry.scheduler_names(), ("kfkb", "schedule.k")),
+    ],
+)
+def test_choices_are_listed_with_their_options(
+    command_line: CommandLine, command: str, names: tuple[str, ...], option: tuple[str, str]
+) -> None:
+    listed = json.loads(command_line.done("config", command, "--json").out)["choices"]
+    assert tuple(each["name"] for each in listed) == names
+    assert all(each["summary"] for each in listed)
+    for name in names:
+        shown = command_line.done("config", command, name).out
+        for each in next(entry["options"] for entry in listed if entry["name"] == name):
+            assert each["key"] in shown and each["meaning"], each["key"]
+    name, key = option
+    assert key in [each["key"] for entry in listed if entry["name"] == name for each in entry["options"]]
+
+
+def test_a_strategy_that_is_none(command_line: CommandLine) -> None:
+    command_line.refuses(2, ("config", "strategies", "grit"), "'grit'", "did you mean grid")

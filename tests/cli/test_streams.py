@@ -44,6 +44,8 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("config", "show"): ("--gpus", "4"),
     ("config", "check"): ("plan/config.yaml",),
     ("config", "clusters"): (),
+    ("config", "strategies"): (),
+    ("config", "schedules"): (),
     ("config", "solvers"): (),
 }
 """A command that works without starting ranks, and words to give it."""
