@@ -74,8 +74,9 @@ class Watcher(Observer):
             self._output.line("\n".join([f"--- after {name}", *dumped(value)]))
 
     def improved(self, step_s: float, bound_s: float) -> None:
-        self._best = f", {seconds_text(step_s)} a step, at least {seconds_text(bound_s)}"
-        self._output.detail(f"best so far: {seconds_text(step_s)} a step (bound {seconds_text(bound_s)})")
+        step, bound = seconds_text(step_s), seconds_text(bound_s)
+        self._best = f", {step} a step, at least {bound} in all placements tried"
+        self._output.detail(f"best so far: {step} a step (lower bound {bound} for all placements tried)")
 
     def failed(self, error: InternalError) -> None:
         """Warn of what is left out for a mistake of ours; with --debug it is raised."""

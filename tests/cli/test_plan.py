@@ -90,6 +90,7 @@ def test_the_answer_has_at_most_twenty_lines(gpt, capsys, monkeypatch, tmp_path,
     told = " ".join(out.split())
     for part in ("of 8 samples", "lower bound", "samples/s", "peak memory", "the best of other strategies"):
         assert part in told
+    assert re.search(r"lower bound [\d.]+ \S+ for this placement", told)
     assert "next: autopipe explain gpt.onnx.plan autopipe show gpt.onnx.plan autopipe codegen gpt.onnx.plan" in told
     main(["explain", "gpt.onnx.plan"])
     repeated = set(lines[2:]) & set(capsys.readouterr().out.splitlines())
