@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from autopipe.cli.output import Output, Verbosity
 from autopipe.ir.errors import ConfigurationError
@@ -127,6 +128,23 @@ def model_options(command: Command) -> Command:
     return with_configuration  # type: ignore[return-value]
 
 
+def _completion(flag: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
+    """Return the function that a shell asks for the values of `flag`, None if the flag names none of a list."""
+    from autopipe.configs.cluster import cluster_names
+    from autopipe.passes.registry import scheduler_names, strategy_names
+
+    lists = {"--strategy": strategy_names, "--schedule": scheduler_names, "--cluster": cluster_names}
+    names = lists.get(flag)
+    if names is None:
+        return None
+
+    def complete(context: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in names() if name.startswith(start)]
+        return found or [CompletionItem(start, type="file")]  # A cluster may be a file.
+
+    return complete
+
+
 def configuration_options(command: Command) -> Command:
     """Give `command` the flags of a configuration, and the effective `Configuration` as the argument `configuration`.
     Where it takes the folder of a plan as `base`, that plan's own files are what flags override. Stands above
@@ -158,7 +176,10 @@ def configuration_options(command: Command) -> Command:
     for option in reversed(
         (
             click.option("--config", metavar="FILE", help="A YAML file; the other flags override it."),
-            *(click.option(flag, names[flag], metavar=word, help=text) for flag, (word, text) in texts.items()),
+            *(
+                click.option(flag, names[flag], metavar=word, help=text, shell_complete=_completion(flag))
+                for flag, (word, text) in texts.items()
+            ),
             *_model_flags(),
         )
     ):

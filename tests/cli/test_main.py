@@ -229,3 +229,26 @@ def test_characters_that_stdout_lacks_are_replaced(
         monkeypatch.undo()
     assert "?" in shown
     assert shown.count("\n") == utf8.count("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("autopipe conf", "plain,config"),
+        ("autopipe plan --strategy gri", "plain,grid"),
+        ("autopipe plan --schedule zb_h", "plain,zb_h1\nplain,zb_h2"),
+        ("autopipe plan --cluster h200", "plain,h200"),
+        ("autopipe plan --cluster own/cl", "file,own/cl"),
+        ("autopipe launch --device me", "plain,meta"),
+    ],
+)
+def test_a_shell_completes_commands_and_values(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, expected: str
+) -> None:
+    monkeypatch.setenv("_AUTOPIPE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == expected
