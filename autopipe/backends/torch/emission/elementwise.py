@@ -100,6 +100,10 @@ def element(call: Call, index: int) -> str:
     return value if shaped else call.arg(index)
 
 
+_MOST_TERMS = 32
+"""Maximum number of operands that are written as one nested expression."""
+
+
 def infix(symbol: str) -> Emitter:
     """`a + b + c`."""
     return lambda call: f" {symbol} ".join(element(call, index) for index in range(len(call.codes)))
@@ -121,7 +125,20 @@ def _cast(code: str, dtype: DType) -> str:
     return f"{code}.to({torch_dtype(dtype)})"
 
 
+def _sum(call: Call) -> str:
+    """Return `a + b`; for many operands `sum((a, b, c))`, because Python's parser limits the depth of an expression."""
+    if len(call.codes) <= _MOST_TERMS:
+        return infix("+")(call)
+    return _called_sum(call)
+
+
+def _called_sum(call: Call) -> str:
+    return f"sum(({', '.join(map(call.arg, range(len(call.codes))))}))"
+
+
 def _mean(call: Call) -> str:
+    if len(call.codes) > _MOST_TERMS:
+        return f"{_called_sum(call)} / {len(call.codes)}"
     total = " + ".join(map(call.arg, range(len(call.codes))))
     return f"({total}) / {len(call.codes)}" if len(call.codes) > 1 else total
 
@@ -133,7 +150,10 @@ def _extreme(function: str, bound: str, call: Call) -> str:
             value = element(call, place)
             if value != call.arg(place):
                 return f"torch.clamp({call.arg(1 - place)}, {bound}={value})"
-    codes = map(call.arg, range(len(call.codes)))
+    codes = [call.arg(index) for index in range(len(call.codes))]
+    while len(codes) > _MOST_TERMS:  # A balanced tree, because Python's parser limits the depth of an expression.
+        pairs = [codes[index : index + 2] for index in range(0, len(codes), 2)]
+        codes = [f"{function}({pair[0]}, {pair[1]})" if len(pair) == 2 else pair[0] for pair in pairs]
     return functools.reduce(lambda left, right: f"{function}({left}, {right})", codes)
 
 
@@ -196,7 +216,7 @@ _NUMERIC: dict[str, Emitter] = {
         "torch.fmod" if call.node.integer("fmod") else "torch.remainder", call.arg(0), element(call, 1)
     ),
     "Pow": _pow,
-    "Sum": infix("+"),
+    "Sum": _sum,
     "Mean": _mean,
     "Max": partial(_extreme, "torch.maximum", "min"),
     "Min": partial(_extreme, "torch.minimum", "max"),
