@@ -327,13 +327,23 @@ _WORTH = 0.02  # Share of the makespan that a schedule without a repetend of one
 
 
 def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) -> BlockSchedule:
-    """The best schedule found for `units` units: least period, then shortest warm-up and cool-down, then least memory.
-    Raises ConfigurationError for blocks that make no sense, InfeasibleError where memory does not suffice for one
-    unit."""
+    """Return the best schedule found for `units` units, by period, then warm-up and cool-down, then memory.
+
+    It is no longer than the schedule for n units run k times, for each n·k = `units`, unless the clock ends the search.
+    Raises ConfigurationError for invalid blocks, InfeasibleError if memory does not suffice for one unit.
+    """
     graph.verify()
     if units < 1:
         raise ConfigurationError(f"{units} units; there must be at least one")
     budget = Budget(options or SearchOptions())
+    schedule = _search_units(graph, units, budget)
+    schedule = _repeated_if_shorter(schedule, budget, {})
+    check_blocks(schedule)
+    return replace(schedule, search_time_s=budget.used)
+
+
+def _search_units(graph: BlockGraph, units: int, budget: Budget) -> BlockSchedule:
+    """Return the best schedule found for `units` units together."""
     cyclic, bound = steady_state(graph, units, budget)
     starts = complete(graph, cyclic, units, budget)
     if not model.fits(graph, starts):
@@ -341,9 +351,43 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
         cyclic = periodic.one_at_a_time(graph, serial_order(graph, units, budget.limit(1.0)))
         starts = model.unroll(graph, cyclic, units)
     schedule = BlockSchedule(graph, starts, cyclic.period, bound, cyclic.period == bound, model.repetend_of(cyclic))
-    schedule = _shortened(schedule, cyclic, budget)
-    check_blocks(schedule)
-    return replace(schedule, search_time_s=budget.used)
+    return _shortened(schedule, cyclic, budget)
+
+
+def _repeated_if_shorter(schedule: BlockSchedule, budget: Budget, known: dict[int, BlockSchedule]) -> BlockSchedule:
+    """Return the shortest of `schedule` and the schedules for each smaller number of units that divides its own, each
+    run as often as needed. `known` holds the schedules of smaller numbers that were found before.
+
+    A smaller number is skipped if its lower bound shows that it cannot help. Its search may spend as much of the
+    solver's work as the first one, so that it finds what a request for that number finds, but on the same clock.
+    """
+    graph, units = schedule.graph, schedule.units
+    bound = model.makespan_bound(graph, units)
+    for part in range(units // 2, 0, -1):
+        times = units // part
+        if units % part or times * model.makespan_bound(graph, part) >= schedule.makespan or budget.left < 0:
+            continue
+        if part not in known:
+            own = replace(budget, options=replace(budget.options, progress=None), work=0.0)
+            try:
+                known[part] = _repeated_if_shorter(_search_units(graph, part, own), own, known)
+            except InfeasibleError:
+                continue
+        starts = _repeat(known[part], times)
+        length = model.makespan(graph, starts)
+        if length < schedule.makespan and model.fits(graph, starts):
+            schedule = BlockSchedule(graph, starts, None, bound, length == bound)
+    return schedule
+
+
+def _repeat(schedule: BlockSchedule, times: int) -> Starts:
+    """Return the starts of the schedule run `times` times in one order of each device, each block as early as it
+    allows."""
+    length = schedule.makespan
+    return model.compact(
+        schedule.graph,
+        [[start + length * number for start in starts] for number in range(times) for starts in schedule.starts],
+    )
 
 
 def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) -> BlockSchedule:
