@@ -35,9 +35,11 @@ def loaded_by_torch(path, stages):
     runtime = object.__new__(pipelining._PipelineScheduleRuntime)
     runtime.pipeline_order, runtime._stages, runtime._defer_pp_recv = {}, [], False
     runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = RANKS, stages, MICRO_BATCHES
-    # Torch 2.15 reads these two; the values are its defaults.
+    # Torch 2.15 reads these; the values are its defaults.
     runtime._unshard_lookahead = "full"
     runtime._max_active_stages = 3
+    runtime._defer_reduce_grad_wait = False
+    runtime._max_outstanding_sends = None
     runtime._load_csv(str(path), format="compute_only")
     return runtime
 
