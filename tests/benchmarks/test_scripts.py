@@ -38,7 +38,7 @@ PAPERS = {
 
 PRINTED = {
     "checkpoint_saving": r"12 MiB.*\non the steps' thread {n} \(first {n}\)\nbeside it {n}; restoring {n}\n",
-    "initialisation": r"(?:.+ 1 threads +{n} s processor time +{n} s on the clock\n){{3}}",
+    "initialisation": r"(?:.+ 1 threads +{n} million/s of processor time +{n} million/s elapsed\n){{3}}",
     "many_micro_batches": r'\{{"search_s": {n}, "simulate_s": {n}, "tasks": 96, "step": {n}\}}\n',
     "min_sum": r"model .*\n(?:(?:transformer|inception) +4 +0 +\d+ +\d+ +\d+(?: +(?:{n}|too large)){{5}}\n){{2}}",
     "pase_search": r"alexnet +on 64 1080ti-pcie +{n} s \({n}\) +{n} s, proven\n",

@@ -17,7 +17,9 @@ from autopipe.ir.training import DataSettings
 
 LONG = "/transformer/h.11/attn/c_attn/weight_that_is_called_by_a_name_of_more_than_eighty_characters_in_all"
 
-MANIFEST = SimpleNamespace(rounding=Rounding("float32", 5000), model=Path("model.onnx"), data=DataSettings())
+MANIFEST = SimpleNamespace(
+    rounding=Rounding("float32", 5000), model=Path("model.onnx"), data=DataSettings(), train=True
+)
 LIMIT = "4.2e-06 = 6.0e-08 (float32) x sqrt(5000 roundings)"
 
 

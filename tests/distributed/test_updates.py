@@ -37,7 +37,7 @@ pytestmark = pytest.mark.distributed
 STEPS = 8
 TOLERANCE = 1e-9
 WARMUP = 3
-MAX_NORM = 3.0
+MAX_NORM = 0.3
 COSINE = LRScheduler(warmup_steps=WARMUP, decay_type="cosine", total_steps=STEPS)
 CLIPPED = Training(max_norm=MAX_NORM)
 ADAMW = Optimizer("adamw", lr=0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)

@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +40,9 @@ SOLVERS: Final[Mapping[str, tuple[str, ...]]] = {
     "cuopt": ("CUOPT",),
 }
 """PuLP's interfaces of each solver; the first that is installed runs."""
+
+_LOOK_S: Final = 0.5
+"""Seconds between two looks at the parent process."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -140,8 +147,16 @@ def solve(folder: Path) -> dict[str, Any]:
     return {"status": status, "is_optimal": problem.sol_status == pulp.LpSolutionOptimal, "error": ""}
 
 
+def end_with_parent(parent: int) -> None:
+    """Kill this process group, the solver included, once process `parent` is no longer the parent of this one."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def main(words: list[str]) -> int:
     """Run the command line of this process; return its exit code."""
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     if words == ["--list"]:
         sys.stdout.write(json.dumps({name: installed_interface(name) for name in SOLVERS}) + "\n")
         return 0

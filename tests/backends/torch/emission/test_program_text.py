@@ -47,7 +47,8 @@ def test_rank_files_have_the_same_size_for_any_number_of_micro_batches(name: str
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_files_of_a_program(name: str, tmp_path: Path, golden: Golden) -> None:
+def test_files_of_a_program(name: str, tmp_path: Path, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # The manifest has the path from the program to the model.
     graph, loss, placement = placed()
     folder = tmp_path / "program"
     write(graph, placement, schedule_of(graph, placement, 8, name), loss, folder)

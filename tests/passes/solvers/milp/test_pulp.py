@@ -128,6 +128,28 @@ def test_a_solver_that_ignores_its_time_limit_is_killed(
     pytest.fail(f"process {pid} of the solver is still there")
 
 
+def test_the_solver_ends_with_the_process_that_started_it(fake_scip: Path, tmp_path: Path) -> None:
+    write_executable(fake_scip, f"echo $$ > {tmp_path}/pid; exec sleep 300")
+    code = (
+        "from tests.passes.solvers.milp.test_solve import knapsack; from autopipe.passes.solvers.milp import solve; "
+        "solve(knapsack(), 300.0, solver='scip')"
+    )
+    planning = subprocess.Popen([sys.executable, "-c", code])
+    for _ in range(600):
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(encoding="utf-8").strip():
+            break
+        time.sleep(0.1)
+    pid = int((tmp_path / "pid").read_text(encoding="utf-8"))
+    assert is_running(pid)
+    planning.kill()
+    planning.wait()
+    for _ in range(200):
+        if not is_running(pid):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} of the solver is still there")
+
+
 def is_running(pid: int) -> bool:
     """True if the process exists and is no zombie."""
     try:
