@@ -156,6 +156,8 @@ def _show_choices(
         for option, each in zip(keys(kind), declared, strict=True):
             default = "required" if option.required else json.dumps(each["default"])
             options.add_row(str(each["key"]), str(each["type"]), default, str(each["meaning"]))
+    # Keys are copied to the command line: a narrow terminal wraps the other columns, never a key.
+    options.columns[0].min_width = max(map(len, options.columns[0].cells), default=0)
     if in_detail:
         output.result(entries[0], text, "", options if options.row_count else "no options")
     else:

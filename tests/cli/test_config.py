@@ -130,8 +130,13 @@ def test_a_preset_that_is_none(command_line: CommandLine) -> None:
     ],
 )
 def test_choices_are_listed_with_their_options(
-    command_line: CommandLine, command: str, names: tuple[str, ...], option: tuple[str, str]
+    command_line: CommandLine,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    names: tuple[str, ...],
+    option: tuple[str, str],
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     listed = json.loads(command_line.done("config", command, "--json").out)["choices"]
     assert tuple(each["name"] for each in listed) == names
     assert all(each["summary"] for each in listed)
