@@ -134,9 +134,10 @@ def schedules(output: Output, name: str | None) -> None:
 def _show_choices(
     output: Output, key: str, names: Sequence[str], find: Callable[[str], type[Any]], in_detail: bool
 ) -> None:
-    """Print the first paragraph of each choice's docstring; `in_detail`, the whole docstring and a table of options."""
+    """Print the first paragraph of each choice's docstring; `in_detail`, the whole docstring and the options."""
     entries: list[dict[str, object]] = []
-    summaries, options = plain_table(key, "summary"), plain_table("option", "type", "default", "meaning")
+    summaries = plain_table(key, "summary")
+    options: list[str] = []
     for name in names:
         kind: Any = find(name)
         text = inspect.getdoc(kind) or ""
@@ -155,11 +156,9 @@ def _show_choices(
         summaries.add_row(name, summary)
         for option, each in zip(keys(kind), declared, strict=True):
             default = "required" if option.required else json.dumps(each["default"])
-            options.add_row(str(each["key"]), str(each["type"]), default, str(each["meaning"]))
-    # Keys are copied to the command line: a narrow terminal wraps the other columns, never a key.
-    options.columns[0].min_width = max(map(len, options.columns[0].cells), default=0)
+            options += [f"{each['key']}: {each['type']}, default {default}", f"    {each['meaning']}", ""]
     if in_detail:
-        output.result(entries[0], text, "", options if options.row_count else "no options")
+        output.result(entries[0], text, "", *(options or ["no options"]))
     else:
         output.result({"choices": entries}, summaries)
 
