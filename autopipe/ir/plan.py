@@ -274,6 +274,11 @@ def read_plan(folder: Path) -> Plan:
     plan: Plan = decode(record, Plan, schedule=Schedule(0, ()))
     _check_prediction(record.at("predictions"), plan.prediction, plan.placement)
     summary = plan.summary
+    peaks = summary.peak_memory_bytes
+    if len(peaks) < max(1, plan.placement.devices):
+        record.at("summary").at("peak_memory_bytes").refuse(f"an entry for each of {plan.placement.devices} devices")
+    if plan.memory_limits and len(plan.memory_limits) != len(peaks):
+        record.at("memory_limits").refuse(f"{len(peaks)} entries, one for each device of the cluster")
     count, size = summary.micro_batches, summary.micro_batch_size
     if plan.batch_size != count * size:
         record.at("batch_size").refuse(f"{count * size}, for {count} micro-batches of {size}")
