@@ -76,7 +76,13 @@ def solve_with_pulp(
     not installed or fails, for example without a license.
     """
     check_installed(solver)
-    request = {"solver": solver, "seconds": seconds, "gap": gap, "nodes": nodes, "presolve": presolve}
+    request = {
+        "interface": installed_solvers()[solver],
+        "seconds": seconds,
+        "gap": gap,
+        "nodes": nodes,
+        "presolve": presolve,
+    }
     with scratch_folder("milp") as folder:
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         np.savez(folder / "program.npz", **program)
@@ -85,8 +91,8 @@ def solve_with_pulp(
         except subprocess.TimeoutExpired:  # The solver ignores its time limit.
             return PulpAnswer("Not Solved", is_optimal=False, values=None)
         answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
-        if answer["status"] in ("failed", "missing"):
-            reason = " ".join(answer["error"].split())[:_ERROR_LENGTH] or "it is not installed"
+        if answer["status"] == "failed":
+            reason = " ".join(answer["error"].split())[:_ERROR_LENGTH]
             hint = "check the solver's license and installation, or leave `solver` at auto"
             raise ConfigurationError(f"solver {solver!r} failed: {reason}", hint=hint)
         values = folder / "values.npy"

@@ -3,7 +3,8 @@
 PuLP loads the library `highspy` if it is installed, and `highspy` and OR-tools cannot share a process. So this process
 imports neither OR-tools nor anything that does. FOLDER has the request, written by `solvers/pulp_client.py`:
 
-- `request.json`: `solver` (a name of `SOLVERS`), `seconds`, `gap`, `nodes` (or null) and `presolve`;
+- `request.json`: `interface` (a PuLP interface of `SOLVERS` that is installed), `seconds`, `gap`, `nodes` (or null)
+  and `presolve`;
 - `program.npz`: the arrays of `solvers/milp.Model`, its matrix in compressed sparse rows.
 
 The process writes `answer.json` (`status`, `is_optimal`, and `error` if the solver failed) and, if the solver found
@@ -117,9 +118,7 @@ def solve(folder: Path) -> dict[str, Any]:
     import pulp
 
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    interface = installed_interface(request["solver"])
-    if interface is None:
-        return {"status": "missing", "is_optimal": False, "error": ""}
+    interface = request["interface"]
     with np.load(folder / "program.npz", allow_pickle=False) as arrays:
         problem, variables = build_problem(dict(arrays))
     options = {
