@@ -308,7 +308,7 @@ def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport
 def _edge(work: StageWork, value: str, reads: bool, other: int | None, stage_of: Mapping[int, int]) -> Edge:
     graph, group = work.problem.graph, work.stage.devices
     steps = [step.step for step in exchanges_of(work) if step.value == value] if len(group) > 1 else []
-    width = exchanged_element_bytes(graph, work.problem.precision)(value, is_received=value in work.received)
+    width = exchanged_element_bytes(graph, work.problem.precision, value, is_received=value in work.received)
     directions = 2 if value in differentiable_values(graph) and work.problem.train else 1
     seconds = directions * sum(relayout_seconds(work.problem.cluster, group, step, width) for step in steps)
     kinds = tuple(dict.fromkeys(step.kind for step in steps))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import InfeasibleError, ModelError
@@ -155,29 +154,17 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
     return frozenset(found & read)
 
 
-class ExchangedWidth(Protocol):
-    """A function from a value's name to its bytes per element in a collective inside a stage."""
+def exchanged_element_bytes(graph: Graph, precision: str, name: str, *, is_received: bool) -> int:
+    """Return the bytes per element of a value in a collective inside a stage.
 
-    def __call__(self, name: str, *, is_received: bool) -> int:
-        """`is_received` is true if the stage does not compute the value."""
-        ...
-
-
-def exchanged_element_bytes(graph: Graph, precision: str) -> ExchangedWidth:
-    """Return a function that gives the bytes per element of a value in a collective inside a stage.
-
-    A value that the stage computes is sent in the type in which its operator leaves it, under autocast often 16 bits.
-    A value that comes from another stage is converted to its declared type on arrival, and so is sent in that type; a
-    parameter of which the stage keeps a 16-bit copy is sent as the copy. Gradients are sent in the type of their value.
+    `is_received` is true if the stage does not compute the value. A value that the stage computes is sent in the type
+    in which its operator leaves it, under autocast often 16 bits. A value that comes from another stage is converted
+    to its declared type on arrival, and so is sent in that type; a parameter of which the stage keeps a 16-bit copy is
+    sent as the copy. Gradients are sent in the type of their value.
     """
-    widths = element_bytes(graph, precision)
-
-    def width(name: str, *, is_received: bool) -> int:
-        if is_received and graph.parameter(name) is None:
-            return graph.type_of(name).dtype.itemsize
-        return widths[name]
-
-    return width
+    if is_received and graph.parameter(name) is None:
+        return graph.type_of(name).dtype.itemsize
+    return element_bytes(graph, precision)[name]
 
 
 @remembered(GRAPHS)

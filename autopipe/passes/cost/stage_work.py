@@ -170,9 +170,9 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
     if len(devices) < 2 or not (work.stage.gathers or any(each.sharing.degrees for each in work.nodes)):
         return forward, backward
     differentiable = differentiable_values(graph)
-    widths = exchanged_element_bytes(graph, work.problem.precision)
     for exchange in exchanges_of(work):
-        width = widths(exchange.value, is_received=exchange.value in work.received)
+        is_received = exchange.value in work.received
+        width = exchanged_element_bytes(graph, work.problem.precision, exchange.value, is_received=is_received)
         seconds = relayout_seconds(cluster, devices, exchange.step, width)
         forward += seconds
         backward += seconds * (exchange.value in differentiable)

@@ -66,9 +66,8 @@ def shard_stage(
     steps = tuple(with_exchanges(forms, taken, frozenset(nodes.outputs), shares, group))
     reduced = {step.value for step in steps if isinstance(step, Exchange) and step.step.source.is_partial}
     held = _LocalValues(graph, taken)
-    widths = exchanged_element_bytes(graph, precision)
     operations = tuple(
-        _collective(step, held, widths(step.value, is_received=step.value in taken))
+        _collective(step, held, exchanged_element_bytes(graph, precision, step.value, is_received=step.value in taken))
         if isinstance(step, Exchange)
         else _compute(graph, step, spaces(step.index), splits_of[step.index], group, held, reduced, batch)
         for step in steps
