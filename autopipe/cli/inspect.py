@@ -80,6 +80,7 @@ def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) ->
         "opset": graph.opset,
         "mode": model.mode,
         "loss": model.loss or None,
+        **({"loss_choices": list(model.loss_choices)} if model.loss_choices else {}),
         "batch": model.batch,
         "inputs": [_typed(value) for value in graph.inputs],
         "outputs": [_typed(graph.type_of(name)) for name in graph.outputs],
@@ -143,6 +144,9 @@ def _rows(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], ev
     samples = f", {model.batch} sample{'s' if model.batch != 1 else ''} an evaluation" if model.batch else ""
     yield "model", f"{model.path} (opset {graph.opset}{samples})"
     yield "mode", f"train, loss {model.loss!r}" if model.loss else model.mode.value
+    if model.loss_choices:
+        named = ", ".join(map(repr, model.loss_choices))
+        yield "", f"{len(model.loss_choices)} outputs can be the loss ({named}): name one by --set loss=NAME to train"
     yield from _several("inputs", [_value_text(value, axes.get(value.name)) for value in graph.inputs])
     yield from _several("outputs", [_value_text(graph.type_of(name)) for name in graph.outputs])
     trained, kept = ([each.value for each in graph.parameters if each.trainable is flag] for flag in (True, False))

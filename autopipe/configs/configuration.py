@@ -223,7 +223,8 @@ class Configuration:
     micro_batch_size: Size | None = field(default=None, metadata={"flag": "--micro-batch-size B"})
     """Samples of one evaluation of the graph, in place of `micro_batches`."""
     loss: str | Loss | None = None
-    """Name of the scalar output to minimise, or a loss to add to the graph."""
+    """Name of the scalar output to minimise, or a loss to add to the graph. By default the output called `loss`, or the
+    only scalar output that parameters change."""
     optimizer: Optimizer = field(default=Optimizer())
     """How parameters are updated."""
     eval: Annotated[Evaluation, Sparse()] = field(default=Evaluation())

@@ -323,9 +323,13 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
 
 
 def _work(request: Request, model: Model) -> tuple[Work, ...]:
-    """Cost of each node of the model. Raises ConfigurationError where it is to train and has no loss, ModelError where
-    nothing of it would be trained."""
+    """Return the cost of each node of the model. Raises ConfigurationError if the loss to train with is missing or one
+    of several outputs, ModelError if nothing of the model would be trained."""
     train = model.mode is Mode.TRAIN
+    if request.mode is not Mode.INFER and model.loss_choices:
+        named = ", ".join(map(repr, model.loss_choices))
+        hint = f"name one by --set loss={model.loss_choices[0]}, or use --mode infer"
+        raise ConfigurationError(f"{len(model.loss_choices)} outputs can be the loss: {named}", hint)
     if train and not model.loss:
         hint = "name one by --set loss=NAME, or use --mode infer"
         raise ConfigurationError("the model has no output called 'loss' to train", hint)

@@ -32,6 +32,16 @@ def sequences() -> onnx.ModelProto:
     return model([node("MatMul", "x w", "y")], {"x": ["batch", "seq", 8]}, "y", {"w": floats(8, 4)})
 
 
+def several_losses() -> onnx.ModelProto:
+    """A model with two scalar outputs, of which none is called loss."""
+    nodes = [
+        node("MatMul", "x w", "y"),
+        node("ReduceMean", "y", "a", keepdims=0),
+        node("ReduceMax", "y", "b", keepdims=0),
+    ]
+    return model(nodes, {"x": ["batch", 8]}, "a b", {"w": floats(8, 4)})
+
+
 MANUAL = ("--strategy", "manual", "--gpus", "4", "--batch-size", "32", "--micro-batches", "4", "--set")
 ONE_STAGE = "{match: 're:.*', stage: 0}"
 HUGE = 10**30
@@ -53,6 +63,10 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
     ),
     "extent that is too large": (perceptron(), 2, ("--dim", f"batch={HUGE}"), (f"--dim batch={HUGE}", "at most")),
     "train without a loss": (perceptron(), 2, ("--mode", "train"), ("no output called 'loss'", "--mode infer")),
+    "several losses": (
+        several_losses(), 2, (), ("2 outputs can be the loss: 'a', 'b'", "--set loss=a", "--mode infer")
+    ),
+    "several losses to train": (several_losses(), 2, ("--mode", "train"), ("2 outputs can be the loss", "loss=a")),
     "unknown loss": (perceptron(trains=True), 2, ("--set", "loss=lost"), ("no output 'lost'", "'loss'")),
     "loss that is no number": (
         perceptron(), 2, ("--set", "loss=y"), ("output 'y'", "float32[1, 4]", "cross_entropy")

@@ -86,7 +86,7 @@ def test_operators_without_a_row_are_listed(tmp_path: Path, monkeypatch: pytest.
         {"operator": "HardSwish", "count": 2, "node": "hardswish_a", "reason": "an operator of ONNX without a row here"}
     ]
     assert shown["forward_flops"] is None
-    assert "HardSwish (2), first at 'hardswish_a'" in run(str(path))
+    assert "HardSwish (2), first at 'hardswish_a'" in " ".join(run(str(path)).split())
 
 
 def test_errors_are_one_line_with_the_right_code(
@@ -142,3 +142,16 @@ def test_inspect_imports_no_solver_and_nothing_that_runs_models(tmp_path: Path) 
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert "matmul_t1_0" in done.stdout
     assert {"scipy", "ortools", "pulp", "torch", "onnxruntime"}.isdisjoint(done.stderr.split())
+
+
+def test_outputs_that_can_each_be_the_loss_are_listed(tmp_path: Path) -> None:
+    nodes = [
+        node("MatMul", "x w", "y"),
+        node("ReduceMean", "y", "a", keepdims=0),
+        node("ReduceMax", "y", "b", keepdims=0),
+    ]
+    path = saved(model(nodes, {"x": [2, 8]}, "a b", {"w": floats(8, 4)}), tmp_path)
+    assert json.loads(run(str(path), "--json"))["loss_choices"] == ["a", "b"]
+    assert "2 outputs can be the loss ('a', 'b'): name one by --set loss=NAME to train" in " ".join(
+        run(str(path)).split()
+    )

@@ -12,6 +12,7 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Attribute, DType, Graph, Node, Value
 from autopipe.passes.frontend.cleanup import Additions
+from autopipe.passes.frontend.model import only_reached
 
 LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "LinearCrossEntropy"})
 
@@ -50,12 +51,34 @@ def leaves_out(graph: Graph, node: Node) -> bool:
         name = graph.nodes[index].inputs[0]
 
 
+def loss_choices(graph: Graph) -> tuple[str, ...]:
+    """Return the outputs that can each be the loss of the model; several if nothing in the graph settles which.
+
+    An output called 'loss' settles it. Otherwise each floating-point output counts that has one element and that a loss
+    operator writes, and each scalar through which a parameter can be trained.
+    """
+    numbers = [name for name in graph.outputs if _is_scalar(graph.type_of(name))]
+    if "loss" in numbers:
+        return ("loss",)
+    return tuple(name for name in numbers if _is_written_by_loss(graph, name) or _trains(graph, name))
+
+
 def own_loss(graph: Graph) -> str:
-    """The output that is a loss by its name or its operator, "" where there is none."""
-    scalars = [name for name in graph.outputs if _is_scalar(graph.type_of(name))]
-    written = {name: graph.producer(name) for name in scalars}
-    by_operator = [name for name, index in written.items() if index is not None and graph.nodes[index].op in LOSSES]
-    return next((name for name in scalars if name == "loss"), "") or next(iter(by_operator), "")
+    """Return the only output that can be the loss; "" if there is none, or several."""
+    choices = loss_choices(graph)
+    return choices[0] if len(choices) == 1 else ""
+
+
+def _is_written_by_loss(graph: Graph, name: str) -> bool:
+    index = graph.producer(name)
+    return index is not None and graph.nodes[index].op in LOSSES
+
+
+def _trains(graph: Graph, name: str) -> bool:
+    """Return True if `name` is a scalar that has a gradient by a trainable parameter. A tensor of one element is none:
+    it may be the score of a batch of one sample."""
+    is_scalar = graph.type_of(name).shape == ()
+    return is_scalar and any(each.trainable for each in only_reached(graph, name).parameters)
 
 
 def require_loss(graph: Graph, name: str) -> None:

@@ -215,6 +215,8 @@ class Model:
     """Form of the graph's losses, which keep their scores for backward or recompute them."""
     other: Graph | None = field(default=None, repr=False, compare=False)
     """The same graph with the other one of `scores`; None if there is none to consider."""
+    loss_choices: tuple[str, ...] = ()
+    """Outputs of which each can be the loss, if there are several and none was named."""
 
     def with_scores(self, scores: Scores) -> Model:
         """Return the model with losses that keep or recompute their scores; the model itself if it has one form."""

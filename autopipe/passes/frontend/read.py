@@ -17,7 +17,15 @@ from autopipe.passes.frontend.fusion.cross_entropy import is_large, with_linear_
 from autopipe.passes.frontend.fusion.rules import fused
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
-from autopipe.passes.frontend.loss import LOSSES, CrossEntropy, leaves_out, own_loss, require_loss, with_cross_entropy
+from autopipe.passes.frontend.loss import (
+    LOSSES,
+    CrossEntropy,
+    leaves_out,
+    loss_choices,
+    own_loss,
+    require_loss,
+    with_cross_entropy,
+)
 from autopipe.passes.frontend.model import (
     Model,
     only_reached,
@@ -53,7 +61,8 @@ def read_model(
     Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic dimensions by name or
     INPUT:AXIS; of a Range's RESULT:0 it is the most numbers that data may tell. `fixed_inputs` are inputs that are
     one number, whatever is computed. `batch_axes` says which axis of an input counts samples where it is not axis 0
-    (None: no axis does). `loss` is an output or a loss to add; without it the model's own is found, if it has one.
+    (None: no axis does). `loss` is an output or a loss to add; without it the model's own is found, if it has only one
+    (`Model.loss_choices` are several).
     `mode` defaults to training where there is a loss. Unless `training`, which defaults to the mode, nothing is
     dropped and BatchNormalization reads its running statistics. Parameters whose names match `frozen` (globs, or
     regular expressions after `re:`) are not trained, tensors whose names match `trainable` are, whatever else speaks
@@ -129,6 +138,7 @@ def _read(
         digest=source.digest,
         batch=inputs.batch if batch is None or inputs.batch is None else batch,
         loss=scalar,
+        loss_choices=() if scalar else loss_choices(graph),
         mode=mode,
         nodes_before=len(source.nodes),
         configurations=source.configurations,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from autopipe.ir.errors import ConfigurationError
@@ -59,3 +60,41 @@ def test_the_models_own_loss_is_found_and_mode_can_be_said(tmp_path: Path) -> No
     assert (read_model(path).loss, read_model(path).mode) == ("loss", Mode.TRAIN)
     assert read_model(path, mode=Mode.INFER).mode is Mode.INFER
     assert read_model(scores(tmp_path, 4, 5)).mode is Mode.INFER
+
+
+def two_scalars(*nodes: onnx.NodeProto, outputs: str) -> onnx.ModelProto:
+    """Mean and maximum of logits, and further nodes."""
+    own = [node("MatMul", "x w", "logits"), node("ReduceMean", "logits", "mean", keepdims=0)]
+    return model([*own, *nodes], {"x": [4, 3]}, outputs, {"w": floats(3, 5)})
+
+
+def test_the_only_scalar_that_trains_is_the_loss(tmp_path: Path) -> None:
+    of_data = node("ReduceMax", "x", "largest", keepdims=0)
+    read = read_model(saved(two_scalars(of_data, outputs="logits largest mean"), tmp_path))
+    assert (read.loss, read.mode, read.loss_choices) == ("mean", Mode.TRAIN, ())
+
+
+def test_several_scalars_leave_the_loss_open(tmp_path: Path) -> None:
+    largest = node("ReduceMax", "logits", "largest", keepdims=0)
+    path = saved(two_scalars(largest, outputs="largest mean logits"), tmp_path)
+    read = read_model(path)
+    assert (read.loss, read.mode, read.loss_choices) == ("", Mode.INFER, ("largest", "mean"))
+    named = read_model(path, loss="mean")
+    assert (named.loss, named.mode, named.loss_choices) == ("mean", Mode.TRAIN, ())
+
+
+def test_the_score_of_one_sample_is_no_loss(tmp_path: Path) -> None:
+    proto = model([node("MatMul", "x w", "y")], {"x": [1, 3]}, "y", {"w": floats(3, 1)})
+    assert read_model(saved(proto, tmp_path)).loss == ""
+
+
+def test_an_output_of_a_loss_operator_does_not_hide_another_scalar(tmp_path: Path) -> None:
+    labels = np.zeros(4, dtype=np.int64)
+    nodes = [
+        node("MatMul", "x w", "logits"),
+        node("SoftmaxCrossEntropyLoss", "logits labels", "first"),
+        node("ReduceMean", "logits", "second", keepdims=0),
+        node("Add", "first second", "total"),
+    ]
+    proto = model(nodes, {"x": [4, 3]}, "first total", {"w": floats(3, 5), "labels": labels})
+    assert read_model(saved(proto, tmp_path)).loss_choices == ("first", "total")
