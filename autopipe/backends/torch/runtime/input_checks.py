@@ -76,11 +76,18 @@ def count_samples(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], whe
     return next(iter(found.values()), None)
 
 
+_ACCEPTED = {"b": "biuf", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}
+"""Kinds of numpy's types whose numbers an input takes, by the kind of the input's own type. Integers are not taken from
+floating-point numbers, which round large ones: float16 has no 2,049, float32 no 16,777,217."""
+
+
 def check_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
-    """Raise ConfigurationError for elements that are no numbers, or complex ones where the input is not."""
-    wanted = numpy_dtype(entry)
-    if dtype != wanted and dtype.kind not in ("biufc" if wanted.kind == "c" else "biuf"):
-        raise ConfigurationError(f"{entry.value.name!r} holds {dtype}, not {wanted}", where=where)
+    """Raise ConfigurationError for an array of a type that the input does not take."""
+    name, wanted = entry.value.name, numpy_dtype(entry)
+    if dtype == wanted or dtype.kind in _ACCEPTED[wanted.kind]:
+        return
+    hint = f"save it as {wanted}: {name}.astype({wanted.name!r})" if dtype.kind == "f" else ""
+    raise ConfigurationError(f"{name!r} holds {dtype}, not {wanted}", hint, where)
 
 
 def converted(rows: np.ndarray, entry: InputRange, where: str, numbers: range | Numbers | None = None) -> np.ndarray:
@@ -90,8 +97,9 @@ def converted(rows: np.ndarray, entry: InputRange, where: str, numbers: range | 
 
 
 def check_rows(rows: np.ndarray, entry: InputRange, where: str, numbers: range | Numbers | None = None) -> None:
-    """Raise ConfigurationError for what the input's type cannot hold, text or fractions as whole numbers, and for what
-    it may not: indices and labels out of range. Nothing is copied where the rows are whole numbers."""
+    """Raise ConfigurationError for rows that the input's type cannot hold, and for indices and labels that are out of
+    range, or have a fraction in an input that the model declares floating-point. `numbers` are the rows' numbers in the
+    array. Nothing is copied if all rows are integers in range."""
     name, dtype = entry.value.name, numpy_dtype(entry)
     check_type(rows.dtype, entry, where)
     whole = dtype.kind in "biu"
@@ -106,9 +114,9 @@ def check_rows(rows: np.ndarray, entry: InputRange, where: str, numbers: range |
             raise ConfigurationError(f"{name!r} holds numbers that are no {dtype}", where=where)
     for bounds in entry.allowed if rows.size else ():
         block = rows[region(bounds, entry.batch_axis)]
-        if not block.size or (block.min() >= bounds.least and block.max() < bounds.below):
+        bad = _out_of_range(block, bounds)
+        if bad is None:
             continue
-        bad = ~((block >= bounds.least) & (block < bounds.below))
         if entry.ignored is not None:
             bad &= block != entry.ignored
         if not bad.any():
@@ -119,8 +127,18 @@ def check_rows(rows: np.ndarray, entry: InputRange, where: str, numbers: range |
             index = int(place[entry.batch_axis])
             row = f" row {index if numbers is None else int(numbers[index]):,}"
         besides = "" if entry.ignored is None else f", or {entry.ignored}"
+        kind = "an integer " if rows.dtype.kind == "f" else ""
         raise ConfigurationError(
-            f"{name!r}{row} holds {block[tuple(place)].item():.15g}: it must be from {bounds.least} to "
+            f"{name!r}{row} holds {block[tuple(place)].item():.15g}: it must be {kind}from {bounds.least} to "
             f"{bounds.below - 1}{besides}",
             where=where,
         )
+
+
+def _out_of_range(block: np.ndarray, bounds: InputBounds) -> np.ndarray | None:
+    """Return a mask of the numbers that are out of bounds or no integers; None if there are none."""
+    is_floating = block.dtype.kind == "f"
+    if not block.size or (not is_floating and block.min() >= bounds.least and block.max() < bounds.below):
+        return None
+    bad = ~((block >= bounds.least) & (block < bounds.below))
+    return bad | (block != np.trunc(block)) if is_floating else bad

@@ -130,7 +130,7 @@ def changed(column: str, value: object) -> pa.Table:
         (changed("tokens", ["some"] * 10), "'tokens' holds string, no numbers"),
         (changed("tokens", [[1] * 8] * 9 + [[1] * 7 + [50]]), "'tokens' row 9 holds 50: it must be from 0 to 49"),
         (changed("flat", [[1] * 8] * 9 + [[1] * 7 + [50]]), "'flat' row 79 holds 50: it must be from 0 to 49"),
-        (changed("label", [1.5] * 10), "'label' holds numbers that are no int64"),
+        (changed("label", [1.5] * 10), "'label' holds float64, not int64"),
     ],
 )
 def test_tables_that_do_not_fit(tmp_path: Path, found: pa.Table, message: str) -> None:

@@ -203,7 +203,7 @@ LABELS = input_range("labels", "int64", (2,), 0, 5, allowed=(InputBounds(0, 5, (
         ("labels", (11,), -100, ""),
     ],
 )
-@pytest.mark.parametrize("dtype", ["int64", "int32", "float64"])
+@pytest.mark.parametrize("dtype", ["int64", "int32", "int16"])
 @pytest.mark.parametrize("compressed", [False, True])
 def test_numbers_out_of_range_are_found_by_row(
     tmp_path: Path,
@@ -333,8 +333,9 @@ def test_after_other_batches_a_function_goes_on_at_the_step_and_a_file_at_the_sa
         (np.zeros((6, 4), np.int64), r"'ids' is \[6, 4\], not \[samples, 3\]"),
         (np.zeros(6, np.int64), r"'ids' is \[6\], not \[samples, 3\]"),
         (np.zeros((0, 3), np.int64), "'ids' has no samples"),
-        (np.full((6, 3), 0.5), "'ids' holds numbers that are no int64"),
-        (np.full((6, 3), np.nan), "'ids' holds numbers that are no int64"),
+        (np.full((6, 3), 0.5), "'ids' holds float64, not int64"),
+        (np.full((6, 3), 5, np.float16), "'ids' holds float16, not int64"),
+        (np.full((6, 3), 2**63, np.uint64), "'ids' holds numbers that are no int64"),
         (np.full((6, 3), "a"), "'ids' holds <U1, not int64"),
         (np.full((6, 3), 1j), "'ids' holds complex128, not int64"),
     ],
@@ -349,8 +350,42 @@ def test_arrays_that_do_not_fit(tmp_path: Path, array: np.ndarray, message: str,
     assert str(path) in str(caught.value)
 
 
-def test_whole_numbers_written_as_others_are_taken(tmp_path: Path) -> None:
-    np.savez(tmp_path / "data.npz", **(arrays(6) | {"ids": np.full((6, 3), 5.0), "mask": np.ones(6, np.uint8)}))
+def test_float_ids_name_the_file_and_how_to_save_them(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, **(arrays(6) | {"ids": np.ones((6, 3), np.float32)}))
+    with pytest.raises(ConfigurationError) as caught:
+        check_data(MANIFEST, str(path), None)
+    error = caught.value
+    assert error.where == str(path)
+    assert error.message == "'ids' holds float32, not int64"
+    assert error.hint == "save it as int64: ids.astype('int64')"
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (1.5, "'ids' row 5 holds 1.5: it must be an integer from 0 to 9"),
+        (10.0, "'ids' row 5 holds 10: it must be an integer from 0 to 9"),
+        (np.nan, "'ids' row 5 holds nan: it must be an integer from 0 to 9"),
+        (9.0, ""),
+    ],
+)
+def test_ids_that_a_model_declares_floating_point_are_integers(tmp_path: Path, number: float, message: str) -> None:
+    allowed = (InputBounds(0, 10, (0, 0), (2, 3)),)
+    manifest = Batches(inputs=(input_range("ids", "float32", (2, 3), 0, None, allowed=allowed),))
+    ids = np.ones((6, 3), np.float32)
+    ids[5, 1] = number
+    np.savez(tmp_path / "data.npz", ids=ids)
+    if not message:
+        check_data(manifest, str(tmp_path / "data.npz"), None)  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigurationError, match=message):
+        check_data(manifest, str(tmp_path / "data.npz"), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", [np.uint8, np.float32])
+def test_integers_of_other_types_are_taken(tmp_path: Path, mask: type) -> None:
+    np.savez(tmp_path / "data.npz", **(arrays(6) | {"ids": np.full((6, 3), 5, np.uint16), "mask": np.ones(6, mask)}))
     source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
     assert source.rows(IDS, 0, 2).tolist() == [[5] * 3] * 2
     assert source.rows(MASK, 0, 2).tolist() == [True, True]
