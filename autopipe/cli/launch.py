@@ -19,6 +19,7 @@ from rich.table import Table
 from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import (
     check_free,
+    check_savable,
     check_unused,
     checkpoint_path,
     committed_steps,
@@ -441,6 +442,8 @@ class Launch:
             raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")
         if checkpoint is not None and not train:
             raise ConfigurationError("a program for inference has nothing to save", hint="leave out --checkpoint")
+        if checkpoint is not None:
+            check_savable(checkpoint)
         if checkpoint is not None and not self.resume:
             check_free(checkpoint)
             check_unused(checkpoint)

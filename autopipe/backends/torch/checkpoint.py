@@ -53,6 +53,7 @@ from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.files import JsonRecord, safetensors_header
 from autopipe.ir.graph import DType
 from autopipe.ir.layout import Box, whole
+from autopipe.ir.output_files import held_folder
 
 FORMAT = "autopipe.checkpoint/2"
 AVERAGE = "ema"
@@ -226,12 +227,47 @@ def _in_use(folder: Path) -> ConfigurationError:
     return ConfigurationError("another run saves its checkpoints here", hint=hint, where=str(folder))
 
 
+def check_savable(folder: Path) -> None:
+    """Raise ConfigurationError if checkpoints cannot be saved in `folder`, which need not exist.
+
+    A temporary folder is made and removed in the nearest folder that exists: permissions do not tell of a read-only
+    file system, and do not bind root.
+    """
+    folder = folder.absolute()
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise _unsavable(folder, f"{there} is {_kind_of(there)}")
+    try:
+        with held_folder(".autopipe-check-", there) as made:
+            # What is still missing is made there, too: its names may be longer than the file system takes.
+            names = [name for name in folder.relative_to(there).parts if name != ".."]
+            made.joinpath(*names).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unsavable(folder, f"{there} cannot be written to: {error.strerror}") from error
+
+
+def _unsavable(folder: Path, reason: str) -> ConfigurationError:
+    hint = "name a folder that is writable, or can be made, with --checkpoint DIR"
+    return ConfigurationError(f"checkpoints cannot be saved: {reason}", hint, str(folder))
+
+
+def _kind_of(path: Path) -> str:
+    """Return a noun for what is at `path`, which is no folder."""
+    if not path.exists():
+        return "a link to nothing"
+    return (
+        "a file" if path.is_file() else "a device" if path.is_char_device() or path.is_block_device() else "no folder"
+    )
+
+
 def check_free(folder: Path) -> None:
-    """Raise ConfigurationError if another run holds `folder`. Nothing is written."""
+    """Raise ConfigurationError if another run holds `folder`, or its lock may not be opened. Nothing is written."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return
+    except OSError as error:
+        raise _unsavable(folder, f"{folder / _LOCK} cannot be opened: {error.strerror}") from error
     deadline = time.monotonic() + _SHORT_PATIENCE_S
     try:
         while True:

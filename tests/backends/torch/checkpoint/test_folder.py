@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from autopipe.backends.torch.checkpoint import (
     FolderLock,
     check_free,
+    check_savable,
     check_unused,
     commit,
     committed_steps,
@@ -17,6 +19,8 @@ from autopipe.backends.torch.checkpoint import (
 )
 from autopipe.ir.errors import ConfigurationError
 
+NOBODY = 65534
+"""Number of the user without rights."""
 OTHERS = ("notes", "step_00000003.tmp-1-ab", "step_7", "step_00000009.tmp-old")
 
 
@@ -26,6 +30,42 @@ def test_only_committed_ones_count(tmp_path: Path) -> None:
     assert committed_steps(tmp_path) == [12, 123456789]
     remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"notes", "step_7", "step_00000012", "step_123456789"}
+
+
+def test_a_folder_that_can_be_made_is_left_as_it_was(tmp_path: Path) -> None:
+    check_savable(tmp_path)
+    check_savable(tmp_path / "new" / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_nothing_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for folder in (tmp_path / "link", tmp_path / "link" / "run"):
+        with pytest.raises(ConfigurationError, match="link is a link to nothing"):
+            check_savable(folder)
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    """In a process without root's rights, which no permission binds."""
+    tmp_path.chmod(0o555)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if os.getuid() == 0:
+                os.setuid(NOBODY)
+            check_savable(tmp_path / "run")
+        except ConfigurationError as error:
+            status = 0 if error.message.endswith("cannot be written to: Permission denied") else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_lock_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ConfigurationError, match="lock cannot be opened: Is a directory"):
+        check_free(tmp_path)
 
 
 def test_a_run_that_starts_anew_needs_a_folder_without_checkpoints(tmp_path: Path) -> None:
