@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import RenderableType
@@ -25,10 +26,15 @@ from autopipe.backends.torch.checkpoint import (
 )
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output, bytes_text, facts_table, plain_table
+from autopipe.configs.yaml_source import BYTES
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import whole
-from autopipe.ir.output_kinds import ONNX, SAFETENSORS, OutputFile
+from autopipe.ir.output_kinds import ONNX, SAFETENSORS, SAFETENSORS_INDEX, OutputFile
+
+if TYPE_CHECKING:
+    from autopipe.passes.export import Numbers
+    from autopipe.passes.weight_files import MatchedWeights
 
 _FOLDER = click.argument("folder", metavar="DIR", type=PATH)
 _STEP = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of these steps [the newest].")
@@ -36,6 +42,20 @@ _MOST = 60
 """Parameters listed before the rest is only counted."""
 _DIGITS = 12
 """Characters of a digest that tell plans apart."""
+
+
+class SizeType(click.ParamType[int]):
+    """A size in bytes with a unit, such as 5GB or 512MiB, as in the YAML files."""
+
+    name = "size"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        size = BYTES.parse(str(value))
+        if size is None or size < 1:
+            self.fail(f"{value!r} is no {BYTES.noun} such as 5GB", parameter, context)
+        return int(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +164,25 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
 @_STEP
 @click.option("--model", type=PATH, metavar="FILE", help="The model [where it was trained].")
 @click.option("--ema", is_flag=True, help="The averages of the weights (training.ema_decay) in their place.")
+@click.option("--max-shard-size", type=SizeType(), metavar="SIZE", help="Bytes of a .safetensors file, such as 5GB.")
 @FORCE
 @standard_options
 def export(
-    output: Output, folder: Path, target: Path, step: int | None, model: Path | None, ema: bool, force: bool
+    output: Output,
+    folder: Path,
+    target: Path,
+    step: int | None,
+    model: Path | None,
+    ema: bool,
+    max_shard_size: int | None,
+    force: bool,
 ) -> None:
     """Write the model that was trained, as it was given, with the weights of a checkpoint in DIR; or, to a file whose
-    name ends in .safetensors, the weights alone.
+    name ends in .safetensors, the weights alone, by the names and in the layouts of the module.
 
     Shards of all ranks are put together a piece at a time. Weights of more than 1.5 GiB lie in a second file beside
-    the model's, FILE.data.
+    the model's, FILE.data. With --max-shard-size, weights that do not fit in FILE.safetensors are written to files of
+    at most that size and an index, FILE.safetensors.index.json, as Hugging Face's libraries do.
 
     \b
     Example:
@@ -161,16 +190,20 @@ def export(
       autopipe checkpoint export ckpt -o trained.safetensors
     """
     from autopipe.passes.export import Numbers, write_trained
-    from autopipe.passes.weight_files import write_safetensors
+    from autopipe.passes.safetensors_files import is_safetensors
+    from autopipe.passes.weight_files import in_module_layout, layouts_of
 
     chosen = found_paths(folder, step)[-1]
     held = read_checkpoint(chosen)
     if ema and not any(AVERAGE in dict(each.state) for each in held.parameters):
         hint = "plan with training.ema_decay, or leave out --ema"
         raise ConfigurationError("the checkpoint holds no averages of weights", hint=hint, where=str(chosen))
-    path = None if target.suffix == ".safetensors" else _model_of(held, model)
-    read = (chosen, *(() if path is None else (path,)))
-    OutputFile(target, SAFETENSORS if path is None else ONNX, read, force).check()
+    weights_alone = is_safetensors(target)
+    if max_shard_size is not None and not weights_alone:
+        raise ConfigurationError("--max-shard-size is for weights alone", "name a file that ends in .safetensors")
+    path = _model_of(held, model)
+    if not weights_alone:
+        OutputFile(target, ONNX, (chosen, path), force).check()
     with output.progress("reading", total=sum(file.size for file in held.files)) as bar:
         check_checkpoint(chosen, held, bar.advance)
     reader, numbers = Reader(chosen, held), {}
@@ -178,13 +211,13 @@ def export(
         value = Value(each.name, DType(each.value.dtype), each.value.shape)
         tensor = dict(each.state).get(AVERAGE, each.value) if ema else each.value
         numbers[each.name] = Numbers(value, partial(reader.read, tensor))
-    size = sum(each.value.bytes for each in numbers.values())
-    if path is None:
-        with output.progress("writing", total=size) as bar:
-            write_safetensors(target, list(numbers.values()), bar.advance)
-        facts = {"path": target, "files": [target], "step": held.step, "parameters": len(numbers), "bytes": size}
-        output.report(facts, f"{target}: {len(numbers)} parameters after {held.step} steps, {bytes_text(size)}")
+    if weights_alone:
+        layouts = layouts_of(path)
+        tensors = [in_module_layout(each, layouts.get(name)) for name, each in numbers.items()]
+        sharded = ShardedOutput(target, max_shard_size, (chosen, path), force)
+        _write_weights(output, sharded, tensors, held.step)
         return
+    size = sum(each.value.bytes for each in numbers.values())
     with output.progress("writing", total=size) as bar:
         written = write_trained(path, target, numbers, bar.advance, force=force)
     told = {name: getattr(written, name) for name in ("replaced", "added", "bytes")}
@@ -194,15 +227,42 @@ def export(
     output.report({"path": target, **facts, **told}, f"{target}{beside}: {what}")
 
 
+@dataclass(frozen=True, slots=True)
+class ShardedOutput:
+    """Where weights are written: a safetensors file, or several of at most `most` bytes with an index."""
+
+    target: Path
+    most: int | None
+    inputs: tuple[Path, ...]
+    force: bool
+
+
+def _write_weights(output: Output, sharded: ShardedOutput, tensors: Sequence[Numbers], step: int) -> None:
+    from autopipe.passes.safetensors_files import INDEX_SUFFIX, safetensors_paths, shards_of, write_safetensors
+
+    paths = safetensors_paths(sharded.target, len(shards_of(tensors, sharded.most)))
+    for path in paths:
+        kind = SAFETENSORS_INDEX if path.name.endswith(INDEX_SUFFIX) else SAFETENSORS
+        OutputFile(path, kind, sharded.inputs, sharded.force).check()
+    with output.progress("writing", total=sum(each.value.bytes for each in tensors)) as bar:
+        files, size = write_safetensors(sharded.target, tensors, bar.advance, sharded.most)
+    facts = {"path": files[-1], "files": files, "step": step, "parameters": len(tensors), "bytes": size}
+    shards = f" in {len(files) - 1} files" if len(files) > 1 else ""
+    output.report(facts, f"{files[-1]}: {len(tensors)} parameters after {step} steps, {bytes_text(size)}{shards}")
+
+
 @checkpoint.command(name="import")
 @click.argument("weights", metavar="FILE", type=PATH)
 @click.option("--model", type=PATH, required=True, metavar="MODEL", help="The ONNX file whose weights they become.")
 @click.option("-o", "--output", "target", type=PATH, required=True, help="ONNX file to write.")
-@click.option("--partial", is_flag=True, help="Parameters that FILE does not hold keep their weights.")
+@click.option("--partial", is_flag=True, help="Leave out tensors that only one of FILE and MODEL has.")
 @FORCE
 @standard_options
 def import_weights(output: Output, weights: Path, model: Path, target: Path, partial: bool, force: bool) -> None:
-    """Write MODEL with the weights of FILE, a safetensors or an ONNX file, matched by name.
+    """Write MODEL with the weights of FILE, matched by the names of the module's parameters, in the module's layouts.
+
+    FILE is a safetensors file, the index of several (model.safetensors.index.json), or an ONNX file. A tensor that only
+    one of FILE and MODEL has is an error without --partial; with it, MODEL's parameter keeps its own weights.
 
     \b
     Example:
@@ -213,18 +273,36 @@ def import_weights(output: Output, weights: Path, model: Path, target: Path, par
 
     OutputFile(target, ONNX, (weights, model), force).check()
     matched = matched_weights(weights, model)
-    if not matched.numbers or (matched.missing and not partial):
-        of_all = f"{len(matched.missing)} of {len(matched.missing) + len(matched.numbers)} parameters"
-        theirs = f"it has {matched.unused[0]!r}" if matched.unused else "it has no others"
-        hint = f"{theirs}; --partial leaves the model's own weights in place"
-        raise ConfigurationError(f"{weights} lacks {of_all}, the first is {matched.missing[0]!r}", hint)
+    if not matched.numbers or ((matched.missing or matched.unused) and not partial):
+        raise ConfigurationError(*_unmatched(matched, weights, model))
+    if matched.missing:
+        count = len(matched.missing)
+        output.note(f"{count} parameters of {model} keep their weights, the first is {matched.missing[0]!r}")
     if matched.unused:
-        output.note(f"{len(matched.unused)} tensors are no parameters of {model}, among them {matched.unused[0]!r}")
+        output.note(f"{len(matched.unused)} tensors are not in {model}, the first is {matched.unused[0]!r}")
+    if matched.passed_over:
+        named = repr(matched.passed_over[0])
+        output.note(f"{len(matched.passed_over)} tensors of which {model} needs nothing, the first is {named}")
     with output.progress("writing", total=sum(each.value.bytes for each in matched.numbers.values())) as bar:
         written = write_trained(model, target, matched.numbers, bar.advance, force=force)
     facts = {"path": target, "files": written.files, "parameters": len(matched.numbers)}
     told = f"{target}: {len(matched.numbers)} parameters from {weights}"
     output.report(facts | {"missing": matched.missing, "unused": matched.unused}, told)
+
+
+def _unmatched(matched: MatchedWeights, weights: Path, model: Path) -> tuple[str, str]:
+    """Return the message and the hint of the error that one side has tensors that the other has not."""
+    parts = []
+    if matched.missing:
+        count = f"{len(matched.missing)} of {len(matched.missing) + len(matched.numbers)} parameters"
+        parts.append(f"{weights} lacks {count}, the first is {matched.missing[0]!r}")
+    if matched.unused:
+        count = f"{len(matched.unused)} of the tensors of {weights}"
+        parts.append(f"{model} lacks {count}, the first is {matched.unused[0]!r}")
+    if not parts:
+        parts.append(f"{weights} and {model} have no tensor in common")
+    hint = "--partial leaves out what only one side has" if matched.numbers else "autopipe inspect -v lists the model's"
+    return "; ".join(parts), hint
 
 
 def _model_of(held: Checkpoint, model: Path | None) -> Path:

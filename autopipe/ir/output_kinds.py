@@ -107,6 +107,14 @@ def _is_safetensors(path: Path) -> bool:
     return isinstance(entries, dict) and all(isinstance(each, dict) for each in entries.values())
 
 
+def _is_safetensors_index(path: Path) -> bool:
+    try:
+        document = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and isinstance(document.get("weight_map"), dict)
+
+
 def _is_npz(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
@@ -133,6 +141,7 @@ _ORDER = r"(?:\d+[FBIW]\d+(?:,\d+[FBIW]\d+)*\n)+"
 ONNX: Final = FileKind("an ONNX model", lambda path: _onnx_producer(path) is not None)
 ZOO_MODEL: Final = FileKind("an ONNX model of the zoo", lambda path: _onnx_producer(path) == PRODUCER)
 SAFETENSORS: Final = FileKind("a safetensors file", _is_safetensors)
+SAFETENSORS_INDEX: Final = FileKind("an index of safetensors files", _is_safetensors_index)
 NPZ: Final = FileKind("an .npz file of arrays", _is_npz)
 NPY: Final = FileKind("an .npy array", _marked(r"\x93NUMPY"))
 TOKENS: Final = FileKind("a list of token ids", _is_token_list)

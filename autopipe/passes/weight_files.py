@@ -1,40 +1,33 @@
-"""Weights from and to other files: safetensors, and the ONNX file of another model.
+"""Weights of a model from other files, safetensors or the ONNX file of another model, and the layouts of a module.
 
-Tensors are read and written a piece at a time, under the names that the model's parameters have. Where a model was
-exported twice, for training and for evaluation, the two files may differ in nothing else.
+Tensors are matched by the names that the module has for its parameters. They are read a piece at a time. An export for
+training and one for evaluation are one model if they differ in nothing else.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from autopipe.ir.errors import ConfigurationError, ModelError
-from autopipe.ir.files import TAGS, Progress, safetensors_header
-from autopipe.ir.graph import DType, FileSlice, Parameter, Value
-from autopipe.ir.layout import Box
-from autopipe.ir.output_files import replacing
-from autopipe.passes.export import Numbers, stored_tensor
-from autopipe.passes.frontend.elements import dtype_of, external_slice, stored_numbers
-from autopipe.passes.frontend.load import Source, load, opened
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import Constant, DType, FileSlice, Fill, FoldedSlice, Parameter, Value
+from autopipe.ir.layout import Box, whole
+from autopipe.passes.export import FIXED, Numbers, stored_tensor
+from autopipe.passes.frontend.elements import stored_numbers
+from autopipe.passes.frontend.folding import Folded, Layout, folded_numbers
+from autopipe.passes.frontend.load import Source, load
 from autopipe.passes.frontend.parameters import Chosen, roles_of
-from autopipe.passes.frontend.protobuf_scan import strip_weights
 from autopipe.passes.frontend.weights import Weights
+from autopipe.passes.safetensors_files import is_safetensors, read_safetensors
 
 if TYPE_CHECKING:
     import onnx
-
-
-_TYPES = {tag: dtype for dtype, tag in TAGS.items()}
-_MOST_HEADER = 100_000_000
-"""Bytes of a header that safetensors allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +37,94 @@ class MatchedWeights:
     numbers: Mapping[str, Numbers]
     missing: tuple[str, ...]
     unused: tuple[str, ...]
+    passed_over: tuple[str, ...]
+    """Tensors of the file that no training needs: counters of batches, and second names of tied parameters."""
+
+
+COUNTER: Final = "num_batches_tracked"
+"""Last part of the name of BatchNorm's counter of batches, which no ONNX operator reads."""
 
 
 def matched_weights(weights: Path, model: Path) -> MatchedWeights:
-    """The tensors of `weights` that are trained parameters of `model`, in the model's element types. Raises ModelError
-    for one of another shape, ConfigurationError where a file cannot be read."""
-    stored = _safetensors(weights) if weights.suffix == ".safetensors" else _onnx_tensors(weights)
+    """Return the tensors of `weights` under the names, in the layouts and the element types of the parameters of
+    `model`.
+
+    Each trained parameter and running statistic of the model must be there; tables and constants may be. Raises
+    ModelError for a tensor of another shape, ConfigurationError if a file cannot be read.
+    """
     source = load(model)
-    held = Weights(source, roles_of(source), Chosen()).initializers()
-    wanted = {each.value.name: each.value for each in held.values() if isinstance(each, Parameter) and each.trainable}
-    found = {}
-    for name, value in wanted.items():
-        if name in stored:
-            if stored[name].value.shape != value.shape:
-                there, here = (list(each.shape) for each in (stored[name].value, value))
-                raise ModelError(f"{name!r} has shape {there}, the model's has {here}", where=str(weights))
-            found[name] = _converted(stored[name], value)
-    missing = tuple(name for name in wanted if name not in stored)
-    return MatchedWeights(found, missing, tuple(name for name in stored if name not in wanted))
+    table = Weights(source, roles_of(source), Chosen())
+    kept = _kept(table)
+    if is_safetensors(weights):
+        stored = read_safetensors(weights)
+        needed = set(stored)
+    else:
+        stored, needed = _onnx_tensors(weights)
+    found: dict[str, Numbers] = {}
+    for name, numbers in stored.items():
+        if name in kept:
+            found[name] = _as_held(numbers, kept[name], table.layouts.get(name), weights)
+    named_by_nodes = _named_by_nodes(source)
+    found.update((name, each) for name, each in stored.items() if name in named_by_nodes and name not in found)
+    required = [name for name, each in kept.items() if each.trainable or table.roles.is_statistic(name)]
+    unused = [name for name in stored if name in needed and name not in found]
+    passed_over = [name for name in unused if _is_passed_over(stored[name], table, found)]
+    return MatchedWeights(
+        numbers=found,
+        missing=tuple(name for name in required if name not in found),
+        unused=tuple(name for name in unused if name not in passed_over),
+        passed_over=tuple(passed_over),
+    )
+
+
+def _kept(table: Weights) -> dict[str, Parameter]:
+    """Return the tensors of a model that a file of weights may hold, by the names that the graph has for them."""
+    found: dict[str, Parameter] = {}
+    for each in table.initializers().values():
+        held = each.source if isinstance(each, Folded) else each
+        if isinstance(held, Constant):
+            held = Parameter(held.value, Fill(0.0), trainable=False)
+        if isinstance(held, Parameter):
+            found[held.value.name] = held
+    return found
+
+
+def _named_by_nodes(source: Source) -> set[str]:
+    """Return the results of nodes that may be parameters, and the names that nodes read and nothing writes."""
+    constant = {name for node in source.nodes if node.op_type in FIXED for name in node.output}
+    written = {name for node in source.nodes for name in node.output}
+    written.update(each.name for each in (*source.graph.input, *source.graph.initializer))
+    read = {name for node in source.nodes for name in node.input if name}
+    return constant | (read - written)
+
+
+def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: Path) -> Numbers:
+    """Return a tensor of the file `weights` in the layout and the element type of a model's parameter."""
+    value = held.value
+    shape = value.shape if layout is None else layout.shape
+    if numbers.value.shape != shape:
+        there = list(numbers.value.shape)
+        raise ModelError(f"{value.name!r} has shape {there}, the model's has {list(shape)}", where=str(weights))
+    converted = _converted(numbers, replace(value, shape=shape))
+    return converted if layout is None else converted.computed(value, Folded(value, value.name, layout.steps))
+
+
+def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Numbers]) -> bool:
+    """Return True if a model needs nothing of a tensor that it does not hold: a counter of batches, or a second name of
+    a tied parameter whose data are equal to the first name's."""
+    name = numbers.value.name
+    signature = table.roles.signature
+    if not numbers.value.dtype.is_floating:
+        return name.rpartition(".")[2] == COUNTER or name in signature.buffers
+    if name not in signature.parameters:
+        return False
+    everything = whole(numbers.value.shape)
+    return any(
+        other.value.shape == numbers.value.shape
+        and name not in (other.value.name, *signature.origins(other.value.name))
+        and np.array_equal(other.read(everything), numbers.read(everything))
+        for other in found.values()
+    )
 
 
 def _converted(numbers: Numbers, value: Value) -> Numbers:
@@ -81,78 +144,58 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
     return Numbers(value, read)
 
 
-def _safetensors(path: Path) -> dict[str, Numbers]:
-    """All tensors of a file that anybody may have written."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(_MOST_HEADER, size - 8):
-                raise ValueError(f"a header of {length} bytes")
-            entries = json.loads(file.read(length))
-        return dict(_entries(path, entries, 8 + length, size))
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the weights: {error.strerror}", where=str(path)) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigurationError(f"no safetensors file: {error}", where=str(path)) from error
+def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
+    """Return (tensors, needed) of an ONNX file:
 
-
-def _entries(path: Path, entries: Any, start: int, size: int) -> Iterable[tuple[str, Numbers]]:
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _TYPES:
-            raise ValueError(f"{name!r} has type {entry['dtype']!r}")
-        value = Value(name, _TYPES[entry["dtype"]], tuple(map(_count, entry["shape"])))
-        begin, end = map(_count, entry["data_offsets"])
-        if end - begin != value.bytes or start + end > size:
-            raise ValueError(f"{name!r} does not fit its place")
-        yield name, stored_tensor(value, FileSlice("", start + begin, value.bytes), path)
-
-
-def _count(number: object) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is no number of elements")
-    return number
-
-
-def _onnx_tensors(path: Path) -> dict[str, Numbers]:
-    """All initializers of an ONNX file."""
+    its parameters and constants, by the module's names and in the module's layouts,
+    the names of its own trained parameters and running statistics.
+    """
     source = load(path)
+    table = Weights(source, roles_of(source), Chosen())
+    tensors = {each.name: each for each in source.graph.initializer}
     found: dict[str, Numbers] = {}
-    _, slices = strip_weights(opened(path))
-    for tensor in source.graph.initializer:
-        value = Value(tensor.name, dtype_of(tensor.data_type, tensor.name), tuple(tensor.dims))
-        external = tensor.data_location == tensor.EXTERNAL
-        place = external_slice(tensor, path) if external else slices.get(tensor.name)
-        if place is not None:
-            found[tensor.name] = stored_tensor(value, place, path)
-        elif (array := stored_numbers(tensor.name, tensor, slices, path)) is not None:
-            found[tensor.name] = Numbers(value, partial(_block, array))
-    return found
+    needed: set[str] = set()
+    for name, each in _kept(table).items():
+        if isinstance(each.storage, FoldedSlice):
+            numbers = _folded_numbers(each, path)
+        elif isinstance(each.storage, FileSlice):
+            numbers = stored_tensor(each.value, each.storage, path)
+        else:
+            tensor = tensors.get(name)
+            array = None if tensor is None else stored_numbers(name, tensor, source.slices, path)
+            numbers = None if array is None else Numbers(each.value, partial(_block, array))
+        if numbers is None:
+            continue
+        found[name] = in_module_layout(numbers, table.layouts.get(name))
+        if each.trainable or table.roles.is_statistic(name):
+            needed.add(name)
+    return found, needed
+
+
+def _folded_numbers(parameter: Parameter, path: Path) -> Numbers | None:
+    """Return a parameter that is computed from a tensor of the file; None if the tensor is no floating-point one."""
+    array = folded_numbers(parameter, path)
+    return None if array is None else Numbers(parameter.value, partial(_block, array))
+
+
+def in_module_layout(numbers: Numbers, layout: Layout | None) -> Numbers:
+    """Return a parameter of a graph in the layout that the module has it in."""
+    if layout is None:
+        return numbers
+    value = replace(numbers.value, shape=layout.shape)
+    return numbers.computed(value, Folded(value, value.name, layout.inverse))
+
+
+def layouts_of(model: Path) -> Mapping[str, Layout]:
+    """Return the layouts of the parameters that an ONNX file holds in another layout than the module, by name."""
+    source = load(model)
+    table = Weights(source, roles_of(source), Chosen())
+    table.initializers()
+    return table.layouts
 
 
 def _block(array: npt.NDArray[np.generic], box: Box) -> npt.NDArray[np.generic]:
     return array[box.slices].reshape(box.shape)
-
-
-def write_safetensors(target: Path, tensors: Sequence[Numbers], progress: Progress = lambda _: None) -> int:
-    """Write tensors under their names, whole or not at all. Returns their bytes. Raises ConfigurationError where the
-    file cannot be written, or a type is not known to safetensors."""
-    ordered = sorted(tensors, key=lambda each: -each.value.dtype.itemsize)  # So that each is aligned.
-    for value in (each.value for each in ordered):
-        if value.dtype not in TAGS:
-            raise ConfigurationError(f"{value.name!r} is {value.dtype.value}, which safetensors does not know")
-    listed = ((each.value.name, each.value.dtype, each.value.shape) for each in ordered)
-    header, _, size = safetensors_header(listed, {"format": "pt"})
-    try:
-        with replacing(target) as file:
-            file.write(header)
-            for each in ordered:
-                each.write(file, progress)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {target}: {error.strerror}", hint="choose another place") from error
-    return size - len(header)
 
 
 def are_one_model(one: Source, other: Source) -> bool:

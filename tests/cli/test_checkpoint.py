@@ -26,8 +26,11 @@ from autopipe.backends.torch.checkpoint import (
     write_shard,
 )
 from autopipe.cli.main import main
+from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Box
+from autopipe.passes.export import Numbers
 from autopipe.passes.frontend.load import load
+from autopipe.passes.safetensors_files import read_safetensors, write_safetensors
 from tests.passes.frontend.building import floats, model, node, saved
 
 WEIGHT, STATE = floats(6, 4, seed=1), floats(6, 4, seed=2)
@@ -214,7 +217,9 @@ def test_weights_go_to_safetensors_and_back_into_a_model(given: Path, capsys: py
     assert np.array_equal(onh.to_array(tensor), WEIGHT * 3)
     half = given / "half.safetensors"
     safetensors.numpy.save_file({"w": (WEIGHT * 3).astype(np.float16), "other": STATE}, half)
-    assert main([*command[:2], str(half), *command[3:]]) == 0
+    assert main([*command[:2], str(half), *command[3:]]) == 2
+    assert "lacks 1 of the tensors" in capsys.readouterr().err
+    assert main([*command[:2], str(half), *command[3:], "--partial"]) == 0
     (tensor,) = onnx.load(target).graph.initializer
     assert np.array_equal(onh.to_array(tensor), (WEIGHT * 3).astype(np.float16).astype(np.float32))
     assert "'other'" in capsys.readouterr().err
@@ -250,3 +255,122 @@ def test_weights_of_another_model_are_refused(given: Path, capsys: pytest.Captur
         command = ["import", given / "other.safetensors", "--model", path, "-o", given / "never.onnx"]
         assert main(["checkpoint", *map(str, command)]) != 0
         assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def perceptron(tmp_path: Path) -> Path:
+    """A model of two products whose second weight is the larger one."""
+    nodes = [node("MatMul", "x a", "h"), node("MatMul", "h b", "y")]
+    return saved(model(nodes, {"x": [2, 6]}, "y", {"a": floats(6, 4), "b": floats(4, 9)}), tmp_path)
+
+
+def imported(weights: Path, path: Path, *words: str) -> tuple[int, dict[str, np.ndarray]]:
+    """The exit code of an import into `path`, and the tensors of the model that it wrote."""
+    target = path.with_name("started.onnx")
+    target.unlink(missing_ok=True)
+    code = main(["checkpoint", "import", str(weights), "--model", str(path), "-o", str(target), *words])
+    if not target.exists():
+        return code, {}
+    return code, {each.name: onh.to_array(each) for each in onnx.load(target).graph.initializer}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("a",), "lacks 1 of 2 parameters, the first is 'b'"),
+        (("a", "b", "c"), "lacks 1 of the tensors of"),
+        (("a", "c"), "the first is 'b'; "),
+    ],
+)
+def test_a_tensor_that_one_side_lacks_is_an_error(
+    perceptron: Path, names: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {"a": floats(6, 4, seed=3), "b": floats(4, 9, seed=4), "c": floats(2, seed=5)}
+    weights = perceptron.with_name("w.safetensors")
+    safetensors.numpy.save_file({name: tensors[name] for name in names}, weights)
+    assert imported(weights, perceptron) == (2, {})
+    error = capsys.readouterr().err
+    assert message in error and "--partial" in error
+    code, found = imported(weights, perceptron, "--partial")
+    assert code == 0
+    assert np.array_equal(found["a"], tensors["a"])
+    assert np.array_equal(found["b"], tensors["b"] if "b" in names else floats(4, 9))
+
+
+def test_files_without_a_common_tensor_are_an_error_in_any_case(
+    perceptron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = perceptron.with_name("w.safetensors")
+    safetensors.numpy.save_file({"c": floats(2)}, weights)
+    assert imported(weights, perceptron, "--partial") == (2, {})
+    assert "'a'" in capsys.readouterr().err
+
+
+def test_a_counter_of_batches_needs_no_place(perceptron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = perceptron.with_name("w.safetensors")
+    tensors = {"a": floats(6, 4, seed=3), "b": floats(4, 9, seed=4), "n.num_batches_tracked": np.array(3)}
+    safetensors.numpy.save_file(tensors, weights)
+    assert imported(weights, perceptron)[0] == 0
+    assert "n.num_batches_tracked" in capsys.readouterr().err
+
+
+def test_a_sharded_set_is_read_by_its_index(perceptron: Path) -> None:
+    tensors = {"a": floats(6, 4, seed=3), "b": floats(4, 9, seed=4)}
+    for name, array in tensors.items():
+        safetensors.numpy.save_file({name: array}, perceptron.with_name(f"{name}.safetensors"))
+    index = perceptron.with_name("model.safetensors.index.json")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in tensors}}))
+    code, found = imported(index, perceptron)
+    assert code == 0
+    assert all(np.array_equal(found[name], array) for name, array in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a": "../a.safetensors"}, "does not lie in the folder"),
+        ({"a": "nowhere.safetensors"}, "No such file"),
+        ({"b": "a.safetensors"}, "'b' is not in its file"),
+        ({"a": 3}, "does not name the file"),
+        ([], "does not name the file"),
+        (None, "no index of safetensors files"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_an_error(
+    perceptron: Path, files: object, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    safetensors.numpy.save_file({"a": floats(6, 4)}, perceptron.with_name("a.safetensors"))
+    index = perceptron.with_name("model.safetensors.index.json")
+    index.write_text(json.dumps({} if files is None else {"weight_map": files}))
+    assert imported(index, perceptron) == (2, {})
+    assert message in capsys.readouterr().err
+
+
+def test_weights_are_written_in_shards(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path,) = given.glob("*.onnx")
+    command = ["checkpoint", "export", str(given / "saved"), "-o"]
+    assert main([*command, str(given / "one.safetensors"), "--max-shard-size", "5GB"]) == 0
+    assert not list(given.glob("*.index.json"))
+    assert main([*command, str(given / "w.safetensors.index.json"), "--max-shard-size", "10B"]) == 0
+    index = json.loads((given / "w.safetensors.index.json").read_text())
+    assert index == {"metadata": {"total_size": 96}, "weight_map": {"w": "w-00001-of-00001.safetensors"}}
+    code, found = imported(given / "w.safetensors.index.json", path)
+    assert code == 0 and np.array_equal(found["w"], WEIGHT * 5)
+    assert main([*command, str(given / "w.onnx"), "--max-shard-size", "5GB"]) == 2
+    assert main([*command, str(given / "x.safetensors"), "--max-shard-size", "large"]) == 2
+    (given / "taken-00001-of-00001.safetensors").write_text("notes")
+    assert main([*command, str(given / "taken.safetensors.index.json")]) == 2
+    assert "is not a safetensors file" in capsys.readouterr().err
+
+
+def test_a_shard_has_at_most_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    tensors = [Numbers(Value(name, DType.FLOAT32, (4,)), lambda box: floats(4)[box.slices]) for name in "abcde"]
+    paths, size = write_safetensors(tmp_path / "w.safetensors", tensors, most=40)
+    assert size == 80
+    assert [path.name for path in paths] == [
+        *(f"w-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
+        "w.safetensors.index.json",
+    ]
+    assert [sorted(safetensors.numpy.load_file(path)) for path in paths[:-1]] == [["a", "b"], ["c", "d"], ["e"]]
+    found = read_safetensors(paths[-1])
+    assert sorted(found) == list("abcde")

@@ -74,6 +74,13 @@ class Step:
         assert self.operator == "Sub", f"{self.operator} is folded nowhere"
         return np.asarray(self.operand - array)
 
+    def inverse(self, shape: tuple[int, ...]) -> Step:
+        """Return the operator that undoes this change of layout of a tensor of `shape`."""
+        if self.operator == "Transpose":
+            return Step("Transpose", shape, tuple(int(axis) for axis in np.argsort(self.perm)))
+        assert self.operator == "Reshape", f"{self.operator} is no change of layout"
+        return Step("Reshape", shape)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Folded:
@@ -87,6 +94,47 @@ class Folded:
         for step in self.steps:
             array = step.apply(array)
         return array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The invertible change of layout from a module's parameter to the tensor that the file holds of it."""
+
+    shape: tuple[int, ...]
+    """Shape of the module's parameter."""
+    steps: tuple[Step, ...]
+    """Operators that make the file's tensor from the module's."""
+
+    @classmethod
+    def transposed(cls, shape: tuple[int, int]) -> Layout:
+        """Return the layout of a matrix that the file holds with the shape `shape`, transposed."""
+        return cls(shape[::-1], (Step("Transpose", shape, (1, 0)),))
+
+    @property
+    def inverse(self) -> tuple[Step, ...]:
+        """The operators that make the module's tensor from the file's."""
+        shapes = (self.shape, *(step.shape for step in self.steps))
+        found = [step.inverse(before) for step, before in zip(self.steps, shapes[:-1], strict=True)]
+        return tuple(reversed(found))
+
+
+def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
+    """Return the data of a parameter that a `FoldedSlice` of the file `model` holds; None if its type is not one that
+    numpy or this module reads."""
+    value = parameter.value
+    place = parameter.storage
+    assert isinstance(place, FoldedSlice)
+    if not place.rows:
+        array = sliced_numbers(place, value.dtype, value.shape, model)
+    else:
+        count = place.length // value.dtype.itemsize
+        flat = sliced_numbers(place, value.dtype, (count,), model)
+        columns = place.step * np.arange(value.shape[1])
+        array = None if flat is None else flat[np.array(place.rows)[:, None] + columns]
+    if array is None or not place.form:
+        return array
+    logarithm: np.ndarray = np.log(-array if place.form == "log of the negative" else array)
+    return logarithm
 
 
 def unfolded(parameters: Mapping[str, Parameter], roles: Roles, model: Path, taken: set[str]) -> dict[str, Folded]:

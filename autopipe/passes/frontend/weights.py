@@ -24,7 +24,7 @@ from autopipe.passes.frontend.elements import (
     stored_bytes,
     stored_numbers,
 )
-from autopipe.passes.frontend.folding import Folded, unfolded
+from autopipe.passes.frontend.folding import Folded, Layout, unfolded
 from autopipe.passes.frontend.parameters import Chosen, Role, Roles
 from autopipe.passes.frontend.protobuf_scan import BYTES, LARGE_FLOATS, LARGE_TABLE
 from autopipe.passes.frontend.tables import is_uniform
@@ -96,6 +96,9 @@ class Weights:
         """Names of parameters whose numbers are not there."""
         self.found: dict[str, Role] = {}
         """The role of every floating-point tensor, by the name that the graph has for it."""
+        self.layouts: dict[str, Layout] = {}
+        """Layouts of the parameters that the file holds in another layout than the module, by name; `initializers`
+        fills it."""
 
     def initializers(self) -> dict[str, Held]:
         graph = self.source.graph

@@ -1,0 +1,169 @@
+"""Safetensors files, one or several with an index, as Hugging Face's libraries write and read them.
+
+The index of a sharded set, `NAME.safetensors.index.json`, is a JSON object whose member `weight_map` has the file of
+each tensor by name. The files lie in the folder of the index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.files import TAGS, Progress, lfs_error, safetensors_header
+from autopipe.ir.graph import FileSlice, Value
+from autopipe.ir.output_files import replacing
+from autopipe.passes.export import Numbers, stored_tensor
+
+SUFFIX: Final = ".safetensors"
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+"""End of the name of the index of a sharded set."""
+_TYPES: Final = {tag: dtype for dtype, tag in TAGS.items()}
+_MOST_HEADER: Final = 100_000_000
+"""Maximum bytes of a header, as the format bounds it."""
+_MOST_INDEX: Final = 100_000_000
+"""Maximum bytes of an index; one of a model of 1,000 layers has about 1 MB."""
+
+
+def is_safetensors(path: Path) -> bool:
+    """Return True if the name of a file says that it is a safetensors file or the index of several."""
+    return path.name.endswith((SUFFIX, INDEX_SUFFIX))
+
+
+def read_safetensors(path: Path) -> dict[str, Numbers]:
+    """Return all tensors of a safetensors file, or of all files of an index, by name. Anybody may have written the
+    files. Raises ConfigurationError if a file cannot be read or the index does not fit the files."""
+    return _read_index(path) if path.name.endswith(INDEX_SUFFIX) else _read_file(path)
+
+
+def _read_index(path: Path) -> dict[str, Numbers]:
+    try:
+        if path.stat().st_size > _MOST_INDEX:
+            raise ValueError(f"an index of {path.stat().st_size} bytes")
+        files = json.loads(path.read_bytes())["weight_map"]
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError("its 'weight_map' does not name the file of each tensor")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the weights: {error.strerror}", where=str(path)) from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigurationError(f"no index of safetensors files: {error}", where=str(path)) from error
+    found: dict[str, Numbers] = {}
+    for file in sorted(set(files.values())):
+        if Path(file).name != file or file == "..":
+            message = f"its file {file!r} does not lie in the folder of the index"
+            raise ConfigurationError(message, where=str(path))
+        for name, numbers in _read_file(path.with_name(file)).items():
+            if name in found:
+                raise ConfigurationError(f"two of its files hold {name!r}", where=str(path))
+            found[name] = numbers
+    for name, file in files.items():
+        if name not in found:
+            raise ConfigurationError(f"{name!r} is not in its file {file!r}", where=str(path))
+    return found
+
+
+def _read_file(path: Path) -> dict[str, Numbers]:
+    try:
+        if pointer := lfs_error(path):
+            raise ConfigurationError(*pointer, where=str(path))
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(_MOST_HEADER, size - 8):
+                raise ValueError(f"a header of {length} bytes")
+            entries = json.loads(file.read(length))
+        return dict(_entries(path, entries, 8 + length, size))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the weights: {error.strerror}", where=str(path)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigurationError(f"no safetensors file: {error}", where=str(path)) from error
+
+
+def _entries(path: Path, entries: Any, start: int, size: int) -> Iterator[tuple[str, Numbers]]:
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _TYPES:
+            raise ValueError(f"{name!r} has type {entry['dtype']!r}")
+        value = Value(name, _TYPES[entry["dtype"]], tuple(map(_count, entry["shape"])))
+        begin, end = map(_count, entry["data_offsets"])
+        if end - begin != value.bytes or start + end > size:
+            raise ValueError(f"{name!r} does not fit its place")
+        yield name, stored_tensor(value, FileSlice("", start + begin, value.bytes), path)
+
+
+def _count(number: object) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no number of elements")
+    return number
+
+
+def shards_of(tensors: Sequence[Numbers], most: int | None) -> list[list[Numbers]]:
+    """Return the tensors in consecutive groups of at most `most` bytes; a larger tensor is a group of its own."""
+    groups: list[list[Numbers]] = [[]]
+    size = 0
+    for each in tensors:
+        if groups[-1] and most is not None and size + each.value.bytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(each)
+        size += each.value.bytes
+    return groups
+
+
+def safetensors_paths(target: Path, count: int) -> list[Path]:
+    """Return the files of a set of `count` safetensors files: `target` alone, or the numbered shards and, last, their
+    index. A `target` that is an index is sharded even if there is one shard."""
+    is_index = target.name.endswith(INDEX_SUFFIX)
+    if count == 1 and not is_index:
+        return [target]
+    stem = target.name.removesuffix(INDEX_SUFFIX if is_index else SUFFIX)
+    shards = [target.with_name(f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}") for number in range(1, count + 1)]
+    return [*shards, target.with_name(f"{stem}{INDEX_SUFFIX}")]
+
+
+def write_safetensors(
+    target: Path, tensors: Sequence[Numbers], progress: Progress = lambda _: None, most: int | None = None
+) -> tuple[list[Path], int]:
+    """Write tensors under their names to `target`, or to shards of at most `most` bytes beside an index if they do not
+    fit. Each file appears whole or not at all, the index last. Return (files, bytes):
+
+    the files that were written,
+    the bytes of all tensors.
+
+    Raises ConfigurationError if a file cannot be written, or if safetensors does not know a type.
+    """
+    for value in (each.value for each in tensors):
+        if value.dtype not in TAGS:
+            raise ConfigurationError(f"{value.name!r} is {value.dtype.value}, which safetensors does not know")
+    groups = shards_of(tensors, most)
+    paths = safetensors_paths(target, len(groups))
+    total = sum(each.value.bytes for each in tensors)
+    try:
+        for path, group in zip(paths, groups, strict=False):
+            _write_file(path, group, progress)
+        if len(paths) > len(groups):
+            _write_index(paths, groups, total)
+    except OSError as error:
+        place = error.filename or target
+        raise ConfigurationError(f"cannot write {place}: {error.strerror}", hint="choose another place") from error
+    return paths, total
+
+
+def _write_file(path: Path, tensors: Sequence[Numbers], progress: Progress) -> None:
+    ordered = sorted(tensors, key=lambda each: -each.value.dtype.itemsize)  # So that each is aligned.
+    listed = ((each.value.name, each.value.dtype, each.value.shape) for each in ordered)
+    header, _, _ = safetensors_header(listed, {"format": "pt"})
+    with replacing(path) as file:
+        file.write(header)
+        for each in ordered:
+            each.write(file, progress)
+
+
+def _write_index(paths: Sequence[Path], groups: Sequence[Sequence[Numbers]], total: int) -> None:
+    files = {each.value.name: path.name for path, group in zip(paths, groups, strict=False) for each in group}
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    with replacing(paths[-1]) as file:
+        file.write(json.dumps(document, indent=2).encode() + b"\n")
