@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import yaml
 
 from autopipe.cli.request import effective, request_of
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration
 from autopipe.configs.yaml_source import Dumper
-from autopipe.ir.codec import encode
+from autopipe.ir.codec import encode, keys
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.movable_paths import movable_path, relative_path
@@ -89,6 +90,9 @@ _Dumper.add_representer(_Pairs, lambda to, value: to.represent_mapping("tag:yaml
 CONFIGURATION_FILE = "config.yaml"
 PLACEMENT_FILE = "placement.yaml"
 _OWNED = (CONFIGURATION_FILE, PLACEMENT_FILE, SCHEDULE_FILE, PLAN_FILE)
+_LAST_KEY: Final = keys(Configuration)[-1].path[0]
+"""The key that `dump_configuration` writes last."""
+_RESTORE: Final = "restore the file, or plan again"
 _SCRATCH = ".autopipe-plan-"
 """Beginning of the name of the folder in a plan folder where new files lie before they take the old ones' places."""
 
@@ -103,6 +107,7 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
     if model is not None:
         plan = replace(plan, model=str(model.absolute()))
     configuration = load_configuration(folder / CONFIGURATION_FILE)
+    _check_ending(folder)
     model = Path(plan.model)
     if not model.is_file():
         hint = "name the file with --model FILE, put it back, or plan again"
@@ -133,7 +138,26 @@ def check_editable(folder: Path) -> tuple[Path, Path]:
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None:
         raise ConfigurationError(f"{missing} does not exist", hint=f"plan again: every plan folder has {missing.name}")
+    _check_ending(folder)
     return paths
+
+
+def _check_ending(folder: Path) -> None:
+    """Raise ConfigurationError if the configuration or the placement in `folder` was cut short after it was written.
+
+    A file that differs from the written one must end with a line break, and a configuration must have `_LAST_KEY`. A
+    configuration that was cut short could otherwise be valid: the keys that it lost would silently have their defaults.
+    """
+    own = read_seal(folder / PLAN_FILE)
+    for path in (folder / CONFIGURATION_FILE, folder / PLACEMENT_FILE):
+        if not path.is_file() or (own is not None and own.holds(path)):
+            continue
+        content = path.read_bytes()
+        if not content.endswith(b"\n"):
+            raise ConfigurationError(f"{path} was cut short: it does not end with a line break", _RESTORE)
+        if path.name == CONFIGURATION_FILE and re.search(rb"(?m)^%b\b" % _LAST_KEY.encode(), content) is None:
+            message = f"{path} was cut short: `{_LAST_KEY}`, the last key that `plan` writes, is missing"
+            raise ConfigurationError(message, _RESTORE)
 
 
 def _read_whole(folder: Path) -> Plan:

@@ -464,6 +464,8 @@ def _quick(hint: Any) -> Callable[[Any], Any] | None:
         return lambda value: value if type(value) is base else _UNFIT
     if base is int:
         return lambda value: value if type(value) is int and value >= least else _UNFIT
+    if base is float:
+        return lambda value: value if type(value) is float and least <= value <= sys.float_info.max else _UNFIT
     if is_union(base) and len(members := typing.get_args(base)) == 2 and members[1] is type(None):
         quick = _quick(members[0])
         return quick and (lambda value: None if value is None else quick(value))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from autopipe.ir.block_schedule import SCHEDULE_FORMAT, order_form
-from autopipe.ir.codec import At, Count, Fits, Index, Sparse, decode, encode, encode_as
+from autopipe.ir.codec import Amount, At, Count, Fits, Index, Sparse, decode, encode, encode_as
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.files import JsonRecord, read_record, record_text
 from autopipe.ir.memo import remembered
@@ -64,8 +64,8 @@ class Alternative:
     the strategy that came to the same placement before: the step is that one's."""
 
     choice: Choice
-    step_time_s: Annotated[float | None, Sparse()] = None
-    lower_bound_s: Annotated[float | None, Sparse()] = None
+    step_time_s: Annotated[Amount | None, Sparse()] = None
+    lower_bound_s: Annotated[Amount | None, Sparse()] = None
     micro_batches: Annotated[Index | None, Sparse()] = None
     stages: Annotated[Index | None, Sparse()] = None
     bubble_rate: Annotated[float | None, Sparse()] = None
@@ -101,7 +101,7 @@ class Breakdown:
     fast each would do it alone, and count in averages by that share.
     """
 
-    ideal_s: float
+    ideal_s: Amount
     bubble_s: float = 0.0
     """The busiest device waits for others, though messages took no time."""
     imbalance_s: float = 0.0
@@ -153,13 +153,13 @@ class LossScores:
     """
 
     choice: Scores
-    keep_s: float
+    keep_s: Amount
     """Seconds of forward and backward with scores that are kept."""
-    recompute_s: float
+    recompute_s: Amount
     """Seconds of forward and backward with scores that are recomputed."""
     saved_bytes: Index
     """Bytes that backward needs of the scores if they are kept."""
-    other_step_s: Annotated[float | None, Sparse()] = None
+    other_step_s: Annotated[Amount | None, Sparse()] = None
     """Step of the plan with the other form; None if there is none, or none was made."""
     other_refused: Annotated[str | None, Sparse()] = None
     """Why there is no plan with the other form."""
@@ -177,12 +177,12 @@ class Summary:
     micro_batch_size: Count
     depth: Count
     """Stages on the longest path of the stage graph."""
-    step_time_s: float
-    samples_per_s: float
+    step_time_s: Amount
+    samples_per_s: Amount
     bubble_rate: float
     peak_memory_bytes: tuple[Index, ...]
-    search_time_s: tuple[tuple[str, float], ...]
-    lower_bound_s: float
+    search_time_s: tuple[tuple[str, Amount], ...]
+    lower_bound_s: Amount
     """No schedule of this placement can take less."""
     optimal: bool
     """True if the schedule is proven the best for the placement: in its period, where a search found a steady state
@@ -389,7 +389,7 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
         record.get("units", Count),
         orders,
         record.get("repetends", Repetends) or None,
-        record.get("period", float | None),
+        record.get("period", Amount | None),
         record.get("proof", Proof | None),
     )
     if devices < stages.devices:

@@ -128,17 +128,17 @@ class TaskSeconds:
 class StagePrediction:
     """Predicted seconds and bytes of a stage on each of its devices, for one micro-batch where nothing else is said."""
 
-    forward_s: float
-    backward_s: float = 0.0
+    forward_s: Amount
+    backward_s: Amount = 0.0
     """Seconds of a backward, with the forward that recomputation runs again."""
-    input_gradient_s: float = 0.0
-    weight_gradient_s: float = 0.0
-    split_s: float = 0.0
+    input_gradient_s: Amount = 0.0
+    weight_gradient_s: Amount = 0.0
+    split_s: Amount = 0.0
     """Seconds more that a micro-batch takes because its backward is split, most of them in the forward and in the first
     half: they count with the first half."""
-    gradient_s: float = 0.0
+    gradient_s: Amount = 0.0
     """Seconds, once a step, in which gradients are summed over devices."""
-    update_s: float = 0.0
+    update_s: Amount = 0.0
     parameter_bytes: Index = 0
     static_bytes: Index = 0
     """Bytes there all through a step: parameters, gradients, optimizer state, message buffers."""
@@ -197,8 +197,8 @@ class Message:
     target: Index
     forward_bytes: Index
     backward_bytes: Index
-    forward_s: float
-    backward_s: float
+    forward_s: Amount
+    backward_s: Amount
     source_slice: Annotated[MicroBatchSlice, Flat()] = EVERY
     target_slice: Annotated[MicroBatchSlice, Flat()] = EVERY
 

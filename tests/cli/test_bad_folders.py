@@ -280,3 +280,46 @@ def test_programs_that_are_none(here: CommandLine) -> None:
 )
 def test_flags_of_a_launch(here: CommandLine, words: tuple[str, ...], says: tuple[str, ...]) -> None:
     here.refuses(2, ("launch", PROGRAM, "--device", "cpu", *words), *says)
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        (("predictions", "stages", 0, "forward_s"), "predictions.stages[0].forward_s"),
+        (("predictions", "stages", 1, "update_s"), "predictions.stages[1].update_s"),
+        (("summary", "step_time_s"), "summary.step_time_s"),
+    ],
+)
+def test_a_predicted_time_that_is_no_time(
+    here: CommandLine, keys: tuple[str | int, ...], name: str, number: float
+) -> None:
+    def change(document: Any) -> None:
+        *path, last = keys
+        for key in path:
+            document = document[key]
+        document[last] = number
+
+    _edit(PLAN / "plan.json", change)
+    here.refuses(2, ("show", PLAN), name if number == -1.0 else "is no number")
+
+
+def test_a_configuration_that_was_cut_short(here: CommandLine) -> None:
+    """Every beginning of the file is refused: keys that are missing would have their defaults."""
+    path = PLAN / "config.yaml"
+    whole = path.read_bytes()
+    ends = [0, *(place for place, byte in enumerate(whole) if byte == ord("\n")), len(whole) - 1]
+    for end in ends:
+        for content in (whole[:end], whole[:end] + b"\n")[: 1 if end == len(whole) - 1 else 2]:
+            path.write_bytes(content)
+            shown = here.run("codegen", PLAN, "-q")
+            assert (shown.code, shown.err.count("\n") <= 2) == (2, True), (content[-40:], shown.err)
+
+
+def test_an_edited_configuration_that_was_cut_short_is_not_planned(here: CommandLine) -> None:
+    path = PLAN / "config.yaml"
+    before, _, _ = path.read_text().partition("  lr: ")
+    path.write_text(f"{before}  lr: 0.")
+    here.refuses(2, ("plan", "--from", PLAN, "-q"), f"{path} was cut short", "restore the file")
+    path.write_text(f"{before}  lr: 0.1\n")
+    here.refuses(2, ("plan", "--from", PLAN, "-q"), f"{path} was cut short", "`seed`")
