@@ -30,6 +30,7 @@ from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Scores, Wo
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
+from autopipe.passes.analysis.joined_samples import joining_node
 from autopipe.passes.analysis.micro_batches import check_portions
 from autopipe.passes.analysis.training import check_groups, check_padding
 from autopipe.passes.annotations import annotated_constraints
@@ -204,6 +205,7 @@ def make_plan(request: Request, observer: Observer | None = None) -> PlanResult:
     Raises ConfigurationError, ModelError or InfeasibleError, naming the pass if the message itself names no place.
     """
     runner = Runner(observer)
+    request = with_whole_batch(request, runner)
     if request.scores is not None or read(request, runner).other is None:
         return assemble_plan(request, *_planned(request, runner), runner)
     keeping, recomputing = replace(request, scores="keep"), replace(request, scores="recompute")
@@ -302,6 +304,45 @@ def read(request: Request, runner: Runner, size: int | None = None, source: Sour
         runner.models[size] = runner.run("read", lambda: read_for(request, size, source))
     model = runner.models[size]
     return model.with_scores(request.scores or model.scores)
+
+
+_FOLLOWED = 3
+"""Samples of the graph in which samples are followed if the model was read on one sample."""
+
+
+def with_whole_batch(request: Request, runner: Runner) -> Request:
+    """Return the request with micro-batches of a whole batch if inference computes an output from several samples.
+
+    The whole batch is the one that the model's file fixes, otherwise the step's. Raises ConfigurationError if the
+    request asks for smaller micro-batches.
+    """
+    model = read(request, runner)
+    if model.mode is Mode.TRAIN or model.batch is None or request.micro_batches == 1:
+        return request
+    node = joining_node(model.graph if model.batch > 1 else _several_samples(request, runner, model))
+    if node is None:
+        return request
+    fixed = model.batch if model.batch > 1 else None
+    size, count = request.micro_batch_size, request.micro_batches
+    batch = request.batch_size or fixed or next(batchings(None, None, None, None, request.cluster.size)).batch_size
+    if size == (fixed or batch):
+        return request
+    if size is not None or (count is not None and (fixed is None or batch // count != fixed)):
+        raise ConfigurationError(
+            f"{node.op} {node.name!r} computes an output from several samples, which micro-batches would change",
+            hint="--micro-batches 1" if fixed is None else f"--micro-batch-size {fixed}",
+        )
+    return replace(request, batch_size=batch, micro_batch_size=fixed or batch)
+
+
+def _several_samples(request: Request, runner: Runner, model: Model) -> Graph:
+    """Return the model's graph on several samples; the graph on one sample, in which none can be followed, if the model
+    cannot be read on more."""
+    size = max(request.micro_batch_size or 1, _FOLLOWED)
+    try:
+        return (runner.models.get(size) or read_for(request, size, model.source)).graph
+    except REFUSALS:
+        return model.graph
 
 
 def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:

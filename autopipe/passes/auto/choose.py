@@ -23,7 +23,17 @@ from autopipe.passes.auto.workers import SpeculativePool, free_cores
 from autopipe.passes.batching import AUTO_PER_DEVICE, Division, climb, divisors
 from autopipe.passes.cost.loss_scores import compare_scores, may_be_short
 from autopipe.passes.cost.stage_work import holders_of, stage_work
-from autopipe.passes.pipeline import Observer, PlanResult, Request, Runner, assemble_plan, cost, divisions, read
+from autopipe.passes.pipeline import (
+    Observer,
+    PlanResult,
+    Request,
+    Runner,
+    assemble_plan,
+    cost,
+    divisions,
+    read,
+    with_whole_batch,
+)
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
 
@@ -75,6 +85,7 @@ def weigh(request: Request, runner: Runner, clock: Callable[[], float] = time.mo
     the best so far. By `clock` no new one is begun once the request's time is over and there is a plan. Raises as
     `choose` does."""
     end = None if request.time_limit is None else clock() + request.time_limit
+    request = with_whole_batch(request, runner)
     request, scores_open = _with_scores(request, runner)
     with SpeculativePool(free_cores()) as pool:
         search = PlanSearch(request, runner, _scheduler_names(), end, clock, pool)

@@ -1,0 +1,119 @@
+"""Nodes of an inference graph that compute one result from several samples.
+
+Micro-batches would change the result of such a node, so a step evaluates the whole batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from autopipe.ir.batch import BatchAxes, NodeSamples, batch_axes_of
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.ops import operator_of, signature_of
+from autopipe.ir.ops.movement import slices
+from autopipe.ir.ops.normalization import reduction
+from autopipe.ir.space import AxisKind
+from autopipe.passes.frontend.loss import LOSSES
+
+_ORDERED: Final = frozenset({
+    "ArgMax", "ArgMin", "CausalConvWithState", "CumProd", "CumSum", "GRU", "Hardmax", "LSTM", "LinearAttention", "RNN",
+    "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
+    "ReverseSequence", "TopK",
+})  # fmt: skip
+"""Operators that read all elements along an axis that they cannot split."""
+_JOINT: Final = (AxisKind.SUM, AxisKind.JOINT, AxisKind.AGREED)
+_APPROXIMATE: Final = frozenset({"DynamicQuantizeLinear"})
+"""Operators whose result depends on the other samples only by how it is rounded."""
+_LINEAR: Final = frozenset({
+    "Add", "Cast", "Concat", "Div", "Expand", "Flatten", "Gather", "Identity", "MatMul", "Mul", "Neg", "ReduceMean",
+    "ReduceSum", "Reshape", "Slice", "Split", "Squeeze", "Sub", "Sum", "Tile", "Transpose", "Unsqueeze",
+})  # fmt: skip
+"""Operators for which the mean of the results of equal micro-batches is the result of the mean, if at most one factor
+differs from micro-batch to micro-batch."""
+
+
+@remembered(GRAPHS)
+def joining_node(graph: Graph) -> Node | None:
+    """Return the first node that computes an output from several samples, None if there is none that is certain.
+
+    `graph` is on at least two samples. A mean over samples that is an output, or of which an output is a linear
+    function, does not count: the mean of equal micro-batches is the mean of the batch. A value computed from all
+    samples and read next to the samples does not count either, since the frontend warns of it. Unknown is, and does
+    not count, what an operator does that looks samples up by computed indices.
+    """
+    axes = batch_axes_of(graph)
+    joined: dict[str, Node] = {}
+    averaged: dict[str, Node] = {}
+    for node, samples in zip(graph.nodes, axes.nodes, strict=True):
+        if _keeps_joined(graph, node, samples, axes):
+            return node
+        source = next((joined[name] for name in node.inputs if name in joined), None)
+        if source is None and _adds_up(graph, node, samples):
+            source = node
+        mean = next((averaged[name] for name in node.inputs if name in averaged), None)
+        if mean is None and any(each.kind is AxisKind.MEAN for each in samples):
+            mean = node
+        elif mean is not None and not _is_linear(graph, node, averaged):
+            source = source or mean
+        for name in node.outputs:
+            if name and name not in axes.values:
+                if source is not None:
+                    joined[name] = source
+                elif mean is not None:
+                    averaged[name] = mean
+    return next((joined[name] for name in graph.outputs if name in joined), None)
+
+
+def _keeps_joined(graph: Graph, node: Node, samples: Sequence[NodeSamples], axes: BatchAxes) -> bool:
+    """True if a node mixes samples and its results have samples, or have fewer samples than the batch."""
+    row = operator_of(node)
+    if row is None or node.op in LOSSES or node.op in _APPROXIMATE:
+        return False
+    together = max((len(axes.values.get(name, ())) for name in node.inputs), default=0)
+    if len({each.axis for each in samples}) > max(together, 1):
+        return True
+    if row.kind != "memory" and any(each.kind in _JOINT and _has_samples(node, axes) for each in samples):
+        return True
+    if node.op in _ORDERED and any(each.kind is AxisKind.WHOLE for each in samples):
+        return True
+    return _takes_some(graph, node, axes)
+
+
+def _has_samples(node: Node, axes: BatchAxes) -> bool:
+    return any(name in axes.values for name in node.outputs)
+
+
+def _takes_some(graph: Graph, node: Node, axes: BatchAxes) -> bool:
+    """True if a node takes samples by numbers that are known, whatever is in the samples."""
+    dimensions = [each.dimension for each in axes.values.get(node.inputs[0], ()) if (each.outer, each.inner) == (1, 1)]
+    if node.domain or not dimensions:
+        return False
+    signature = signature_of(graph, node)
+    if node.op == "Slice":
+        taken, shape = slices(signature), signature.operand(0).shape
+        return any(taken[dimension] != (0, shape[dimension], 1) for dimension in dimensions)
+    if node.op == "Gather":
+        return signature.constant(1) is not None and signature.axis() in dimensions
+    return node.op == "Split" and signature.axis() in dimensions
+
+
+def _adds_up(graph: Graph, node: Node, samples: Sequence[NodeSamples]) -> bool:
+    """True if a node computes a value without samples from all of them, other than by a mean."""
+    row = operator_of(node)
+    if row is None or row.kind == "memory" or node.op in _APPROXIMATE:
+        return False
+    if node.op in LOSSES and reduction(signature_of(graph, node)) == "mean":
+        return False
+    return any(each.kind in _JOINT for each in samples)
+
+
+def _is_linear(graph: Graph, node: Node, averaged: dict[str, Node]) -> bool:
+    """True if a node is linear in the operands that are means over samples."""
+    own = [place for place, name in enumerate(node.inputs) if name in averaged]
+    if node.domain or node.op not in _LINEAR or (node.op == "Div" and own != [0]):
+        return False
+    if node.op in ("Mul", "MatMul") and len(own) > 1:
+        return False
+    return all(graph.type_of(name).dtype.is_floating for name in node.outputs if name)

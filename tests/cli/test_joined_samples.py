@@ -1,0 +1,95 @@
+"""Inference that computes an output from several samples: micro-batches would change the output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from autopipe.passes.analysis.joined_samples import joining_node
+from autopipe.passes.frontend import read_model
+from tests.cli.command_line import CommandLine
+from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
+
+AXIS = {"axis": integers(0)}
+"""An operand that names the samples' axis."""
+JOINING: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
+    "ArgMax": ([node("ArgMax", "x", "y", axis=0)], {}),
+    "ArgMin": ([node("ArgMin", "x", "y", axis=0, keepdims=0)], {}),
+    "TopK": ([node("TopK", "x k", "y places", axis=0)], {"k": integers(1)}),
+    "sort": ([node("Shape", "x", "count", start=0, end=1), node("TopK", "x count", "y places", axis=0)], {}),
+    "Softmax": ([node("Softmax", "x", "y", axis=0)], {}),
+    "LogSoftmax": ([node("LogSoftmax", "x", "y", axis=0)], {}),
+    "Hardmax": ([node("Hardmax", "x", "y", axis=0)], {}),
+    "CumSum": ([node("CumSum", "x axis", "y")], {"axis": np.array(0)}),
+    "ReduceL2": ([node("ReduceL2", "x axis", "y", keepdims=0)], AXIS),
+    "LpNormalization": ([node("LpNormalization", "x", "y", axis=0)], {}),
+    "MeanVarianceNormalization": ([node("MeanVarianceNormalization", "x", "y", axes=[0, 1])], {}),
+    "ReduceMax": ([node("ReduceMax", "x axis", "y")], AXIS),
+    "ReduceMax of integers": ([node("Cast", "x", "n", to=INT64), node("ReduceMax", "n axis", "y")], AXIS),
+    "ReduceSum": ([node("ReduceSum", "x axis", "y")], AXIS),
+    "ReduceProd": ([node("ReduceProd", "x axis", "y")], AXIS),
+    "ReduceLogSumExp of all": ([node("ReduceLogSumExp", "x", "y")], {}),
+    "square of a mean": ([node("ReduceMean", "x axis", "m"), node("Mul", "m m", "y")], AXIS),
+    "exponential of a mean": ([node("ReduceMean", "x", "m"), node("Exp", "m", "y")], {}),
+    "deviation": ([node("Mul", "x x", "s"), node("ReduceMean", "s axis", "m"), node("Sqrt", "m", "y")], AXIS),
+    "product over samples": ([node("Transpose", "x", "t"), node("MatMul", "t x", "y")], {}),
+    "product of samples": ([node("Transpose", "x", "t"), node("MatMul", "x t", "y")], {}),
+    "first sample": ([node("Gather", "x first", "y", axis=0)], {"first": np.array(0)}),
+    "reversed samples": (
+        [node("Slice", "x last before axis step", "y")],
+        {"last": integers(-1), "before": integers(-9), "axis": integers(0), "step": integers(-1)},
+    ),
+    "samples along axis 1": ([node("Transpose", "x", "t"), node("ArgMax", "t", "y", axis=1)], {}),
+}
+APART: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
+    "ArgMax": ([node("ArgMax", "x", "y", axis=1)], {}),
+    "Softmax": ([node("Softmax", "x", "y", axis=1)], {}),
+    "TopK": ([node("TopK", "x k", "y places", axis=1)], {"k": integers(2)}),
+    "ReduceL2": ([node("ReduceL2", "x axis", "y")], {"axis": integers(1)}),
+    "mean": ([node("ReduceMean", "x axis", "y")], AXIS),
+    "linear function of a mean": (
+        [node("ReduceMean", "x axis", "m"), node("Mul", "m w", "p"), node("Neg", "p", "y")],
+        AXIS | {"w": floats(6)},
+    ),
+    "product": ([node("MatMul", "x w", "y")], {"w": floats(6, 2)}),
+}
+
+
+def _path(folder: Path, nodes: list[onnx.NodeProto], held: dict[str, np.ndarray]) -> Path:
+    return saved(model(nodes, {"x": ["samples", 6]}, "y", held), folder)
+
+
+@pytest.mark.parametrize("name", JOINING)
+def test_a_node_that_joins_samples_is_found(tmp_path: Path, name: str) -> None:
+    assert joining_node(read_model(_path(tmp_path, *JOINING[name]), batch=3).graph) is not None
+
+
+@pytest.mark.parametrize("name", APART)
+def test_samples_that_are_kept_apart_or_averaged(tmp_path: Path, name: str) -> None:
+    assert joining_node(read_model(_path(tmp_path, *APART[name]), batch=3).graph) is None
+
+
+@pytest.mark.parametrize("name", ["ArgMax", "CumSum", "deviation"])
+def test_a_step_of_inference_evaluates_the_whole_batch(command_line: CommandLine, name: str) -> None:
+    path = _path(command_line.folder, *JOINING[name])
+    words = ("plan", path, "--gpus", 2, "--strategy", "pipedream", "-q", "--batch-size", 4)
+    command_line.refuses(2, (*words, "--micro-batches", 2, "-o", "no"), "from several samples", "--micro-batches 1")
+    command_line.done(*words, "-o", "p")
+    command_line.done("codegen", "p", "-q")
+    command_line.done("verify", "p/program", "--device", "cpu", "-q")
+
+
+def test_the_search_evaluates_the_whole_batch(command_line: CommandLine) -> None:
+    path = _path(command_line.folder, *JOINING["ArgMax"])
+    shown = command_line.done("plan", path, "--gpus", 2, "-o", "p", "--json")
+    assert '"micro_batches": 1' in shown.out
+
+
+def test_a_fixed_batch_is_the_whole_batch(command_line: CommandLine) -> None:
+    path = saved(model(JOINING["ArgMax"][0], {"x": [4, 6]}, "y"), command_line.folder)
+    words = ("plan", path, "--gpus", 1, "--strategy", "pipedream", "--batch-size", 8)
+    command_line.refuses(2, (*words, "--micro-batches", 8, "-o", "no"), "from several samples", "--micro-batch-size 4")
+    assert '"micro_batches": 2' in command_line.done(*words, "-o", "p", "--json").out
