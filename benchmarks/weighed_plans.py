@@ -22,7 +22,8 @@ from autopipe.backends.torch.emission.program import ProgramFiles, Provenance, w
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.output import Bar, Output, Verbosity, bytes_text, seconds_text, write_texts
+from autopipe.cli.bars import Bar
+from autopipe.cli.output import Output, Verbosity, bytes_text, seconds_text, write_texts
 from autopipe.cli.profile_programs import exchanges_of, parsed_sizes
 from autopipe.cli.profile_session import Profiling, processor
 from autopipe.cli.request import request_of

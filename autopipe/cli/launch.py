@@ -323,7 +323,12 @@ class Launch:
             scratch = Path(name)
             arguments = self._arguments(scratch, steps, epochs, config)
             try:
-                with StepDisplay(shown, output, self.log_every) as display, self._open_log(output) as log:
+                with (
+                    output.progress_lines("steps", shown.steps) as lines,
+                    StepDisplay(shown, output, self.log_every, lines) as display,
+                    self._open_log(output) as log,
+                ):
+                    lines.reach(self._position().steps)
                     follower = ReportFollower(scratch / "report.jsonl", (display.take, log.add))
                     launch_program(self.manifest, arguments, config, display.note, follower.poll, server)
             finally:

@@ -18,6 +18,7 @@ from rich.text import Text
 from autopipe.backends.torch.launcher import read_times
 from autopipe.backends.torch.metrics import mean_of_steps
 from autopipe.backends.torch.runtime.manifest import Manifest
+from autopipe.cli.bars import LineBar
 from autopipe.cli.output import Output, Verbosity, bytes_text, plain_table, seconds_text, write_texts
 from autopipe.ir.cluster import own_cores
 from autopipe.ir.errors import AutopipeError, ConfigurationError
@@ -48,13 +49,13 @@ class Run:
 
 
 class StepDisplay:
-    """Shows records of steps as they come: with --json each as a line of stdout, on a terminal in one live line, else
-    as a line every N steps."""
+    """Shows records of steps as they come: with --json each as a line of stdout, on a terminal in one live line,
+    otherwise as a line every N steps. `lines` reports to a stderr that is no terminal if no step's line is due."""
 
-    def __init__(self, run: Run, output: Output, every: int) -> None:
+    def __init__(self, run: Run, output: Output, every: int, lines: LineBar) -> None:
         from rich.live import Live
 
-        self._run, self._output, self._every = run, output, every
+        self._run, self._output, self._every, self._lines = run, output, every, lines
         console = output.stderr if output.as_json else output.stdout
         shown = console.is_terminal and output.verbosity > Verbosity.QUIET
         self._live = Live(console=console, auto_refresh=False) if shown else None
@@ -90,6 +91,7 @@ class StepDisplay:
                 self._flush()
                 self.note(EvaluationReport(**record).line())
             return
+        self._lines.reach(record["step"] + 1, "" if record["loss"] is None else f"loss {record['loss']:.4g}")
         if self._live is not None:
             now = time.monotonic()
             self._first = self._first or (record["step"], now)
@@ -107,6 +109,7 @@ class StepDisplay:
 
         if self._since:
             self._output.line(StepReport(**mean_of_steps(self._since)).line())
+            self._lines.postpone()
             self._since = []
 
 

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as EstimateColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from autopipe.cli.bars import Bar, DrawnBar, LineBar
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import replacing
 from autopipe.ir.output_kinds import OutputFile
@@ -62,27 +62,6 @@ class _Printable:
             yield segment if segment.control else Segment(printable_lines(segment.text), segment.style)
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One line of progress: how far, how long still, and a note such as the best answer and its bound so far."""
-
-    _progress: Progress
-    _task: TaskID
-
-    def advance(self, amount: float = 1, note: str = "") -> None:
-        """Move on by `amount` of the total; `note` replaces the text at the end of the line where it is given."""
-        self._update(note, advance=amount)
-
-    def reach(self, completed: float, note: str = "") -> None:
-        """Set how much of the total is done, for work that reports where it stands, such as a solver's seconds."""
-        self._update(note, completed=completed)
-
-    def _update(self, note: str, **change: Any) -> None:
-        if note:
-            change["note"] = note
-        self._progress.update(self._task, **change)
-
-
 def _console(stderr: bool = False) -> Console:
     console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
@@ -105,6 +84,8 @@ class Output:
     verbosity: Verbosity = Verbosity.NORMAL
     stdout: Console = field(default_factory=_console)
     stderr: Console = field(default_factory=lambda: _console(stderr=True))
+    interval_s: float = 10.0
+    """Seconds between two lines of progress if stderr is no terminal."""
 
     @property
     def width(self) -> int:
@@ -164,9 +145,13 @@ class Output:
 
     @contextmanager
     def progress(self, description: str, total: float | None = None) -> Iterator[Bar]:
-        """A progress bar on stderr for the length of the block; shows nothing with -q or where stderr is no terminal.
-        `total` is the bound that the bar runs to, in whatever unit `Bar.advance` counts; None where it is not known."""
-        hidden = self.verbosity is Verbosity.QUIET or not self.stderr.is_terminal
+        """Show progress on stderr for the length of the block: a bar on a terminal, otherwise a line every
+        `interval_s`, and nothing with -q. `total` is the amount of all work, in the unit that `Bar.advance` counts;
+        None if it is not known."""
+        if not self.stderr.is_terminal:
+            with self.progress_lines(description, total) as lines:
+                yield lines
+            return
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -175,8 +160,20 @@ class Output:
             EstimateColumn(),
             TextColumn("{task.fields[note]}", markup=False),
         )
+        hidden = self.verbosity is Verbosity.QUIET
         with Progress(*columns, console=self.stderr, transient=True, disable=hidden) as progress:
-            yield Bar(progress, progress.add_task(description, total=total, note=""))
+            yield DrawnBar(progress, progress.add_task(description, total=total, note=""))
+
+    @contextmanager
+    def progress_lines(self, description: str, total: float | None = None) -> Iterator[LineBar]:
+        """Print a line of progress every `interval_s` if stderr is no terminal and -q was not given. For work that
+        shows its progress on terminals itself."""
+        bar = LineBar(self.note, description, total, self.interval_s)
+        if self.stderr.is_terminal or self.verbosity is Verbosity.QUIET:
+            yield bar
+            return
+        with bar:
+            yield bar
 
     def _print(self, console: Console, part: RenderableType) -> None:
         """Print `part`. Prose is wrapped between words at a terminal's width, and stays on its line elsewhere; a `Text`

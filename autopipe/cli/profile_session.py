@@ -21,7 +21,7 @@ from autopipe.backends.torch.profiler.operators import (
 )
 from autopipe.backends.torch.profiler.timed_program import Stopwatch
 from autopipe.backends.torch.runtime.host import processor_count
-from autopipe.cli.output import Bar
+from autopipe.cli.bars import Bar
 from autopipe.cli.profile_programs import (
     LONGER,
     ModelCorrection,

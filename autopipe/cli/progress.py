@@ -5,7 +5,8 @@ from __future__ import annotations
 import pprint
 from collections.abc import Iterator, Sequence
 
-from autopipe.cli.output import Bar, Output, seconds_text
+from autopipe.cli.bars import Bar
+from autopipe.cli.output import Output, seconds_text
 from autopipe.ir.errors import ConfigurationError, InternalError
 from autopipe.ir.placement import Placement, node_ranges
 from autopipe.ir.problem import Problem

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import io
+import itertools
 import json
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import numpy
 import pytest
 from rich.console import Console
 
+from autopipe.cli.bars import LineBar
 from autopipe.cli.output import Output, Verbosity
 
 
@@ -115,3 +118,40 @@ def test_progress_shows_bound_and_note_on_a_terminal_only(terminal: bool, verbos
     assert ("31/40" in text) is shown
     assert ("best 140 [bound 136]" in text) is shown
     assert written(output.stdout) == ""
+
+
+def test_a_line_of_progress_says_what_is_done_and_for_how_long() -> None:
+    clock = itertools.count(0, 20.4).__next__
+    bar = LineBar(print, "searching", 1400, 10, clock)
+    bar.advance(2, note="best 140 [bound 136]")
+    bar.reach(1234)
+    assert bar.line() == "searching: 1,234 of 1,400, 20 s, best 140 [bound 136]"
+    assert LineBar(print, "steps", None, 10, lambda: 600.0).line() == "steps: 0, 0 s"
+
+
+def test_work_that_was_reported_otherwise_waits_for_the_whole_interval() -> None:
+    seconds = [0.0]
+    bar = LineBar(print, "steps", None, 10, lambda: seconds[0])
+    seconds[0] = 7.0
+    assert bar.wait_s() == 3
+    bar.postpone()
+    assert bar.wait_s() == 10
+
+
+def test_progress_prints_lines_without_a_call_of_the_work_where_stderr_is_no_terminal() -> None:
+    output = Output(stdout=plain(), stderr=plain(), interval_s=0.001)
+    with output.progress("planning", total=3) as bar:
+        bar.advance(note="read")
+        while written(output.stderr).count("s, read\n") < 3:
+            time.sleep(0.001)
+    assert written(output.stderr).splitlines()[-1].startswith("planning: 1 of 3, ")
+    assert written(output.stdout) == ""
+
+
+def test_lines_of_progress_are_10_s_apart_and_silent_with_q() -> None:
+    assert Output().interval_s == 10
+    output = Output(verbosity=Verbosity.QUIET, stdout=plain(), stderr=plain(), interval_s=0)
+    with output.progress("planning", total=3) as bar:
+        bar.advance(note="read")
+        time.sleep(0.01)
+    assert written(output.stderr) == ""

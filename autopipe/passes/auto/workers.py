@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -99,7 +100,11 @@ class SpeculativePool:
         while self._waiting and len(self._running) < self.workers:
             works = self._waiting.popleft()
             reading, writing = os.pipe()
-            number = os.fork()
+            with warnings.catch_warnings():
+                # Python 3.12 warns of locks that other threads hold. The thread that prints progress holds none that a
+                # copy of the process needs: the copy writes to its pipe and ends.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                number = os.fork()
             if not number:
                 _tell(works, reading, writing)
             os.close(writing)

@@ -1,0 +1,97 @@
+"""Progress of work on stderr: a bar on a terminal, otherwise a line every few seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.progress import Progress, TaskID
+
+
+class Bar(Protocol):
+    """Progress of one piece of work: the amount that is done, and a note such as the best answer and its bound so
+    far."""
+
+    def advance(self, amount: float = 1, note: str = "") -> None:
+        """Add `amount` to the work that is done. `note` replaces the note if it is not empty."""
+
+    def reach(self, completed: float, note: str = "") -> None:
+        """Set how much work is done, for work that reports a position, such as a solver's seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnBar:
+    """A bar of rich, which redraws it."""
+
+    _progress: Progress
+    _task: TaskID
+
+    def advance(self, amount: float = 1, note: str = "") -> None:
+        self._update(note, advance=amount)
+
+    def reach(self, completed: float, note: str = "") -> None:
+        self._update(note, completed=completed)
+
+    def _update(self, note: str, **change: Any) -> None:
+        if note:
+            change["note"] = note
+        self._progress.update(self._task, **change)
+
+
+class LineBar:
+    """Prints a line of progress every `interval_s` seconds from a thread of its own, since solvers call nothing for
+    minutes. Work that is shorter prints nothing."""
+
+    def __init__(
+        self,
+        print_line: Callable[[str], None],
+        description: str,
+        total: float | None,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._print_line, self._description, self._total = print_line, description, total
+        self._interval_s, self._clock = interval_s, clock
+        self._done, self._note = 0.0, ""
+        self._began = self._shown = clock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._print_lines, name="progress", daemon=True)
+
+    def __enter__(self) -> LineBar:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def advance(self, amount: float = 1, note: str = "") -> None:
+        self.reach(self._done + amount, note)
+
+    def reach(self, completed: float, note: str = "") -> None:
+        self._done = completed
+        self._note = note or self._note
+
+    def postpone(self) -> None:
+        """Let the next line wait for the whole interval: the work has just been reported by other means."""
+        self._shown = self._clock()
+
+    def wait_s(self) -> float:
+        """Return the seconds until the next line is due; at most 0 if it is."""
+        return self._shown + self._interval_s - self._clock()
+
+    def line(self) -> str:
+        """Return the line of the work as it is now."""
+        done = f"{self._done:,.0f}" + ("" if self._total is None else f" of {self._total:,.0f}")
+        seconds = self._clock() - self._began
+        return ", ".join(filter(None, (f"{self._description}: {done}", f"{seconds:.0f} s", self._note)))
+
+    def _print_lines(self) -> None:
+        while not self._ended.wait(max(0.0, self.wait_s())):
+            if self.wait_s() <= 0:
+                self._shown = self._clock()
+                self._print_line(self.line())
