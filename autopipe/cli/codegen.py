@@ -117,7 +117,7 @@ def generate(
         fixed_inputs=planned.request.fixed_inputs,
         evaluation=planned.request.evaluation if problem.train else Evaluation(),
         model_flops=problem.step_flops * problem.training.gradient_accumulation_steps,
-        peak_flops=sum(problem.cluster.devices[rank].peak(problem.precision) for rank in range(devices)),
+        peak_flops=problem.peak_flops,
         predicted_memory_bytes=max(plan.summary.peak_memory_bytes),
         lr_scheduler=problem.lr_scheduler,
         training=problem.training,

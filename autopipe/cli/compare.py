@@ -20,6 +20,7 @@ from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output, bytes_text, devices_text, plain_table, seconds_text, write_texts
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_prediction
+from autopipe.cli.plan_text import degrees_text, gap_text, number_text
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
@@ -68,6 +69,7 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None, force: b
             "mode": each.plan.mode,
             "batch_size": each.plan.batch_size,
             "summary": encode(each.plan.summary),
+            "degrees": degrees_text(each.plan.summary),
             "breakdown": each.plan.breakdown,
             "speedup": speedup(found[0].plan.summary, each.plan.summary),
             "differences": diff.form(),
@@ -127,23 +129,33 @@ def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
 
     for name in ("strategy", "schedule", "devices", "stages", "depth"):
         yield ComparisonRow(name, tuple(str(getattr(each, name)) for each in summaries))
+    if any(each.degrees is not None for each in summaries):
+        yield row("degrees", lambda each: "-" if each.degrees is None else each.degrees.text)
     yield row("micro-batches", lambda each: f"{each.micro_batches} of {each.micro_batch_size}")
     equal = len({plan.batch_size for plan in plans}) == 1
     yield row("step", lambda each: seconds_text(each.step_time_s), (lambda each: each.step_time_s) if equal else None)
     yield row("speed-up", speedup_text)
     yield row("samples/s", lambda each: f"{each.samples_per_s:,.1f}", lambda each: -each.samples_per_s)
-    if len({each.devices for each in summaries}) > 1:
-        yield row(
-            "samples/s a device",
-            lambda each: f"{each.samples_per_s / each.devices:,.1f}",
-            lambda each: -each.samples_per_s / each.devices,
+    units = {each.rate_per_device[1] for each in summaries}
+    unit = units.pop() if len(units) == 1 else "samples/s"
+
+    def rate(summary: Summary) -> float:
+        return (
+            summary.rate_per_device[0]
+            if unit == summary.rate_per_device[1]
+            else summary.samples_per_s / summary.devices
         )
+
+    yield row(f"{unit} per device", lambda each: number_text(rate(each)), lambda each: -rate(each))
+    if any(each.mfu is not None for each in summaries):
+        yield row("MFU", lambda each: "-" if each.mfu is None else f"{each.mfu:.1%}", lambda each: -(each.mfu or 0.0))
     yield row("bubble", lambda each: f"{each.bubble_rate:.1%}", lambda each: each.bubble_rate)
     yield row(
         "peak memory", lambda each: bytes_text(max(each.peak_memory_bytes)), lambda each: max(each.peak_memory_bytes)
     )
     yield row("communication", traffic_text)
-    yield row("lower bound", lambda each: seconds_text(each.lower_bound_s))
+    yield row("lower bound of placement", lambda each: seconds_text(each.lower_bound_s))
+    yield row("gap of placement", gap_text)
     yield row("search", lambda each: seconds_text(sum(seconds for _, seconds in each.search_time_s)))
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from autopipe.cli.options import MODEL, PATH, standard_options
 from autopipe.cli.output import Output, bytes_text, count_text, group_text, plain_table, printable, seconds_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
-from autopipe.cli.plan_text import over_text, reason_lines, strategy_text
+from autopipe.cli.plan_text import degrees_text, over_text, reason_lines, strategy_text
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
@@ -41,6 +41,7 @@ from autopipe.passes.explain import (
     split_changes,
     stage_changes,
     what_ifs,
+    with_open_degrees,
 )
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.placement.given import Given, NodeNames
@@ -303,15 +304,17 @@ def explained_plan(planned: PlanResult, folder: Path, output: Output) -> Explana
     following = next_best(plan.alternatives)
     data: dict[str, object] = {
         "summary": encode(summary),
+        "degrees": degrees_text(summary),
         "breakdown": plan.breakdown,
         "host_bound_stages": plan.host_bound_stages,
         "alternatives": told,
         "next_best": None if following is None else told[plan.alternatives.index(following)],
         "helps": helps,
     }
+    degrees = degrees_text(summary)
     screen: list[RenderableType] = [
         f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode},"
-        f" {count_text(summary.devices, 'device')}",
+        f" {count_text(summary.devices, 'device')}{f': {degrees}' if degrees else ''}",
         *reason_lines(plan),
     ]
     if following is None:
@@ -351,6 +354,7 @@ def _what_would_help(planned: PlanResult, folder: Path, output: Output) -> list[
             request = request_of(doubled, planned.request.model)
         except AutopipeError as error:
             return [*helps, WhatIf(twice, again, refused=" ".join(error.message.split()))]
+        request = replace(request, strategy=with_open_degrees(planned).strategy)
         return [*helps, granted(planned, twice, request, again)]
 
 

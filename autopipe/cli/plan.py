@@ -92,7 +92,7 @@ def plan(
         else:
             planned = make_plan(request, watcher)
     # What shows a plan is loaded once there is one.
-    from autopipe.cli.plan_text import plan_delta, plan_screen
+    from autopipe.cli.plan_text import degrees_text, plan_delta, plan_screen
     from autopipe.configs.local_devices import local_cluster
     from autopipe.ir.codec import encode
 
@@ -107,6 +107,7 @@ def plan(
         "annotated": annotate,
         "mode": plan.mode,
         "summary": encode(plan.summary),
+        "degrees": degrees_text(plan.summary),
         "period_s": schedule.period,
         "proof": schedule.proof,
         "breakdown": plan.breakdown,

@@ -260,7 +260,7 @@ def write_plan_folder(
     check_target(folder, base, force)
     target = folder.absolute()
     texts = {
-        CONFIGURATION_FILE: dump_configuration(movable(effective(configuration, planned), target)),
+        CONFIGURATION_FILE: _configuration_text(planned, movable(effective(configuration, planned), target)),
         PLACEMENT_FILE: placement_text(planned.problem.graph, planned.plan.placement),
     }
     copy = None
@@ -282,6 +282,13 @@ def write_plan_folder(
         place = error.filename or folder
         raise ConfigurationError(f"cannot write the plan: {error.strerror}", where=str(place)) from error
     return copy
+
+
+def _configuration_text(planned: PlanResult, configuration: Configuration) -> str:
+    """Return the effective configuration as YAML, under a line with the degrees that follow from it."""
+    degrees = planned.plan.summary.degrees
+    head = "" if degrees is None else f"# {degrees.text}\n"
+    return head + dump_configuration(configuration)
 
 
 @contextmanager

@@ -223,7 +223,9 @@ def plan_screen(
         optimizer = problem.optimizer
         before.append(f"update: {update_line(optimizer.name, optimizer.lr, problem.lr_scheduler, problem.training)}")
     word = shlex.quote(str(folder))
+    degrees = degrees_text(summary)
     after: list[RenderableType] = [
+        *([f"degrees: {degrees}"] if degrees else []),
         f"{prediction_line(summary)}{_memory_limits(plan)}",
         traffic_line(summary),
         *scores_lines(summary),
@@ -296,6 +298,25 @@ def prediction_line(summary: Summary) -> str:
     )
 
 
+def degrees_text(summary: Summary) -> str:
+    """Return the degrees, the rate per device and the MFU; "" for a plan of an earlier version of autopipe."""
+    if summary.degrees is None:
+        return ""
+    return f"{summary.degrees.text}; {rate_text(summary)}"
+
+
+def rate_text(summary: Summary) -> str:
+    """Return what a device processes per second and the MFU, such as `758 tokens/s per device, MFU 35.1%`."""
+    rate, unit = summary.rate_per_device
+    mfu = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"
+    return f"{number_text(rate)} {unit} per device{mfu}"
+
+
+def number_text(number: float) -> str:
+    """Return a number with three significant digits, or as an integer if it has more before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def traffic_line(summary: Summary) -> str:
     if summary.communication_bytes is None:
         return "communication volume of a step: unknown, as some of the splits cannot be executed"
@@ -344,6 +365,13 @@ def schedule_line(plan: Plan) -> str:
         return f"schedule: {whose}{what} at most {summary.gap or 0.0:.1%} too long for this placement"
     rounded = f", times rounded by at most {proof.rounding:.2%}" if proof is not None and proof.rounding else ""
     return f"schedule: {whose}{what} proven the shortest for this placement{rounded}"
+
+
+def gap_text(summary: Summary) -> str:
+    """Return by how much the schedule may be longer than the shortest one for its placement."""
+    if summary.optimal:
+        return "0, proven"
+    return "unknown" if summary.gap is None else f"at most {summary.gap:.1%}"
 
 
 def host_help_lines(plan: Plan) -> Iterator[str]:

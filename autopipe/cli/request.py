@@ -172,6 +172,14 @@ def _settled_loss(configuration: Configuration, planned: PlanResult) -> str | Lo
     return dataclasses.replace(loss, scores=scores.choice)
 
 
+def _settled_strategy(planned: PlanResult) -> Strategy | None:
+    """Return the strategy with the degrees of the plan in place of options that were left open."""
+    strategy, degrees = planned.request.strategy, planned.plan.summary.degrees
+    if degrees is None or not degrees.settled:
+        return strategy
+    return cast(Strategy, dataclasses.replace(cast(Any, strategy), **degrees.options))
+
+
 def effective(configuration: Configuration, planned: PlanResult) -> Configuration:
     """The configuration with everything decided that the pipeline chose."""
     problem = planned.problem
@@ -187,6 +195,6 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
         micro_batches=problem.micro_batches,
         micro_batch_size=None,
         recompute=cast(Literal["none", "full", "auto"], problem.recompute),
-        strategy=choice_of(planned.request.strategy),
+        strategy=choice_of(_settled_strategy(planned)),
         schedule=choice_of(planned.request.scheduler),
     )

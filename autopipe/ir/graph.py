@@ -17,6 +17,7 @@ import enum
 import hashlib
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -252,6 +253,18 @@ class Node:
                     raise ModelError(f"attribute {name!r} of {self.op} has an unexpected type", where=repr(self.name))
                 return value
         return default
+
+
+def tokens_per_sample(inputs: Iterable[tuple[Value, int | None]]) -> int | None:
+    """Return the tokens of a sample: the length of its longest row of integers. `inputs` have their batch axes.
+
+    None if an input with samples has floating-point elements, or if no sample has a row of two or more integers.
+    """
+    with_samples = [(value, axis) for value, axis in inputs if axis is not None]
+    if any(value.dtype.is_floating for value, _ in with_samples):
+        return None
+    lengths = [value.shape[1] for value, axis in with_samples if axis == 0 and len(value.shape) == 2]
+    return max((length for length in lengths if length > 1), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from autopipe.ir.block_schedule import SCHEDULE_FORMAT, order_form
 from autopipe.ir.codec import Amount, At, Count, Fits, Index, Sparse, decode, encode, encode_as
+from autopipe.ir.degrees import PlanDegrees
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.files import JsonRecord, read_record, record_text
 from autopipe.ir.memo import remembered
@@ -196,6 +197,24 @@ class Summary:
     costs: Annotated[CostCoverage | None, Sparse()] = None
     scores: Annotated[LossScores | None, Sparse()] = None
     """None if the model's losses have one form."""
+    bound_holds_for: Annotated[Literal["placement"] | None, Sparse()] = None
+    """Scope of `lower_bound_s`, `optimal` and `gap`: every schedule of this placement, and no other placement.
+
+    None in a plan of an earlier version of autopipe, like the figures below."""
+    degrees: Annotated[PlanDegrees | None, Sparse()] = None
+    tokens_per_sample: Annotated[Count | None, Sparse()] = None
+    """None if a sample is no sequence of tokens."""
+    mfu: Annotated[Amount | None, Sparse()] = None
+    """Model FLOPs utilisation: FLOPs of forward and backward without recomputation, over the step's seconds times the
+    peak FLOP/s of all devices in the number format of products."""
+
+    @property
+    def rate_per_device(self) -> tuple[float, str]:
+        """Return (amount, unit) of what a device processes per second: tokens, or samples of models without tokens."""
+        samples_per_s = self.samples_per_s / self.devices
+        if self.tokens_per_sample is None:
+            return samples_per_s, "samples/s"
+        return samples_per_s * self.tokens_per_sample, "tokens/s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,8 @@ class Work:
     """The same in a backward."""
     product_rate: float = 1.0
     """Fraction of the device's rate of products that the shapes of the operator permit."""
+    recomputed_flops: float = 0.0
+    """FLOPs of backward that compute values of forward again, such as the scores of an attention."""
 
 
 FIRST_LOSS_SCALE = 2.0**16
@@ -228,9 +230,16 @@ class Problem:
 
     @property
     def step_flops(self) -> float:
-        """Operations of the model in a step: each node's forward and, in training, backward, once a micro-batch."""
-        once = sum(each.forward_flops + (each.backward_flops if self.train else 0.0) for each in self.work)
-        return once * self.micro_batches
+        """FLOPs of the model in a step: each node's forward and, in training, backward without recomputation."""
+        per_micro_batch = sum(each.forward_flops for each in self.work)
+        if self.train:
+            per_micro_batch += sum(each.backward_flops - each.recomputed_flops for each in self.work)
+        return per_micro_batch * self.micro_batches
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s that all devices of the cluster together reach at most, in the number format of products."""
+        return sum(device.peak(self.precision) for device in self.cluster.devices)
 
     @property
     def recomputes_all(self) -> bool:

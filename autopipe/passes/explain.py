@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from autopipe.ir.batch import rebatched
 from autopipe.ir.cluster import Cluster, Level
@@ -141,12 +142,21 @@ class WhatIf:
     """Why there is no such step."""
 
 
+def with_open_degrees(planned: PlanResult) -> Request:
+    """Return the request of a plan with those degrees open that its strategy chose."""
+    request, degrees = planned.request, planned.plan.summary.degrees
+    if degrees is None or not degrees.settled:
+        return request
+    strategy, _ = strategy_and_scheduler(request)
+    return replace(request, strategy=replace(cast(Any, strategy), **dict.fromkeys(degrees.settled)))
+
+
 def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
     """Yield one change at a time, in words and as a request: twice the memory, links as fast, or more micro-batches.
 
     If stages are bound by the host, also fewer micro-batches, and hosts whose time does not count.
     """
-    request, problem = planned.request, planned.problem
+    request, problem = with_open_degrees(planned), planned.problem
     cluster = request.cluster
     if request.memory_limit is None:
         roomy = tuple(replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices)

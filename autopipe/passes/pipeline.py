@@ -555,13 +555,16 @@ def time_schedule(placed: Placed, schedule: Schedule, runner: Runner, known: tup
 
 def assemble_plan(request: Request, placed: Placed, scheduled: Scheduled, runner: Runner) -> PlanResult:
     """The plan of a request that names the strategy and the scheduler which these are of."""
+    from autopipe.passes.degrees import open_degrees
     from autopipe.passes.summary import finished_plan  # All of lowering, for the plan that is chosen.
 
     strategy, scheduler = strategy_and_scheduler(request)
     problem, timeline = placed.problem, scheduled.timeline
     step = placed.placement, placed.prediction, scheduled.schedule, timeline
     names = strategy.name, scheduler.name
-    plan = finished_plan(request.model, names, problem, *step, tuple(runner.seconds.items()), scores_of(placed))
+    plan = finished_plan(
+        request.model, names, problem, *step, tuple(runner.seconds.items()), scores_of(placed), open_degrees(strategy)
+    )
     return PlanResult(plan, problem, timeline, placed.model, request)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopipe.ir.errors import CodegenError
+from autopipe.ir.graph import tokens_per_sample
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import LossScores, Plan, Summary
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.passes.cost.measured import coverage
+from autopipe.passes.degrees import plan_degrees
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.schedule.breakdown import breakdown
 from autopipe.passes.schedule.limits import lower_bound, quality
@@ -26,9 +28,16 @@ def finished_plan(
     timeline: Timeline,
     search_time_s: tuple[tuple[str, float], ...],
     scores: LossScores | None,
+    settled: tuple[str, ...] = (),
 ) -> Plan:
-    """Return the plan of a model by the strategy and the scheduler of these `names`."""
+    """Return the plan of a model by the strategy and the scheduler of these `names`.
+
+    `settled` are the options of the strategy that were left open and that the plan's degrees settle.
+    """
     cluster = problem.cluster
+    graph = problem.graph
+    batch_axes = dict(graph.batch_axes)
+    peak_flops = timeline.end * problem.peak_flops
     bound = lower_bound(problem, placement, prediction)
     if schedule.proof is not None and schedule.period is None:
         bound = max(bound, schedule.proof.lower_bound)
@@ -52,6 +61,10 @@ def finished_plan(
         splits=placement.proof,
         costs=coverage(problem),
         scores=scores,
+        bound_holds_for="placement",
+        degrees=plan_degrees(problem, placement, settled),
+        tokens_per_sample=tokens_per_sample((value, batch_axes.get(value.name)) for value in graph.inputs),
+        mfu=problem.step_flops / peak_flops if peak_flops else None,
     )
     return Plan(
         model=str(model),

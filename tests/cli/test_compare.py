@@ -48,7 +48,7 @@ def test_plans_stand_side_by_side(
     found = rows(out)
     assert found["schedule"] == ["tessel", "tessel", "gpipe"]
     assert found["devices"] == ["1", "2", "2"]
-    assert len(found["samples/s a device"]) == len(found["ideal"]) == 3
+    assert len(found["tokens/s per device"]) == len(found["ideal"]) == 3
     for text in ("timelines on one scale", "memory on one scale", "▄", "B7"):
         assert text in out
 

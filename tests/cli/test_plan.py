@@ -308,3 +308,58 @@ def test_compiled_stages_take_less_and_their_costs_are_not_measured(gpt, capsys,
     code, _, err = run(capsys, gpt, "--set", "compile=true", "--costs", "gpt.costs")
     assert code == 2
     assert "compile: true prices stages by the roofline" in err
+
+
+def test_degrees_are_the_same_in_every_output(gpt, capsys, tmp_path):
+    """A grid's degrees are also recorded in config.yaml, which gives the same plan again."""
+    words = ("--strategy", "grid", "--gpus", 4, "--cluster", "a100-80gb", "--batch-size", 8, "--micro-batches", 2,
+             "--set", "strategy.tensor=2", "--schedule", "1f1b")  # fmt: skip
+    assert run(capsys, gpt, *words, "-o", tmp_path / "a", "--json", "-q")[0] == 0
+    planned = open_plan(tmp_path / "a")
+    degrees = planned.plan.summary.degrees
+    assert degrees.settled == ("pipeline", "data")
+    assert 2 * degrees.options["pipeline"] * degrees.options["data"] == 4
+    configuration = (tmp_path / "a/config.yaml").read_text()
+    assert configuration.startswith(f"# {degrees.text}\n")
+    for name, value in {"tensor": 2, **degrees.options}.items():
+        assert f"{name}: {value}\n" in configuration
+    _, screen, _ = run(capsys, gpt, "--config", tmp_path / "a/config.yaml", "-o", tmp_path / "b")
+    assert open_plan(tmp_path / "b").digest == planned.digest
+    told = next(line for line in screen.splitlines() if line.startswith("degrees: ")).removeprefix("degrees: ")
+    assert re.fullmatch(rf"{re.escape(degrees.text)}; [\d,.]+ tokens/s per device, MFU [\d.]+%", told)
+    main(["explain", str(tmp_path / "a"), "--json", "-q"])
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["degrees"] == told
+    (twice,) = (each for each in explained["helps"] if each["what"] == "twice the devices")
+    assert twice["samples_per_s"] > 0, "degrees that nobody named are open"
+    main(["compare", str(tmp_path / "a"), "--json", "-q"])
+    assert json.loads(capsys.readouterr().out)["plans"][0]["degrees"] == told
+    main(["compare", str(tmp_path / "a")])
+    assert degrees.text in " ".join(capsys.readouterr().out.split())
+    main(["show", str(tmp_path / "a"), "--html", str(tmp_path / "a.html"), "-q"])
+    page = (tmp_path / "a.html").read_text()
+    assert degrees.text in page
+    assert "<span>tokens/s per device</span>" in page and "<span>MFU</span>" in page
+
+
+def test_bounds_say_for_which_placements_they_hold(gpt, capsys, tmp_path):
+    _, out, _ = run(capsys, gpt, "--gpus", 2, "-o", tmp_path / "a", "--json", "-q")
+    assert json.loads(out)["summary"]["bound_holds_for"] == "placement"
+    main(["compare", str(tmp_path / "a")])
+    table = capsys.readouterr().out
+    assert "lower bound of placement" in table and "gap of placement" in table
+    main(["show", str(tmp_path / "a"), "--html", str(tmp_path / "a.html"), "-q"])
+    page = (tmp_path / "a.html").read_text()
+    assert "<span>lower bound for this placement</span>" in page and "<span>too long for this placement</span>" in page
+
+
+def test_a_plan_of_an_earlier_version_has_no_degrees(gpt, capsys, tmp_path):
+    assert run(capsys, gpt, "--gpus", 2, "-o", tmp_path / "a", "-q")[0] == 0
+    path = tmp_path / "a/plan.json"
+    document = json.loads(path.read_text())
+    for key in ("degrees", "tokens_per_sample", "mfu", "bound_holds_for"):
+        document["summary"].pop(key)
+    path.write_text(json.dumps(document))
+    for words in (["explain", "--json"], ["compare"], ["show"]):
+        assert main([words[0], str(tmp_path / "a"), *words[1:]]) == 0
+    assert main(["show", str(tmp_path / "a"), "--html", str(tmp_path / "a.html")]) == 0

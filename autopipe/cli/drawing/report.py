@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
 from autopipe.cli.drawing.picture import Picture, block_kinds, block_picture, plan_picture, stage_colour, text_colour
 from autopipe.cli.drawing.svg import block_graph_svg, escape, markup_row, markup_table, plan_graph_svg
 from autopipe.cli.output import bytes_text, devices_text, seconds_text
-from autopipe.cli.plan_text import over_text, stage_columns, strategy_text
+from autopipe.cli.plan_text import gap_text, number_text, over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
-from autopipe.ir.plan import Breakdown, Plan, best_of_each
+from autopipe.ir.plan import Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import Timeline
 
@@ -252,8 +252,16 @@ def candidates_markup(plan: Plan) -> str:
         )
         mark = "" if place else ' class="chosen"'
         rows.append(f"<tr{mark}><td>{name}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    heads = ("strategy", "schedule", "micro-batches", "step", "slowdown", "lower bound", "memory")
+    heads = ("strategy", "schedule", "micro-batches", "step", "slowdown", "lower bound of placement", "memory")
     return markup_table(heads, rows)
+
+
+def _device_figures(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield what a device processes per second, and the MFU."""
+    rate, unit = summary.rate_per_device
+    yield f"{unit} per device", number_text(rate)
+    if summary.mfu is not None:
+        yield "MFU", f"{summary.mfu:.1%}"
 
 
 def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult]) -> Report:
@@ -273,11 +281,13 @@ def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult
     sections.append(("Search", markup_table(("pass", "time"), passes)))
     return Report(
         title=f"{plan.model.rpartition('/')[2]}: {summary.strategy} with {summary.schedule}",
-        subtitle=plan.model,
+        subtitle=f"{plan.model}: {summary.degrees.text}" if summary.degrees is not None else plan.model,
         figures=(
             ("step", seconds_text(summary.step_time_s)),
             ("samples a second", f"{summary.samples_per_s:,.1f}"),
-            ("lower bound", seconds_text(summary.lower_bound_s)),
+            *_device_figures(summary),
+            ("lower bound for this placement", seconds_text(summary.lower_bound_s)),
+            ("too long for this placement", gap_text(summary)),
             ("bubble", f"{summary.bubble_rate:.1%}"),
             ("peak memory", bytes_text(max(summary.peak_memory_bytes))),
             ("devices", str(summary.devices)),

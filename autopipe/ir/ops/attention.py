@@ -120,7 +120,7 @@ def _linear_attention_flops(signature: Signature, space: Space) -> float:
 
 
 ATTENTION = (
-    Operator("LinearAttention", linear_attention, "matmul", _linear_attention_flops, 2.5, ("*",)),
+    Operator("LinearAttention", linear_attention, "matmul", _linear_attention_flops, 2.5, ("*",), recomputes=0.5),
     Operator(
         "CausalConvWithState",
         notated("b c t!, c 1 1, c, b c s! -> b c t!, b c s!"),
@@ -129,7 +129,7 @@ ATTENTION = (
         2.0,
         ("0", "1"),
     ),
-    Operator("Attention", attention, "matmul", _attention_flops, 2.5, ("0", "1", "2", ">0")),
+    Operator("Attention", attention, "matmul", _attention_flops, 2.5, ("0", "1", "2", ">0"), recomputes=0.5),
     *(
         # A product, to each half of which the other's is added.
         Operator(name, space, "elementwise", per_result(3.0), 1.0, ("1", "2"), kernels=3)

@@ -139,7 +139,10 @@ def _listed_flops(signature: Signature, space: Space) -> float:
 
 
 ROWS = (
-    *(Operator(f"{DOMAIN}{name}", mixture, "matmul", _flops, 3.0, keeps=("0", "1")) for name in ("MoE", "QMoE")),
-    Operator(EXPERTS, mixture, "matmul", _flops, 3.0, keeps=("0", "1", "2")),
-    Operator(LISTED, _listed, "matmul", _listed_flops, 3.0, keeps=("0", "1", "2")),
+    *(
+        Operator(f"{DOMAIN}{name}", mixture, "matmul", _flops, 3.0, keeps=("0", "1"), recomputes=1.0)
+        for name in ("MoE", "QMoE")
+    ),
+    Operator(EXPERTS, mixture, "matmul", _flops, 3.0, keeps=("0", "1", "2"), recomputes=1.0),
+    Operator(LISTED, _listed, "matmul", _listed_flops, 3.0, keeps=("0", "1", "2"), recomputes=1.0),
 )

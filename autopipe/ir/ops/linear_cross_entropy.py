@@ -68,5 +68,6 @@ ROWS = (
         ("0", "rows"),
         mixes_samples=weighs_labels,
         statistics=_statistics,
+        recomputes=1.0,
     ),
 )

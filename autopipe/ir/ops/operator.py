@@ -228,6 +228,8 @@ class Operator:
     weights: tuple[int, ...] = ()
     """Operands whose gradient is a product (or, of a lookup, a scatter) of its own. Where one is a parameter, a split
     backward leaves its gradient to the second half."""
+    recomputes: float = 0.0
+    """Part of `backward`, as a multiple of forward, that computes values of forward again: no model FLOPs."""
 
     def space(self, signature: Signature) -> Space:
         """The iteration space of one use. Raises ModelError where the node's attributes make no sense for its operands,

@@ -247,6 +247,7 @@ def _runs(graph: Graph, node: Node, precision: str, share: float = 1.0, axis: st
         kept_bytes=0,
         launches=count * sum(each.launches for each in run),
         operators=count * sum(each.operators for each in every),
+        recomputed_flops=count * sum(each.recomputed_flops for each in run),
         backward_operators=count * sum(each.backward_operators for each in every),
     )
 
@@ -299,6 +300,7 @@ def _annotated(
                 operators=operators,
                 backward_operators=BACKWARD_OPERATORS * operators if share else 0.0,
                 product_rate=_UNALIGNED_RATE if _is_unaligned(graph, node, use, widths) else 1.0,
+                recomputed_flops=use.row.recomputes * count if share else 0.0,
             )
         )
     return tuple(found)

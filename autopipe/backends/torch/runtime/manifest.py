@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from autopipe.ir.codec import At, AtLeast, Coded, Count, Index, Sparse, decode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import JsonRecord
-from autopipe.ir.graph import COUNTED_LABELS, Parameter
+from autopipe.ir.graph import COUNTED_LABELS, Parameter, tokens_per_sample
 from autopipe.ir.layout import MeshAxis, members
 from autopipe.ir.movable_paths import path_from
 from autopipe.ir.program import FORMAT, Channel, InputRange, Output, Shard
@@ -122,13 +122,8 @@ class Manifest:
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Length of a sample's longest row of whole numbers, where a batch holds nothing but such rows, as a language
-        model's does; else None."""
-        ours = [each for each in self.inputs if each.batch_axis is not None]
-        if any(each.value.dtype.is_floating for each in ours):
-            return None
-        lengths = [each.value.shape[1] for each in ours if each.batch_axis == 0 and len(each.value.shape) == 2]
-        return max((length for length in lengths if length > 1), default=None)
+        """Tokens of a sample, None if a sample is no sequence of tokens (`tokens_per_sample`)."""
+        return tokens_per_sample((each.value, each.batch_axis) for each in self.inputs)
 
     def micro_batches_at(self, stage: int) -> int:
         """The micro-batches, of the size that a stage takes, that a generated step has."""

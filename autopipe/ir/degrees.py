@@ -1,0 +1,108 @@
+"""Degrees of parallelism of a plan: the groups of devices of its pipeline, and what the devices of a group share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from autopipe.ir.codec import Count, Filled, Index, Sparse
+
+Interval = tuple[Count, Count]
+"""Minimum and maximum of a degree over the stages and their products."""
+
+_MOST_SIZES = 6
+"""Maximum number of groups whose sizes the text lists one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDegrees:
+    """Degrees of a plan, derived from its placement.
+
+    A group is a set of devices that run the same stages. In a group, `data` × `sequence` × `tensor` × `copies` is the
+    number of devices. The four are degrees of products (matrix products, convolutions, recurrent operators), which are
+    most of the work; a product counts if it belongs to the 99% of its stage's FLOPs with the most frequent degrees.
+    """
+
+    groups: Annotated[tuple[Count, ...], Filled]
+    """Number of devices of each group, in the order of the first stages."""
+    stages_per_group: Interval
+    """Stages that a group has in one pipeline."""
+    data: Interval
+    """Shards of the samples of a micro-batch."""
+    tensor: Interval
+    """Shards of the weights."""
+    sequence: Annotated[Interval, Sparse()] = (1, 1)
+    """Shards of what a sample consists of, such as its positions or pixels; each shard reads all weights."""
+    copies: Annotated[Interval, Sparse()] = (1, 1)
+    """Devices that compute the same."""
+    pipelines: Annotated[Count, Sparse()] = 1
+    """Pipelines that take micro-batches in turn, each with all layers."""
+    depth: Annotated[Index, Sparse()] = 0
+    """Stages on the longest path through the stages if some run as parallel branches; else 0."""
+    overlapping: Annotated[bool, Sparse()] = False
+    """True if some devices belong to several groups."""
+    zero_stage: Annotated[Index, Sparse()] = 0
+    """1 if replicas share the optimizer's state (ZeRO-1)."""
+    stages: Count = 1
+    recomputed_stages: Annotated[Index, Sparse()] = 0
+    """Stages that run their forward again for their backward."""
+    settled: Annotated[tuple[str, ...], Sparse()] = ()
+    """Options of the strategy that were left open, such as `tensor`."""
+
+    @property
+    def pipeline(self) -> int:
+        """Number of groups."""
+        return len(self.groups)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return the options of the strategy that were left open, with the values that give this plan."""
+        width = max(self.groups)
+        values = {"pipeline": self.pipeline, "data": width // self.tensor[1], "tensor": self.tensor[1]}
+        return {name: values[name] for name in self.settled}
+
+    @property
+    def text(self) -> str:
+        """The degrees as people write them: `pipeline 8 (2 chunks) × data 4 × tensor 2, ZeRO-1`."""
+        factors = [self._pipeline_text(), f"data {_interval_text(self.data)}"]
+        factors += [f"sequence {_interval_text(self.sequence)}"] if self.sequence != (1, 1) else []
+        factors.append(f"tensor {_interval_text(self.tensor)}")
+        factors += [f"copies {_interval_text(self.copies)}"] if self.copies != (1, 1) else []
+        told = [" × ".join(factors) if len(set(self.groups)) == 1 else ", ".join(factors)]
+        if self.zero_stage:
+            told.append(f"ZeRO-{self.zero_stage}")
+        if self.recomputed_stages:
+            plural = "s" if self.stages > 1 else ""
+            told.append(f"recompute {self.recomputed_stages} of {self.stages} stage{plural}")
+        return ", ".join(told)
+
+    def _pipeline_text(self) -> str:
+        notes = []
+        if self.stages_per_group != (1, 1):
+            notes.append(f"{_interval_text(self.stages_per_group)} chunks")
+        if self.pipelines > 1:
+            notes.append(f"{self.pipelines} directions")
+        if self.depth:
+            notes.append(f"branches, {self.depth} stages deep")
+        if self.overlapping:
+            notes.append("groups share devices")
+        note = f" ({', '.join(notes)})" if notes else ""
+        if len(set(self.groups)) == 1:
+            return f"pipeline {self.pipeline}{note}"
+        noun = "stages" if self.stages == self.pipeline else "groups"
+        return f"pipeline {self.pipeline} {noun} of {_sizes_text(self.groups)} devices{note}"
+
+
+def _is_one(interval: Interval) -> bool:
+    return interval[0] == interval[1]
+
+
+def _interval_text(interval: Interval) -> str:
+    return str(interval[0]) if _is_one(interval) else f"{interval[0]}–{interval[1]}"
+
+
+def _sizes_text(sizes: Sequence[int]) -> str:
+    if len(sizes) > _MOST_SIZES:
+        return f"{min(sizes)} to {max(sizes)}"
+    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"

@@ -1,0 +1,120 @@
+"""Degrees of parallelism of a placement by any strategy, for every output that shows a plan."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from autopipe.ir.degrees import Interval, PlanDegrees
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.ir.schedule import StageGraph
+from autopipe.passes.analysis.operators import PRODUCT_KINDS, sample_axes
+from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
+from autopipe.passes.sharding.regions import weights_of
+
+DEGREES = ("pipeline", "data", "tensor")
+"""Options of strategies that are degrees of parallelism."""
+
+_REST = 0.01
+"""Maximum fraction of a stage's work in products whose degrees are not told."""
+
+_Degrees = tuple[int, int, int]
+"""(data, sequence, tensor)."""
+
+
+def open_degrees(strategy: object) -> tuple[str, ...]:
+    """Return the options of a strategy that are degrees and left open."""
+    return tuple(name for name in DEGREES if getattr(strategy, name, 0) is None)
+
+
+def plan_degrees(problem: Problem, placement: Placement, settled: tuple[str, ...] = ()) -> PlanDegrees:
+    """Return the degrees of a placement, which is any DAG of stages on any groups of devices.
+
+    `settled` are the options of the strategy that were left open.
+    """
+    works = stage_work(problem, placement)
+    stages = placement.stages
+    groups: dict[frozenset[int], Counter[int]] = defaultdict(Counter)
+    for stage in stages:
+        groups[frozenset(stage.devices)][stage.pipeline] += 1
+    per_stage = [_degrees_of(work) for work in works]
+    data, sequence, tensor = ([each[place] for found in per_stage for each in found] for place in range(3))
+    copies = [
+        len(work.stage.devices) // math.prod(each)
+        for work, found in zip(works, per_stage, strict=True)
+        for each in found
+    ]
+    depth = StageGraph.of(problem, placement).depth
+    shards = problem.train and problem.optimizer.shard
+    shares = shards and any(len(devices) > 1 for devices in holders_of(works).values())
+    return PlanDegrees(
+        groups=tuple(map(len, groups)),
+        stages_per_group=_interval(count for counts in groups.values() for count in counts.values()),
+        data=_interval(data),
+        tensor=_interval(tensor),
+        sequence=_interval(sequence),
+        copies=_interval(copies),
+        pipelines=placement.pipelines,
+        depth=depth if depth < placement.length else 0,
+        overlapping=sum(map(len, groups)) > len(frozenset().union(*groups)),
+        zero_stage=1 if shares else 0,
+        stages=len(stages),
+        recomputed_stages=sum(stage.recompute for stage in stages) if problem.train else 0,
+        settled=settled,
+    )
+
+
+def _interval(values: Iterable[int]) -> Interval:
+    found = set(values)
+    return min(found), max(found)
+
+
+def _degrees_of(work: StageWork) -> list[_Degrees]:
+    """Return the degrees of a stage's products, without the rarest, which together are at most `_REST` of the FLOPs.
+
+    Products that read weights count; in a stage without them all products, weighted by FLOPs, and in a stage without
+    products all operators that move data, weighted by bytes.
+    """
+    own, weights = work.problem, weights_of(work.problem.graph)
+    products = [each for each in work.nodes if each.use.row.kind in PRODUCT_KINDS]
+    weighted = [each for each in products if any(map(weights.get, each.node.inputs))]
+    by_flops = {each.index: own.work[each.index].forward_flops for each in weighted or products}
+    by_bytes = {each.index: own.work[each.index].forward_bytes for each in work.nodes}
+    amounts = by_flops if any(by_flops.values()) else by_bytes
+    found: Counter[_Degrees] = Counter()
+    for each in work.nodes:
+        if amounts.get(each.index):
+            found[_degrees_of_node(work, each)] += amounts[each.index]  # type: ignore[assignment]
+    kept: list[_Degrees] = []
+    left = found.total()
+    for degrees, amount in found.most_common():
+        if kept and left <= _REST * found.total():
+            break
+        kept.append(degrees)
+        left -= amount
+    return kept or [(1, 1, 1)]
+
+
+def _degrees_of_node(work: StageWork, node: StageNode) -> _Degrees:
+    """Return into how many shards a stage's devices divide the samples, what a sample consists of, and the weights.
+
+    A dimension that merges samples and positions is divided first between samples. Axes of a product without weights
+    are counted as axes of weights: its heads are the columns of the product before it.
+    """
+    samples, weights = sample_axes(work.problem.graph), weights_of(work.problem.graph)
+    pairs = zip(node.node.inputs, node.use.space.operands, strict=True)
+    operands = [words for name, words in pairs if name in weights and words is not None]
+    of_weights = {axis for words in operands for dimension in words for axis in dimension}
+    data = sequence = tensor = 1
+    for axis, degree in node.sharing.degrees.items():
+        if axis == samples.axes[node.index]:
+            shared = math.gcd(degree, max(1, samples.batch.batch))
+            data *= shared
+            sequence *= degree // shared
+        elif operands and axis not in of_weights:
+            sequence *= degree
+        else:
+            tensor *= degree
+    return data, sequence, tensor
