@@ -20,7 +20,15 @@ from torch import nn
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 
-MODULES = {"auto_table", "command_line", "scatter", "small_models", "side_by_side", "tessel_baselines"}
+MODULES = {
+    "auto_table",
+    "command_line",
+    "recorded_programs",
+    "scatter",
+    "small_models",
+    "side_by_side",
+    "tessel_baselines",
+}
 """What the scripts import."""
 PAPERS = {
     "__init__",
@@ -39,6 +47,10 @@ PAPERS = {
 PRINTED = {
     "checkpoint_saving": r"12 MiB.*\non the steps' thread {n} \(first {n}\)\nbeside it {n}; restoring {n}\n",
     "initialisation": r"(?:.+ 1 threads +{n} million/s of processor time +{n} million/s elapsed\n){{3}}",
+    "integer_programs": (
+        r"tiny: 2 programs, proven by auto 2, highs 2, cbc 2\n"
+        r"(?:  \w+ and \w+: 2 proven by both, 0 differ, at most by {n}\n){{3}}"
+    ),
     "many_micro_batches": r'\{{"search_s": {n}, "simulate_s": {n}, "tasks": 96, "step": {n}\}}\n',
     "min_sum": r"model .*\n(?:(?:transformer|inception) +4 +0 +\d+ +\d+ +\d+(?: +(?:{n}|too large)){{5}}\n){{2}}",
     "pase_search": r"alexnet +on 64 1080ti-pcie +{n} s \({n}\) +{n} s, proven\n",
