@@ -18,7 +18,9 @@ from autopipe.cli.plan_folder import check_plan_folder, check_target, open_plan,
 from autopipe.cli.request import request_of
 from autopipe.configs.configuration import effective
 from autopipe.configs.yaml_source import Dumper, read_file, read_text
+from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Alternative, Breakdown, Summary
+from autopipe.ir.schedule import Schedule
 from autopipe.passes.auto.choose import choose
 from autopipe.passes.auto.plan_cache import answers
 from autopipe.passes.pipeline import PlanResult, make_plan
@@ -81,6 +83,16 @@ class Plan:
     def result(self) -> PlanResult:
         """Placement, schedule, timeline, and the problem that they answer."""
         return open_plan(self.folder)
+
+    @property
+    def placement(self) -> Placement:
+        """The stages: the nodes of each, its devices, its micro-batch size, and how its nodes are split."""
+        return self.result.plan.placement
+
+    @property
+    def schedule(self) -> Schedule:
+        """The tasks of each device in order."""
+        return self.result.plan.schedule
 
     @property
     def summary(self) -> Summary:

@@ -48,6 +48,8 @@ def test_a_plan_is_what_the_command_makes(model: Path, tmp_path: Path) -> None:
     assert plan.summary.devices == 2 and plan.summary.stages == 2 and plan.summary.schedule == "1f1b"
     again = autopipe.Plan.load(tmp_path / "plan")
     assert again.summary == plan.summary and again.result.digest == plan.result.digest
+    assert [stage.devices for stage in again.placement.stages] == [(0,), (1,)]
+    assert again.schedule == plan.schedule
     assert plan.codegen() == tmp_path / "plan" / "program"
     assert "alternatives" in plan.explain()
     assert plan.explain(device=1)["step_time_s"] == plan.summary.step_time_s
