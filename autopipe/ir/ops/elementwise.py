@@ -112,7 +112,9 @@ def _made(name: str, static: tuple[int, ...] = (), cost: float = 0.0) -> Operato
 
 
 GENERATION = (
-    Operator("ConstantOfShape", notated("-> *d"), "memory", backward=0.0, static=(0,), differentiable=False),
+    Operator(
+        "ConstantOfShape", notated("-> *d"), "memory", backward=0.0, static=(0,), shaping=(0,), differentiable=False
+    ),
     *map(_made, ("Constant", "EyeLike", "Shape", "Size")),
     Operator("autopipe.Bounded", broadcast, "elementwise", backward=0.0, differentiable=False),
     _made("Range", (0, 1, 2)),
@@ -245,6 +247,7 @@ RANDOM = (
         backward=2 / (_DRAW + 2),
         keeps=("mask",),
         static=(1, 2),
+        computable=(1, 2),
         differentiable=True,
     ),
     _drawn("Bernoulli", first_operand, 2),

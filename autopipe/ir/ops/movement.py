@@ -109,19 +109,19 @@ def _compress(signature: Signature) -> Space:
 MOVEMENT = (
     Operator("Identity", first_operand, "view"),
     Operator("Transpose", _transpose, "view"),
-    Operator("Expand", _expand, "view", static=(1,)),
+    Operator("Expand", _expand, "view", static=(1,), shaping=(1,)),
     Operator("Concat", lambda use: changed(use, [use.axis()], len(use.operands)), "memory"),
-    Operator("Split", lambda use: changed(use, [use.axis()]), "view", static=(1,)),
+    Operator("Split", lambda use: changed(use, [use.axis()]), "view", static=(1,), shaping=(1,)),
     Operator("Slice", _slice, "view", static=(1, 2, 3, 4)),
     Operator("Pad", lambda use: changed(use, np.flatnonzero(np.any(padding(use), 1))), "memory", static=(1, 2, 3)),
     Operator("Tile", _tile, "memory", static=(1,)),
-    Operator("CenterCropPad", _tile, "memory", static=(1,)),
+    Operator("CenterCropPad", _tile, "memory", static=(1,), shaping=(1,)),
     Operator("DepthToSpace", _blocks, "memory"),
     Operator("SpaceToDepth", _blocks, "memory"),
     Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",)),
     # Devices know where their rows and columns are.
     Operator("Trilu", lambda use: along(use, [use.rank - 2, use.rank - 1], "&"), "memory", static=(1,)),
-    Operator("Compress", _compress, "memory", static=(1,)),
+    Operator("Compress", _compress, "memory", static=(1,), computable=(1,)),
     Operator("Col2Im", _col2im, "memory", static=(1, 2)),
 )
 
@@ -197,8 +197,8 @@ INDEXING = (
     Operator("ScatterElements", _scatter_elements, "memory", keeps=("1",)),
     Operator("ScatterND", _scatter_nd, "memory", keeps=("1",)),
     Operator("TensorScatter", _tensor_scatter, "memory", keeps=("2",)),
-    Operator("OneHot", _one_hot, "memory", keeps=("0",), static=(1,)),
-    Operator("NonZero", opaque, "memory", static=(0,), differentiable=False),
+    Operator("OneHot", _one_hot, "memory", keeps=("0",), static=(1,), shaping=(1,)),
+    Operator("NonZero", opaque, "memory", static=(0,), computable=(0,), differentiable=False),
 )
 
 
@@ -226,10 +226,10 @@ def regroup(signature: Signature) -> Space:
 
 
 REGROUP = (
-    Operator("Reshape", regroup, "view", static=(1,)),
+    Operator("Reshape", regroup, "view", static=(1,), shaping=(1,)),
     Operator("Flatten", regroup, "view"),
-    Operator("Squeeze", regroup, "view", static=(1,)),
-    Operator("Unsqueeze", regroup, "view", static=(1,)),
+    Operator("Squeeze", regroup, "view", static=(1,), shaping=(1,)),
+    Operator("Unsqueeze", regroup, "view", static=(1,), shaping=(1,)),
 )
 
 

@@ -216,6 +216,10 @@ class Operator:
     """Kernels of a forward evaluation; each but the last writes as much as the result, which the next reads."""
     static: tuple[int, ...] = ()
     """Operands whose numbers must be known while compiling (Reshape's shape)."""
+    shaping: tuple[int, ...] = ()
+    """Operands of `static` that tell only the shapes of results: shapes that a file states stand for their numbers."""
+    computable: tuple[int, ...] = ()
+    """Operands of `static` that programs also take if their numbers are computed while running."""
     random: bool = False
     """True if it draws numbers: anew in each evaluation, and others for each node."""
     differentiable: bool = True

@@ -269,7 +269,9 @@ POOLING = (
     ),
     Operator("GlobalLpPool", notated("n c *i! -> n c *1"), "reduction", _source_flops, 2.0, keeps=("0", ">0")),
     # Indices of MaxUnpool count in the whole tensor.
-    Operator("MaxUnpool", notated("n! c! *i!, n! c! *i! -> n c *o!"), "memory", keeps=("1",), static=(2,)),
+    Operator(
+        "MaxUnpool", notated("n! c! *i!, n! c! *i! -> n c *o!"), "memory", keeps=("1",), static=(2,), shaping=(2,)
+    ),
 )
 
 

@@ -22,6 +22,7 @@ from autopipe.passes.frontend.dimensions import extent_of
 from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, packed_value, shape_of
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.inference import RANDOM, Budget, Inference
+from autopipe.passes.frontend.known_operands import require_known
 from autopipe.passes.frontend.load import MOST_NODES, topological_positions
 from autopipe.passes.frontend.loops import inner_types, loop_of
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
@@ -57,6 +58,8 @@ class _Sweep:
     """Types that the file states of values, by name; of several, the last that is static counts."""
     types: dict[str, Value] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
+    """Values that depend on no input and no parameter, whose numbers are not known: too many, or not evaluated."""
     parameters: dict[str, Parameter] = field(default_factory=dict)
     packed: dict[str, Value] = field(default_factory=dict)
     """Types of the elements of parameters that are packed in bytes and have not been read yet."""
@@ -103,9 +106,12 @@ class _Sweep:
             ),
         )
 
+    def is_input(self, name: str) -> bool:
+        return any(value.name == name for value in self.inputs.values)
+
     def known_so_far(self) -> dict[str, Any]:
         """Copies of the tables, by the names of their fields."""
-        tables = "types", "arrays", "parameters", "packed", "aliases", "nodes", "names", "numbers"
+        tables = "types", "arrays", "settled", "parameters", "packed", "aliases", "nodes", "names", "numbers"
         return {name: copy(getattr(self, name)) for name in tables}
 
     def hold(self, name: str, array: np.ndarray, dtype: DType) -> None:
@@ -301,6 +307,7 @@ def _alias(sweep: _Sweep, name: str, operand: str) -> None:
 def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
     attributes = attributes_of(node)
     known = tuple(sweep.arrays.get(name) if name else None for name in operands)
+    require_known(node, operands, sweep.arrays, sweep.settled, sweep.is_input, sweep.source.opset)
     pairs = tuple((sweep.types[name] if name else None, array) for name, array in zip(operands, known, strict=True))
     types = _as_stated(sweep, node, pairs[0][0] if pairs else None, sweep.inference.types(node, pairs))
     is_small = all(value is None or value.elements <= FOLD_LIMIT for value in types)
@@ -319,6 +326,10 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
     if _changes_nothing(sweep, node, operands, types):
         _alias(sweep, node.output[0], operands[0])
         return
+    if node.op_type not in RANDOM and all(
+        not name or name in sweep.arrays or name in sweep.settled for name in operands
+    ):
+        sweep.settled.update(filter(None, node.output))
     for name, inferred in zip(node.output, types, strict=True):
         if name:
             sweep.types[name] = _typed(sweep, name, inferred, f"{node.op_type} {node.name!r}")
