@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,10 +12,12 @@ from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Proof, Schedule, StageGraph
+from autopipe.ir.schedule import Proof, Schedule, StageGraph, Task
 from autopipe.ir.timeline import Prediction
+from autopipe.passes.batching import divisors
 from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.limits import SAME, least_end, lower_bound
+from autopipe.passes.schedule.orders import find_repetends
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, OneForwardOneBackward
@@ -49,9 +52,9 @@ class Tessel:
     Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible Schedule Search" (HPCA 2024).
     Stages may be chains or branches, several a device, or on several devices, each with micro-batches of its own size;
     backwards are split into the gradients of inputs and of weights where that shortens the step by more than a
-    twentieth. 1F1B's and GPipe's order (kFkB's where micro-batches differ) are simulated too, and the one with the
-    shortest step that fits the memory is kept. Where messages would wait for one another on their links, those are
-    searched as well.
+    twentieth, or where the split order of fewer micro-batches, repeated, is shorter. 1F1B's and GPipe's order (kFkB's
+    where micro-batches differ) are simulated too, and the one with the shortest step that fits the memory is kept.
+    Where messages would wait for one another on their links, those are searched as well.
     """
 
     time_limit: float = 4.0
@@ -67,17 +70,17 @@ class Tessel:
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
         """The schedule, for any DAG of stages; where none fits the memory, the one that exceeds it by least."""
-        return self.run_with(problem, placement, predict(problem, placement))
+        return self._run(problem, placement, lambda each: predict(each, placement))
 
     def run_with(self, problem: Problem, placement: Placement, prediction: Prediction) -> Schedule:
         """The schedule where stages take what a prediction says, the cost model's or another."""
-        stages = StageGraph.of(problem, placement)
+        return self._run(problem, placement, lambda _: prediction)
+
+    def _run(self, problem: Problem, placement: Placement, prediction_of: Callable[[Problem], Prediction]) -> Schedule:
+        stages, prediction = StageGraph.of(problem, placement), prediction_of(problem)
         bound = lower_bound(problem, placement, prediction)
-        best: _Candidate | None = None
-        for candidate, worth in _Search(self, problem, stages, prediction).candidates(placement):
-            best = _better(candidate, best, worth)
-            if not best.excess and best.step <= bound * (1 + SAME):
-                break
+        deadline = math.inf if problem.time_limit is None else time.monotonic() + problem.time_limit
+        best = _Search(self, problem, placement, stages, prediction, prediction_of, deadline).best(bound)
         if best is None:
             raise InfeasibleError("no order of the stages' tasks keeps to the memory of all devices")
         # Without a steady state the proof is of the step, of which sums and updates are the end.
@@ -111,26 +114,107 @@ def _better(new: _Candidate, old: _Candidate | None, worth: float) -> _Candidate
     return new if new.step < old.step * (1 - SAME) or new.peak <= old.peak else old
 
 
+def _is_at(candidate: _Candidate, bound: float) -> bool:
+    """True if the candidate fits memory and its step is as short as `bound`."""
+    return not candidate.excess and candidate.step <= bound * (1 + SAME)
+
+
+def repeated_schedule(schedule: Schedule, times: int, stages: StageGraph) -> Schedule:
+    """Return the schedule run `times` times, for as many times the micro-batches."""
+
+    def later(task: Task, number: int) -> Task:
+        own = schedule.micro_batches * stages.micro_batch_ratio_at(task.stage)
+        return replace(task, micro_batch=task.micro_batch + number * own)
+
+    orders = tuple(tuple(later(task, number) for number in range(times) for task in order) for order in schedule.tasks)
+    return Schedule(schedule.micro_batches * times, orders, find_repetends(orders))
+
+
 @dataclass(frozen=True, slots=True)
 class _Search:
     scheduler: Tessel
     problem: Problem
+    placement: Placement
     stages: StageGraph
     prediction: Prediction
+    prediction_of: Callable[[Problem], Prediction]
+    """Return the prediction for another number of micro-batches, the first of which accumulates no gradients."""
+    deadline: float
+    """Seconds of the monotonic clock after which no further numbers of micro-batches are searched."""
 
-    def candidates(self, placement: Placement) -> Iterator[tuple[_Candidate, float]]:
-        """Schedules, each with the share of the step that it must save to be worth its while. Published ones first;
-        with equal micro-batches kFkB's order is 1F1B's."""
+    def best(self, bound: float) -> _Candidate | None:
+        """Return the candidate that the scheduler takes, where no step takes less than `bound` seconds.
+
+        Split backwards must save `_WORTH` of the step, unless the schedule of fewer micro-batches is split and shorter
+        if repeated. None if there is no candidate.
+        """
+        best = self._first_best(self._whole(), bound)
+        if not self.problem.train or (best is not None and _is_at(best, bound)):
+            return best
+        split = self._first_best(self._split(), bound)
+        if split is None:
+            return best
+        chosen = _better(split, best, _WORTH)
+        if chosen is split or split.excess or split.step >= chosen.step * (1 - SAME):
+            return chosen
+        repeated = self._repeated(chosen.step)
+        return chosen if repeated is None else _better(split, repeated, 0.0)
+
+    def _repeated(self, longest_s: float) -> _Candidate | None:
+        """Return the split schedule that `best` takes for fewer micro-batches, repeated for all of them.
+
+        Warm-up and cool-down are a larger fraction of the step of fewer micro-batches, so that splitting may be worth
+        it for them only. Of the numbers whose steps take less than `longest_s` seconds together, the largest counts.
+        None if there is no such number.
+        """
+        count = self.problem.micro_batches
+        for part in reversed(divisors(count)[:-1]):
+            times = count // part
+            if part % self.stages.pipeline_count or time.monotonic() > self.deadline:
+                continue
+            problem = replace(self.problem, micro_batches=part, batch_size=part * self.problem.micro_batch_size)
+            fewer = replace(self, problem=problem, prediction=self.prediction_of(problem))
+            bound = lower_bound(problem, self.placement, fewer.prediction)
+            if times * bound >= longest_s:
+                continue
+            split = fewer._first_best(fewer._split(), bound)
+            if split is None or split.excess or times * split.step >= longest_s:
+                continue
+            whole = fewer._first_best(fewer._whole(), bound)
+            if _better(split, whole, _WORTH) is split or (whole and fewer._repeated(whole.step)):
+                return self._judged(split.name, repeated_schedule(split.schedule, times, self.stages))
+        return None
+
+    def _first_best(self, candidates: Iterable[_Candidate], bound: float) -> _Candidate | None:
+        """Return the best of the candidates up to the first that is as short as `bound`."""
+        best: _Candidate | None = None
+        for candidate in candidates:
+            best = _better(candidate, best, 0.0)
+            if _is_at(best, bound):
+                break
+        return best
+
+    def _whole(self) -> Iterator[_Candidate]:
+        """Schedules that do not split backwards, published ones first.
+
+        If all micro-batches are equal, kFkB's order is 1F1B's.
+        """
         published: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
         for each in (KForwardsKBackwards(),) if self.stages.ratios else published:
-            yield self._judged(each.name, each.run(self.problem, placement)), 0.0
-        for split, worth in ((False, 0.0), (True, _WORTH)) if self.problem.train else ((False, 0.0),):
-            for links in (False, True):
-                found = self._searched(split, links)
-                if found is not None:
-                    yield found, worth
-                if found is None or not found.messages_wait:
-                    break
+            yield self._judged(each.name, each.run(self.problem, self.placement))
+        yield from self._all_searched(split=False)
+
+    def _split(self) -> Iterator[_Candidate]:
+        return self._all_searched(split=True)
+
+    def _all_searched(self, split: bool) -> Iterator[_Candidate]:
+        """Searched schedules: if messages of the first wait for one another, a second whose search includes links."""
+        for links in (False, True):
+            found = self._searched(split, links)
+            if found is not None:
+                yield found
+            if found is None or not found.messages_wait:
+                break
 
     def _searched(self, split: bool, links: bool) -> _Candidate | None:
         """The searched order; None where memory does not suffice for a single unit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -11,14 +12,14 @@ from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.plan import read_plan, write_plan
 from autopipe.ir.problem import Mode
-from autopipe.ir.schedule import Phase
+from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.passes.pipeline import Request, make_plan
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.schedule.limits import lower_bound
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
 from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.tessel.scheduler import Tessel
+from autopipe.passes.schedule.tessel.scheduler import Tessel, repeated_schedule
 
 TESSEL = Tessel()
 
@@ -64,6 +65,37 @@ def test_backwards_are_split_where_that_shortens_the_step(gpt):
         assert searched.schedule.proof.order == "tessel"
         assert (Phase.INPUT_GRADIENT in phases_of(searched.schedule)) is (micro_batches == 4)
     assert steps[4] < 0.95 < steps[64] <= 1 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("devices", "counts"), [(2, (3, 6, 12)), (2, (4, 8, 16, 32)), (3, (6, 12, 24)), (4, (4, 8, 16))]
+)
+def test_a_multiple_of_micro_batches_takes_no_longer_than_as_many_steps(gpt, devices, counts):
+    """Splitting saves more than a twentieth of 8 micro-batches on 2 devices, and less of 16."""
+    steps = {
+        count: make_plan(request(gpt, devices=devices, batch_size=count, micro_batches=count)).plan.summary.step_time_s
+        for count in counts
+    }
+    for fewer, more in itertools.combinations(counts, 2):
+        assert steps[more] <= more // fewer * steps[fewer] * (1 + 1e-9), (fewer, more)
+
+
+@pytest.mark.parametrize(("ratios", "pipelines"), [((), ()), ((1, 2), ()), ((), (0, 1))])
+def test_a_repeated_schedule_can_run(ratios, pipelines):
+    edges = () if pipelines else ((0, 1),)
+    graph = StageGraph(2, ((0,), (1,)), edges, pipelines, ratios)
+    orders = []
+    for stage in range(2):
+        own = range(2 * graph.micro_batch_ratio_at(stage))
+        numbers = [number for number in own if not pipelines or number % 2 == pipelines[stage]]
+        orders.append(
+            tuple(Task(stage, phase, number) for phase in (Phase.FORWARD, Phase.BACKWARD) for number in numbers)
+        )
+    schedule = Schedule(2, tuple(orders))
+    schedule.verify(graph, train=True)
+    repeated = repeated_schedule(schedule, 3, graph)
+    assert repeated.micro_batches == 6
+    repeated.verify(graph, train=True)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
