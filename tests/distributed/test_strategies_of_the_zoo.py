@@ -60,6 +60,19 @@ def test_what_grid_makes_on_four_ranks(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_grid_shards_the_embedding_of_one_sample(
+    pools: Pools, small_models: SmallModels, tmp_path: Path, name: str
+) -> None:
+    """The head of gpt is tied to its embedding, that of llama is not."""
+    model = small_models.of(name, samples=1)
+    placement = chosen(Grid(pipeline=2, tensor=2), model, 4)
+    table = next(node for node, each in enumerate(model.graph.nodes) if each.op == "Gather")
+    assert [split.degree for split in placement.stages[0].splits_of(table)] == [2]
+    check(pools, model, placement, tmp_path)
+
+
+@pytest.mark.distributed
 def test_what_grid_makes_on_eight_ranks(pools: Pools, small_models: SmallModels, tmp_path: Path) -> None:
     model = small_models.of("gpt", 2 * SAMPLES)
     check(pools, model, chosen(Grid(pipeline=2, data=2, tensor=2), model, 8), tmp_path)

@@ -250,19 +250,27 @@ def one_stage(problem: Problem, splits: NodeSplits) -> Placement:
 
 
 def group_splits(network: Network, degree: int, nodes: Iterable[int]) -> dict[int, Splits]:
-    """The splits of those of `nodes` that a replica's `degree` devices share. Shoeybi et al., "Megatron-LM: Training
-    Multi-Billion Parameter Language Models Using Model Parallelism" (2019), section 3. Where a cut leads to a node that
-    needs a value whole, nothing is cut."""
+    """Return the splits of those of `nodes` that the `degree` devices of a replica share.
+
+    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
+    section 3. If the nodes that a split leads to include one that needs a value unsharded, nothing of them is split.
+    """
     if degree == 1:
         return {}
-    members, samples = tuple(nodes), network.samples
-    tables = frozenset(
-        network.graph.nodes[node].inputs[0]
-        for node in members
-        if samples.uses[node].row.kind == "memory" and samples.axes[node] is not None
-    )
+    members = tuple(nodes)
+    tables = frozenset(network.graph.nodes[node].inputs[0] for node in members if _looks_up_data(network, node))
     cut = tensor_splits(network, members, degree, tables & network.weights.keys(), lambda node: False)
     return {node: network.splits(node, split.axis, degree) for node, (split,) in cut}
+
+
+def _looks_up_data(network: Network, node: int) -> bool:
+    """True if a node reads from its first operand at indices that depend on the model's inputs.
+
+    A lookup at constant positions is not one. Samples do not tell the two apart: a micro-batch of one sample has no
+    sample axes.
+    """
+    indices = network.graph.nodes[node].inputs[1:]
+    return network.uses[node].row.kind == "memory" and any(name and name not in network.weights for name in indices)
 
 
 @remembered(4 * GRAPHS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.placement import Placement
+from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Optimizer, Problem
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import fitted
@@ -19,6 +19,7 @@ from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, GridTrial,
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
 from autopipe.passes.schedule.published.zero_bubble import ZeroBubbleV
+from autopipe.passes.sharding.regions import whole_group_splits
 from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
@@ -43,6 +44,30 @@ def test_degrees_are_obeyed(degrees: tuple[int, int, int]) -> None:
     assert len(found.stages) == pipeline and {len(stage.devices) for stage in found.stages} == {data * tensor}
     cut = {split.degree for stage in found.stages for _, splits in stage.splits for split in splits}
     assert cut == {data, tensor} - {1}
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_tensor_devices_hold_equal_parts_of_every_matrix(samples: int) -> None:
+    """Embedding and head included, and with micro-batches of one sample, too."""
+    graph, loss = small_graph("llama", samples)
+    given = replace(open_problem("llama", devices=4), graph=graph, work=annotate(graph), loss=loss)
+    given = replace(given, batch_size=4 * samples, micro_batches=4, micro_batch_sizes=())
+    placement = Grid(pipeline=2, data=1, tensor=2).run(given)
+    sizes = {each.value.name: each.value for each in graph.parameters}
+    expected = []
+    for stage in placement.stages:
+        read = {name for node in stage.nodes for name in graph.nodes[node].inputs if name in sizes}
+        parts = (sizes[name].bytes // (2 if len(sizes[name].shape) == 2 else 1) for name in read)
+        expected.append(sum(parts))
+    assert [cost.parameter_bytes for cost in stage_costs(given, placement)] == expected
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_positions_that_the_graph_fixes_are_not_shared(samples: int) -> None:
+    graph, _ = small_graph("gpt", samples)
+    splits = whole_group_splits(graph, 1, 2)
+    lookups = {each.inputs[0]: splits.get(node) for node, each in enumerate(graph.nodes) if each.op == "Gather"}
+    assert lookups == {"token_embedding.weight": (Split("d0", 2),), "position_embedding.weight": None}
 
 
 def test_one_degree_given_leaves_the_others_open() -> None:
