@@ -10,18 +10,13 @@ __version__ = VERSION
 # the current folder.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from autopipe.api import Plan, plan
-    from autopipe.backends.torch.exporter import export
+    from autopipe.api import Plan, export, plan
 
 __all__ = ["Plan", "export", "plan"]
 
 
 def __getattr__(name: str) -> object:
     """Load what planning or torch need when it is first asked for: programs of ranks import the package, too."""
-    if name == "export":
-        from autopipe.backends.torch.exporter import export
-
-        return export
     if name in __all__:
         from autopipe import api
 

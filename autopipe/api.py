@@ -5,11 +5,12 @@ Each runs the command of its name, on the same files, and raises what the comman
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
@@ -25,7 +26,44 @@ from autopipe.passes.auto.choose import choose
 from autopipe.passes.auto.plan_cache import answers
 from autopipe.passes.pipeline import PlanResult, make_plan
 
-__all__ = ["Plan", "plan"]
+if TYPE_CHECKING:
+    import torch
+
+    from autopipe.backends.torch.exporter import Example
+
+__all__ = ["Plan", "export", "plan"]
+
+
+def export(
+    module: torch.nn.Module,
+    example: Example,
+    path: str | Path = "model.onnx",
+    *,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+    labels: torch.Tensor | None = None,
+    check: bool = True,
+    force: bool = False,
+) -> Path:
+    """Write a module as an ONNX file whose batch axis, the first of every input, is symbolic, and return its path.
+
+    `example` has the inputs: a tensor, several by position, or keyword arguments by name in a mapping. With `loss`,
+    such as `torch.nn.functional.cross_entropy`, and an example of `labels` the graph ends in that loss. A module may
+    also return its loss itself, as a model of `transformers` does with `labels` among its inputs.
+
+    The module is exported as it trains, in the modes of its submodules, and stays unchanged. Parameters have the
+    module's names; those whose `requires_grad` is False are not trained. Values behind `detach`, regions under
+    `no_grad` and rows at `padding_idx` have no gradient.
+
+    With `check`, loss and gradients of the file on the example and on a second one are compared with the module's.
+    Raises VerificationError, naming parameters and the likely cause, if they differ, and ConfigurationError if torch
+    cannot export the module. A file at `path` that is no ONNX model is replaced only with `force`.
+    """
+    from autopipe.cli.export import export_module
+
+    found = export_module(module, example, loss, labels, path=Path(path), check=check, force=force)
+    for note in found.notes:
+        warnings.warn(note, stacklevel=2)
+    return found.path
 
 
 def plan(

@@ -39,6 +39,8 @@ LISTED: Mapping[str, str] = {
     "ir.output_files:replacing_folder": "a program that was checked to be unedited",
     "ir.output_files:seal": "the head in a folder of autopipe's own",
     "ir.plan:write_plan": "files in a folder of autopipe's own",
+    "cli.export_check:_Comparison._run": "a temporary folder",
+    "cli.export_check:_take_dropouts_out": "a temporary folder",
     "cli.generate:write_prefill": "a temporary folder",
     "cli.generate:write_tokens": "an opened output",
     "cli.main:main": "/dev/null",

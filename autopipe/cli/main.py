@@ -22,6 +22,7 @@ from autopipe.ir import VERSION
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 
 COMMANDS: Final = {
+    "export": "Write a PyTorch module as an ONNX file that trains as the module does.",
     "inspect": "Say what a model is, and what of it is not supported.",
     "plan": "Decide which device computes what, and when.",
     "codegen": "Write one PyTorch program a device for a plan.",

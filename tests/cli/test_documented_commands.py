@@ -66,6 +66,13 @@ PREPARED: dict[str, tuple[str, ...]] = {
 ELSEWHERE = "autopipe bench tessel"
 """Ends with the line that says where the benchmarks are."""
 FILES = {
+    "classifier.py": """
+import torch
+from torch import nn
+
+def factory():
+    return nn.Linear(4, 2), torch.randn(4, 4), nn.functional.cross_entropy, torch.tensor([0, 1, 0, 1])
+""",
     "prompts.json": "[[17, 4, 92], [5]]",
     "train.yaml": "strategy: {name: pipedream}\ncluster: {preset: cpu-local}\n",
     "placement.yaml": """

@@ -1,104 +1,220 @@
-"""From a PyTorch module to an ONNX file with its loss, by torch's own exporter."""
+"""From a PyTorch module to an ONNX file with its loss, by torch's own exporter.
+
+The exporter loses parts of a module that training needs. They are put into the traced program (`traced_program.py`) or,
+if a file has no place for them, into its metadata.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from autopipe.backends.torch.traced_program import InSupportedParts, prepare, translations
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_kinds import ONNX, OutputFile
 
-_BATCH = "batch"
+_BATCH: Final = "batch"
+_FROZEN: Final = "autopipe.frozen"
+"""Key of the file's metadata that lists the parameters whose `requires_grad` is False."""
+_LOSS: Final = "loss"
+"""Name of the output that is the module's loss."""
+_MODULE: Final = "module."
+"""Prefix of the names in `_WithLoss` that the module's own names have."""
+_SIGNATURE: Final = "pkg.torch.export.ExportedProgram.graph_signature"
+"""Key of the graph's metadata in which torch says which tensors are parameters."""
+
+Example = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+"""Inputs of a module: one, several by position, or keyword arguments by name."""
 
 
 class _WithLoss(nn.Module):
-    """The module, its loss in place of its outputs where there is one."""
+    """A module that ends in a loss, if there is one."""
 
     def __init__(self, module: nn.Module, loss: Callable[..., torch.Tensor] | None, keywords: Sequence[str]) -> None:
         super().__init__()
-        self.module, self._loss, self._keywords = module, loss, tuple(keywords)
+        self.module = module
+        self.loss = loss
+        self._keywords = tuple(keywords)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        labels, tensors = (tensors[-1], tensors[:-1]) if self._loss is not None else (None, tensors)
-        positional = tensors[: len(tensors) - len(self._keywords)]
-        found = self.module(*positional, **dict(zip(self._keywords, tensors[len(positional) :], strict=True)))
-        if self._loss is not None:
-            return self._loss(getattr(found, "logits", found), labels)
-        # A model of `transformers` gives its loss where it is called with labels.
+        labels = None
+        if self.loss is not None:
+            labels = tensors[-1]
+            tensors = tensors[:-1]
+        count = len(tensors) - len(self._keywords)
+        named = dict(zip(self._keywords, tensors[count:], strict=True))
+        found = self.module(*tensors[:count], **named)
+        if self.loss is not None:
+            return self.loss(getattr(found, "logits", found), labels)
+        # A model of `transformers` returns its loss if it is called with labels.
         return found if getattr(found, "loss", None) is None else found.loss
 
 
-def export(
-    module: nn.Module,
-    example: torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
-    path: str | Path = "model.onnx",
-    *,
-    loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
-    labels: torch.Tensor | None = None,
-    force: bool = False,
-) -> Path:
-    """Write a module as an ONNX file whose batch axis, the first of every input, is left open, and return its path.
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A module to export: the module with its loss, and an example of its inputs."""
 
-    `example` holds the inputs, by name where they are keyword arguments. With `loss`, such as
-    `torch.nn.functional.cross_entropy`, and an example of `labels` the graph ends in that loss; a module may also
-    return its loss itself, as those of `transformers` do with labels among their inputs. Parameters keep the module's
-    names. The module is exported in the mode in which it is, `train()` or `eval()`. A file at `path` that is no ONNX
-    model is replaced only with `force`. Raises ConfigurationError where
-    torch's exporter is not installed or cannot export the module.
-    """
-    path = Path(path)
-    OutputFile(path, ONNX, force=force).check()
+    module: nn.Module
+    """The user's module and its loss as one module."""
+    names: tuple[str, ...]
+    """Names of the inputs in the file, labels last."""
+    tensors: tuple[torch.Tensor, ...]
+    """An example of each input."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return each parameter under the first of its names in the user's module."""
+        return {self.name_of(name): parameter for name, parameter in self.module.named_parameters()}
+
+    @staticmethod
+    def name_of(name: str) -> str:
+        """Return the name in the user's module of what `module` calls `name`."""
+        return name.removeprefix(_MODULE)
+
+
+def subject_of(
+    module: nn.Module,
+    example: Example,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor] | None,
+    labels: torch.Tensor | None,
+) -> Subject:
+    """Return the module and its example inputs as they are exported. Raises ConfigurationError if these do not fit."""
     if (loss is None) != (labels is None):
         raise ConfigurationError("loss and labels go together", "labels is an example of what loss compares with")
     named = dict(example) if isinstance(example, Mapping) else {}
-    positional = [example] if isinstance(example, torch.Tensor) else [] if named else list(example)
-    names = [*(f"input_{index}" if len(positional) > 1 else "input" for index in range(len(positional))), *named]
+    positional: list[torch.Tensor] = []
+    if isinstance(example, torch.Tensor):
+        positional = [example]
+    elif not isinstance(example, Mapping):
+        positional = list(example)
+    names = ["input"] if len(positional) == 1 else [f"input_{index}" for index in range(len(positional))]
+    names += named
     tensors = [*positional, *named.values()]
     if labels is not None:
-        names, tensors = [*names, "labels"], [*tensors, labels]
+        names.append("labels")
+        tensors.append(labels)
+    for name, tensor in zip(names, tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigurationError(f"the example of input {name!r} is a {type(tensor).__name__}, no tensor")
     batches = {len(each) for each in tensors if each.dim()}
     if len(batches) != 1:
         raise ConfigurationError(f"examples have {sorted(batches)} samples", "give each the same number of rows")
-    if batches == {1}:  # torch takes an extent of 1 for a constant.
+    if batches == {1}:  # Torch takes an extent of 1 for a constant.
         tensors = [torch.cat([each, each]) if each.dim() else each for each in tensors]
-    batch = torch.export.Dim(_BATCH)
     wrapped = _WithLoss(module, loss, list(named))
-    wrapped.train(module.training)
+    wrapped.training = module.training
+    return Subject(wrapped, tuple(names), tuple(tensors))
+
+
+def loss_among(results: Sequence[object]) -> int | None:
+    """Return the position of the only scalar with a gradient among a module's results, its loss; None if there is none
+    or if there are several."""
+    places = [
+        place
+        for place, each in enumerate(results)
+        if isinstance(each, torch.Tensor) and each.dim() == 0 and each.is_floating_point()
+    ]
+    return places[0] if len(places) == 1 else None
+
+
+def exported(subject: Subject) -> torch.onnx.ONNXProgram:
+    """Return the module as an ONNX model whose batch axis is symbolic; `save` writes its file.
+
+    The module stays as it is. Raises ConfigurationError if torch's exporter is not installed or cannot export it.
+    """
+    batch = torch.export.Dim(_BATCH)
+    shapes = (tuple({0: batch} if each.dim() else None for each in subject.tensors),)
+    with _without_remarks():
+        traced = _traced(subject, shapes)
+        program = _translated(traced, subject)
+    _name_tensors(program.model, subject)
+    # Outputs of the trace begin with buffers that change.
+    results = [each.meta.get("val") for each in traced.graph.output_node().args[0]]
+    place = loss_among(results[-len(program.model.graph.outputs) :])
+    if place is not None:
+        program.model.graph.outputs[place].name = _LOSS
+    _name_batch(program.model)
+    return program
+
+
+def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
+    """Return the traced program. Torch traces with a copy of the module's Python state in place of the module's own."""
     try:
-        with _without_remarks():
-            program = torch.onnx.export(
-                wrapped,
-                tuple(tensors),
-                dynamo=True,
-                input_names=names,
-                output_names=["loss"] if loss is not None or "labels" in named else None,
-                dynamic_shapes=(tuple({0: batch} if each.dim() else None for each in tensors),),
-                optimize=False,  # It would make one parameter of several that are equal, as a new module's are.
-                verbose=False,
-            )
+        with InSupportedParts():
+            return torch.export.export(subject.module, subject.tensors, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        hint = "torch.export.export says more"
+        raise ConfigurationError(f"torch cannot trace the module: {first[0]}", hint) from error
+
+
+def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch.onnx.ONNXProgram:
+    try:
+        prepare(traced)
+        program = torch.onnx.export(
+            traced,
+            dynamo=True,
+            input_names=subject.names,
+            custom_translation_table=translations(),
+            optimize=False,  # It would make one parameter of several that are equal, as a new module's are.
+            verbose=False,
+        )
     except ModuleNotFoundError as error:
-        raise ConfigurationError(f"torch's exporter needs {error.name}", f"pip install {error.name}") from error
+        hint = f"pip install {error.name}, or autopipe with its extra 'export'"
+        raise ConfigurationError(f"torch's exporter needs {error.name}", hint) from error
     except torch.onnx.errors.OnnxExporterError as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigurationError(f"torch cannot export the module: {first}", "torch.onnx.export says more") from error
     assert program is not None
-    for value in list(program.model.graph.initializers.values()):
+    return program
+
+
+def _name_tensors(model: Any, subject: Subject) -> None:
+    """Give tensors of the file the module's names, and state in its metadata which parameters are not trained.
+
+    A parameter that the module has under several names has the first of them in the file.
+    """
+    first = {id(parameter): name for name, parameter in subject.module.named_parameters()}
+    every = subject.module.named_parameters(remove_duplicate=False)
+    renamed = {name: first[id(parameter)] for name, parameter in every}
+    for value in list(model.graph.initializers.values()):
         if value.name is not None:
-            value.name = value.name.removeprefix("module.")
-    program.save(path)
-    return path
+            value.name = renamed.get(value.name, value.name).removeprefix(_MODULE)
+    signature = model.graph.metadata_props.get(_SIGNATURE)
+    if signature is not None:
+        for name, known in renamed.items():
+            signature = signature.replace(f"target='{name}'", f"target='{known}'")
+        model.graph.metadata_props[_SIGNATURE] = signature.replace(f"target='{_MODULE}", "target='")
+    frozen = [name for name, parameter in subject.parameters().items() if not parameter.requires_grad]
+    model.metadata_props[_FROZEN] = json.dumps(frozen)
+
+
+def _name_batch(model: Any) -> None:
+    """Give the symbol of the batch axis its name in the file."""
+    symbols = {str(value.shape[0]) for value in model.graph.inputs if value.shape is not None and len(value.shape)}
+    if len(symbols) != 1:
+        return
+    (symbol,) = symbols
+    for value in (*model.graph.inputs, *model.graph.outputs, *_results(model.graph)):
+        for axis, extent in enumerate(value.shape or ()):
+            if str(extent) == symbol:
+                value.shape[axis] = _BATCH
+
+
+def _results(graph: Any) -> Iterator[Any]:
+    for node in graph:
+        yield from node.outputs
 
 
 @contextmanager
 def _without_remarks() -> Iterator[None]:
-    """Leave out what the exporter remarks about its own parts, and that the module is in training mode."""
+    """Suppress the exporter's remarks about its own parts and about a module in training mode."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -90,7 +90,8 @@ MEMBERS = {
         "_stdout",
         "_stderr",
     ),
-    ("torch", "Tensor"): ("_base",),
+    ("torch", "Tensor"): ("_base", "_backward_hooks"),
+    ("torch.nn", "Module"): ("_backward_hooks", "_backward_pre_hooks"),
     ("torch.autograd.graph", "Node"): ("_sequence_nr",),
 }
 """Private members of torch's classes that modules of autopipe use, by module and class."""
@@ -119,6 +120,8 @@ unscale_and_find_overflow_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_loss_scale_ = torch._amp_update_scale_
 flash_attention: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_efficient_attention
+batch_norm = torch.ops.aten._native_batch_norm_legit_functional.default
+batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats
 
 # Torch 2.13 renames the collectives whose results are one tensor instead of a list.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -186,6 +189,11 @@ def completed_work() -> Any:
 def result_count(operator: Any) -> int:
     """Return the number of results of an operator that `__torch_dispatch__` gets."""
     return len(operator._schema.returns)
+
+
+def tensors_within(value: object) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples, mappings and registered classes, in the order of `torch.export`."""
+    return [each for each in torch.utils._pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:

@@ -83,6 +83,8 @@ ELEMENTWISE = (
     Operator("Cast", broadcast, "elementwise"),
     Operator("CastLike", first_operand, "elementwise"),
     Operator("BitCast", broadcast, "view", backward=0.0, differentiable=False),
+    # Its operand, with no gradient.
+    Operator("autopipe.StopGradient", broadcast, "view", backward=0.0, differentiable=False),
 )
 
 ACTIVATION = (

@@ -91,7 +91,11 @@ def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
     are parameters, or views of such, whose gradient costs a product or a lookup of its own (`Operator.weights`). A
     vector is none: its gradient is a sum, cheaper computed than waited for."""
 
+    differentiable = differentiable_values(graph)
+
     def is_weight(name: str) -> bool:
+        if name not in differentiable:
+            return False  # A view of a parameter behind StopGradient.
         found = graph.parameter(viewed(graph, name))
         return bool(found and found.trainable and found.value.dtype.is_floating and len(found.value.shape) > 1)
 

@@ -26,6 +26,8 @@ _LOOKS = 8
 GATHERS = frozenset({"Gather", "GatherND"})
 
 
+STOP_GRADIENT = "StopGradient"
+"""Operator of domain `autopipe` whose result is its operand, with no gradient."""
 TAKEN_APART = frozenset({"Unpack", "DequantizeLinear"})
 """Operators that make numbers of packed and quantised parameters."""
 
@@ -435,6 +437,29 @@ def without_dropout(graph: Graph) -> Graph:
     if tuple(kept) == graph.nodes:
         return graph
     return without_unread(with_nodes(graph, (_reading(node, names) for node in kept)))
+
+
+def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
+    """The graph without each StopGradient that stops none: no trained parameter is behind it, or nothing `trains`. The
+    graph itself if it has no such node."""
+    if not any(node.op == STOP_GRADIENT for node in graph.nodes):
+        return graph
+    # Values computed from trained parameters.
+    computed = {each.value.name for each in graph.parameters if each.trainable} if trains else set[str]()
+    names: dict[str, str] = {}
+    kept: list[Node] = []
+    for node in graph.nodes:
+        if not computed.isdisjoint(node.inputs):
+            computed.update(node.outputs)
+        if node.op != STOP_GRADIENT or node.inputs[0] in computed:
+            kept.append(node)
+        elif node.outputs[0] in graph.outputs:
+            kept.append(Node(node.name, "Identity", node.inputs, node.outputs))
+        else:
+            names[node.outputs[0]] = names.get(node.inputs[0], node.inputs[0])
+    if tuple(kept) == graph.nodes:
+        return graph
+    return with_nodes(graph, (_reading(node, names) for node in kept))
 
 
 def _without_batch_statistics(graph: Graph) -> Graph:

@@ -209,6 +209,7 @@ RULES: dict[tuple[str, str], Rule] = {
         _like_first,
     ),
     ("autopipe", "Bounded"): _like_first,
+    ("autopipe", "StopGradient"): _like_first,
     ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
     ("com.microsoft", "FusedMatMul"): _fused_matmul,

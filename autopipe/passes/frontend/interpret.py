@@ -28,6 +28,7 @@ from autopipe.passes.frontend.loops import inner_types, loop_of
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.selections.operators import Selections
 from autopipe.passes.frontend.sequences import Sequences
+from autopipe.passes.frontend.signature import is_detach, stop_of
 from autopipe.passes.frontend.weights import MissingWeightTypes, Weights
 
 if TYPE_CHECKING:
@@ -245,6 +246,8 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         _filled(sweep, node, sweep.arrays[operands[0]])
     elif standard and node.op_type in ("Shape", "Size"):
         _measured(sweep, node, sweep.types[operands[0]].shape)
+    elif standard and _stops_gradient(sweep, node, operands):
+        _operator(sweep, stop_of(node), operands)
     elif standard and _passes_through(sweep, node, operands):
         _alias(sweep, node.output[0], operands[0])
     else:
@@ -442,6 +445,13 @@ def _measured(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> No
     start, end = stated.get("start", 0), stated.get("end", len(shape))
     assert isinstance(start, int) and isinstance(end, int)
     sweep.hold(node.output[0], np.asarray(shape[start:end], dtype=np.int64), DType.INT64)
+
+
+def _stops_gradient(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
+    """True if a node is a `detach` of floating-point values that are not known while reading."""
+    if node.op_type != "Identity" or len(operands) != 1 or operands[0] in sweep.arrays:
+        return False
+    return operands[0] in sweep.types and sweep.types[operands[0]].dtype.is_floating and is_detach(node)
 
 
 def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:

@@ -59,6 +59,11 @@ RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot i
 """Operands that are a table of positions that is resized, and the rows that are not."""
 BESIDE = (("Exp", 0), ("Resize", 0))
 """Operands by which scales of similarities and tables that are resized are known."""
+STATED = "autopipe.parameters"
+"""Key of a file's metadata: a JSON list of the names of all tensors that are trained."""
+FROZEN = "autopipe.frozen"
+"""Key of a file's metadata: a JSON list of the names of the parameters that are not trained. `autopipe export` lists
+those whose `requires_grad` is False."""
 Numbers = Callable[[], "np.ndarray | None"]
 
 
@@ -79,6 +84,9 @@ class Roles:
     uses: Uses
     stated: frozenset[str] | None
     """The weights' names where the file itself says (its metadata `autopipe.parameters`)."""
+    frozen: frozenset[str] | None
+    """The names of parameters that are not trained where the file says which (its metadata `autopipe.frozen`): then all
+    others of its signature are trained."""
     signature: Signature
     from_torch: bool
     """True if one of torch's exporters wrote the file, which keep every parameter among the initializers."""
@@ -99,6 +107,8 @@ class Roles:
             if name in self.stated:
                 return Role(True, "stated by the file")
             return Role(False, "no parameter, as the file states", constant=True)
+        if self.frozen is not None and name in self.frozen:
+            return Role(False, "frozen, as the file states")
         if self.signature:
             return self._signed(value, numbers, slots)
         if slots and slots <= SCALES_OF_WEIGHTS:
@@ -130,6 +140,8 @@ class Roles:
             return Role(False, "a buffer, as the signature says")
         if not self.signature.trains(name):
             return Role(False, "no parameter, as the signature says", constant=True)
+        if self.frozen is not None and name in self.signature.parameters:
+            return Role(True, "a parameter, as the signature says")
         if ("Gather", 0) in slots or name not in self.signature.parameters:
             table = self._table(value, numbers, named=True)
             if table.startswith("a table"):
@@ -203,12 +215,13 @@ class Roles:
 def roles_of(source: Source) -> Roles:
     """The roles in a file; raises ModelError where its own statement of parameters is not a list of names."""
     signature = Signature.of(source.graph, source.metadata)
-    stated, uses = _stated(source.metadata), Uses(nodes_within(source.nodes))
+    stated, uses = _stated(source.metadata, STATED), Uses(nodes_within(source.nodes))
     lifted = [name for name in uses.readers if source.producer == PRODUCER and LIFTED.fullmatch(name)]
     slots = {name: uses.slots(name) for name in lifted}
     return Roles(
         uses=uses,
         stated=stated,
+        frozen=_stated(source.metadata, FROZEN),
         signature=signature,
         from_torch=source.producer == PRODUCER,
         settled=source.producer == PRODUCER and not signature and stated is None and _is_settled(source, uses),
@@ -251,16 +264,17 @@ def _is_settled(source: Source, uses: Uses) -> bool:
     return scales > 0
 
 
-def _stated(metadata: Mapping[str, str]) -> frozenset[str] | None:
-    text = metadata.get("autopipe.parameters")
+def _stated(metadata: Mapping[str, str], key: str) -> frozenset[str] | None:
+    """Return the names that the file lists under `key` of its metadata; None if it has no such key."""
+    text = metadata.get(key)
     if text is None:
         return None
     try:
         names = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ModelError("its metadata 'autopipe.parameters' is no JSON") from error
+        raise ModelError(f"its metadata {key!r} is no JSON") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelError("its metadata 'autopipe.parameters' is no list of names")
+        raise ModelError(f"its metadata {key!r} is no list of names")
     return frozenset(names)
 
 

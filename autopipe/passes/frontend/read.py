@@ -11,7 +11,13 @@ from autopipe.ir.graph import Fill, Graph, Node
 from autopipe.ir.ops import operator_of, signature_of
 from autopipe.ir.problem import Mode, Scores, wanted_outputs
 from autopipe.passes.frontend.batch_inputs import told_apart
-from autopipe.passes.frontend.cleanup import at_inference, cleaned, with_plain_gathers, without_unread
+from autopipe.passes.frontend.cleanup import (
+    at_inference,
+    cleaned,
+    with_plain_gathers,
+    without_idle_stops,
+    without_unread,
+)
 from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, bounds_of, by_symbol, fixed_numbers
 from autopipe.passes.frontend.fusion.cross_entropy import is_large, with_linear_losses
 from autopipe.passes.frontend.fusion.rules import fused
@@ -111,9 +117,12 @@ def _read(
     weights = Weights(source, roles, chosen)
     interpreted, aliases = interpret(source, inputs, weights, numbers, bounds)
     chosen.require_matched()
-    read = without_unread(interpreted)
+    read = without_idle_stops(without_unread(interpreted))
     graph, scalar = _simplified(read, loss)
     mode = mode or (Mode.TRAIN if scalar else Mode.INFER)
+    if mode is Mode.INFER and (plain := without_idle_stops(read, trains=False)) is not read:
+        read = plain
+        graph, scalar = _simplified(read, loss)
     evaluates = mode is Mode.INFER if training is None else not training
     if evaluates and (inferring := at_inference(read)) is not read:
         graph, scalar = _simplified(inferring, loss)

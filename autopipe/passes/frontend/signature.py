@@ -21,6 +21,7 @@ KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 """A value's metadata: PARAMETER or BUFFER."""
 CALL = "pkg.torch.onnx.fx_node"
 """A node's metadata: the call of the traced program that it is a part of."""
+DETACH = re.compile(r"\[target=torch\.ops\.aten\.detach_?\.default\]")
 SIGNED = re.compile(r"^(\w+): (PARAMETER|BUFFER) target='([^'\n]+)'", re.MULTILINE)
 ARGUMENT = re.compile(r"%([A-Za-z_]\w*)")
 TEXT = re.compile(r"'([^']*)'")
@@ -104,6 +105,18 @@ class Signature:
         if merged in self.folded:
             info.metadata_props.add(key=FOLDED, value=str(folded))
         return info
+
+
+def is_detach(node: onnx.NodeProto) -> bool:
+    """True if the traced call that a node is a part of stops the gradient of its argument."""
+    return any(entry.key == CALL and DETACH.search(entry.value) for entry in node.metadata_props)
+
+
+def stop_of(node: onnx.NodeProto) -> onnx.NodeProto:
+    """The node that computes what `node`, a `detach`, computes, and has no gradient."""
+    import onnx.helper
+
+    return onnx.helper.make_node("StopGradient", node.input, node.output, name=node.name, domain="autopipe")
 
 
 def arguments_of(node: onnx.NodeProto) -> tuple[str, tuple[str, ...]]:

@@ -117,6 +117,7 @@ def test_each_member_exists(module: str, kind: str, name: str, tmp_path: Path) -
         LocalElasticAgent: lambda: LocalElasticAgent(_spec(), DefaultLogsSpecs(log_dir=str(tmp_path))),
         torch_interfaces.BackendRendezvousStateHolder: _holder,
         SubprocessHandler: lambda: _handler(tmp_path),
+        torch.nn.Module: lambda: torch.nn.Linear(1, 1),
         torch.autograd.graph.Node: lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
     }
     # Members that a constructor makes, and members of subclasses, are on objects only.
@@ -339,6 +340,23 @@ def test_collectives_whose_results_are_one_tensor() -> None:
 )
 def test_number_of_results(operator: Any, count: int) -> None:
     assert torch_interfaces.result_count(operator) == count
+
+
+def test_tensors_within_nested_values() -> None:
+    first, second, third = torch.ones(3, 2).unbind()
+    found = torch_interfaces.tensors_within({"a": (first, None), "b": [second, {"c": third}, 1]})
+    assert all(map(torch.equal, found, (first, second, third)))
+    assert len(found) == 3
+
+
+def test_operators_of_batch_norm() -> None:
+    """In training, of samples whose mean is 1: the statistics move by the momentum."""
+    x = torch.tensor([[0.0], [2.0]])
+    one = torch.ones(1)
+    results = torch_interfaces.batch_norm(x, one, None, torch.zeros(1), one, True, 0.5, 0.0)
+    assert results[0].flatten().tolist() == [-1.0, 1.0]
+    assert results[3].item() == 0.5
+    assert torch_interfaces.batch_norm_without_statistics(x, one, None, True, 0.5, 0.0)[0][1].item() == 1.0
 
 
 def test_exchanges_of_fake_ranks_end_at_once() -> None:

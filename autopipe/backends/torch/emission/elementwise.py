@@ -466,6 +466,7 @@ ELEMENTWISE: dict[str, Emitter] = {
     "ConstantOfShape": _filled,
     "Constant": _constant,
     "Range": _range,
+    "autopipe.StopGradient": formula("{0}.detach()"),
     "autopipe.Bounded": lambda call: called(
         "operators.bounded", call.arg(0), str(call.node.integer("most")), repr(call.node.text("title"))
     ),

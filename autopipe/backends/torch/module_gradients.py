@@ -1,0 +1,191 @@
+"""Loss and gradients of a module on example inputs, as PyTorch computes them: what an exported file is compared with.
+
+Nothing of the module changes: buffers are copies, gradients are returned, random numbers are drawn apart.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+
+from autopipe.backends.torch.exporter import Subject, loss_among
+from autopipe.backends.torch.torch_interfaces import tensors_within
+
+_RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Functions of `torch` whose only floating-point argument is the probability between layers; `train` follows it."""
+_TRAINING: Final = ("training", "train")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Results and gradients of a module on one example, if nothing is dropped."""
+
+    results: tuple[np.ndarray, ...]
+    loss: int | None
+    """Position of the loss among the results; None if the module returns none."""
+    gradients: Mapping[str, np.ndarray | None]
+    """By parameter; None if no gradient reaches it. Frozen parameters are not listed."""
+    functions: tuple[str, ...]
+    """Names of the custom `torch.autograd.Function`s through which the gradient flows."""
+    dropped: tuple[float, ...]
+    """Probabilities of the module's dropouts in training, in ascending order."""
+
+    @property
+    def is_finite(self) -> bool:
+        arrays = (*self.results, *(each for each in self.gradients.values() if each is not None))
+        return all(bool(np.isfinite(each).all()) for each in arrays)
+
+
+class _NothingDropped(TorchFunctionMode):
+    """Calls what drops with probability 0, and lists the probabilities that the module asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[float] = []
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if name in _RECURRENT:
+            return function(*self._without_probability(args), **given)
+        if "dropout" in name and inspect.isbuiltin(function):  # (input, probability, train)
+            self._note(args[1], args[2])
+            return function(args[0], 0.0, False)
+        if "dropout" in name or name in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+            args, given = self._with_zero(function, args, given)
+        return function(*args, **given)
+
+    def _without_probability(self, args: Sequence[Any]) -> list[Any]:
+        """Return the arguments of a recurrent layer, whose probability is the only floating-point one."""
+        place = next(place for place, each in enumerate(args) if isinstance(each, float))
+        layers = args[place - 1]
+        for _ in range(layers - 1):
+            self._note(args[place], args[place + 1])
+        return [*args[:place], 0.0, *args[place + 1 :]]
+
+    def _with_zero(
+        self, function: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with probability 0, for a function that names the probability `p` or `dropout_p`."""
+        if function is F.scaled_dot_product_attention:
+            names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
+            bound: dict[str, Any] = dict(zip(names, args, strict=False)) | given
+        else:
+            signature = inspect.signature(function).bind(*args, **given)
+            signature.apply_defaults()
+            bound = dict(signature.arguments)
+        name = "dropout_p" if "dropout_p" in bound else "p"
+        trains = next((bound[each] for each in _TRAINING if each in bound), True)
+        self._note(bound.get(name, 0.0), trains)
+        bound[name] = 0.0
+        return (), bound
+
+    def _note(self, probability: float, trains: bool) -> None:
+        if probability and trains:
+            self.asked.append(float(probability))
+
+
+def evaluate(subject: Subject, tensors: Sequence[torch.Tensor], seed: int = 0, ulps: float = 0.0) -> Evaluation:
+    """Return what the module computes of these inputs: with a loss in the modes of its submodules, else in `eval()`.
+
+    `ulps` moves each parameter by this many units in its last place, up or down at random: what roundings change.
+    """
+    found = _evaluated(subject, tensors, seed, ulps)
+    if found.loss is not None:
+        return found
+    modes = [(each, each.training) for each in subject.module.modules()]
+    try:
+        subject.module.eval()
+        return _evaluated(subject, tensors, seed, ulps)
+    finally:
+        for each, training in modes:
+            each.training = training
+
+
+def _evaluated(subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulps: float) -> Evaluation:
+    own = dict(subject.module.named_parameters())
+    held: dict[str, torch.Tensor] = {name: each.clone() for name, each in subject.module.named_buffers()}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _NothingDropped() as dropouts:
+        torch.manual_seed(seed)
+        read: Mapping[str, torch.Tensor] = {name: _moved(each, ulps) for name, each in own.items()} if ulps else own
+        trained = {name: each for name, each in read.items() if each.requires_grad}
+        found = torch.func.functional_call(subject.module, held | dict(read), tuple(tensors))
+        results = tuple(tensors_within(found))
+        place = loss_among(results)
+        gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
+        if place is not None and results[place].requires_grad and trained:
+            gradients = torch.autograd.grad(results[place], list(trained.values()), allow_unused=True)
+    pairs = zip(trained, gradients, strict=True)
+    return Evaluation(
+        results=tuple(_array(each) for each in results),
+        loss=place,
+        gradients={subject.name_of(name): None if each is None else _array(each) for name, each in pairs},
+        functions=() if place is None else tuple(sorted(_custom_functions(results[place]))),
+        dropped=tuple(sorted(dropouts.asked)),
+    )
+
+
+def _moved(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
+    """Return a copy of a parameter, each number moved by `ulps` units in the last place."""
+    if not parameter.is_floating_point():
+        return parameter.detach()
+    signs = torch.randint(0, 2, parameter.shape, device=parameter.device) * 2 - 1
+    step = ulps * torch.finfo(parameter.dtype).eps
+    return (parameter.detach() * (1 + signs * step)).to(parameter.dtype).requires_grad_(parameter.requires_grad)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    plain = tensor.detach().cpu()
+    if plain.dtype in (torch.bfloat16, torch.float16):
+        plain = plain.float()
+    found: np.ndarray = plain.contiguous().numpy()
+    return found
+
+
+def _custom_functions(loss: torch.Tensor) -> set[str]:
+    """Return the names of the user's `torch.autograd.Function`s in the history of `loss`."""
+    found: set[str] = set()
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            found.add(type(node).__name__.removesuffix("Backward"))
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def perturbed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return other inputs of the same ranges: the elements of each tensor in another order, and floating-point values
+    that are no integers multiplied by numbers between 0.9 and 1."""
+    generator = torch.Generator().manual_seed(1)
+    return tuple(_perturbed(each, generator) for each in tensors)
+
+
+def _perturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    order = torch.randperm(tensor.numel(), generator=generator)
+    found = tensor.detach().cpu().flatten()[order].reshape(tensor.shape)
+    if tensor.is_floating_point() and not bool((found == found.round()).all()):
+        found = found * (1 - 0.1 * torch.rand(tensor.shape, generator=generator)).to(found.dtype)
+    return found.to(tensor.device)
+
+
+def parameter_hooks(module: nn.Module) -> list[str]:
+    """Return the names of the module's parts that have hooks on backward, which an exported file has not."""
+    found = [name for name, each in module.named_parameters() if each._backward_hooks]
+    hooked = (name for name, each in module.named_modules() if each._backward_hooks or each._backward_pre_hooks)
+    return [*found, *(name or "the module" for name in hooked)]

@@ -1,0 +1,192 @@
+"""Changes to a traced program for what torch's ONNX exporter would lose: gradients that the module stops, batch
+statistics, smoothed labels."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from autopipe.backends.torch import torch_interfaces
+
+_ATEN = torch.ops.aten
+_PLACE = ("nn_module_stack", "source_fn_stack", "stack_trace")
+"""Keys of a traced call's metadata that say where in the module the call stands."""
+
+
+class InSupportedParts(TorchFunctionMode):
+    """Computes functions that the exporter would change from functions that it keeps.
+
+    It drops the smoothing of a cross-entropy's labels, and draws channels to drop by an operator that is no Dropout.
+    """
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.cross_entropy and kwargs.get("label_smoothing"):
+            return _smoothed_cross_entropy(*args, **kwargs)
+        if function in _CHANNEL_DROPOUTS and args[0].dim() == _CHANNEL_DROPOUTS[function]:
+            return _dropped_channels(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+_CHANNEL_DROPOUTS = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}
+"""Functions that drop whole channels, with the number of dimensions of an input that has a batch."""
+
+
+def _dropped_channels(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Return `torch.nn.functional.dropout2d` of the same arguments: dropout of a factor per sample and channel."""
+    factors = x.new_ones([*x.shape[:2], *([1] * (x.dim() - 2))])
+    return x * F.dropout(factors, p, training)
+
+
+def _smoothed_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Return `torch.nn.functional.cross_entropy` of the same arguments.
+
+    A sample's smoothed loss is (1 - s) l_y + s / K Σ_k l_k, l_k = -w_k log p_k. It is the negative log-likelihood of
+    label y under the scores (1 - s) log p_y + s / (K w_y) Σ_k w_k log p_k, which are computed for each class.
+    """
+    if reduce is False:  # Older names of the reductions.
+        reduction = "none"
+    elif size_average is False:
+        reduction = "sum"
+    axis = 1 if logits.dim() > 1 else 0
+    classes = logits.shape[axis]
+    likelihoods = torch.log_softmax(logits, axis)
+    if target.is_floating_point():  # Probabilities of the classes.
+        smoothed = target * (1 - label_smoothing) + label_smoothing / classes
+        return F.cross_entropy(logits, smoothed, weight, reduction=reduction)
+    if weight is None:
+        spread = likelihoods.mean(axis, keepdim=True)
+    else:
+        broadcast = weight.reshape([-1 if each == axis else 1 for each in range(logits.dim())])
+        spread = (likelihoods * broadcast).sum(axis, keepdim=True) / (classes * broadcast)
+    scores = (1 - label_smoothing) * likelihoods + label_smoothing * spread
+    return F.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction=reduction)
+
+
+def prepare(program: torch.export.ExportedProgram) -> None:
+    """Make `detach` of each value whose gradient the module stops, in place.
+
+    The file of a `detach` names it in the metadata of a node; regions under `no_grad` and the `padding_idx` of an
+    embedding are not in a file.
+    """
+    for node in list(program.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            _detach_results(program.graph, node)
+        elif node.target is _ATEN.embedding.default and _padding_of(node) >= 0:
+            _detach_padding(program.graph, node, _padding_of(node))
+    program.graph.lint()
+    program.graph_module.recompile()
+
+
+def _detach_results(graph: torch.fx.Graph, region: torch.fx.Node) -> None:
+    """Detach the results of a region under `no_grad`."""
+    for result in list(region.users):
+        with graph.inserting_after(result):
+            stopped = _call(graph, result, _ATEN.detach.default, result)
+        result.replace_all_uses_with(stopped, delete_user_cb=partial(operator.is_not, stopped))
+
+
+def _padding_of(node: torch.fx.Node) -> int:
+    """Return the row of an embedding's table that has no gradient; -1 if each row has one."""
+    given = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx", -1)
+    return given if isinstance(given, int) else -1
+
+
+def _detach_padding(graph: torch.fx.Graph, lookup: torch.fx.Node, padding: int) -> None:
+    """Detach the rows that are found at the index `padding` of an embedding's table."""
+    indices = lookup.args[1]
+    assert isinstance(indices, torch.fx.Node)
+    with graph.inserting_after(lookup):
+        stopped = _call(graph, lookup, _ATEN.detach.default, lookup)
+    with graph.inserting_after(stopped):
+        is_padding = _call(graph, indices, _ATEN.eq.Scalar, indices, padding)
+    with graph.inserting_after(is_padding):
+        per_row = _call(graph, indices, _ATEN.unsqueeze.default, is_padding, -1)
+    with graph.inserting_after(per_row):
+        chosen = _call(graph, lookup, _ATEN.where.self, per_row, stopped, lookup)
+    made = (stopped, chosen)
+    lookup.replace_all_uses_with(chosen, delete_user_cb=lambda user: user not in made)
+
+
+def _call(graph: torch.fx.Graph, like: torch.fx.Node, target: Any, *arguments: Any) -> torch.fx.Node:
+    """Return a new call, where the graph inserts, that stands where `like` stands in the module. Its value is computed
+    from the values of its arguments."""
+    node = graph.call_function(target, arguments)
+    node.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
+    node.meta["val"] = target(*(each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in arguments))
+    return node
+
+
+def translations() -> dict[Any, Callable[..., Any]]:
+    """Return the ONNX functions of traced operators that replace the exporter's. Raises ModuleNotFoundError if
+    `onnxscript` is not installed."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+
+    def batch_norm(
+        x: Any,
+        weight: Any,
+        bias: Any,
+        running_mean: Any,
+        running_var: Any,
+        training: bool,
+        momentum: float,
+        eps: float,
+    ) -> tuple[Any, ...]:
+        """Return the results of `aten._native_batch_norm_legit_functional`; the exporter's function takes running
+        statistics in training."""
+        channels = op.Shape(x, start=1, end=2)
+        if weight is None:
+            weight = op.Expand(op.CastLike(op.Constant(value_floats=[1.0]), x), channels)
+        if bias is None:
+            bias = op.Expand(op.CastLike(op.Constant(value_floats=[0.0]), x), channels)
+        if not training:
+            normalised = op.BatchNormalization(x, weight, bias, running_mean, running_var, epsilon=eps)
+            return normalised, running_mean, running_var, running_mean, running_var
+        normalised, mean, variance = op.BatchNormalization(
+            x, weight, bias, running_mean, running_var, epsilon=eps, momentum=1.0 - momentum, training_mode=1
+        )
+        return normalised, mean, variance, mean, variance
+
+    def batch_norm_without_statistics(
+        x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+    ) -> tuple[Any, ...]:
+        """Return the results of `aten._native_batch_norm_legit.no_stats`: the batch's own statistics normalise."""
+        rank = len(x.shape)
+        axes = op.Constant(value_ints=[axis for axis in range(rank) if axis != 1])
+        mean = op.ReduceMean(x, axes, keepdims=1)
+        centred = op.Sub(x, mean)
+        variance = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
+        offset = op.CastLike(op.Constant(value_float=eps), x)
+        normalised = op.Div(centred, op.Sqrt(op.Add(variance, offset)))
+        shape = op.Constant(value_ints=[1, -1, *([1] * (rank - 2))])
+        if weight is not None:
+            normalised = op.Mul(normalised, op.Reshape(weight, shape))
+        if bias is not None:
+            normalised = op.Add(normalised, op.Reshape(bias, shape))
+        return normalised, mean, variance
+
+    return {
+        torch_interfaces.batch_norm: batch_norm,
+        torch_interfaces.batch_norm_without_statistics: batch_norm_without_statistics,
+    }

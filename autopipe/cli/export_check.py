@@ -1,0 +1,256 @@
+"""The comparison of an exported file with its module: loss, gradients and outputs on two examples, which the file's
+program computes on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import yaml
+
+from autopipe.backends.torch.launcher import run_alone
+from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
+from autopipe.backends.torch.runtime.records import record_file
+from autopipe.backends.torch.verification import Difference, difference, limit_of, read_losses, read_outputs
+from autopipe.cli.codegen import generate
+from autopipe.cli.options import flag_words
+from autopipe.cli.request import request_of
+from autopipe.configs.configuration import effective
+from autopipe.configs.yaml_source import Dumper, read_text
+from autopipe.ir.errors import VerificationError
+from autopipe.ir.program import FORWARD, REFERENCE
+from autopipe.passes.pipeline import make_plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from autopipe.backends.torch.exporter import Subject
+    from autopipe.backends.torch.module_gradients import Evaluation
+
+_NAMED: Final = 5
+"""Parameters that an error names before the rest is only counted."""
+_ULPS: Final = 1.0
+"""Units in the last place by which parameters are moved, to measure what roundings change."""
+_WITHOUT: Final = "export with check=False (--no-check) to write the file all the same"
+
+
+def compare(subject: Subject, file: Path, notes: list[str]) -> str:
+    """Compare what the file computes of two examples with what the module computes.
+
+    Returns what was compared, "" if nothing was, and adds to `notes` what could not be compared. The dropouts of `file`
+    are taken out of it. Raises VerificationError, naming parameters and the likely cause, if results differ.
+    """
+    from autopipe.backends.torch.module_gradients import evaluate
+
+    examples = _examples(subject)
+    expected = [evaluate(subject, each) for each in examples]
+    if not expected[0].is_finite:
+        notes.append("the module's loss or gradients on the example are not finite: nothing was compared")
+        return ""
+    if expected[0].loss is not None:
+        _take_dropouts_out(file, expected[0].dropped)
+    again = evaluate(subject, examples[0], seed=1)
+    if not all(map(np.array_equal, again.results, expected[0].results)):
+        notes.append("the module draws random numbers besides those of dropout: its results were not compared")
+        return ""
+    comparison = _Comparison(subject, file, examples, expected)
+    return comparison.of_outputs() if expected[0].loss is None else comparison.of_gradients()
+
+
+def _examples(subject: Subject) -> list[tuple[torch.Tensor, ...]]:
+    """Return the user's example, and a second one if the module has finite results on one."""
+    from autopipe.backends.torch.module_gradients import evaluate, perturbed
+
+    turned = tuple(each.flip(0) if each.dim() else each for each in subject.tensors)
+    for tried in (perturbed(subject.tensors), turned):
+        try:
+            found = evaluate(subject, tried)
+        except Exception:  # noqa: BLE001  (The user's module may refuse other inputs, in any way.)
+            continue
+        if found.is_finite:
+            return [subject.tensors, tried]
+    return [subject.tensors]
+
+
+def _take_dropouts_out(file: Path, asked: Sequence[float]) -> None:
+    """Take the dropouts, which draw other numbers than the module's, out of a file. Raises VerificationError if their
+    probabilities are not those that the module `asked` for."""
+    import onnx
+    import onnx.numpy_helper
+
+    model = onnx.load(file, load_external_data=False)
+    held = {each.name: each for each in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            held[node.output[0]] = node.attribute[0].t
+    dropouts = [node for node in model.graph.node if node.op_type == "Dropout" and len(node.input) == 3]
+    found: list[float] = []
+    for node in dropouts:
+        ratio, training = (float(onnx.numpy_helper.to_array(held[name]).item()) for name in node.input[1:])
+        if training and ratio:
+            found.append(ratio)
+        del node.input[1:], node.output[1:], node.attribute[:]
+        node.op_type = "Identity"
+    found.sort()
+    if len(found) != len(asked) or not np.allclose(found, asked):
+        texts = [str([round(each, 6) for each in probabilities]) for probabilities in (asked, found)]
+        raise VerificationError(
+            f"the module drops with the probabilities {texts[0]}, the exported file with {texts[1]}",
+            f"put the dropouts that differ into eval(), or {_WITHOUT}",
+        )
+    if dropouts:
+        onnx.save(model, file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """An exported file, and what it is compared with."""
+
+    subject: Subject
+    file: Path
+    examples: Sequence[tuple[torch.Tensor, ...]]
+    expected: Sequence[Evaluation]
+    """Results of the module on each example."""
+
+    def of_gradients(self) -> str:
+        """Compare losses and gradients: each example is a training step at learning rate 0. Returns a summary."""
+        manifest = self._generated("train")
+        folder = self._run(manifest, REFERENCE, self.examples)
+        losses = read_losses(folder / "report.jsonl")
+        trained = {entry.value.name for entry in manifest.parameters if entry.trainable}
+        for step, expected in enumerate(self.expected):
+            assert expected.loss is not None
+            known_loss = expected.results[expected.loss]
+            loss = np.asarray(losses[step], known_loss.dtype)
+            self._require_equal([difference("the loss", loss, known_loss)], manifest, step)
+            found = _recorded(folder, step, manifest)
+            self._require_same_trained(trained, found, expected)
+            known = {name: each for name, each in expected.gradients.items() if each is not None and name in found}
+            scale = float(np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in known.values())))
+            pairs = [difference(name, found[name], each, scale) for name, each in known.items()]
+            self._require_equal(pairs, manifest, step)
+        return f"loss and {len(trained)} gradients on {len(self.expected)} examples equal the module's"
+
+    def of_outputs(self) -> str:
+        """Compare the outputs of a module without a loss. Returns what was compared."""
+        manifest = self._generated("infer")
+        forward = read_manifest(manifest.folder / FORWARD)
+        count = 0
+        for step, (example, expected) in enumerate(zip(self.examples, self.expected, strict=True)):
+            folder = self._run(manifest, FORWARD, [example])
+            found = read_outputs(folder / "outputs.npz", forward)
+            count = len(found)
+            triples = zip(found, found.values(), expected.results, strict=False)
+            pairs = [difference(f"output {name!r}", ours, known) for name, ours, known in triples]
+            self._require_equal(pairs, manifest, step)
+        return f"{count} outputs on {len(self.expected)} examples equal the module's"
+
+    def _generated(self, mode: str) -> Manifest:
+        """Plan the file for one device and write its program."""
+        rows = max(len(each) for each in self.subject.tensors if each.dim())
+        settings: dict[str, Any] = {
+            "cluster": {"preset": "cpu-local"},
+            "gpus": 1,
+            "mode": mode,
+            "batch_size": rows,
+            "micro_batches": 1,
+            "strategy": {"name": "data_parallel"},
+        }
+        if mode == "train":
+            settings |= {"loss": "loss", "optimizer": {"name": "sgd", "lr": 0.0}}
+        given = read_text(yaml.dump(settings, Dumper=Dumper), "the check of an export")
+        planned = make_plan(request_of(effective([given]), self.file))
+        folder = self.file.with_name("program")
+        generate(planned, folder)
+        return read_manifest(folder)
+
+    def _run(self, manifest: Manifest, name: str, examples: Iterable[tuple[torch.Tensor, ...]]) -> Path:
+        """Run the program on the examples, each a step. Returns the folder of its record."""
+        folder = manifest.folder.with_name("record")
+        folder.mkdir(exist_ok=True)
+        columns = zip(*examples, strict=True)
+        arrays: dict[str, Any] = {}
+        steps = 0
+        for known, column in zip(self.subject.names, columns, strict=True):
+            steps = len(column)
+            arrays[known] = np.concatenate([each.detach().cpu().numpy() for each in column])
+        data = folder / "data.npz"
+        np.savez(data, **arrays)
+        files = {"report": folder / "report.jsonl", "outputs": folder / "outputs.npz", "record": folder}
+        run_alone(manifest.folder / name, flag_words(steps=steps, device="cpu", data=data, **files))
+        return folder
+
+    def _require_same_trained(self, trained: set[str], found: Mapping[str, np.ndarray], expected: Evaluation) -> None:
+        """Raise VerificationError if the file has a gradient of other parameters than the module."""
+        flowing = {name for name, each in expected.gradients.items() if each is not None and np.any(each)}
+        lost = sorted(flowing - trained)
+        if lost:
+            raise VerificationError(
+                f"the exported file has no gradient of {_list(lost)}, the module has",
+                f"rewrite the part of the module that reads them, or {_WITHOUT}",
+            )
+        gained = sorted(name for name in trained - flowing if np.any(found[name]))
+        if gained:
+            raise VerificationError(
+                f"the exported file trains {_list(gained)}, of which the module has no gradient",
+                f"{self._cause(expected)}; freeze them (requires_grad_(False)), or {_WITHOUT}",
+            )
+
+    def _require_equal(self, pairs: Sequence[Difference], manifest: Manifest, step: int) -> None:
+        """Raise VerificationError if a difference is larger than what roundings explain."""
+        bound = manifest.rounding.bound
+        if all(each.relative <= bound for each in pairs):
+            return
+        responses = self._responses(step)
+        wrong = [each for each in pairs if not each.relative <= limit_of(bound, each, responses.get(each.tensor, 0.0))]
+        if not wrong:
+            return
+        worst = max(wrong, key=lambda each: each.relative)
+        what = "gradients" if worst.tensor in self.expected[step].gradients else "results"
+        names = _list([each.tensor for each in sorted(wrong, key=lambda each: -each.relative)])
+        where = "the example" if step == 0 else "a second example"
+        raise VerificationError(
+            f"{what} of the exported file and the module differ on {where}: {names} by {worst.relative:.1e}",
+            f"{self._cause(self.expected[step])}; {_WITHOUT}",
+        )
+
+    def _responses(self, step: int) -> dict[str, float]:
+        """Return by how much a rounding of each parameter changes the loss, each gradient and each output."""
+        from autopipe.backends.torch.module_gradients import evaluate
+
+        expected = self.expected[step]
+        moved = evaluate(self.subject, self.examples[step], ulps=_ULPS)
+        found = {
+            name: difference(name, moved_gradient, gradient).relative
+            for name, gradient in expected.gradients.items()
+            if gradient is not None and (moved_gradient := moved.gradients[name]) is not None
+        }
+        results = zip(moved.results, expected.results, strict=True)
+        found["the loss"] = max((difference("", *each).relative for each in results), default=0.0)
+        return found
+
+    def _cause(self, expected: Evaluation) -> str:
+        """Return the likely cause of a difference."""
+        from autopipe.backends.torch.module_gradients import parameter_hooks
+
+        if expected.functions:
+            names = ", ".join(expected.functions)
+            return f"the backward of the autograd function {names} is not in an ONNX file"
+        hooks = parameter_hooks(self.subject.module)
+        if hooks:
+            return f"hooks on backward are not in an ONNX file: {_list(hooks)}"
+        return "the module stops or changes a gradient, or computes a value, in a way that torch's exporter loses"
+
+
+def _recorded(folder: Path, step: int, manifest: Manifest) -> dict[str, np.ndarray]:
+    """Return the gradients of a step by the parameter's name."""
+    with np.load(record_file(folder, "gradients", step, 0), allow_pickle=False) as stored:
+        return {manifest.parameters[int(index)].value.name: stored[index] for index in stored.files}
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

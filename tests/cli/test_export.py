@@ -1,0 +1,246 @@
+"""`autopipe export` and `autopipe.export`: what is written trains as the module does, or is rejected."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopipe
+from autopipe.ir.errors import AutopipeError, ConfigurationError, VerificationError
+from autopipe.passes.frontend import read_model
+from tests.cli.command_line import CommandLine
+
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("here")]
+SAMPLES, TOKENS, WIDTH, CLASSES = 4, 3, 6, 5
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, whose gradient is turned round."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+def stopped(x: torch.Tensor, h: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    return h + 0.5 * x.detach()
+
+
+def without_grad(x: torch.Tensor, h: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(layer(x))
+    return h * gate
+
+
+def straight_through(x: torch.Tensor, h: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    return h + (torch.round(h * 4) / 4 - h).detach()
+
+
+def backwards(x: torch.Tensor, h: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    return Reversed.apply(h)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def data_of_a_tensor(x: torch.Tensor, h: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    return h + layer.weight.data.sum()  # type: ignore[operator, union-attr]
+
+
+class Classifier(nn.Module):
+    """An embedding, a normalised layer, and a part that changes how gradients flow."""
+
+    def __init__(self, part: Callable[..., torch.Tensor] | None = None, padding: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, WIDTH, padding_idx=padding)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.25)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.part = part
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens).mean(1)
+        h = self.drop(self.norm(torch.tanh(self.layer(x))))
+        if self.part is not None:
+            h = self.part(x, h, self.layer)
+        return self.head(h)  # type: ignore[no-any-return]
+
+
+def example() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(CLASSES, (SAMPLES, TOKENS), generator=generator)
+    return tokens, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+
+def made(*arguments: Any, **keywords: Any) -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(*arguments, **keywords)
+
+
+def written(module: nn.Module, folder: Path, loss: Any = F.cross_entropy) -> Path:
+    tokens, labels = example()
+    return autopipe.export(module, tokens, folder / "model.onnx", loss=loss, labels=labels)
+
+
+@pytest.mark.parametrize("part", [stopped, without_grad, straight_through])
+def test_stopped_gradients_stay_stopped(part: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    path = written(made(part), tmp_path)
+    assert "StopGradient" in [each.op for each in read_model(path).graph.nodes]
+
+
+def test_rows_of_padding_have_no_gradient(tmp_path: Path) -> None:
+    path = written(made(padding=1), tmp_path)
+    assert "StopGradient" in [each.op for each in read_model(path).graph.nodes]
+
+
+def test_a_backward_of_its_own_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match=r"table\.weight|layer\.weight") as raised:
+        written(made(backwards), tmp_path)
+    assert "Reversed" in raised.value.hint
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_hooks_that_change_gradients_are_rejected(tmp_path: Path) -> None:
+    module = made()
+    module.head.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(VerificationError, match=r"head\.weight") as raised:
+        written(module, tmp_path)
+    assert "hooks" in raised.value.hint
+
+
+def test_the_module_stays_as_it_is(tmp_path: Path) -> None:
+    module = made().train()
+    module.norm.eval()
+    for parameter in module.table.parameters():
+        parameter.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    modes = [each.training for each in module.modules()]
+    written(module, tmp_path)
+    assert modes == [each.training for each in module.modules()]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert [name for name, each in module.named_parameters() if not each.requires_grad] == ["table.weight"]
+    assert all(each.grad is None for each in module.parameters())
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_modes_are_those_of_the_submodules(trains: bool, tmp_path: Path) -> None:
+    module = made().train()
+    module.norm.train(trains)
+    module.drop.train(not trains)
+    graph = onnx.load(written(module, tmp_path)).graph
+    (norm,) = [node for node in graph.node if node.op_type == "BatchNormalization"]
+    modes = [each.i for each in norm.attribute if each.name == "training_mode"]
+    assert any(modes) is trains
+    assert ("Dropout" in [node.op_type for node in graph.node]) is not trains
+
+
+def test_frozen_parameters_and_names_are_kept(tmp_path: Path) -> None:
+    module = made()
+    for parameter in module.layer.parameters():
+        parameter.requires_grad_(False)
+    graph = read_model(written(module, tmp_path)).graph
+    assert {each.value.name for each in graph.parameters if each.trainable} == {
+        "table.weight", "norm.weight", "norm.bias", "head.weight", "head.bias",
+    }  # fmt: skip
+    assert {each.value.name for each in graph.parameters} == module.state_dict().keys() - {"norm.num_batches_tracked"}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_are_smoothed_as_the_loss_says(smoothing: float, tmp_path: Path) -> None:
+    written(made().eval(), tmp_path, nn.CrossEntropyLoss(label_smoothing=smoothing))
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        return (h + torch.randn_like(h)).square().mean()
+
+
+def test_random_numbers_are_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="random numbers"):
+        autopipe.export(Drawing(), torch.ones(SAMPLES, WIDTH), tmp_path / "model.onnx")
+
+
+def test_outputs_of_a_module_without_a_loss_are_compared(tmp_path: Path) -> None:
+    tokens, _ = example()
+    module = made().train()
+    path = autopipe.export(module, tokens, tmp_path / "model.onnx")
+    assert read_model(path).loss == ""
+    assert module.drop.training
+
+
+def test_a_missing_exporter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "onnxscript"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)  # As if it were not installed.
+    with pytest.raises(ConfigurationError, match="onnxscript") as raised:
+        written(made(), tmp_path)
+    assert "extra 'export'" in raised.value.hint
+
+
+def test_what_torch_cannot_trace_is_one_line(tmp_path: Path) -> None:
+    class Branching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(AutopipeError, match="trace"):
+        autopipe.export(Branching(), torch.ones(2, 2), tmp_path / "model.onnx")
+
+
+FACTORY = """
+import torch
+from torch import nn
+from sizes import WIDTH
+
+
+def factory():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    model[0].bias.requires_grad_(False)
+    return model, torch.randn(4, WIDTH), nn.functional.cross_entropy, torch.tensor([0, 1, 2, 0])
+
+
+def by_name():
+    return {"module": nn.Linear(WIDTH, 1), "example": torch.ones(2, WIDTH)}
+
+
+def wrong():
+    return nn.Linear(WIDTH, 1)
+"""
+
+
+@pytest.fixture
+def command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return CommandLine.prepare(tmp_path, monkeypatch, capsys)
+
+
+def test_the_command_exports_what_a_factory_returns(command_line: CommandLine) -> None:
+    (command_line.folder / "small.py").write_text(FACTORY, encoding="utf-8")
+    (command_line.folder / "sizes.py").write_text("WIDTH = 4\n", encoding="utf-8")
+    shown = command_line.done("export", "small.py:factory", "-o", "small.onnx", "--json")
+    data = json.loads(shown.out)
+    assert data["frozen"] == ["0.bias"] and data["inputs"] == ["input", "labels"] and data["parameters"] == 4
+    assert "3 gradients" in data["compared"]
+    command_line.done("export", "small.py:by_name", "--no-check")
+    assert (command_line.folder / "model.onnx").exists()
+    command_line.refuses(2, ("export", "small.py:wrong"), "small.py:wrong returns a Linear")
+    command_line.refuses(2, ("export", "small.py:absent"), "absent")
+    command_line.refuses(2, ("export", "small.py"), "names no function")
+    command_line.refuses(2, ("export", "none.py:factory"), "none.py does not exist")
+    command_line.refuses(2, ("export", "no_such_module:factory"), "no_such_module")
