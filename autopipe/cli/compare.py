@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopipe.cli.drawing.picture import MOST_DEVICES, Picture, one_of_each, plan_picture
-from autopipe.cli.drawing.report import Report, report_page
+from autopipe.cli.drawing.report import Report, legend_markup, report_page
 from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.cli.options import FORCE, PATH, standard_options
@@ -356,12 +356,14 @@ def compare_report(plans: Sequence[ComparisonPlan], diffs: Sequence[PlanDiff]) -
     subtitle = ", ".join(dict.fromkeys(plan.model for plan in bare))
     if any(plan.summary.devices > MOST_DEVICES for plan in bare):
         subtitle += "; of devices with the same tasks one is drawn"
+    pictures = tuple(each.named_picture for each in plans)
     return Report(
         title=f"{len(plans)} plans compared",
         subtitle=subtitle,
         figures=tuple((str(each), seconds_text(each.plan.summary.step_time_s)) for each in plans),
-        pictures=tuple(each.named_picture for each in plans),
+        pictures=pictures,
         sections=tuple(sections),
+        legend=legend_markup([picture for _, picture in pictures]),
     )
 
 

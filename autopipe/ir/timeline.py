@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from autopipe.ir.codec import Amount, Flat, Index, Row, Sparse
@@ -15,6 +16,27 @@ class Span:
 
     device: int
     task: Task
+    start: float
+    end: float
+
+
+class EndKind(enum.Enum):
+    """Work at the end of a step that trains."""
+
+    GRADIENT_SUM = "gradient sum"
+    """Gradients of a stage are summed over its devices."""
+    UPDATE = "update"
+    """The optimizer updates the parameters of all stages of a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndSpan:
+    """Work of a device after its last task, in seconds from the start of the step."""
+
+    device: int
+    kind: EndKind
+    stage: int | None
+    """None for an update, which is of all stages of the device."""
     start: float
     end: float
 
@@ -58,6 +80,8 @@ class Timeline:
     """Devices that do the same; () where each is held for itself."""
     links: Links = ()
     """Pairs that exchange the same; () where each is held for itself."""
+    own_ends: tuple[EndSpan, ...] = ()
+    """Gradient sums and updates of the first device of each lane, by device, then by start."""
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -67,12 +91,30 @@ class Timeline:
         of_lane: dict[int, list[Span]] = {}
         for span in self.own_spans:
             of_lane.setdefault(span.device, []).append(span)
-        firsts = {device: devices[0] for devices in self.lanes for device in devices}
+        firsts = self._firsts
         return tuple(
             span if span.device == device else Span(device, span.task, span.start, span.end)
             for device in sorted(firsts)
             for span in of_lane.get(firsts[device], ())
         )
+
+    @property
+    def ends(self) -> tuple[EndSpan, ...]:
+        """Return the gradient sums and updates of all devices, by device, then by start."""
+        if len(self.lanes) in (0, len(self.memory)):
+            return self.own_ends
+        of_lane: dict[int, list[EndSpan]] = {}
+        for span in self.own_ends:
+            of_lane.setdefault(span.device, []).append(span)
+        firsts = self._firsts
+        return tuple(
+            replace(span, device=device) for device in sorted(firsts) for span in of_lane.get(firsts[device], ())
+        )
+
+    @property
+    def _firsts(self) -> dict[int, int]:
+        """The first device of each device's lane."""
+        return {device: devices[0] for devices in self.lanes for device in devices}
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:

@@ -46,6 +46,9 @@ rows.forEach((each, place) => { each.device = data.devices[place]; });
 const bars = data.bars.map((list) => Float64Array.from(list));
 const memory = data.memory.map((list) => Float64Array.from(list));
 const peaks = memory.map((list) => list.reduce((most, each, index) => (index % 2 ? Math.max(most, each) : most), 0));
+// Gradient sums and updates of a device: kind, stage (-1: all), start, end.
+const ends = data.ends.map((list) => Float64Array.from(list));
+const endKinds = data.endKinds.map(([name, letter, fill, ink]) => ({ name, letter, fill, ink }));
 const kinds = data.kinds.map(([prefix, letter, phase, fill, ink, stage]) => ({ prefix, letter, phase, fill, ink, stage }));
 
 function memoryAt(device, time) {
@@ -59,4 +62,9 @@ const peakTexts = peaks.map((peak, device) => {
   const limit = data.limits[device];
   return memoryText(peak) + (limit === null ? "" : `${over[device] ? " over " : " of "}${memoryText(limit)}`);
 });
-const right = 20 + 6.6 * Math.max(...peakTexts.map((text) => text.length));
+const narrow = 600; // Pixels of a page in which the peaks leave no room for their limits.
+const shownPeak = (device) => (view.width < narrow ? memoryText(peaks[device]) : peakTexts[device]);
+let right = 0;
+function fitLabels() {
+  right = 20 + 6.6 * Math.max(...peaks.map((_, device) => shownPeak(device).length));
+}

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
 
-from autopipe.cli.output import bytes_text, seconds_text
+from autopipe.cli.output import bytes_text, count_text, seconds_text
 from autopipe.ir.block_schedule import Block, BlockSchedule
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase, Repetend, Schedule, micro_batch_ratios
-from autopipe.ir.timeline import Span, Timeline, Transfer
+from autopipe.ir.timeline import EndKind, EndSpan, Span, Timeline, Transfer
 
 Curve = tuple[tuple[float, int], ...]
 """(time, memory in use from then on), ascending, the first at 0."""
@@ -70,6 +71,8 @@ class Picture:
     transfers: tuple[Transfer, ...] = ()
     devices: tuple[int, ...] = ()
     """The device of each row, where rows are not all devices in order."""
+    ends: tuple[EndSpan, ...] = ()
+    """Gradient sums and updates, by row, then by start."""
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -82,6 +85,18 @@ class Picture:
         for bar in self.bars:
             found[bar.device].append(bar)
         return found
+
+    @property
+    def end_rows(self) -> list[list[EndSpan]]:
+        found: list[list[EndSpan]] = [[] for _ in self.memory]
+        for span in self.ends:
+            found[span.device].append(span)
+        return found
+
+    @property
+    def end_kinds(self) -> tuple[EndKind, ...]:
+        """The kinds of work at the step's end that the picture has."""
+        return tuple(kind for kind in EndKind if any(span.kind is kind for span in self.ends))
 
     def device_of(self, row: int) -> int:
         return self.devices[row] if self.devices else row
@@ -123,6 +138,7 @@ def step_picture(
         physical=True,
         steady=steady_state(schedule, timeline, turns),
         transfers=timeline.transfers,
+        ends=timeline.ends,
     )
 
 
@@ -273,6 +289,7 @@ def one_of_each(picture: Picture) -> Picture:
             if each.source in row and each.target in row
         ),
         devices=tuple(row),
+        ends=tuple(replace(span, device=row[span.device]) for span in picture.ends if span.device in row),
     )
 
 
@@ -292,6 +309,69 @@ def stage_colour(stage: int, phase: Phase) -> str:
     lightness = _LIGHTNESS[phase] + (-_LIGHTER if stage % 2 else _LIGHTER)
     parts = colorsys.hls_to_rgb(_HUES[stage % len(_HUES)] / 360, lightness, saturation)
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class EndStyle:
+    """How work at the end of a step is drawn: in greys, which no stage has."""
+
+    letter: str
+    fill: str
+    ink: str
+    """Colour of text on `fill`."""
+
+
+END_STYLES = {
+    EndKind.GRADIENT_SUM: EndStyle("G", "#aab2bd", "#10131a"),
+    EndKind.UPDATE: EndStyle("U", "#59636e", "#ffffff"),
+}
+PHASE_NAMES = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.INPUT_GRADIENT: "gradients of inputs",
+    Phase.WEIGHT_GRADIENT: "gradients of weights",
+}
+"""Names of phases in a legend."""
+MOST_STAGES = 32
+"""Maximum number of stages in a legend; the hues repeat long before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Legend:
+    """The colours and letters of pictures."""
+
+    phases: tuple[tuple[str, Phase], ...]
+    """Letter and phase."""
+    ends: tuple[EndKind, ...]
+    stages: tuple[int, ...]
+
+    @property
+    def entries(self) -> list[tuple[str, str]]:
+        """(colour, text) of each phase in the shade of the first stage, of the work at the step's end, and of stages,
+        of which the last ones are left out if there are many."""
+        first = self.stages[0] if self.stages else 0
+        phases = [(stage_colour(first, phase), f"{letter} {PHASE_NAMES[phase]}") for letter, phase in self.phases]
+        ends = [(END_STYLES[kind].fill, f"{END_STYLES[kind].letter} {kind.value}") for kind in self.ends]
+        shown = self.stages[:MOST_STAGES]
+        return [*phases, *ends, *((stage_colour(stage, Phase.FORWARD), f"stage {stage}") for stage in shown)]
+
+    @property
+    def more(self) -> str:
+        """How many stages are left out, "" for none."""
+        left_out = len(self.stages) - MOST_STAGES
+        return f"and {count_text(left_out, 'more stage')}" if left_out > 0 else ""
+
+
+def legend_of(pictures: Sequence[Picture]) -> Legend:
+    """Return the legend of what the pictures have."""
+    bars = [bar for picture in pictures for bar in picture.bars]
+    letters = {bar.phase: bar.letter for bar in reversed(bars)}
+    kinds = {kind for picture in pictures for kind in picture.end_kinds}
+    return Legend(
+        tuple((letters[phase], phase) for phase in PHASE_NAMES if phase in letters),
+        tuple(kind for kind in EndKind if kind in kinds),
+        tuple(sorted({bar.stage for bar in bars})),
+    )
 
 
 def text_colour(phase: Phase) -> str:

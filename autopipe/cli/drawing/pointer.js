@@ -79,6 +79,14 @@ function lines(device, inside, x, y) {
       `${timeText(start)} to ${timeText(stop)}: ${timeText(stop - start)}`, `memory in use ${used}`,
     ];
   }
+  const wide = (2 / plot()) * (view.to - view.from); // A narrower bar is drawn so wide.
+  const work = ends[device];
+  for (let place = work.length - 4; inside <= bar && place >= 0; place -= 4) {
+    const [kind, stage, start, stop] = work.subarray(place, place + 4);
+    if (time < start || time > Math.max(stop, start + wide)) continue;
+    const what = stage < 0 ? "parameters of all stages" : `gradients of stage ${stage}`;
+    return [endKinds[kind].name, `${what}, device ${name(device)}`, `${timeText(start)} to ${timeText(stop)}: ${timeText(stop - start)}`];
+  }
   if (arrow) {
     const [source, target, start, stop, size, task] = arrow[1];
     return [`${task}: ${memoryText(size)} from ${rows[source].device} to ${name(target)}`, timeText(stop - start)];

@@ -7,14 +7,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from autopipe.cli.drawing.picture import Picture, block_kinds, block_picture, plan_picture, stage_colour, text_colour
+from autopipe.cli.drawing.picture import (
+    END_STYLES,
+    Picture,
+    block_kinds,
+    block_picture,
+    legend_of,
+    plan_picture,
+    stage_colour,
+    text_colour,
+)
 from autopipe.cli.drawing.svg import block_graph_svg, escape, markup_row, markup_table, plan_graph_svg
 from autopipe.cli.output import bytes_text, devices_text, seconds_text
 from autopipe.cli.plan_text import gap_text, number_text, over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.plan import Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.schedule import Phase
-from autopipe.ir.timeline import Timeline
+from autopipe.ir.timeline import EndSpan, Timeline
 
 _LEAST_SHARE = 5e-4
 """Share of a step that is worth a row."""
@@ -109,6 +118,7 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
         for each in picture.transfers:
             times = _short(each.start), _short(each.end)
             transfers.append((first + each.source, first + each.target, *times, each.bytes, str(each.task)))
+    ends = [_end_numbers(row) for picture in pictures for row in picture.end_rows]
     state = pictures[0].steady if len(pictures) == 1 else None
     curves = [curve for picture in pictures for curve in picture.memory]
     return {
@@ -118,11 +128,23 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
         "devices": [picture.device_of(row) for picture in pictures for row in range(len(picture.memory))],
         "kinds": list(kinds),
         "bars": bars,
+        "endKinds": [(kind.value, style.letter, style.fill, style.ink) for kind, style in END_STYLES.items()],
+        "ends": ends,
         "memory": [[number for time, used in curve for number in (_short(time), used)] for curve in curves],
         "limits": [limit for picture in pictures for limit in picture.limits],
         "transfers": transfers if len(transfers) <= _MOST_TRANSFERS else [],
         "steady": None if state is None else [state.start, state.end, state.count],
     }
+
+
+def _end_numbers(row: Sequence[EndSpan]) -> list[float]:
+    """Return kind, stage (-1 for all), start and end of each span of a row."""
+    kinds = list(END_STYLES)
+    found: list[float] = []
+    for span in row:
+        stage = -1 if span.stage is None else span.stage
+        found += (kinds.index(span.kind), stage, _short(span.start), _short(span.end))
+    return found
 
 
 def _short(time: float) -> float:
@@ -176,33 +198,16 @@ def comparison_markup(
     return markup_table(("schedule", "", "time", "to the chosen", "bubble", "peak memory"), rows)
 
 
-_PHASES = {
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.INPUT_GRADIENT: "gradients of inputs",
-    Phase.WEIGHT_GRADIENT: "gradients of weights",
-}
-_MOST_STAGES = 32
-"""Stages in the legend; the hues repeat long before."""
-
-
-def legend_markup(picture: Picture) -> str:
-    """The letters of the phases that `picture` has, each in the shade of its stages, and the stages' hues."""
-    phases = {bar.phase: bar.letter for bar in reversed(picture.bars)}
-    stages = sorted({bar.stage for bar in picture.bars})
-    first = stages[0] if stages else 0
-    entries = [
-        f'<span><i style="background:{stage_colour(first, phase)}"></i>{escape(phases[phase])} {name}</span>'
-        for phase, name in _PHASES.items()
-        if phase in phases
-    ]
-    entries += [
-        f'<span><i style="background:{stage_colour(stage, Phase.FORWARD)}"></i>stage {stage}</span>'
-        for stage in stages[:_MOST_STAGES]
-    ]
-    more = f"<span>and {len(stages) - _MOST_STAGES} more stages</span>" if len(stages) > _MOST_STAGES else ""
+def legend_markup(pictures: Sequence[Picture]) -> str:
+    """Markup of the colours and letters of `pictures`: the phases and the work at the step's end that they have, and
+    their stages."""
+    legend = legend_of(pictures)
+    entries = "".join(
+        f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in legend.entries
+    )
+    more = f"<span>{legend.more}</span>" if legend.more else ""
     how = "a task is its stage, its letter and its micro-batch: 2F3; the line below a device is its memory"
-    return f'<p class="legend">{"".join(entries)}{more}<span>{how}</span></p>'
+    return f'<p class="legend">{entries}{more}<span>{how}</span></p>'
 
 
 _PARTS = {
@@ -297,7 +302,7 @@ def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult
         ),
         pictures=(("", picture),),
         sections=tuple(sections),
-        legend=legend_markup(picture),
+        legend=legend_markup([picture]),
     )
 
 

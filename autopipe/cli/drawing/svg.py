@@ -6,11 +6,20 @@ from collections.abc import Mapping, Sequence
 from graphlib import TopologicalSorter
 from html import escape as html_escape
 
-from autopipe.cli.drawing.picture import Bar, Picture, block_kinds, stage_colour, text_colour
+from autopipe.cli.drawing.picture import (
+    END_STYLES,
+    Bar,
+    Picture,
+    block_kinds,
+    legend_of,
+    stage_colour,
+    text_colour,
+)
 from autopipe.cli.output import bytes_text, devices_text, printable_lines
 from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase
+from autopipe.ir.timeline import EndSpan
 
 
 def escape(text: str) -> str:
@@ -35,22 +44,29 @@ _WIDTH, _LEFT, _RIGHT, _TOP = 1000, 74, 84, 34
 _ROW, _BAR = 30, 24
 _LETTER = 6.2
 """Width of a letter of the labels."""
+_SWATCH, _LEGEND_ROW = 10, 18
+"""Width of a colour in the legend, and height of a row of it."""
 _STYLE = (
     "text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#24292f}"
-    ".quiet{fill:#6e7781}.lane{fill:#f3f4f6}.rule{stroke:#8c959f;fill:none}"
-    "@media (prefers-color-scheme:dark){text{fill:#e6edf3}.quiet{fill:#9198a1}.lane{fill:#1c2129}}"
+    ".paper{fill:#ffffff}.quiet{fill:#656d76}.lane{fill:#f3f4f6}.rule{stroke:#8c959f;fill:none}"
+    "@media (prefers-color-scheme:dark){text{fill:#e6edf3}.paper{fill:#0d1117}.quiet{fill:#9198a1}.lane{fill:#1c2129}}"
 )
+"""The paper is part of the picture: a browser tells it the theme of the system, which its page need not have."""
 
 
 def timeline_svg(picture: Picture) -> str:
-    """One row a device: its tasks in the stages' colours, numbered by micro-batch, and its peak memory."""
+    """One row per device: its tasks in the stages' colours, numbered by micro-batch, gradient sums and the update at
+    its end, and its peak memory; below them the legend."""
     below = _TOP + len(picture.memory) * _ROW
-    height = below + (46 if picture.steady else 26)
+    scale = below + (38 if picture.steady else 18)
+    legend = _legend(picture, scale + 22)
+    height = scale + 12 + len(legend) * _LEGEND_ROW
     end, right = picture.time_text(picture.end), _WIDTH - _RIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
         "<metadata>autopipe</metadata>",
         f"<title>{escape(picture.title)}</title><style>{_STYLE}</style>",
+        f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
         f'<text x="{_LEFT}" y="18">{escape(picture.title)}</text>',
     ]
     for device, peak in enumerate(picture.peaks):
@@ -59,14 +75,33 @@ def timeline_svg(picture: Picture) -> str:
         parts.append(f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end">device {device}</text>')
         parts.append(f'<text class="quiet" x="{right + 8}" y="{top + 16}">{picture.memory_text(peak)}</text>')
     parts += (_bar(bar, picture.end) for bar in picture.bars)
+    parts += (_end_bar(span, picture.end) for span in picture.ends)
     if (state := picture.steady) is not None:
         first, last = _position(state.start, picture.end), _position(state.end, picture.end)
         place = f'x="{(first + last) / 2:.1f}" y="{below + 20}" text-anchor="middle"'
         parts.append(f'<path class="rule" d="M{first:.1f} {below}v6H{last:.1f}v-6"/>')
         parts.append(f'<text class="quiet" {place}>steady state ×{state.count}</text>')
-    parts.append(f'<text class="quiet" x="{_LEFT}" y="{height - 8}">0</text>')
-    parts.append(f'<text class="quiet" x="{right}" y="{height - 8}" text-anchor="end">{end}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    parts.append(f'<text class="quiet" x="{_LEFT}" y="{scale}">0</text>')
+    parts.append(f'<text class="quiet" x="{right}" y="{scale}" text-anchor="end">{end}</text>')
+    return "\n".join([*parts, *legend, "</svg>"]) + "\n"
+
+
+def _legend(picture: Picture, top: int) -> list[str]:
+    """Return the rows of the legend, the first one with its text at `top`."""
+    legend = legend_of([picture])
+    entries = [*legend.entries, *([("none", legend.more)] if legend.more else [])]
+    rows = [""]
+    x = float(_LEFT)
+    for colour, text in entries:
+        width = _SWATCH + 6 + len(text) * 6.8 + 16
+        if x + width > _WIDTH and rows[-1]:
+            rows.append("")
+            x = float(_LEFT)
+        y = top + (len(rows) - 1) * _LEGEND_ROW
+        box = f'x="{x:.1f}" y="{y - 9}" width="{_SWATCH}" height="{_SWATCH}" rx="2" style="fill:{colour}"'
+        rows[-1] += f'<rect {box}/><text class="quiet" x="{x + _SWATCH + 6:.1f}" y="{y}">{escape(text)}</text>'
+        x += width
+    return [row for row in rows if row]
 
 
 def _position(seconds: float, end: float) -> float:
@@ -80,11 +115,27 @@ def _bar(bar: Bar, end: float) -> str:
         f'<rect x="{left:.2f}" y="{top}" width="{max(right - left - 0.6, 0.2):.2f}" height="{_BAR}" rx="2" '
         f'fill="{stage_colour(bar.stage, bar.phase)}"/>'
     )
-    label = str(bar.unit)
-    if right - left < len(label) * _LETTER + 2:
-        return box
+    return box + _label(str(bar.unit), left, right, top, text_colour(bar.phase))
+
+
+def _end_bar(span: EndSpan, end: float) -> str:
+    """At least a pixel wide: sums and updates often take a hundredth of the step."""
+    left, right = _position(span.start, end), _position(span.end, end)
+    top, style = _TOP + span.device * _ROW, END_STYLES[span.kind]
+    what = span.kind.value if span.stage is None else f"{span.kind.value} of stage {span.stage}"
+    box = (
+        f'<rect class="end" x="{left:.2f}" y="{top}" width="{max(right - left - 0.6, 1):.2f}" height="{_BAR}" '
+        f'style="fill:{style.fill}"><title>{what}</title></rect>'
+    )
+    return box + _label(style.letter, left, right, top, style.ink)
+
+
+def _label(text: str, left: float, right: float, top: int, colour: str) -> str:
+    """A label in the middle of a bar, "" if the bar is too narrow for it."""
+    if right - left < len(text) * _LETTER + 2:
+        return ""
     place = f'x="{(left + right) / 2:.2f}" y="{top + 16}" text-anchor="middle"'
-    return f'{box}<text {place} style="fill:{text_colour(bar.phase)}">{label}</text>'
+    return f'<text {place} style="fill:{colour}">{text}</text>'
 
 
 _BOX, _HEIGHT, _ACROSS, _DOWN = 104, 40, 64, 18
@@ -131,7 +182,8 @@ def _graph_svg(title: str, nodes: Sequence[Node], edges: Mapping[tuple[int, int]
         style = f'style="fill:{"#ffffff" if phase is Phase.BACKWARD else "#10131a"}"'
         colour = stage_colour(stage, phase)
         parts.append(f'<rect x="{x}" y="{y}" width="{_BOX}" height="{_HEIGHT}" rx="5" fill="{colour}"/>')
-        for line, text in ((17, name), (32, f"device {devices_text(devices)}")):
+        group = f"device{'' if len(devices) == 1 else 's'} {devices_text(devices)}"
+        for line, text in ((17, name), (32, group)):
             shortened = text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
             parts.append(f'<text {style} x="{x + 8}" y="{y + line}">{escape(shortened)}</text>')
     return f'<div class="graph">{"".join([*parts, "</svg>"])}</div>'

@@ -13,8 +13,19 @@ from textwrap import wrap
 from rich.style import Style
 from rich.text import Text
 
-from autopipe.cli.drawing.picture import Bar, Curve, Picture, SteadyState, stage_colour, text_colour
+from autopipe.cli.drawing.picture import (
+    END_STYLES,
+    PHASE_NAMES,
+    Bar,
+    Curve,
+    Picture,
+    SteadyState,
+    legend_of,
+    stage_colour,
+    text_colour,
+)
 from autopipe.ir.schedule import Phase
+from autopipe.ir.timeline import EndKind, EndSpan
 
 _LEAST_TASK = 3
 """Columns that the shortest kind of task should have."""
@@ -100,6 +111,7 @@ def _axis(pieces: list[tuple[float, int]], scale: float, columns: int) -> Axis:
     return tuple(windows)
 
 
+_END_FILL = {EndKind.GRADIENT_SUM: ":", EndKind.UPDATE: "#"}
 _FILL = {Phase.FORWARD: "-", Phase.BACKWARD: "=", Phase.INPUT_GRADIENT: "+", Phase.WEIGHT_GRADIENT: "~"}
 
 
@@ -108,20 +120,21 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
 
     A task is its name as far as it fits, filled with `-` (forward), `=` (backward), `+` or `~` (input or weight
     gradient); with `colour` on its stage's colour. On a device of several stages it is its phase's letter, or without
-    colour its stage's number, and a key stands below. Where the step does not fit, warm-up, some repetitions and
+    colour its stage's number, and a key stands below. A key also tells gradient sums (`G:`) and updates (`U#`), which
+    take at least a column. Where the step does not fit, warm-up, some repetitions and
     cool-down are drawn, and a last line says what is left out.
     """
     margin = len(str(len(picture.memory) - 1)) + 1
     columns = max(20, width - margin)
     axis = _time_axis(picture, columns)
-    rows = picture.rows
+    rows, ends = picture.rows, picture.end_rows
     for device, label in _middle_left_out(picture, margin):
-        yield Text(label) if device is None else _task_row(label, rows[device], axis, colour)
+        yield Text(label) if device is None else _task_row(label, rows[device], ends[device], axis, colour)
     if picture.steady is not None:
         yield Text(" " * margin + _bracket(picture.steady, axis))
     yield Text(" " * margin + _scale(picture, axis, columns))
-    if any(_letters_repeat(bars) and bars[0].name[:1].isdigit() for bars in rows):
-        yield from _key(picture, colour, width - margin, margin)
+    if picture.ends or _has_numbered_stages(picture):
+        yield from _key([picture], colour, width - margin, margin)
     hidden = [part for one, other in pairwise(axis) for part in _hidden(picture, one.end, other.start)]
     if hidden:
         for line in wrap(f"⋯ left out: {', '.join(hidden)}", width - margin):
@@ -141,27 +154,57 @@ def _middle_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None
             yield None, f"{'⋯':>{margin - 1}} {count - 2 * half} more devices"
 
 
-def _task_row(label: str, bars: list[Bar], axis: Axis, colour: bool) -> Text:
+def _task_row(label: str, bars: list[Bar], ends: list[EndSpan], axis: Axis, colour: bool) -> Text:
     row = Text(label)
     several = _letters_repeat(bars)
-    ends = [bar.end for bar in bars]
+    stops = [bar.end for bar in bars]
     position = 0
     for window in axis:
         if window.column > position:
             row.append("⋯".center(window.column - position))
             position = window.column
-        for bar in bars[bisect_right(ends, window.start) :]:
+        closing = _end_columns(ends, window)
+        room = closing[0][1] if closing else window.column + window.columns
+        for bar in bars[bisect_right(stops, window.start) :]:
             if bar.start >= window.end:
                 break
-            start, end = max(position, window.column_of(bar.start)), window.column_of(bar.end)
+            start, end = max(position, window.column_of(bar.start)), min(room, window.column_of(bar.end))
             if end > start:
                 row.append(" " * (start - position))
                 style = Style(color=text_colour(bar.phase), bgcolor=stage_colour(bar.stage, bar.phase))
                 row.append(_cell(bar, end - start, _names(bar, several, colour)), style if colour else "")
                 position = end
+        for kind, start, end in closing:
+            if end > max(position, start):
+                start = max(position, start)
+                row.append(" " * (start - position))
+                own = END_STYLES[kind]
+                text = own.letter + _END_FILL[kind] * (end - start - 1)
+                row.append(text, Style(color=own.ink, bgcolor=own.fill) if colour else "")
+                position = end
         row.append(" " * (window.column + window.columns - position))
         position = window.column + window.columns
     return row
+
+
+def _end_columns(ends: list[EndSpan], window: TimeWindow) -> list[tuple[EndKind, int, int]]:
+    """Return the columns from which and up to which gradient sums and the update of a device are drawn in a window.
+
+    Each takes at least one. If there is no room at the window's end, they move to the left, over the last task."""
+    found: list[tuple[EndKind, int, int]] = []
+    position = window.column
+    for span in ends:
+        if span.end > window.start and span.start < window.end:
+            start = max(position, window.column_of(span.start))
+            position = max(start + 1, window.column_of(span.end))
+            found.append((span.kind, start, position))
+    too_far = max(0, position - window.column - window.columns)
+    return [(kind, start - too_far, end - too_far) for kind, start, end in found]
+
+
+def _has_numbered_stages(picture: Picture) -> bool:
+    """Return True if a device has several stages that names of tasks tell apart by number."""
+    return any(_letters_repeat(bars) and bars[0].name[:1].isdigit() for bars in picture.rows)
 
 
 def _letters_repeat(bars: list[Bar]) -> bool:
@@ -186,31 +229,24 @@ def _cell(bar: Bar, width: int, names: tuple[str, ...]) -> str:
     return told + _FILL[bar.phase] * (width - len(told))
 
 
-_PHASES = {
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.INPUT_GRADIENT: "gradients of inputs",
-    Phase.WEIGHT_GRADIENT: "gradients of weights",
-}
-
-
-def _key(picture: Picture, colour: bool, width: int, margin: int) -> Iterator[Text]:
-    """The letters and fills, and with `colour` the stages on theirs."""
-    bars = [bar for row in picture.rows for bar in row]
-    found = {bar.phase: bar.letter for bar in bars}
-    told = ", ".join(
-        f"{f'{found[phase]}{_FILL[phase]}' if colour else _FILL[phase]} {name}"
-        for phase, name in _PHASES.items()
-        if phase in found
-    )
-    for line in wrap(told if colour else f"a task is its stage's number; {told}", width):
+def _key(pictures: Sequence[Picture], colour: bool, width: int, margin: int) -> Iterator[Text]:
+    """The letters and fills of phases and of the work at the step's end, and with `colour` the stages on theirs."""
+    legend = legend_of(pictures)
+    numbered = not colour and any(map(_has_numbered_stages, pictures))
+    told = [f"{'' if numbered else letter}{_FILL[phase]} {PHASE_NAMES[phase]}" for letter, phase in legend.phases]
+    told += [f"{END_STYLES[kind].letter}{_END_FILL[kind]} {kind.value}" for kind in legend.ends]
+    for line in wrap(("a task is its stage's number; " if numbered else "") + ", ".join(told), width):
         yield Text(" " * margin + line)
     if colour:
-        stages = Text(" " * margin + "stages")
-        for stage in sorted({bar.stage for bar in bars}):
+        row = Text(" " * margin + "stages")
+        for stage in legend.stages:
+            name = f" {stage} "
+            if row.cell_len + 1 + len(name) > margin + width:
+                yield row
+                row = Text(" " * (margin + len("stages")))
             style = Style(color=text_colour(Phase.FORWARD), bgcolor=stage_colour(stage, Phase.FORWARD))
-            stages.append(" ").append(f" {stage} ", style)
-        yield stages
+            row.append(" ").append(name, style)
+        yield row
 
 
 def _bracket(state: SteadyState, axis: Axis) -> str:
@@ -328,14 +364,16 @@ def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator
     yield Text("timelines on one scale" + ("" if as_tasks else " (a full bar is a busy device)"))
     for name, picture in steps:
         yield _heading(name, picture, axis, margin)
-        rows = picture.rows
+        rows, ends = picture.rows, picture.end_rows
         for device, label in _end_left_out(picture, margin):
             if device is None:
                 yield Text(label)
             elif as_tasks:
-                yield _task_row(label, rows[device], (axis,), colour)
+                yield _task_row(label, rows[device], ends[device], (axis,), colour)
             else:
                 yield Text.assemble(label, (_busy(rows[device], picture.end, axis), "cyan" if colour else ""))
+    if as_tasks:
+        yield from _key([picture for _, picture in steps], colour, width - margin, margin)
 
 
 def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[Text]:

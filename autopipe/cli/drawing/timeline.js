@@ -33,6 +33,23 @@ function paintBars(device, y) {
   }
 }
 
+// The work at the end of a step is often a hundredth of it: a bar is at least two pixels wide.
+function paintEnds(device, y) {
+  const list = ends[device];
+  pen.font = `${bar < 20 ? 10 : 11}px ui-monospace, Menlo, Consolas, monospace`;
+  pen.textAlign = "center";
+  for (let index = 0; index < list.length; index += 4) {
+    if (list[index + 3] <= view.from || list[index + 2] >= view.to) continue;
+    const kind = endKinds[list[index]];
+    const start = Math.max(left, place(list[index + 2])), stop = Math.min(left + plot(), place(list[index + 3]));
+    pen.fillStyle = kind.fill;
+    pen.fillRect(start, y, Math.max(stop - start - (stop - start > 4 ? 1 : 0), 2), bar);
+    if (bar < 12 || stop - start < 10) continue;
+    pen.fillStyle = kind.ink;
+    pen.fillText(kind.letter, (start + stop) / 2, y + bar / 2 + 4);
+  }
+}
+
 // Too many bars to tell apart: columns of some pixels, filled as far as the device is busy, in the colours of what runs.
 function paintShares(list, first, last, y) {
   const size = Math.max(4, Math.ceil((8 * plot()) / (last - first)));
@@ -158,7 +175,7 @@ function paintLabels(device, y) {
   pen.fillText(String(rows[device].device), left - 8, y + bar / 2 + 4);
   pen.textAlign = "left";
   pen.fillStyle = colour(over[device] ? "--limit" : "--quiet");
-  pen.fillText(peakTexts[device], left + plot() + 8, y + (curve ? bar + curve / 2 + 4 : bar / 2 + 4));
+  pen.fillText(shownPeak(device), left + plot() + 8, y + (curve ? bar + curve / 2 + 4 : bar / 2 + 4));
 }
 
 function paintHeadings() {
@@ -175,6 +192,7 @@ function paintHeadings() {
 function draw() {
   const ratio = window.devicePixelRatio || 1;
   view.width = canvas.clientWidth;
+  fitLabels();
   const height = bottom + 4;
   canvas.style.height = height + "px";
   canvas.width = Math.round(view.width * ratio);
@@ -194,6 +212,7 @@ function draw() {
     pen.fillStyle = colour("--lane");
     pen.fillRect(left, y, Math.max(0, Math.min(plot(), place(rows[device].step.end) - left)), bar);
     paintBars(device, y);
+    paintEnds(device, y);
     if (curve) paintMemory(device, y + bar + 2);
   }
   paintTransfers();

@@ -15,7 +15,17 @@ from typing import NamedTuple
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import Lanes, Phase, Schedule, Task, lane_groups, lanes_of, on_each_device
-from autopipe.ir.timeline import Links, Message, Prediction, Span, StagePrediction, Timeline, Transfer
+from autopipe.ir.timeline import (
+    EndKind,
+    EndSpan,
+    Links,
+    Message,
+    Prediction,
+    Span,
+    StagePrediction,
+    Timeline,
+    Transfer,
+)
 
 StageDevices = Sequence[Sequence[int]]
 """The device group of each stage."""
@@ -177,7 +187,8 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     static = static_memory(schedule.devices, stage_devices, costs)
     curves = _memory_curves(static, costs, spans, train)
     memory = on_each_device(one.lanes, [curves[devices[0]] for devices in one.lanes])
-    return Timeline(spans, tuple(run.transfers), memory, static, run.end, one.lanes, one.links)
+    ends = tuple(sorted(run.ends, key=lambda span: (span.device, span.start, span.end)))
+    return Timeline(spans, tuple(run.transfers), memory, static, run.end, one.lanes, one.links, ends)
 
 
 class _Run:
@@ -205,13 +216,14 @@ class _Run:
         half = _PHASES.index(Phase.INPUT_GRADIENT)
         self.split = {task for order in self.orders for task in order if task // self.count % len(_PHASES) == half}
         # The ends of the step: sums of gradients and updates; one that takes no time waits for nobody.
+        self.end_kinds: list[tuple[EndKind, int | None]] = []  # Of the kinds behind the phases.
         updates = [0.0] * schedule.devices
         for stage, cost in reversed(list(enumerate(stages))):
-            self._add_kind(stage_devices[stage], cost.gradient_s)
+            self._add_end(EndKind.GRADIENT_SUM, stage, stage_devices[stage], cost.gradient_s)
             for device in stage_devices[stage]:
                 updates[device] += cost.update_s
         for device, seconds in enumerate(updates):
-            self._add_kind((device,), seconds)
+            self._add_end(EndKind.UPDATE, None, (device,), seconds)
         self.position = [0] * schedule.devices
         self.ready: dict[int, int] = {}  # For each task that is next on some of its devices, how many of them are idle.
         self.arrived: dict[int, int] = {}
@@ -221,12 +233,14 @@ class _Run:
         """(time, number of events made before, task, event): those of one instant in the order of their making."""
         self.made = 0
         self.spans: list[Span] = []
+        self.ends: list[EndSpan] = []
         self.transfers: list[Transfer] = []
         self.end = 0.0
 
-    def _add_kind(self, devices: Sequence[int], seconds: float) -> None:
-        """A kind of which there is one task, the last on its devices so far; it exchanges no messages."""
+    def _add_end(self, kind: EndKind, stage: int | None, devices: Sequence[int], seconds: float) -> None:
+        """Add one task that is the last on its devices so far and exchanges no messages, unless it takes no time."""
         if seconds:
+            self.end_kinds.append((kind, stage))
             for device in devices:
                 self.orders[device].append(len(self.seconds) * self.count)
             self.devices.append(devices)
@@ -281,6 +295,10 @@ class _Run:
             sends = self.sends[kind]
             for edge in sends[micro_batch % len(sends)]:
                 self._send(edge, named, now)
+        else:
+            self.ends += [
+                EndSpan(self.names[member], *self.end_kinds[kind - self.phases], start, now) for member in group
+            ]
         self.end = max(self.end, now)
         for device in group:
             self._go_on(device, now)

@@ -21,13 +21,13 @@ document.body.append(Object.assign(document.createElement("pre"), { id: "seen", 
 """
 
 
-def seen_by(page: str, script: str, folder: Path) -> dict[str, Any]:
+def seen_by(page: str, script: str, folder: Path, width: int = 1000) -> dict[str, Any]:
     """What `script` puts into `seen` at the end of the page. Nothing may be said on the console."""
     assert BROWSER is not None
     (folder / "page.html").write_text(
         page.replace("</body>", f"<script>const seen = {{}};{script}{_SEEN}</script></body>")
     )
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1000,900"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
     done = subprocess.run(
         [BROWSER, *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", f"file://{folder / 'page.html'}"],
         capture_output=True, text=True, timeout=120, check=True,

@@ -14,11 +14,12 @@ from autopipe.passes.schedule.simulate import simulate
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>&"\'.onnx'
 
 
-def chain_plan(stages=4, micro_batches=6, model="/models/gpt.onnx"):
-    """A balanced chain, and its step."""
+def chain_plan(stages=4, micro_batches=6, model="/models/gpt.onnx", gradient_s=0.0, update_s=0.0):
+    """A balanced chain, and its step, at whose end gradient sums and updates take these times."""
     groups = tuple((stage,) for stage in range(stages))
     edges = tuple((stage, stage + 1) for stage in range(stages - 1))
-    predicted = (StagePrediction(1.0, 2.0, parameter_bytes=2**20, static_bytes=2**22, kept_bytes=2**21),) * stages
+    sizes = {"parameter_bytes": 2**20, "static_bytes": 2**22, "kept_bytes": 2**21}
+    predicted = (StagePrediction(1.0, 2.0, gradient_s=gradient_s, update_s=update_s, **sizes),) * stages
     messages = tuple(Message(a, b, a, b, 2**10, 2**10, 0.0, 0.0) for a, b in edges)
     prediction = Prediction(predicted, messages)
     schedule = order_kfkb(StageGraph(stages, groups, edges), micro_batches, True, ticks_of(predicted))

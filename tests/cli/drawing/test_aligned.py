@@ -12,7 +12,7 @@ from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.ir.plan import Breakdown
 from tests.cli.drawing.browser import needs_browser, seen_by
 from tests.cli.drawing.examples import HOSTILE, chain_plan
-from tests.cli.drawing.test_report import HANDS, elements
+from tests.cli.drawing.test_report import HANDS, WIDTHS, elements
 
 
 def pictures(*sizes):
@@ -31,6 +31,7 @@ def test_a_step_ends_where_its_length_says():
         "1    F0-B0====F1-B1====F2-B2====F3-B3====",
         "p1" + "30.0 s ▏".rjust(91),
         "0 " + "".join(f"F{index}-B{index}====" for index in range(10)),
+        "  F- forward, B= backward",
     ]
     ends = [line.index("▏") for line in lines if "▏" in line]
     assert (ends[1] - 2) / (ends[0] - 2) == 2.0
@@ -97,6 +98,21 @@ def test_the_page_takes_no_text_for_markup():
         tag for tag, _ in elements(comparison("a", "b"))
     ]
     assert "hsl(" in comparison("a", "b") and "nodes cannot be compared" in comparison("a", "b")
+
+
+def test_the_page_of_two_plans_has_the_legend_of_both():
+    page = comparison("a", "b")
+    legend = page[page.index('<p class="legend">') : page.index("</p>", page.index('<p class="legend">'))]
+    for entry in ("F forward", "B backward", "stage 0", "stage 1", "stage 2"):
+        assert f"</i>{entry}</span>" in legend
+    assert "stage 3" not in legend
+
+
+@needs_browser
+def test_long_names_of_plans_fit_a_page_of_1440_pixels_and_a_phone(tmp_path):
+    seen = seen_by(comparison("x" * 300, "y" * 300), WIDTHS, tmp_path, width=1440)
+    assert seen["page"] == {"cut": 0, "scroll": True, "beyond": 0}
+    assert seen["phone"]["scroll"] and seen["phone"]["beyond"] == 0
 
 
 @needs_browser

@@ -8,10 +8,11 @@ import re
 
 import pytest
 
-from autopipe.cli.drawing.picture import stage_colour
+from autopipe.cli.drawing.picture import END_STYLES, stage_colour
 from autopipe.cli.drawing.report import ScheduleResult, block_report, plan_report, report_page
 from autopipe.ir.plan import Alternative, Breakdown, Choice
 from autopipe.ir.schedule import Phase
+from autopipe.ir.timeline import EndKind, TaskSeconds
 from tests.cli.drawing.browser import needs_browser, seen_by
 from tests.cli.drawing.examples import HOSTILE, chain_plan, split_embedding
 
@@ -162,6 +163,73 @@ def test_a_plan_draws_zooms_and_explains_in_a_browser(tmp_path):
     ]  # fmt: skip
     assert seen["below"].endswith("memory in use 12 MiB")
     assert "<script>" in seen["title"]
+
+
+def ending_page(**options):
+    """A page whose step ends with gradient sums and updates."""
+    plan, timeline = chain_plan(gradient_s=0.2, update_s=3.0, **options)
+    return report_page(plan_report(plan, timeline, rivals("x" * 200)))
+
+
+def test_gradient_sums_and_updates_have_their_place_in_the_legend():
+    page = ending_page()
+    legend = page[page.index('<p class="legend">') : page.index("</p>", page.index('<p class="legend">'))]
+    for kind, letter in ((EndKind.GRADIENT_SUM, "G"), (EndKind.UPDATE, "U")):
+        assert f'<i style="background:{END_STYLES[kind].fill}"></i>{letter} {kind.value}<' in legend
+    assert "G gradient sum<" not in plan_page()
+
+
+@needs_browser
+def test_gradient_sums_and_updates_are_painted_and_explained(tmp_path):
+    script = """
+    seen.colours = colours();
+    const at_time = (time) => left_edge + (time / 30.2) * (right_edge - left_edge);
+    const left_edge = 44, right_edge = box.width - 20 - 6.6 * "12 MiB".length;
+    point("pointermove", at_time(28.7), 50); seen.update = tip();
+    point("pointermove", at_time(27.1), 50); seen.sum = tip();
+    """
+    seen = seen_by(ending_page(), HANDS + script, tmp_path)
+    for style in END_STYLES.values():
+        assert ",".join(str(int(style.fill[place : place + 2], 16)) for place in (1, 3, 5)) in seen["colours"]
+    assert seen["update"].split("\n") == [
+        "update", "parameters of all stages, device 0", "27.2 s to 30.2 s: 3 s",
+    ]  # fmt: skip
+    assert seen["sum"].split("\n") == [
+        "gradient sum", "gradients of stage 0, device 0", "27 s to 27.2 s: 200 ms",
+    ]  # fmt: skip
+
+
+WIDTHS = """
+const boxes = [...document.querySelectorAll(".wide")];
+const widths = () => ({
+  cut: boxes.filter((box) => box.scrollWidth > box.clientWidth).length,
+  scroll: boxes.every((box) => getComputedStyle(box).overflowX === "auto"),
+  beyond: boxes.filter((box) => box.getBoundingClientRect().right > document.body.getBoundingClientRect().right).length,
+});
+seen.page = widths();
+document.body.style.width = "390px";
+seen.phone = widths();
+"""
+
+
+@needs_browser
+def test_tables_fit_a_page_of_1440_pixels_and_scroll_on_a_phone(tmp_path):
+    """With the columns of split backwards and of hosts."""
+    plan, timeline = chain_plan(gradient_s=0.2, update_s=3.0)
+    host = TaskSeconds(0.5, 1.0)
+    stage = dataclasses.replace(
+        plan.prediction.stages[0], input_gradient_s=1.0, weight_gradient_s=1.0, on_host=host, on_device=host
+    )
+    halves = tuple(dataclasses.replace(task, phase=Phase.INPUT_GRADIENT) for task in plan.schedule.tasks[0])
+    split = dataclasses.replace(
+        plan,
+        prediction=dataclasses.replace(plan.prediction, stages=(stage,) * 4),
+        schedule=dataclasses.replace(plan.schedule, tasks=(halves, *plan.schedule.tasks[1:])),
+    )
+    seen = seen_by(report_page(plan_report(split, timeline, rivals("x" * 60))), WIDTHS, tmp_path, width=1440)
+    assert seen["page"] == {"cut": 0, "scroll": True, "beyond": 0}
+    assert seen["phone"]["scroll"] and seen["phone"]["beyond"] == 0
+    assert seen["phone"]["cut"] > 0, "tables too wide for a phone are what scrolls"
 
 
 @needs_browser

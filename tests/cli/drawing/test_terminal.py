@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from autopipe.cli.drawing.picture import Bar, Picture, block_picture, plan_picture
-from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
+from autopipe.cli.drawing.terminal import draw_memory, draw_timeline, draw_timelines
 from autopipe.cli.output import Output
 from autopipe.ir.schedule import Phase, Task
 from tests.cli.drawing.examples import chain_plan, split_embedding
@@ -37,7 +37,8 @@ def test_no_line_is_wider_than_the_terminal(width):
     for micro_batches in (1, 2, 40):
         picture = plan_picture(*chain_plan(12, micro_batches))
         limited = dataclasses.replace(picture, limits=(2**25,) * 12)
-        for each in (picture, limited, block_picture(split_embedding(micro_batches), "blocks")):
+        ending = plan_picture(*chain_plan(12, micro_batches, gradient_s=0.01, update_s=5.0))
+        for each in (picture, limited, ending, block_picture(split_embedding(micro_batches), "blocks")):
             for line in (*draw_timeline(each, width, True), *draw_memory(each, width, True)):
                 assert line.cell_len <= width
 
@@ -123,3 +124,36 @@ def test_stages_of_one_device_are_told_apart(colour):
         assert text.splitlines()[-1].split() == ["stages", "0", "1", "2", "3"]
     else:
         assert "a task is its stage's number; - forward, = backward" in text
+
+
+def test_gradient_sums_and_updates_take_a_column_at_least():
+    """27 s of tasks, then 0.1 s and 0.001 s: both stand at the end of the row, the last task gives up columns."""
+    picture = plan_picture(*chain_plan(gradient_s=0.1, update_s=0.001))
+    lines = [line.plain for line in draw_timeline(picture, 80, colour=False)]
+    assert lines[0].endswith("=GU")
+    assert {len(line) for line in lines[:4]} == {80}
+    for line in lines[1:4]:
+        assert re.search(r"B5=+GU *$", line)
+    assert "  F- forward, B= backward, G: gradient sum, U# update" in lines
+
+
+def test_long_gradient_sums_and_updates_are_as_long_as_they_take():
+    picture = plan_picture(*chain_plan(1, 1, gradient_s=3.0, update_s=4.0))
+    row = next(draw_timeline(picture, 102, colour=False)).plain
+    assert row == "0 " + "F0" + "-" * 8 + "B0" + "=" * 18 + "G" + ":" * 29 + "U" + "#" * 39
+
+
+def test_timelines_on_one_scale_have_a_key():
+    one = plan_picture(*chain_plan(gradient_s=0.1))
+    other = plan_picture(*chain_plan(2, update_s=0.1))
+    lines = [line.plain for line in draw_timelines([("one", one), ("other", other)], 80, colour=False)]
+    assert lines[-1] == "  F- forward, B= backward, G: gradient sum, U# update"
+    assert lines[2].endswith("G") and lines[7].rstrip().endswith("U")
+
+
+def test_the_key_of_many_stages_is_wrapped():
+    picture = plan_picture(*chain_plan(30, update_s=0.1))
+    lines = [line.plain for line in draw_timeline(picture, 80, colour=True)]
+    first = next(place for place, line in enumerate(lines) if line.strip().startswith("stages"))
+    assert [word for line in lines[first : first + 2] for word in line.split()] == ["stages", *map(str, range(30))]
+    assert max(map(len, lines)) <= 80

@@ -61,6 +61,7 @@ def test_one_device_stands_for_all_that_do_the_same(step):
     with mock.patch("autopipe.passes.schedule.simulate.device_symmetry", each_for_itself):
         every = simulate(*step)
     assert found.spans == every.spans
+    assert found.ends == every.ends
     assert sorted(map(repr, found.transfers)) == sorted(map(repr, every.transfers))
     assert (found.end, found.memory, found.static_memory) == (every.end, every.memory, every.static_memory)
     assert abs(found.bubble_rate - every.bubble_rate) < 1e-12

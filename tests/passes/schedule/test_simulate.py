@@ -12,7 +12,7 @@ from random_dags import chain, free_messages, predicted, samples_of, stage_graph
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.timeline import Message, Prediction, StagePrediction
+from autopipe.ir.timeline import EndKind, EndSpan, Message, Prediction, StagePrediction
 from autopipe.passes.schedule.predict import ticks_of
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
@@ -83,7 +83,30 @@ def test_gradients_and_update_come_after_the_last_backward():
     # Two replicas of one stage: 2 forwards, 2 backwards, then the sum, then the update.
     stage = StagePrediction(1, 2, gradient_s=4, update_s=0.5)
     schedule = Schedule(2, (tuple(map(Task.parse, ("0F0", "0B0", "0F1", "0B1"))),) * 2)
-    assert simulate(schedule, ((0, 1),), Prediction((stage,))).end == pytest.approx(6 + 4 + 0.5)
+    timeline = simulate(schedule, ((0, 1),), Prediction((stage,)))
+    assert timeline.end == pytest.approx(6 + 4 + 0.5)
+    assert timeline.ends == tuple(
+        span
+        for device in (0, 1)
+        for span in (
+            EndSpan(device, EndKind.GRADIENT_SUM, 0, 6.0, 10.0),
+            EndSpan(device, EndKind.UPDATE, None, 10.0, 10.5),
+        )
+    )
+
+
+def test_each_stage_of_a_device_sums_its_gradients_and_the_device_updates_once():
+    stages = (StagePrediction(1, gradient_s=3, update_s=1), StagePrediction(1, gradient_s=2, update_s=1))
+    schedule = Schedule(1, (tuple(map(Task.parse, ("0F0", "1F0"))),))
+    found = [
+        (span.kind, span.stage, span.start, span.end)
+        for span in simulate(schedule, ((0,), (0,)), Prediction(stages)).ends
+    ]
+    assert found == [
+        (EndKind.GRADIENT_SUM, 1, 2, 4),
+        (EndKind.GRADIENT_SUM, 0, 4, 7),
+        (EndKind.UPDATE, None, 7, 9),
+    ]
 
 
 def test_a_task_waits_for_all_devices_of_its_group():
