@@ -84,7 +84,7 @@ def generate(
     for rank in ranks:
         if not 0 <= rank < devices:
             raise ConfigurationError(f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}")
-    how = loss, problem.optimizer.shard, not ranks, problem.precision
+    how = loss, problem.optimizer.shard, not ranks, problem.precision, problem.loss_division
     program = lower(problem.graph, plan.placement, plan.schedule, *how)
     if ranks:
         kept = (rank if rank.rank in ranks else replace(rank, shards=()) for rank in program.ranks)
@@ -139,7 +139,7 @@ def _one_device(planned: PlanResult, name: str, loss: str | None) -> ProgramFile
     problem = planned.problem
     # ONNX Runtime, which the forward is compared with, would drop other elements.
     graph = problem.graph if loss is not None else without_dropout(problem.graph)
-    program = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss)
+    program = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss, problem.loss_division)
     what = "training" if loss is not None else "the forward"
     title = f"The whole model on one device, {what}: what the ranks are verified against."
     return ProgramFiles(name, program, (title,), (title,))

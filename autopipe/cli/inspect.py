@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from autopipe.ir.problem import Mode
 if TYPE_CHECKING:
     from autopipe.ir.graph import Value
     from autopipe.ir.problem import Work
+    from autopipe.passes.analysis.batch_forms import LossForm
     from autopipe.passes.frontend import Model
     from autopipe.passes.frontend.cleanup import Branch
 
@@ -40,13 +42,14 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
       autopipe inspect gpt.onnx --dim batch=8
     """
     from autopipe.cli.request import wanted_loss, wanted_scores
+    from autopipe.passes.analysis.loss_division import form_of
     from autopipe.passes.cost.roofline import annotate
     from autopipe.passes.frontend import read_model
     from autopipe.passes.frontend.cleanup import branches_of
 
     asked = configuration.model
-    read = read_model(
-        model,
+    reader = partial(
+        read_model,
         dims=dict(asked.dims),
         batch_axes=dict(asked.batch_axes),
         fixed_inputs=dict(asked.inputs),
@@ -56,19 +59,22 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
         training=asked.training,
         frozen=asked.frozen,
         trainable=asked.trainable,
-        with_unsupported=True,
     )
+    read = reader(model, with_unsupported=True)
     for warning in read.warnings:
         output.warn(warning)
     work = annotate(read.graph) if not read.unsupported else ()
+    form = None if read.unsupported else form_of(read, lambda size: reader(read.source or model, batch=size))
     branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
     table = facts_table()
-    for name, text in _rows(read, work, branches, output.verbosity is Verbosity.DETAILED):
+    for name, text in _rows(read, work, branches, form, output.verbosity is Verbosity.DETAILED):
         table.add_row(name, Text(text))  # Names from the model are no markup.
-    output.result(_data(read, work, branches), table)
+    output.result(_data(read, work, branches, form), table)
 
 
-def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) -> dict[str, object]:
+def _data(
+    model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], form: LossForm | None
+) -> dict[str, object]:
     graph = model.graph
     trained, kept = ([each.value for each in graph.parameters if each.trainable is flag] for flag in (True, False))
     flops = {f"{way}_flops": sum(getattr(each, f"{way}_flops") for each in work) for way in ("forward", "backward")}
@@ -81,6 +87,7 @@ def _data(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...]) ->
         "mode": model.mode,
         "loss": model.loss or None,
         **({"loss_choices": list(model.loss_choices)} if model.loss_choices else {}),
+        "loss_form": form,
         "batch": model.batch,
         "inputs": [_typed(value) for value in graph.inputs],
         "outputs": [_typed(graph.type_of(name)) for name in graph.outputs],
@@ -138,7 +145,9 @@ def initial_values(graph: Graph) -> dict[str, int]:
     return dict(Counter(told(each.storage) for each in graph.parameters).most_common())
 
 
-def _rows(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], every: bool) -> Iterator[tuple[str, str]]:
+def _rows(
+    model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], form: LossForm | None, every: bool
+) -> Iterator[tuple[str, str]]:
     """Names, and what is said of them; no name where the one above still holds."""
     graph, axes = model.graph, dict(model.graph.batch_axes)
     samples = f", {model.batch} sample{'s' if model.batch != 1 else ''} an evaluation" if model.batch else ""
@@ -147,6 +156,8 @@ def _rows(model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], ev
     if model.loss_choices:
         named = ", ".join(map(repr, model.loss_choices))
         yield "", f"{len(model.loss_choices)} outputs can be the loss ({named}): name one by --set loss=NAME to train"
+    if form is not None:
+        yield "loss", str(form)
     yield from _several("inputs", [_value_text(value, axes.get(value.name)) for value in graph.inputs])
     yield from _several("outputs", [_value_text(graph.type_of(name)) for name in graph.outputs])
     trained, kept = ([each.value for each in graph.parameters if each.trainable is flag] for flag in (True, False))

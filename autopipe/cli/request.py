@@ -115,7 +115,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         training_graph=configuration.model.training,
         mode=None if configuration.mode is None else Mode(configuration.mode),
         loss=wanted_loss(configuration),
-        normalize=loss.normalize if isinstance(loss, Loss) else "micro_batches",
+        normalize=loss.normalize if isinstance(loss, Loss) else "auto",
         scores=wanted_scores(configuration),
         batch_size=configuration.batch_size,
         micro_batches=None if configuration.micro_batches == "auto" else configuration.micro_batches,

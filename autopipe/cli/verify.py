@@ -219,11 +219,31 @@ class Verification:
             found = _in_rounds(self._outputs("ranks"), self.manifest)
             pairs = (difference(name, found[name], ours[name]) for name in ours)
             yield self._check("outputs of the ranks", "one device", pairs, self._forward_responses)
-        # Outputs that carry no samples are averaged over the micro-batches.
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
-        averaged = {name: array if axes[name] is not None else np.mean(array, axis=0) for name, array in ours.items()}
-        yield self._reference_check(forward, averaged)
+        together = {
+            name: array if axes[name] is not None else self._of_step(name, array) for name, array in ours.items()
+        }
+        yield self._reference_check(forward, together)
         advance()
+
+    def _of_step(self, name: str, parts: np.ndarray) -> np.ndarray:
+        """Return an output without samples for a whole batch, given its values for equal parts of the batch.
+
+        The values of the loss are weighted as in a step, those of other outputs are averaged.
+        """
+        average = np.asarray(np.mean(parts, axis=0))
+        weight = self.manifest.loss_division.weight
+        if name != self.manifest.loss or weight is None:
+            return average
+        return np.asarray(average * (weight * len(parts)), average.dtype)
+
+    def _is_checked_whole(self, forward: Manifest) -> bool:
+        """True if the loss of a step is that of its whole batch, and the only output without samples.
+
+        Other outputs without samples are averaged over micro-batches, whatever they are.
+        """
+        single = {entry.value.name for entry in forward.outputs if entry.batch_axis is None}
+        return self.manifest.train and self.manifest.loss_division.exact and single == {self.manifest.loss}
 
     def first_difference(self, references: Collection[str]) -> str:
         """The first value of forward in which the ranks differ from one device, or one device from ONNX Runtime, by
@@ -367,13 +387,21 @@ class Verification:
     def _reference_outputs(self, forward: Manifest, model: ReferenceModel, seed: int) -> dict[str, np.ndarray]:
         """The model's outputs over the step's whole batch, as ONNX Runtime gives them."""
         source = open_source(forward, self.data, seed, settings=forward.data)
-        size = _evaluation(forward, model)
-        evaluations = [
-            model.run(
-                {each.value.name: filled_rows(source, forward, each, 0, start, start + size) for each in forward.inputs}
-            )
-            for start in range(0, forward.batch_size, size)
-        ]
+
+        def evaluated(size: int) -> list[dict[str, np.ndarray]]:
+            """Return the outputs of each evaluation of `size` samples."""
+            found = []
+            for start in range(0, forward.batch_size, size):
+                stop = start + size
+                rows = {each.value.name: filled_rows(source, forward, each, 0, start, stop) for each in forward.inputs}
+                found.append(model.run(rows))
+            return found
+
+        try:
+            evaluations = evaluated(_evaluation(forward, model, whole=self._is_checked_whole(forward)))
+        except ModelError:
+            # The file may take any batch by its inputs, and fix it inside.
+            evaluations = evaluated(_evaluation(forward, model))
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
         shapes = {entry.value.name: entry.value.shape for entry in forward.outputs}
         found = {}
@@ -381,7 +409,7 @@ class Verification:
             axis = axes[name]
             parts = [_filled_up(each[name], shapes[name], axis) for each in evaluations]
             if axis is None:
-                found[name] = np.asarray(np.mean(np.stack(parts), axis=0))
+                found[name] = self._of_step(name, np.stack(parts))
             else:  # Of its samples those that are data.
                 joined = np.concatenate(parts, axis=axis)
                 count = round(joined.shape[axis] * (source.count(0) / forward.batch_size))
@@ -410,15 +438,16 @@ def _in_rounds(outputs: dict[str, np.ndarray], manifest: Manifest) -> dict[str, 
     }
 
 
-def _evaluation(manifest: Manifest, model: ReferenceModel) -> int:
-    """Samples that the model takes at once."""
+def _evaluation(manifest: Manifest, model: ReferenceModel, whole: bool = False) -> int:
+    """Return the number of samples that the model takes at once: if its file leaves that open those of a micro-batch,
+    or with `whole` those of a batch."""
     for entry in manifest.inputs:
         if entry.batch_axis is not None and entry.value.name in model.inputs:
             extent = model.inputs[entry.value.name][entry.batch_axis]
             per_sample = entry.value.shape[entry.batch_axis] // manifest.micro_batch_size
             if isinstance(extent, int):
                 return min(extent // per_sample, manifest.batch_size)
-    return manifest.micro_batch_size
+    return manifest.batch_size if whole else manifest.micro_batch_size
 
 
 def check_static(program: Path, model: Path | None, output: Output) -> None:

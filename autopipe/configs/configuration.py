@@ -105,8 +105,10 @@ class Loss:
     """Mean cross-entropy of logits against labels, which is added to the graph."""
     output: Annotated[str | None, Sparse()] = None
     """Name of the scalar output to minimise."""
-    normalize: Annotated[Literal["micro_batches", "tokens"], Sparse()] = "micro_batches"
-    """`micro_batches` averages their losses. `tokens` divides the sum over all labels of the step by the number of
+    normalize: Annotated[Literal["auto", "micro_batches", "sum", "tokens"], Sparse()] = "auto"
+    """`auto` computes the loss of the whole batch from the losses of its micro-batches: their average for a mean over
+    samples, their sum for a sum; other losses need a single micro-batch. `micro_batches` averages them and `sum` adds
+    them up, whatever the loss is. `tokens` divides the sum over all labels of the step by the number of
     those that count, as Hugging Face does; of `cross_entropy`, the label -100 counts for nothing."""
     scores: Annotated[Literal["keep", "recompute", "auto"], Sparse()] = "auto"
     """`keep` saves the scores of a cross-entropy (logits) for backward. `recompute` computes them again there, a block

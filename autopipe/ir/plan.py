@@ -25,7 +25,7 @@ from autopipe.ir.files import JsonRecord, read_record, record_text
 from autopipe.ir.memo import remembered
 from autopipe.ir.movable_paths import path_from, relative_path
 from autopipe.ir.placement import Placement, SplitProof
-from autopipe.ir.problem import Scores
+from autopipe.ir.problem import AVERAGED, LossDivision, Scores
 from autopipe.ir.program import KINDS
 from autopipe.ir.schedule import (
     Phase,
@@ -224,8 +224,8 @@ class Plan:
     their results, () where the strategy was named. The schedule has a file of its own."""
 
     written: ClassVar = (
-        "model", "graph_digest", "mode", "batch_size", "summary", "memory_limits", "device_names", "placement",
-        "prediction", "breakdown", "alternatives",
+        "model", "graph_digest", "mode", "batch_size", "loss_division", "summary", "memory_limits", "device_names",
+        "placement", "prediction", "breakdown", "alternatives",
     )  # fmt: skip
     model: str
     graph_digest: str
@@ -239,6 +239,7 @@ class Plan:
     device_names: Annotated[tuple[str, ...], Sparse()] = ()
     alternatives: Annotated[tuple[Alternative, ...], Sparse()] = ()
     breakdown: Breakdown | None = None
+    loss_division: Annotated[LossDivision, Sparse()] = AVERAGED
 
     @property
     def host_bound_stages(self) -> tuple[int, ...]:

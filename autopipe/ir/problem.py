@@ -174,6 +174,20 @@ class Constraint:
     follows it."""
 
 
+@dataclass(frozen=True, slots=True)
+class LossDivision:
+    """How the losses of the micro-batches of a step make the loss of the step."""
+
+    weight: Annotated[Annotated[float, Above(0)] | None, Sparse()] = None
+    """Factor of the loss of each micro-batch in the loss of the step; None for 1 / the number of micro-batches."""
+    exact: Annotated[bool, Sparse()] = True
+    """False if the loss of the step is not that of its whole batch: statistics, or losses, are per micro-batch."""
+
+
+AVERAGED = LossDivision()
+"""The loss of the step is the average of those of its micro-batches."""
+
+
 def wanted_outputs(graph: Graph, mode: Mode, loss: str | None) -> tuple[str, ...]:
     """The values that a step computes: the loss where it trains, else the graph's outputs."""
     if mode is not Mode.TRAIN or not loss:
@@ -212,6 +226,7 @@ class Problem:
     """Sizes that a strategy may choose its stages' micro-batches from: divisors of the graph's samples, ascending. ()
     where the size is given; stages then have the graph's."""
     costs: Costs | None = None
+    loss_division: LossDivision = AVERAGED
     known_s: float = math.inf
     """Seconds of a step that is known already: a strategy may raise InfeasibleError where it has nothing shorter."""
 

@@ -20,6 +20,7 @@ from autopipe.ir.graph import Constant, DType, Parameter, Value
 from autopipe.ir.layout import Box, MeshAxes, MeshAxis, Relayout, merged
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
+from autopipe.ir.problem import AVERAGED, LossDivision
 from autopipe.ir.schedule import EVERY, MicroBatchSlice
 
 FORMAT = "autopipe.program/1"
@@ -345,6 +346,7 @@ class Program:
     ranks: tuple[RankCode, ...]
     channels: tuple[Channel, ...]
     shard: bool = False
+    loss_division: LossDivision = AVERAGED
     labels: int | None = None
     """Labels of a micro-batch, where the loss is a sum over those that count; None where it is a mean."""
     low_precision: tuple[int, ...] = ()

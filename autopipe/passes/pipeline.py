@@ -26,11 +26,13 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.measured_costs import Costs
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import LossScores, Plan, plan_digest
-from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem, Scores, Work
+from autopipe.ir.problem import AVERAGED, Constraint, LossDivision, Mode, Optimizer, Problem, Scores, Work
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
+from autopipe.passes.analysis.batch_forms import LossForm, LossKind
 from autopipe.passes.analysis.joined_samples import joining_node
+from autopipe.passes.analysis.loss_division import divided_loss, form_of, note_on
 from autopipe.passes.analysis.micro_batches import check_portions
 from autopipe.passes.analysis.training import check_groups, check_padding
 from autopipe.passes.annotations import annotated_constraints
@@ -68,8 +70,8 @@ class Request:
     where None."""
     loss: str | CrossEntropy | None = None
     """The output to minimise, or a loss to add; the model's own where None."""
-    normalize: str = "micro_batches"
-    """How the loss is averaged over the step: as micro-batches do, or with `tokens` over all labels that count."""
+    normalize: str = "auto"
+    """How the losses of micro-batches make the loss of the step: the value of the key `loss.normalize`."""
     scores: Scores | None = None
     """Form of the losses, which keep their scores for backward or recompute them; None if the plan decides."""
     batch_size: int | None = None
@@ -121,6 +123,8 @@ class Runner:
         """By the samples of an evaluation; under None on as many as the file fixes, else on one."""
         self.work: dict[tuple[int | None, Scores], tuple[Work, ...]] = {}
         """Costs of the nodes of each of those, by how its losses have their scores."""
+        self.loss_forms: dict[str, LossForm | None] = {}
+        """How the loss, by name, depends on the losses of parts of a batch."""
         self.problems: dict[Hashable, Problem] = {}
         """By all in which problems differ: equal requests pose one and the same, about which answers are remembered."""
         self.failures = 0  # Candidates that ended with a mistake of ours.
@@ -359,8 +363,10 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
         form = size, model.scores
         if form not in runner.work:
             runner.work[form] = runner.run("cost", lambda: _work(request, model))
-        runner.problems[key] = _problem(request, model, batching, runner.work[form])
-    return model, runner.problems[key]
+        division, batching = _loss_division(request, model, batching, runner)
+        runner.problems[key] = _problem(request, model, batching, runner.work[form], division)
+    note = "" if request.normalize != "auto" else note_on(runner.loss_forms.get(model.loss), model.loss, batching)
+    return replace(model, warnings=(*model.warnings, note)) if note else model, runner.problems[key]
 
 
 def _work(request: Request, model: Model) -> tuple[Work, ...]:
@@ -384,7 +390,26 @@ def _work(request: Request, model: Model) -> tuple[Work, ...]:
     return costed_work(model.graph, request.precision, request.cluster, request.costs, request.compiled)
 
 
-def _problem(request: Request, model: Model, batching: Batching, work: tuple[Work, ...]) -> Problem:
+def _loss_division(request: Request, model: Model, batching: Batching, runner: Runner) -> tuple[LossDivision, Batching]:
+    """Return (division, batching): how the losses of micro-batches make the loss of the step, and the division of the
+    batch without sizes of micro-batches that would change the loss.
+
+    Raises InfeasibleError if the losses of micro-batches do not make the loss of the step.
+    """
+    if batching.micro_batches == 1 and not batching.sizes:
+        return AVERAGED, batching
+    if model.loss not in runner.loss_forms:
+        first = read(request, runner)
+        runner.loss_forms[model.loss] = form_of(first, lambda size: read_for(request, size, first.source))
+    form = runner.loss_forms[model.loss]
+    if form is not None and form.kind is not LossKind.MEAN:
+        batching = replace(batching, sizes=())
+    return divided_loss(form, model, request.normalize, batching), batching
+
+
+def _problem(
+    request: Request, model: Model, batching: Batching, work: tuple[Work, ...], division: LossDivision
+) -> Problem:
     return Problem(
         graph=model.graph,
         work=work,
@@ -406,6 +431,7 @@ def _problem(request: Request, model: Model, batching: Batching, work: tuple[Wor
         seed=request.seed,
         micro_batch_sizes=batching.sizes,
         costs=request.costs,
+        loss_division=division,
     )
 
 
@@ -456,7 +482,9 @@ def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterato
             else:
                 yield model, problem
     except ConfigurationError as error:
-        reasons["model"] = error  # That there is no division says more than why one was refused.
+        # That there is no division says more than why the model refused one, but less than that its loss did.
+        if not isinstance(reasons.get("model"), InfeasibleError):
+            reasons["model"] = error
     if not found:
         raise reasons.get("strategy") or reasons["model"]
 
@@ -511,7 +539,7 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
 def predict_placement(model: Model, problem: Problem, placement: Placement, runner: Runner) -> Placed:
     """Stage and message times of a placement that fits the problem's graph, its stages gathering what that pays for.
     Raises ConfigurationError or InfeasibleError where a stage cannot run on micro-batches of its size."""
-    check_portions(problem.graph, placement)
+    check_portions(problem.graph, placement, problem.loss if problem.train else None)
     check_whole_matrices(problem, placement)
     placement = with_gathers(problem, with_copies(problem, placement))
     prediction = runner.run("predict", lambda: predict(problem, placement))
@@ -574,7 +602,7 @@ def reopen(request: Request, plan: Plan) -> PlanResult:
     plan does not belong to the model."""
     model = read_for(request, plan.summary.micro_batch_size)
     batching = Batching(plan.batch_size, plan.summary.micro_batches)
-    problem = _problem(request, model, batching, _work(request, model))
+    problem = _problem(request, model, batching, _work(request, model), plan.loss_division)
     if problem.graph.digest() != plan.graph_digest:
         raise ConfigurationError(
             f"the plan does not belong to this model: the graph of {request.model} is not the one that was planned",

@@ -77,6 +77,7 @@ def finished_plan(
         prediction=prediction,
         memory_limits=tuple(map(problem.memory_of, range(cluster.size))),
         device_names=tuple(device.name for device in cluster.devices) if cluster.groups else (),
+        loss_division=problem.loss_division,
         breakdown=breakdown(problem, placement, schedule, prediction, timeline.end),
     )
 

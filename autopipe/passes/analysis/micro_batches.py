@@ -11,11 +11,12 @@ from functools import cache
 
 from autopipe.ir.batch import BatchAxes, Samples, batch_axes_of, rebatched
 from autopipe.ir.errors import CodegenError, InfeasibleError
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Box, Layout, holders_by_box, whole
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, micro_batch_ratios, sharing
 from autopipe.ir.space import AxisKind
+from autopipe.passes.analysis.batch_forms import LossKind, loss_form
 from autopipe.passes.analysis.stage_nodes import live_nodes
 from autopipe.passes.frontend.read import mixing_nodes
 
@@ -136,10 +137,27 @@ _APART = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.WHOLE)
 """Samples that are kept apart, and equal shares whose means average to the mean of all."""
 
 
-def check_portions(graph: Graph, placement: Placement) -> None:
-    """Raise InfeasibleError where micro-batches of a stage's own would change what is computed. Batch statistics and
-    sums over samples depend on how many samples are together, a mean of equal shares does not; and what passes between
-    stages of different micro-batches must keep its samples apart."""
+def nodes_behind_samples(graph: Graph) -> tuple[Node, ...]:
+    """Return the nodes that read a value without samples which is computed from samples."""
+    batch = batch_axes_of(graph)
+    computed = {each.name for each in graph.inputs}
+    found = []
+    for node in graph.nodes:
+        if computed.isdisjoint(node.inputs):
+            continue
+        computed.update(filter(None, node.outputs))
+        if any(name in computed and name not in batch.values for name in node.inputs):
+            found.append(node)
+    return tuple(found)
+
+
+def check_portions(graph: Graph, placement: Placement, loss: str | None = None) -> None:
+    """Raise InfeasibleError if stages have micro-batches of their own sizes that change the results.
+
+    Batch statistics and sums over samples depend on how many samples are together, a mean of equal shares does not.
+    Functions of sums and means do not average either, unless `loss` is a mean over samples all the same. A value that
+    passes between stages of different micro-batches must keep its samples apart.
+    """
     ratios = stage_micro_batches(graph, placement)
     if set(ratios) == {1}:
         return
@@ -147,6 +165,8 @@ def check_portions(graph: Graph, placement: Placement) -> None:
     mixing = {node.name for node in mixing_nodes(graph)}
     pairs = zip(graph.nodes, batch.nodes, strict=True)
     mixing |= {node.name for node, axes in pairs if any(each.kind not in _APART for each in axes)}
+    if loss is not None and loss_form(graph, loss, None, None).kind is not LossKind.MEAN:
+        mixing |= {node.name for node in nodes_behind_samples(graph)}
     for index, (stage, times) in enumerate(zip(placement.stages, ratios, strict=True)):
         mixed = next((graph.nodes[node] for node in stage.nodes if graph.nodes[node].name in mixing), None)
         if times > 1 and mixed is not None:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from autopipe.ir.errors import REFUSALS, AutopipeError, OutOfMemoryError
+from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, OutOfMemoryError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import SCORES, Problem
 from autopipe.passes.analysis.constraints import resolved_constraints
@@ -142,15 +142,19 @@ def open_problem(request: Request, runner: Runner) -> Problem:
     """The problem with the largest micro-batches that the model takes, whatever the strategy. Raises what is wrong with
     the request itself: its model, its batch, its constraints."""
     refused: AutopipeError | None = None
-    for batching in divisions(request, Division.OWN, read(request, runner)):
-        try:
-            _, problem = cost(request, batching, runner)
-        except REFUSALS as error:
-            refused = refused or error
-            continue
-        pipelines = 1 + max((each.pipeline for each in problem.constraints), default=0)
-        resolved_constraints(problem, pipelines, own_sizes=True)
-        return problem
+    try:
+        for batching in divisions(request, Division.OWN, read(request, runner)):
+            try:
+                _, problem = cost(request, batching, runner)
+            except REFUSALS as error:
+                refused = refused or error
+                continue
+            pipelines = 1 + max((each.pipeline for each in problem.constraints), default=0)
+            resolved_constraints(problem, pipelines, own_sizes=True)
+            return problem
+    except ConfigurationError:
+        if not isinstance(refused, InfeasibleError):
+            raise
     assert refused is not None, "there is a division, or an error says why not"
     raise refused
 

@@ -17,6 +17,7 @@ from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import COUNTED_LABELS, Graph
 from autopipe.ir.layout import degree_of
 from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.problem import AVERAGED, LossDivision
 from autopipe.ir.program import (
     Compute,
     DataInput,
@@ -127,6 +128,7 @@ def lower(
     shard: bool = False,
     proven: bool = True,
     precision: str = "fp32",
+    loss_division: LossDivision = AVERAGED,
 ) -> Program:
     """The program that runs `schedule`. With `loss` it trains; without, it gives all of the graph's outputs. Messages
     have the types of `precision`.
@@ -166,6 +168,7 @@ def lower(
         ),
         channels=channels_of(wired, codes, steps),
         shard=shard and loss is not None,
+        loss_division=loss_division if loss is not None else AVERAGED,
         labels=labels_of(graph) if loss is not None else None,
         low_precision=tuple(
             index for index, each in enumerate(graph.parameters) if each.value.name in copies and index not in again
@@ -319,11 +322,17 @@ def _longest_run(same: np.ndarray, indices: np.ndarray, length: int) -> tuple[in
     return int(starts[found]), int(counts[found]), int(distances[starts[found]])
 
 
-def one_device_program(graph: Graph, micro_batches: int, micro_batch_size: int, loss: str | None) -> Program:
+def one_device_program(
+    graph: Graph,
+    micro_batches: int,
+    micro_batch_size: int,
+    loss: str | None,
+    loss_division: LossDivision = AVERAGED,
+) -> Program:
     """Program of `micro_batches` micro-batches in one stage, one after the other: training with `loss`, forwards
     without. Raises CodegenError as `lower` does.
     """
     stage = Stage(tuple(range(len(graph.nodes))), (0,), micro_batch_size)
     phases = (Phase.FORWARD, Phase.BACKWARD) if loss is not None else (Phase.FORWARD,)
     order = tuple(Task(0, phase, index) for index in range(micro_batches) for phase in phases)
-    return lower(graph, Placement((stage,)), Schedule(micro_batches, (order,)), loss)
+    return lower(graph, Placement((stage,)), Schedule(micro_batches, (order,)), loss, loss_division=loss_division)

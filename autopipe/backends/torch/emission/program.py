@@ -106,6 +106,7 @@ def manifest_of(
             {"rank": rank.rank, "stages": [each.stage for each in rank.stages], "shards": [*map(encode, rank.shards)]}
             for rank in program.ranks
         ],
+        **({"loss_division": division} if (division := encode(program.loss_division)) else {}),
         **({"eval": encode(evaluation)} if evaluation != Evaluation() else {}),
         **({"memory_limits": memory_limits} if memory_limits else {}),
         **({} if data == DataSettings() else {"data": encode(data)}),

@@ -52,13 +52,17 @@ def _stage(program: Program, wired: StageOnRank) -> str:
         ends = _block(block, block.target_rank, block.target_stage)
         part = _part(block, block.sent, code.outputs[position], block.source_slice, block.target_slice)
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
-    # Shares of all ranks and micro-batches add up to the step's loss, and of labels to the part that counts.
+    # Weighted by `share`, the losses of all ranks and micro-batches add up to the loss of the step; the numbers of
+    # labels add up to the fraction of the step's labels that are not ignored.
     for kind, name in (("Loss", program.loss), ("Labels", COUNTED_LABELS)):
         if program.train and name in outputs:
             output = next(each for each in program.outputs if each.value.name == name)
             place = next(each for each in output.places if each.stage == wired.stage)
             weighed = code.ratio if program.labels is None else program.labels
+            weight = program.loss_division.weight
             share = 1.0 / (program.micro_batches * weighed * place.copies)
+            if weight is not None:
+                share = weight / place.copies
             lines.append(f"    runtime.{kind}({outputs.index(name)}, share={share!r}),")
     return "\n".join([*lines, ")"])
 

@@ -1,0 +1,427 @@
+"""How the loss of a batch depends on the losses of its parts: whether micro-batches average, add up, or do neither.
+
+Let A and B be batches and A + B both together. Every value of a graph has one of these forms:
+
+    FIXED    depends on no sample                        a parameter, and what is computed from parameters
+    UNIFORM  has an entry per sample, all of them equal  a mask of ones
+    EACH     has an entry per sample, computed from that sample alone
+    TOTAL    v(A + B) = v(A) + v(B)                      a sum over samples
+    MIXED    none of these                               a maximum over samples, products of samples with one another
+
+Each form but MIXED has a degree d: the value is n^d times a value of that form, where n is the number of samples. A
+mean over samples is a TOTAL of degree -1, the number of samples is FIXED of degree 1. The forms follow the iteration
+spaces of the nodes (`ir/space.py`): a sum over the axis that counts samples makes a TOTAL of an EACH, an operator that
+takes this axis whole makes MIXED. A constant that is computed from the number of samples gets its degree by comparison
+of the graphs for two numbers of samples.
+
+Batch statistics of BatchNormalization, and means over labels of which some are ignored, count as if they kept samples
+apart. That is accepted practice, and the frontend warns of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopipe.ir.batch import BatchAxes, batch_axes_of
+from autopipe.ir.graph import Constant, Graph, Node
+from autopipe.ir.ops import operator_of, signature_of, spaces_of
+from autopipe.ir.ops.normalization import reduction, trains
+from autopipe.ir.ops.operator import Operator
+from autopipe.ir.space import AxisKind
+from autopipe.passes.frontend.loss import LOSSES
+
+
+class LossKind(enum.Enum):
+    """How the losses of equal parts of a batch make the loss of the batch."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MIXED = "mixed"
+    """The losses of the parts do not determine the loss of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossForm:
+    """The result of `loss_form`. `reason` says for a MIXED loss which node mixes samples, and how."""
+
+    kind: LossKind
+    reason: str = ""
+    samples: int | None = None
+    """Number of samples to which the file fixes the batch; None if it is open."""
+    divisor: int | None = None
+    """Divisor of a sum that is a multiple of `samples`; None if there is none."""
+
+    def __str__(self) -> str:
+        if self.kind is LossKind.MEAN:
+            return "a mean over samples: the losses of micro-batches are averaged"
+        if self.kind is LossKind.MIXED:
+            return f"not divisible into micro-batches: {self.reason}"
+        if self.divisor is not None:
+            return f"a sum over samples, divided by {self.divisor}, to which the file fixes the batch"
+        return "a sum over samples: the losses of micro-batches are added up"
+
+
+class _Base(enum.Enum):
+    FIXED = "fixed"
+    UNIFORM = "uniform"
+    EACH = "each"
+    TOTAL = "total"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The form of a value. `divisor` is as in `LossForm`, `reason` is given for MIXED."""
+
+    base: _Base
+    degree: int = 0
+    divisor: int | None = None
+    reason: str = ""
+
+    @property
+    def has_samples(self) -> bool:
+        return self.base in (_Base.UNIFORM, _Base.EACH)
+
+    @property
+    def text(self) -> str:
+        """The form as a noun, for messages."""
+        if self.base is _Base.TOTAL:
+            return "a mean over samples" if self.degree == -1 else "a sum over samples"
+        if self.base is _Base.FIXED and self.degree:
+            return "the number of samples"
+        return {_Base.FIXED: "a value that depends on no sample"}.get(self.base, "a value of each sample")
+
+
+_FIXED = _Form(_Base.FIXED)
+_EACH = _Form(_Base.EACH)
+
+_LINEAR = frozenset(
+    {
+        "Cast",
+        "Concat",
+        "Expand",
+        "Flatten",
+        "Gather",
+        "Identity",
+        "Mean",
+        "Neg",
+        "Pad",
+        "ReduceMean",
+        "ReduceSum",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Sum",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+        "Where",
+    }
+)
+"""Operators whose result is linear in all floating-point operands together."""
+_ADDING = _LINEAR | {"Add", "Sub"}
+_MULTIPLYING = frozenset({"Mul", "MatMul", "Einsum"})
+"""Operators whose result is linear in each operand by itself."""
+_REPEATING = frozenset({"Expand", "Tile", "ConstantOfShape"})
+"""Operators that write one value again and again along a new axis."""
+
+
+def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -> LossForm:
+    """Return the form of the value `loss` of `graph`.
+
+    `graph` is for at least 2 samples. `other` is the graph of the same model for another number of samples, None if the
+    file fixes the number to `fixed`.
+    """
+    found = _Forms(graph, other, fixed).of(loss)
+    if found.base is _Base.MIXED:
+        return LossForm(LossKind.MIXED, found.reason, fixed)
+    power = found.degree + (found.base is _Base.TOTAL)
+    if found.has_samples or power not in (0, 1):
+        return LossForm(LossKind.MIXED, f"it grows with the power {power} of the number of samples", fixed)
+    if power == 0:
+        return LossForm(LossKind.MEAN, samples=fixed)
+    # A baked divisor counts if the batch is the file's multiple: a sum over other samples has another divisor.
+    return LossForm(LossKind.SUM, samples=fixed, divisor=found.divisor)
+
+
+class _Forms:
+    """The forms of the values of a graph, computed in the order of its nodes."""
+
+    def __init__(self, graph: Graph, other: Graph | None, fixed: int | None) -> None:
+        self._graph = graph
+        self._other = other
+        self._fixed = fixed
+        self._axes: BatchAxes = batch_axes_of(graph)
+        self._forms: dict[str, _Form] = {}
+
+    def of(self, wanted: str) -> _Form:
+        """Return the form of the value `wanted`."""
+        graph = self._graph
+        for value in graph.inputs:
+            self._forms[value.name] = _EACH if value.name in self._axes.values else _FIXED
+        for parameter in graph.parameters:
+            self._forms[parameter.value.name] = self._of_parameter(parameter.value.name)
+        needed = self._needed(wanted)
+        for index, node in enumerate(graph.nodes):
+            if index in needed:
+                self._add(index, node)
+        return self._forms[wanted]
+
+    def _needed(self, wanted: str) -> set[int]:
+        """The nodes that `wanted` is computed by."""
+        found: set[int] = set()
+        waiting = [wanted]
+        while waiting:
+            index = self._graph.producer(waiting.pop())
+            if index is not None and index not in found:
+                found.add(index)
+                waiting += filter(None, self._graph.nodes[index].inputs)
+        return found
+
+    def _of_parameter(self, name: str) -> _Form:
+        if name not in self._axes.values:
+            return _FIXED
+        return _Form(_Base.MIXED, reason=f"{name!r} has an entry for each sample of a batch")
+
+    def _of_constant(self, constant: Constant, node: Node, place: int) -> _Form:
+        """The form of a constant operand of a node: by its entries per sample, and by its value for another number of
+        samples."""
+        name = constant.value.name
+        places = self._axes.values.get(name, ())
+        mixed = _Form(_Base.MIXED, reason=f"constant {name!r} depends on the number of samples or on their order")
+        if len(places) > 1:
+            return mixed
+        array = constant.array
+        if places:
+            samples = _by_sample(array, places[0].dimension, places[0].outer, self._axes.batch)
+            if np.any(samples != samples[:1]):
+                return mixed
+            array = samples[0]
+        degree: int | None = 0
+        if self._other is not None:
+            degree = self._degree(self._other, node, place, array)
+        if degree is None:
+            return mixed
+        return _Form(_Base.UNIFORM if places else _Base.FIXED, degree)
+
+    def _degree(self, graph: Graph, node: Node, place: int, array: np.ndarray) -> int | None:
+        """Return d if a constant operand of a node grows as n^d, None if it depends on n in another way.
+
+        `array` is its value for the number of samples of this graph, of one sample if it has an entry for each. `graph`
+        is for another number. Its constant is found by the node, since equal constants of a graph share one name.
+        """
+        index = graph.producer(next(filter(None, node.outputs)))
+        name = "" if index is None else (*graph.nodes[index].inputs, *[""] * len(node.inputs))[place]
+        found = graph.constant(name)
+        if found is None:
+            return 0  # The frontend makes other nodes for that number of samples.
+        other = found.array
+        axes = batch_axes_of(graph)
+        places = axes.values.get(name, ())
+        if len(places) == 1:
+            samples = _by_sample(other, places[0].dimension, places[0].outer, axes.batch)
+            if np.any(samples != samples[:1]):
+                return None
+            other = samples[0]
+        if other.shape != array.shape:
+            return None
+        if np.array_equal(other, array, equal_nan=array.dtype.kind in "fc"):
+            return 0
+        if array.dtype.kind == "b":
+            return None
+        growth = axes.batch / self._axes.batch
+        for degree in (1, -1):
+            if np.allclose(other.astype(np.float64), array.astype(np.float64) * growth**degree, rtol=1e-5, atol=0):
+                return degree
+        return None
+
+    def _add(self, index: int, node: Node) -> None:
+        """Compute the forms of the results of a node."""
+        form = self._of_node(index, node)
+        for place, name in enumerate(node.outputs):
+            if not name:
+                continue
+            if node.op == "BatchNormalization" and place > 0:
+                self._forms[name] = _FIXED  # Running statistics, which no loss reads.
+            else:
+                self._forms[name] = self._placed(node, name, form)
+
+    def _placed(self, node: Node, name: str, form: _Form) -> _Form:
+        """Return the form of the result `name`, given that of its node, by whether it has an entry for each sample."""
+        if form.base is _Base.MIXED:
+            return form
+        places = self._axes.values.get(name, ())
+        if len(places) > 1:
+            return _mixed(node, "relates the samples of a batch to one another")
+        if bool(places) == form.has_samples:
+            return form
+        if not places:
+            return _mixed(node, "does not keep samples apart")
+        if form.base is _Base.FIXED and node.op in _REPEATING:
+            return replace(form, base=_Base.UNIFORM)
+        row = operator_of(node)
+        if form.base is _Base.FIXED and row is not None and row.random:
+            return _EACH
+        return _mixed(node, f"makes entries of samples of {form.text}")
+
+    def _of_node(self, index: int, node: Node) -> _Form:
+        row = operator_of(node)
+        read = [(place, name) for place, name in enumerate(node.inputs) if name]
+        if row is not None:
+            read = [(place, name) for place, name in read if place not in row.static]
+        operands = [self._operand(node, place, name) for place, name in read]
+        for each in operands:
+            if each.base is _Base.MIXED:
+                return each
+        if all(each == _FIXED for each in operands) and not any(name in self._axes.values for _, name in read):
+            return _FIXED
+        if row is None:
+            return _mixed(node, "has no row")
+        return self._of_samples(index, node, row, [name for _, name in read], operands)
+
+    def _operand(self, node: Node, place: int, name: str) -> _Form:
+        constant = self._graph.constant(name)
+        return self._forms[name] if constant is None else self._of_constant(constant, node, place)
+
+    def _of_samples(self, index: int, node: Node, row: Operator, names: list[str], operands: list[_Form]) -> _Form:
+        """The form of a node that reads samples, or what was computed from them."""
+        signature = signature_of(self._graph, node)
+        samples = self._axes.nodes[index]
+        has_samples = any(each.has_samples for each in operands)
+        if node.op in LOSSES and reduction(signature) == "mean":
+            if signature.present(2) and self._weighs_by_class(node):
+                return _mixed(node, "divides by the weights of the labels of a batch")
+            combined = _nonlinear(node, operands)
+            return combined if combined.base is _Base.MIXED else _Form(_Base.TOTAL, -1)
+        if node.op == "BatchNormalization" and trains(signature):
+            return _nonlinear(node, operands)
+        if has_samples and (not samples or self._axes.lost(self._graph, spaces_of(self._graph)(index), index)):
+            return _mixed(node, "does not keep samples apart")
+        if len({each.axis for each in samples}) > 1 or len(samples) > 1:
+            return _mixed(node, "relates the samples of a batch to one another")
+        combined = self._combined(node, names, operands)
+        kind = samples[0].kind if samples and has_samples else AxisKind.PARALLEL
+        if combined.base is _Base.MIXED or kind is AxisKind.PARALLEL:
+            return combined
+        if kind not in (AxisKind.SUM, AxisKind.MEAN) or not combined.has_samples:
+            return _mixed(node, "takes the samples of a batch together")
+        degree = combined.degree + (combined.base is _Base.UNIFORM) - (kind is AxisKind.MEAN)
+        if combined.base is _Base.UNIFORM:
+            return _Form(_Base.FIXED, degree, combined.divisor)
+        return _Form(_Base.TOTAL, degree, combined.divisor)
+
+    def _weighs_by_class(self, node: Node) -> bool:
+        """True unless all classes have one weight."""
+        weights = self._graph.constant(node.inputs[2])
+        return weights is None or bool(np.any(weights.array != weights.array.reshape(-1)[:1]))
+
+    def _combined(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
+        """The form of the result before a reduction over samples."""
+        if node.domain:
+            return _nonlinear(node, operands)
+        if node.op == "Gemm":
+            product = _product(node, operands[:2])
+            return product if len(operands) < 3 else _sum(node, [product, *operands[2:]])
+        if node.op == "Div":
+            return self._quotient(node, names, operands)
+        if node.op in _MULTIPLYING:
+            return _product(node, operands)
+        if node.op in _ADDING and self._graph.type_of(node.outputs[0]).dtype.is_floating:
+            pairs = zip(names, operands, strict=True)
+            added = [form for name, form in pairs if not self._adds_nothing(node, name)]
+            return _sum(node, added or operands)
+        return _nonlinear(node, operands)
+
+    def _adds_nothing(self, node: Node, name: str) -> bool:
+        """True for an operand that is zero, and for one that only selects: an index or a condition."""
+        constant = self._graph.constant(name)
+        if constant is not None and not np.any(constant.array) and node.op in ("Add", "Sub", "Sum"):
+            return True
+        form = _FIXED if constant is not None else self._forms[name]
+        return form == _FIXED and not self._graph.type_of(name).dtype.is_floating
+
+    def _quotient(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
+        top, bottom = operands
+        if bottom.base is _Base.TOTAL:
+            return _mixed(node, f"divides by {bottom.text}")
+        found = _product(node, [top, replace(bottom, degree=-bottom.degree, divisor=None)])
+        is_sum = found.base is _Base.TOTAL and found.degree == 0 and found.divisor is None
+        if not is_sum or self._fixed is None or self._fixed < 2:
+            return found
+        divisor = self._integer(names[1])
+        return found if divisor is None or divisor % self._fixed else replace(found, divisor=divisor)
+
+    def _integer(self, name: str) -> int | None:
+        """The constant `name` if it is one positive integer, else None."""
+        constant = self._graph.constant(name)
+        if constant is None or constant.array.size != 1:
+            return None
+        number = float(constant.array.reshape(()))
+        return int(number) if math.isfinite(number) and number > 0 and number == round(number) else None
+
+
+def _by_sample(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.ndarray:
+    """The array with its samples on a new first axis, in place of `dimension`, outside of which `outer` are counted."""
+    shape = array.shape
+    inner = shape[dimension] // (outer * batch)
+    apart = array.reshape(*shape[:dimension], outer, batch, inner, *shape[dimension + 1 :])
+    return np.moveaxis(apart, dimension + 1, 0)
+
+
+def _mixed(node: Node, what: str) -> _Form:
+    return _Form(_Base.MIXED, reason=f"{node.op} {node.name!r} {what}")
+
+
+def _nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:
+    """The form of any function of operands, entry by entry."""
+    found = list(operands)
+    for each in found:
+        if each.base is _Base.TOTAL or each.degree:
+            return _mixed(node, f"computes a nonlinear function of {each.text}")
+    bases = {each.base for each in found}
+    if _Base.EACH in bases:
+        return _EACH
+    return _Form(_Base.UNIFORM) if _Base.UNIFORM in bases else _FIXED
+
+
+def _product(node: Node, operands: Sequence[_Form]) -> _Form:
+    """The form of a function that is linear in each operand by itself."""
+    totals = [each for each in operands if each.base is _Base.TOTAL]
+    others = [each for each in operands if each.base not in (_Base.FIXED, _Base.TOTAL)]
+    if len(totals) > 1:
+        return _mixed(node, f"multiplies {totals[0].text} by {totals[1].text}")
+    if totals and others:
+        return _mixed(node, f"multiplies {others[0].text} by {totals[0].text}")
+    degree = sum(each.degree for each in operands)
+    divisor = next((each.divisor for each in operands if each.divisor is not None), None)
+    if totals:
+        return _Form(_Base.TOTAL, degree, divisor)
+    if any(each.base is _Base.EACH for each in operands):
+        return _Form(_Base.EACH, degree, divisor)
+    return _Form(_Base.UNIFORM if others else _Base.FIXED, degree, divisor)
+
+
+def _sum(node: Node, operands: Sequence[_Form]) -> _Form:
+    """The form of a function that is linear in all operands together."""
+    found = operands[0]
+    for each in operands[1:]:
+        if each == found:
+            continue
+        bases = {found.base, each.base}
+        if found.degree == each.degree and _Base.TOTAL not in bases:
+            base = _Base.EACH if _Base.EACH in bases else _Base.UNIFORM
+            found = replace(found, base=base)
+            continue
+        # A value that is equal for all samples is the mean over samples of itself.
+        fixed, total = (found, each) if found.base is _Base.FIXED else (each, found)
+        if bases == {_Base.FIXED, _Base.TOTAL} and fixed.degree == total.degree + 1 and total.divisor is None:
+            found = total
+            continue
+        return _mixed(node, f"adds {found.text} and {each.text}")
+    return found

@@ -1,0 +1,89 @@
+"""The weights with which the losses of micro-batches make the loss of a step, or why no weights do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.graph import COUNTED_LABELS
+from autopipe.ir.problem import AVERAGED, LossDivision, Mode
+from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
+from autopipe.passes.batching import Batching
+from autopipe.passes.frontend.loss import LOSSES, leaves_out
+from autopipe.passes.frontend.model import Model
+from autopipe.passes.frontend.read import mixing_nodes
+
+_SIZES = (2, 4)
+"""Numbers of samples for which a model with an open batch is read, to see what depends on their number."""
+
+
+def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
+    """Return how the loss of `model` depends on the losses of parts of a batch; None if no batch can be divided.
+
+    `read` returns the same model for another number of samples.
+    """
+    if model.mode is not Mode.TRAIN or not model.loss or model.batch is None or model.graph.has(COUNTED_LABELS):
+        return None
+    if model.batch > 1:
+        return loss_form(model.graph, model.loss, None, model.batch)
+    try:
+        first, second = (read(size) for size in _SIZES)
+    except ConfigurationError:
+        return None  # The file fixes the batch to one sample.
+    return loss_form(first.graph, first.loss, second.graph, None)
+
+
+def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: Batching) -> LossDivision:
+    """Return how the losses of the micro-batches of a step make its loss, for the value `normalize` of the key
+    `loss.normalize`.
+
+    `model` is for one micro-batch, `form` is as `form_of` returns it. Raises InfeasibleError if the loss of the step
+    does not follow from the losses of micro-batches.
+    """
+    if model.mode is not Mode.TRAIN or batching.micro_batches == 1 or model.graph.has(COUNTED_LABELS):
+        return AVERAGED
+    exact = not any(
+        node.op not in LOSSES or any(node.inputs[2:3]) or leaves_out(model.graph, node)
+        for node in mixing_nodes(model.graph)
+    )
+    if form is None:
+        return LossDivision(1.0 if normalize == "sum" else None, exact)
+    if normalize == "sum":
+        return LossDivision(1.0, exact and form.kind is LossKind.SUM and form.divisor is None)
+    if normalize == "micro_batches":
+        return LossDivision(None, exact and form.kind is LossKind.MEAN)
+    if form.kind is LossKind.MEAN:
+        return LossDivision(None, exact)
+    if form.kind is LossKind.SUM:
+        weight = form.samples / batching.batch_size if form.divisor and form.samples else 1.0
+        return LossDivision(weight, exact)
+    if form.samples == batching.micro_batch_size:
+        return LossDivision(None, False)  # The file itself says which samples a loss is computed from.
+    raise _not_divisible(form, model, batching)
+
+
+def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
+    """Return what a user should know of the loss of a step of a model whose file fixes the batch, "" if nothing."""
+    if form is None or form.samples is None or form.samples == batching.batch_size:
+        return ""
+    steps = f"a step of {batching.batch_size} samples"
+    fixed = f"to which the file fixes the batch: {form.samples}"
+    if form.kind is LossKind.SUM and form.divisor is not None:
+        return f"the loss {loss!r} is a sum divided by {form.divisor}; {steps} averages sums over as many, {fixed}"
+    if form.kind is LossKind.SUM:
+        return f"the loss {loss!r} is a sum over samples; {steps} adds up more samples than those {fixed}"
+    if form.kind is LossKind.MIXED:
+        return f"{form.reason}; the loss of {steps} is the mean of losses of the samples {fixed}"
+    return ""
+
+
+def _not_divisible(form: LossForm, model: Model, batching: Batching) -> InfeasibleError:
+    message = (
+        f"the losses of {batching.micro_batches} micro-batches do not give the loss {model.loss!r} of a batch of "
+        f"{batching.batch_size} samples: {form.reason}"
+    )
+    whole = "--micro-batches 1"
+    if form.samples is not None:
+        whole = f"--micro-batch-size {form.samples}, for which the file was exported"
+    hint = f"{whole}; or loss.normalize: micro_batches, to train on the mean of the losses of micro-batches"
+    return InfeasibleError(message, hint)
