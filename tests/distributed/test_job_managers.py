@@ -64,6 +64,24 @@ def test_a_bare_torchrun(program: Path, losses: list[float], report: Path) -> No
     assert reported(report) == losses
 
 
+@pytest.mark.parametrize("ranks", [3, 6])
+def test_torchrun_with_the_wrong_number_of_ranks_says_so_in_one_line(program: Path, ranks: int) -> None:
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, program / "run.py", *RUN)
+    ended = finish(start_on(HERE, words))
+    assert ended.code != 0
+    start = f"torchrun --nproc-per-node 4 {program / 'run.py'}"
+    lines = [line for line in ended.stderr.splitlines() if "ranks started" in line]
+    assert lines == [f"error: ranks started: {ranks}, ranks of the program: 4; start it by {start}"]
+    assert "FileNotFoundError" not in ended.stderr and "rank_" not in ended.stderr
+
+
+def test_a_program_of_several_ranks_started_by_hand_says_how_to_start_it(program: Path) -> None:
+    ended = finish(start_on(HERE, (program / "run.py", *RUN)))
+    assert ended.code == 2
+    start = f"torchrun --nproc-per-node 4 {program / 'run.py'}"
+    assert ended.stderr == f"error: ranks started: 1, ranks of the program: 4; start it by {start}\n"
+
+
 def test_a_bare_torchrun_on_two_machines(program: Path, losses: list[float], report: Path) -> None:
     torchrun, *words = documented("torchrun", program)
     node = words.index("--node-rank") + 1

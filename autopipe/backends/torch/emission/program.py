@@ -142,12 +142,24 @@ _ENTRY = '''"""Runs the rank that the environment names; torch elastic, torchrun
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
+
+RANKS = {ranks}
 
 folder = Path(__file__).resolve().parent
 sys.path.insert(0, str(folder))
 rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-runpy.run_path(str(folder / f"rank_{rank:03d}.py"), run_name="__main__")
+started = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+if started != RANKS:
+    if rank == 0:
+        start = f"torchrun --nproc-per-node {{RANKS}}" if RANKS > 1 else "python"
+        counts = f"ranks started: {{started}}, ranks of the program: {{RANKS}}"
+        print(f"error: {{counts}}; start it by {{start}} {{sys.argv[0]}}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)  # torchrun ends all ranks when the first one has ended: rank 0 says why.
+    sys.exit(2)
+runpy.run_path(str(folder / f"rank_{{rank:03d}}.py"), run_name="__main__")
 
 # Done: the process ends here. Torch's threads may still ask for the interpreter while it is being taken down, and
 # then the whole process aborts.
@@ -218,7 +230,7 @@ def _stored(constant: Constant) -> np.ndarray:
 
 def _files(files: ProgramFiles, provenance: Provenance, home: Path) -> dict[str, str]:
     """Return the text of each file, by its name, for the folder `home`; every Python file is checked to parse."""
-    program, found = files.program, {"run.py": _ENTRY}
+    program, found = files.program, {"run.py": _ENTRY.format(ranks=files.program.world_size)}
     for stage, title in zip(program.stages, files.stage_titles, strict=True):
         found[f"{stage_module(stage.stage)}.py"] = emit_stage(stage, title)
     for rank, rank_title in zip(program.ranks, files.rank_titles, strict=True):
