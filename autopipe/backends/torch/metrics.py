@@ -28,6 +28,10 @@ class MetricsWriter(Protocol):
     """Takes records in the order of their steps. A step that comes again, after a restart, replaces what was written of
     it and of later ones."""
 
+    @property
+    def path(self) -> Path:
+        """The file or folder that is written."""
+
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
@@ -37,7 +41,7 @@ class JsonLines:
     """A file with a JSON object a line."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._last = max(_steps(path), default=-1)
         if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
             _end_last_line(path, content)
@@ -46,12 +50,12 @@ class JsonLines:
         if record["step"] < self._last or (record["step"] == self._last and "step_time_s" in record):
             self._cut_back(record["step"])
         self._last = record["step"]
-        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def _cut_back(self, step: int) -> None:
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        with replacing(self._path) as file:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        with replacing(self.path) as file:
             file.writelines(line for line in lines if json.loads(line)["step"] < step)
 
     def close(self) -> None:
@@ -96,7 +100,7 @@ def _end_last_line(path: Path, content: bytes) -> None:
     if _whole_step(content[end:].decode(errors="replace")) is None:
         os.truncate(path, end)
         return
-    with path.open("ab") as file:
+    with naming(path), path.open("ab") as file:
         file.write(b"\n")
 
 
@@ -104,7 +108,7 @@ class TensorBoard:
     """An event file of TensorBoard's."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.path = folder
         self._writer: Any = None
         self._last = -1
 
@@ -114,7 +118,7 @@ class TensorBoard:
             self.close()
             # What an earlier start has written of these steps is no longer shown.
             module: Any = import_module("torch.utils.tensorboard")
-            self._writer = module.SummaryWriter(str(self._folder), purge_step=step, flush_secs=_FLUSH_S)
+            self._writer = module.SummaryWriter(str(self.path), purge_step=step, flush_secs=_FLUSH_S)
         self._last = step
         for name, figure in scalars(record):
             self._writer.add_scalar(name, figure, step)
@@ -130,6 +134,7 @@ class WeightsAndBiases:
 
     def __init__(self, project: str, folder: Path, settings: Record) -> None:
         """`settings` are kept as the run's configuration."""
+        self.path = folder
         self._start = {"project": project, "dir": str(folder), "config": dict(settings)}
         self._run: Any = None
 
@@ -203,7 +208,14 @@ class MetricsLog:
             act()
         except Exception as error:  # noqa: BLE001 - a service's own errors, and a full disk
             self._writers.remove(writer)
-            self._warn(f"{type(writer).__name__} writes no more: {type(error).__name__}: {error}")
+            self._warn(f"{type(writer).__name__} writes no more to {_reason(error, writer.path)}")
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """Return the file that cannot be written, `path` unless the error names one, and why, on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or path}: {error.strerror}"
+    return " ".join(f"{path}: {type(error).__name__}: {error}".split())
 
 
 def _finite(value: Any) -> Any:
@@ -239,6 +251,8 @@ class LogSettings:
         there = next(each for each in (self.folder.absolute(), *self.folder.absolute().parents) if each.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             raise ConfigurationError("the log cannot be written", hint="name another folder", where=str(self.folder))
+        if path.exists() and not path.is_file():
+            raise ConfigurationError(f"{path} is no file", hint="name another folder with --log DIR")
         if self.wandb_project is not None and find_spec("wandb") is None:
             raise ConfigurationError("W&B is not installed", hint="pip install wandb", where="--wandb")
         if list(_steps(path)) and not resume:
@@ -246,9 +260,14 @@ class LogSettings:
             raise ConfigurationError("the folder holds the log of another run", hint, str(self.folder))
 
     def open(self, run: Record, warn: Callable[[str], None]) -> MetricsLog:
-        """Make the folder and the log in it. W&B keeps `run` as what the run is."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        writers: list[MetricsWriter] = [JsonLines(self.folder / METRICS_FILE)]
+        """Make the folder and the log in it. W&B keeps `run` as what the run is. Raises ConfigurationError if the
+        folder cannot be made or the file's last line cannot be ended."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            writers: list[MetricsWriter] = [JsonLines(self.folder / METRICS_FILE)]
+        except OSError as error:
+            message = f"the log cannot be written: {error.strerror}"
+            raise ConfigurationError(message, "name another folder with --log DIR", str(error.filename)) from error
         if find_spec("tensorboard") is not None:
             writers.append(TensorBoard(self.folder))
         if self.wandb_project is not None:

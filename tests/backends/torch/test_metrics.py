@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +61,48 @@ def test_a_writer_that_fails_is_left_out_with_a_warning(tmp_path: Path) -> None:
     with MetricsLog([Full(tmp_path / "full"), JsonLines(tmp_path / "metrics.jsonl")], 1, warned.append) as log:
         log.add(record(0))
         log.add(record(1))
-    assert warned == ["Full writes no more: OSError: no space left on device"]
+    assert warned == [f"Full writes no more to {tmp_path / 'full'}: OSError: no space left on device"]
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """Let the system refuse files above `most` bytes, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_once_in_one_line_with_the_files_name_and_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    warned: list[str] = []
+    with small_files(400), MetricsLog([JsonLines(path)], 1, warned.append) as log:
+        for step in range(6):
+            log.add(record(step))
+    assert warned == [f"JsonLines writes no more to {path}: File too large"]
+    assert path.stat().st_size <= 400
+    JsonLines(path).write(record(1))
+    assert [each["step"] for each in lines(path)] == [0, 1], "a resumed run goes on behind the last whole line"
+
+
+def test_a_disk_that_is_full_when_a_run_resumes_is_told_before_ranks_start(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}')
+    with (
+        small_files(11),
+        pytest.raises(ConfigurationError, match="the log cannot be written: File too large") as caught,
+    ):
+        LogSettings(tmp_path).open({}, print)
+    assert caught.value.where == str(path)
+
+
+def test_a_device_in_the_place_of_the_log_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(ConfigurationError, match="is no file"):
+        LogSettings(tmp_path).check(resume=True)
 
 
 def test_tensorboard_reads_what_was_written_and_not_what_a_restart_replaced(tmp_path: Path) -> None:
