@@ -77,7 +77,8 @@ class Model:
     inputs: Annotated[tuple[tuple[str, bool | int | float], ...], Sparse()] = ()
     """Inputs that are always the same number, such as `{use_cache_branch: true}`: the model is read for that alone."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained: globs over their names, or regular expressions after `re:`."""
+    """Parameters that are not trained: globs or, after `re:`, regular expressions that match the whole name.
+    `re:(?!head\\.).*` is every parameter whose name does not start with `head.`."""
     trainable: tuple[str, ...] = ()
     """Tensors that are trained whatever the file says, and though `frozen` matches them too: patterns as there."""
     training: Annotated[bool | None, Sparse()] = None

@@ -7,6 +7,7 @@ are. A tensor that gradients reach is trained unless it is a running statistic o
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -286,9 +287,12 @@ class Chosen:
     frozen: tuple[str, ...] = ()
     matched: set[str] = field(default_factory=set)
     """Filled with the patterns that have matched a name."""
+    names: set[str] = field(default_factory=set)
+    """Filled with the names that were compared."""
 
     def trained(self, name: str) -> bool | None:
-        """True if a tensor is trained; None where no pattern matches its name."""
+        """Return True if a tensor is trained, None if no pattern matches its name."""
+        self.names.add(name)
         trainable, frozen = (
             [pattern for pattern in patterns if matches(pattern, name, key)]
             for key, patterns in (("model.trainable", self.trainable), ("model.frozen", self.frozen))
@@ -302,6 +306,18 @@ class Chosen:
             for pattern in patterns:
                 if pattern not in self.matched:
                     raise ConfigurationError(
-                        f"{key}: no floating-point tensor is called {pattern!r}",
-                        hint="autopipe inspect -v lists their names",
+                        f"{key}: {pattern!r} matches the whole name of no floating-point tensor",
+                        hint=self._better(pattern, key) or "autopipe inspect -v lists their names",
                     )
+
+    def _better(self, pattern: str, key: str) -> str:
+        """Return a hint with the pattern that matches names of which `pattern` matches a part; "" if there is none."""
+        prefix, text = ("re:", pattern[3:]) if pattern.startswith("re:") else ("", pattern)
+        anything = ".*" if prefix else "*"
+        for longer in (text + anything, anything + text, anything + text + anything):
+            found = sorted(name for name in self.names if matches(prefix + longer, name, key))
+            if found:
+                more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+                return f"{prefix + longer!r} matches {found[0]!r}{more}"
+        near = difflib.get_close_matches(pattern, sorted(self.names), n=1)
+        return f"did you mean {near[0]!r}?" if near else ""

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from autopipe.ir.errors import ModelError
+from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer
 from autopipe.passes.frontend import read_model
 from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
@@ -185,3 +185,36 @@ def test_the_digest_tells_structures_apart_and_not_weights(tmp_path: Path) -> No
         for extent, seed in ((32, 0), (32, 1), (64, 0))
     ]
     assert digests[0] == digests[1] != digests[2]
+
+
+def layers(folder: Path) -> Path:
+    nodes = [node("MatMul", "x enc.0.w", "h"), node("MatMul", "h enc.1.w", "m"), node("MatMul", "m head.w", "y")]
+    held = {"enc.0.w": floats(4, 4), "enc.1.w": floats(4, 4), "head.w": floats(4, 4)}
+    return saved(model(nodes, {"x": [2, 4]}, "y", held), folder)
+
+
+@pytest.mark.parametrize("pattern", ["re:^(?!head).*", "re:(?!head\\.).*", "re:.*(?<!head\\.w)", "re:(?!.*head).*$"])
+def test_all_parameters_but_some_are_frozen_by_a_negative_expression(pattern: str, tmp_path: Path) -> None:
+    read = read_model(layers(tmp_path), frozen=(pattern,))
+    assert trained(read.graph) == {"enc.0.w": False, "enc.1.w": False, "head.w": True}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("re:^(?!head)", "'re:^(?!head).*' matches 'enc.0.w' and 1 more"),
+        ("re:0", "'re:.*0.*' matches 'enc.0.w'"),
+        ("re:w$", "'re:.*w$' matches 'enc.0.w' and 2 more"),
+        ("enc", "'enc*' matches 'enc.0.w' and 1 more"),
+        ("haed.w", "did you mean 'head.w'?"),
+        ("decoder", "autopipe inspect -v lists their names"),
+    ],
+)
+def test_a_pattern_that_matches_no_whole_name_is_refused_with_one_that_does(
+    pattern: str, hint: str, tmp_path: Path
+) -> None:
+    for key in ("frozen", "trainable"):
+        with pytest.raises(ConfigurationError) as caught:
+            read_model(layers(tmp_path), **{key: (pattern,)})  # type: ignore[arg-type]
+        message = f"model.{key}: {pattern!r} matches the whole name of no floating-point tensor"
+        assert (caught.value.message, caught.value.hint) == (message, hint)
