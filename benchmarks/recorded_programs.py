@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 from scipy.sparse import csr_array
 
+from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.passes.solvers import milp
 
 FOLDER_VARIABLE = "AUTOPIPE_RECORD_PROGRAMS"
@@ -95,14 +96,25 @@ class Optima:
         first, second = self.proven[one], self.proven[other]
         if first == second:
             return 0.0
-        if np.inf in (first, second):
+        if np.isinf(first) or np.isinf(second):
             return np.inf
         return abs(first - second) / max(abs(first), abs(second))
 
 
 def find_optima(model: milp.Model, solvers: Sequence[str], seconds: float) -> Optima:
-    """Solve the program by each of `solvers`, at most `seconds` each."""
-    return Optima({solver: milp.solve(model, seconds, solver=solver) for solver in solvers})
+    """Solve the program by each of `solvers`, at most `seconds` each.
+
+    The optimum of a program without a minimum is minus infinity.
+    """
+    results = {}
+    for solver in solvers:
+        try:
+            results[solver] = milp.solve(model, seconds, solver=solver)
+        except ConfigurationError:
+            raise
+        except AutopipeError:
+            results[solver] = milp.MilpResult(milp.Status.OPTIMAL, objective=-np.inf)
+    return Optima(results)
 
 
 def pytest_configure() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,13 @@ def test_a_program_is_recorded_once_as_it_is(tmp_path: Path) -> None:
         # Costs are recorded as the solver gets them, times a power of two.
         assert (model.cost / knapsack().cost).tolist() == [model.cost[0] / -3] * 2
         assert (model.lower.tolist(), model.upper.tolist(), model.integral.all()) == ([0, 0], [10, 10], True)
+
+
+def test_solvers_agree_that_there_is_no_minimum() -> None:
+    model = replace(knapsack(), row_upper=np.array([np.inf]), upper=np.array([np.inf, np.inf]))
+    optima = find_optima(model, SOLVERS, 60.0)
+    assert optima.proven == dict.fromkeys(SOLVERS, -np.inf)
+    assert optima.difference("auto", "cbc") == 0
 
 
 def test_optima_are_compared_if_both_are_proven() -> None:
