@@ -95,7 +95,7 @@ def plan(
     given = read_text(yaml.dump(settings, Dumper=Dumper), "the arguments of plan()")
     configuration = effective([given] if config is None else [read_file(config), given])
     request = request_of(configuration, Path(model))
-    planned = choose(request, None, answers()) if request.strategy is None else make_plan(request)
+    planned = choose(request, None, answers()) if request.strategy is None else make_plan(request, advise=True)
     write_plan_folder(folder, planned, configuration, force=force)
     return Plan(folder)
 

@@ -90,7 +90,7 @@ def plan(
             # Values are dumped where they are made.
             planned = choose(request, watcher, None if no_cache or dump_after else answers())
         else:
-            planned = make_plan(request, watcher)
+            planned = make_plan(request, watcher, advise=True)
     # What shows a plan is loaded once there is one.
     from autopipe.cli.plan_text import degrees_text, plan_delta, plan_screen
     from autopipe.configs.local_devices import local_cluster

@@ -39,7 +39,7 @@ from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.loss_scores import compare_scores, may_be_short
 from autopipe.passes.cost.measured import costed_work
-from autopipe.passes.cost.memory_check import with_copies, without_copies
+from autopipe.passes.cost.memory_check import size_text, with_copies, without_copies
 from autopipe.passes.cost.stage_work import check_whole_matrices
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
 from autopipe.passes.registry import Scheduler, Strategy
@@ -201,15 +201,26 @@ class PlanResult:
         return plan_digest(self.plan)
 
 
-def make_plan(request: Request, observer: Observer | None = None) -> PlanResult:
+def make_plan(request: Request, observer: Observer | None = None, advise: bool = False) -> PlanResult:
     """Read the model, cost it, place it, schedule it and simulate a step, as the request names strategy and scheduler.
 
     If the request leaves open whether losses keep their scores, the plan keeps them first. It is made again with scores
     that are recomputed if memory may be short or recomputing is faster for the loss itself; the shorter step wins.
-    Raises ConfigurationError, ModelError or InfeasibleError, naming the pass if the message itself names no place.
+    Raises ConfigurationError, ModelError or InfeasibleError, naming the pass if the message itself names no place. With
+    `advise` the hint of an OutOfMemoryError names options that make the plan fit, found within about `_OPTIONS_S`.
     """
     runner = Runner(observer)
     request = with_whole_batch(request, runner)
+    try:
+        return _made(request, runner)
+    except OutOfMemoryError as error:
+        if advise:
+            error.hint = "; ".join((*memory_options(request, runner), error.hint))
+        raise
+
+
+def _made(request: Request, runner: Runner) -> PlanResult:
+    """Return the plan of a request whose batch is known, with either form of the losses."""
     if request.scores is not None or read(request, runner).other is None:
         return assemble_plan(request, *_planned(request, runner), runner)
     keeping, recomputing = replace(request, scores="keep"), replace(request, scores="recompute")
@@ -231,6 +242,55 @@ def make_plan(request: Request, observer: Observer | None = None) -> PlanResult:
         result = assemble_plan(recomputing, *recomputed, runner)
         return with_other_scores(result, kept and kept[1].timeline.end, refused)
     return with_other_scores(assemble_plan(keeping, *kept, runner), recomputed[1].timeline.end)
+
+
+_OPTIONS_S = 20.0
+"""Seconds for which options are tried after memory refused a plan; a search that has begun may take as long again."""
+
+
+def memory_options(request: Request, runner: Runner) -> Iterator[str]:
+    """Yield hints for a request that memory refused: which of recomputation and a sharded optimizer state suffice.
+
+    Each is planned with the same strategy and scheduler, both together only if neither suffices, and named with the
+    peak memory of the fullest device.
+    """
+    model = read(request, runner)
+    if model.mode is not Mode.TRAIN:
+        return
+    full, shard = "--recompute full", "--set optimizer.shard=true"
+    sharded = replace(request.optimizer, shard=True)
+    scores = request.scores if model.other is None else request.scores or "recompute"
+    limit_s = _OPTIONS_S if request.time_limit is None else min(request.time_limit, _OPTIONS_S)
+    base = replace(request, scores=scores, time_limit=limit_s)
+    varied: dict[tuple[str, ...], Request] = {}
+    if request.recompute in (None, "none"):
+        varied[full,] = replace(base, recompute="full")
+    if not request.optimizer.shard and request.optimizer.name != "muon":
+        varied[shard,] = replace(base, optimizer=sharded)
+    if len(varied) == 2:
+        varied[full, shard] = replace(base, recompute="full", optimizer=sharded)
+    end, found, refused = time.monotonic() + limit_s, list[str](), list[str]()
+    for options, each in varied.items():
+        if time.monotonic() > end or (found and len(options) > 1):
+            break
+        own = Runner()  # An observer of the request sees no passes of the options.
+        own.models, own.work = runner.models, runner.work
+        try:
+            timeline = _planned(each, own)[1].timeline
+        except OutOfMemoryError:
+            refused.append(" ".join(options))
+        except REFUSALS:
+            continue
+        else:
+            found.append(f"{' '.join(options)} (needs {size_text(max(timeline.peak_memory))})")
+    if found:
+        yield f"add {' or '.join(found)}"
+        settled = {full: request.recompute is not None, shard: not request.shard_open}
+        left_out = [option for option in (full, shard) if (option,) in varied and not settled[option]]
+        if left_out:
+            yield f"a named strategy leaves out {' and '.join(left_out)}, which plan without --strategy tries"
+    elif refused:
+        yield f"{refused[-1]} does not suffice"
 
 
 def _planned(request: Request, runner: Runner) -> tuple[Placed, Scheduled]:

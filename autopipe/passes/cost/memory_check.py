@@ -26,7 +26,7 @@ def check_operators(problem: Problem) -> None:
 
 
 def check_state(problem: Problem, devices: int, parts: int) -> None:
-    """Raise InfeasibleError where devices with one stage cannot hold its parameters and their state in `parts` parts.
+    """Raise OutOfMemoryError if devices with one stage cannot hold its parameters and their state in `parts` parts.
 
     No micro-batches are small enough then.
     """
@@ -34,11 +34,15 @@ def check_state(problem: Problem, devices: int, parts: int) -> None:
     copies = dict.fromkeys(names, max(1, devices // parts))
     least = state_of(problem, ((name, parts) for name in names), copies, read_again=names).total
     if least > problem.memory_of(0):
-        raise out_of_memory(problem, [0], 1, 0, least, least=True)
+        shared = f", sharded over {parts} devices" if parts > 1 else ""
+        raise out_of_memory(problem, [0], 1, 0, least, detail=f"for parameters and their state alone{shared}")
 
 
 def check_least(problem: Problem, least: float, stages: list[int], count: int) -> None:
-    """Raise InfeasibleError where the largest memory is less than the `least` that `stages`, of `count`, need."""
+    """Raise OutOfMemoryError if every memory is less than the `least` bytes that `stages`, of `count`, need.
+
+    `least` must hold for all placements that the caller can make.
+    """
     device = max(range(problem.cluster.size), key=problem.memory_of)
     if least > problem.memory_of(device):
         raise out_of_memory(problem, stages, count, device, least, least=True)
@@ -142,19 +146,20 @@ def device_memory(problem: Problem, placement: Placement, costs: tuple[StageCost
 
 
 def out_of_memory(
-    problem: Problem, stages: list[int], count: int, device: int, need: float, least: bool = False
+    problem: Problem, stages: list[int], count: int, device: int, need: float, least: bool = False, detail: str = ""
 ) -> OutOfMemoryError:
-    """The error for `stages` (of `count`) that need `need` bytes on a device that has fewer."""
+    """Return the error for `stages` (of `count`) that need `need` bytes on a device that has fewer.
+
+    `least` says that every other placement of the strategy needs at least as much. `detail` ends the message.
+    """
     limit = problem.memory_of(device)
     several = len(stages) > 1
     who = f"stages {', '.join(map(str, stages))} of {count} need" if several else f"stage {stages[0]} of {count} needs"
-    hint = "use more devices, smaller micro-batches or a higher memory limit"
-    if problem.train and problem.recompute == "none":
-        hint = f"try recompute: auto, or {hint}"
+    details = ["in the placement that needs least"] * least + [detail] * bool(detail)
     return OutOfMemoryError(
         f"{who} {size_text(need)} on device {device}, {size_text(need - limit)} over the limit of {size_text(limit)}"
-        + (", in the placement that needs least" if least else ""),
-        hint=hint,
+        + "".join(f", {each}" for each in details),
+        hint="use more devices, smaller micro-batches or a higher memory limit",
     )
 
 

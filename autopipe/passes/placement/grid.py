@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import ClassVar
 
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError
+from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError, OutOfMemoryError
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import once_each
 from autopipe.ir.placement import Placement, Stage
@@ -21,20 +21,20 @@ from autopipe.passes.batching import Division, climb
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory import state_of, static_memory
 from autopipe.passes.cost.memory_check import (
-    check_least,
     check_operators,
     describe_kinds,
     device_memory,
     equal_device_runs,
     fitted,
     may_share,
+    out_of_memory,
 )
 from autopipe.passes.cost.roofline import StepSeconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import cut_into_stages
 from autopipe.passes.schedule.device_order import best_order
-from autopipe.passes.schedule.limits import quick_step_seconds
+from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.sharding.regions import (
     check_constraints_met,
     check_samples,
@@ -61,6 +61,9 @@ class Degrees:
     @property
     def width(self) -> int:
         return self.data * self.tensor
+
+    def __str__(self) -> str:
+        return f"pipeline {self.pipeline}, data {self.data}, tensor {self.tensor}"
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each group: replica by replica."""
@@ -146,8 +149,8 @@ class GridSearch:
 
         First each with small micro-batches, but for those that memory cannot hold, and those whose estimate, which
         leaves out what layers exchange, is no shorter than the best step; then other sizes, where they promise most
-        first; then the best with its replicas apart. Raises a reason where there is no placement: memory, mostly, as
-        the last candidate shares it most.
+        first; then the best with its replicas apart. Raises OutOfMemoryError, with the degrees that need least, if
+        memory refused a candidate and none is left, otherwise the last reason.
         """
         found = []
         for degrees in every:
@@ -179,7 +182,7 @@ class GridSearch:
                 climb(own, own.index(start), partial(seconds, degrees))
         best = self.best
         if best is None and self.refused:
-            raise self.refused[-1]
+            raise self._refusal(every, sizes)
         if best is None:
             least = min((degrees.data for degrees in every), default=1)
             raise InfeasibleError(
@@ -205,16 +208,61 @@ class GridSearch:
         return rounds * float(work.sum()) + exchange_of_gradients(problem, replicas).seconds(share)
 
     def _has_room(self, degrees: Degrees) -> bool:
-        problem, state = self.problem, self._state
-        copies = degrees.data if problem.optimizer.shard else 1
+        """True if parameters and their state, in equal parts, fit the largest memory."""
+        problem, least = self.problem, self._state_bytes(degrees)
+        device = max(range(problem.cluster.size), key=problem.memory_of)
+        if least <= problem.memory_of(device):
+            return True
+        self.refused.append(out_of_memory(problem, [0], degrees.pipeline, device, least, detail=f"with {degrees}"))
+        return False
+
+    def _state_bytes(self, degrees: Degrees) -> int:
+        """Bytes of parameters and their state on a device if all hold equally much: the fullest holds no less."""
+        copies = degrees.data if self.problem.optimizer.shard else 1
         parts = degrees.pipeline * degrees.tensor
-        least = (state.total - state.optimizer_bytes + state.optimizer_bytes // copies) // parts
-        try:
-            check_least(problem, least, [0], degrees.pipeline)
-        except InfeasibleError as error:
-            self.refused.append(error)
-            return False
-        return True
+        return (self._state.total - self._state.optimizer_bytes + self._state.optimizer_bytes // copies) // parts
+
+    def _refusal(self, every: Sequence[Degrees], sizes: Sequence[int]) -> AutopipeError:
+        """Return why there is no placement: if it is memory, the degrees that exceed it least.
+
+        Peaks are those of 1F1B on the smallest micro-batches, with all stages recomputed if recomputation is open.
+        """
+        if not any(isinstance(error, OutOfMemoryError) for error in self.refused):
+            return self.refused[-1]
+        most = max(map(self.problem.memory_of, range(self.problem.cluster.size)))
+        best: tuple[float, OutOfMemoryError] | None = None
+        tried = sorted(every, key=self._state_bytes)
+        for degrees in tried:
+            size = next((size for size in sizes if size % degrees.data == 0), None)
+            if size is None or (best is not None and self._state_bytes(degrees) - most >= best[0]):
+                continue
+            try:
+                excess, error = self._excess(self._sized(size), degrees, tried)
+            except REFUSALS:
+                continue
+            if best is None or excess < best[0]:
+                best = excess, error
+        return self.refused[-1] if best is None or best[0] <= 0 else best[1]
+
+    def _excess(self, problem: Problem, degrees: Degrees, every: Sequence[Degrees]) -> tuple[float, OutOfMemoryError]:
+        """Return (excess, error): most bytes by which 1F1B exceeds a device's memory, and the error that says so."""
+        if problem.train and problem.recompute == "auto":
+            problem = replace(problem, recompute="full")
+        placement = place(problem, degrees, self.chunks, self.wave)
+        # Peaks are reached when all stages are filled.
+        count = min(problem.micro_batches, 4 * len(placement.stages))
+        problem = replace(problem, micro_batches=count, batch_size=count * problem.micro_batch_size)
+        peaks = quick_step(problem, placement, stage_costs(problem, placement)).peak_memory
+        over = [peak - problem.memory_of(device) for device, peak in enumerate(peaks)]
+        worst = max(range(len(over)), key=over.__getitem__)
+        stages = [index for index, stage in enumerate(placement.stages) if worst in stage.devices]
+        detail = f"with {degrees}, micro-batch size {problem.micro_batch_size}"
+        if len(every) > 1:
+            options = {name: sorted({getattr(each, name) for each in every}) for name in ("pipeline", "data", "tensor")}
+            texts = (f"{name} {'/'.join(map(str, found))}" for name, found in options.items())
+            detail += f", the least of {len(every)} combinations of {', '.join(texts)}"
+        need = peaks[worst]
+        return over[worst], out_of_memory(problem, stages, len(placement.stages), worst, need, detail=detail)
 
     def _try(self, degrees: Degrees, size: int) -> GridTrial | None:
         """The placement on micro-batches of that size, tried once; None where there is none."""

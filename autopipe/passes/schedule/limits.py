@@ -61,8 +61,7 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline | St
         f"{named} on device {device} would need {size_text(peak)} where {size_text(limit)} may be used: "
         f"{size_text(excess[device])} too much "
         f"({size_text(static)} are parameters, gradients, optimizer state and buffers){others}",
-        hint="use smaller micro-batches, a schedule that keeps fewer of them, recomputation (--set recompute=full), "
-        "more devices or a larger memory limit",
+        hint="use smaller micro-batches, a schedule that keeps fewer of them, more devices or a larger memory limit",
     )
 
 

@@ -367,8 +367,7 @@ class Piper:
         if not pieces:
             raise OutOfMemoryError(
                 f"memory holds no chain of stages of these blocks on {problem.cluster.size} devices",
-                hint="use more devices, smaller micro-batches, a higher memory limit"
-                + ("" if problem.recompute == "auto" else " or recompute: auto"),
+                hint="use more devices, smaller micro-batches or a higher memory limit",
             )
         stages = tuple(_stage(problem, chains, piece) for piece in pieces)
         return fitted(problem, Placement(stages)), _step_seconds(pieces, count)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.errors import ConfigurationError, InfeasibleError, OutOfMemoryError
 from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Optimizer, Problem
 from autopipe.passes.cost.measured import resized
-from autopipe.passes.cost.memory_check import fitted
+from autopipe.passes.cost.memory_check import fitted, size_text
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement import grid as search
@@ -153,6 +153,32 @@ def test_memory_asks_for_more_parts() -> None:
     assert len(found.stages) > 1 or any(len(splits) == 2 for _, splits in found.stages[0].splits)
     with pytest.raises(InfeasibleError, match="over the limit"):
         Grid().run(replace(given, memory_limit=whole // 100))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "auto"])
+@pytest.mark.parametrize("options", [{}, {"tensor": 2}, {"pipeline": 2, "tensor": 2}])
+def test_a_refusal_names_the_degrees_that_need_least(recompute: str, options: dict[str, int]) -> None:
+    given = open_problem("gpt", optimizer=Optimizer("adamw"), recompute=recompute)
+    every = tuple(factorisations(given.cluster, **options))
+    peaks = {}
+    for degrees in every:
+        own = resized(given, degrees.data)
+        own = replace(own, recompute="none" if recompute == "none" else "full")
+        try:
+            placement = place(own, degrees, 1, wave=False)
+        except InfeasibleError:
+            continue
+        peaks[degrees] = max(quick_step(own, placement, stage_costs(own, placement)).peak_memory)
+    need = min(peaks.values())
+    with pytest.raises(OutOfMemoryError, match="over the limit") as caught:
+        Grid(**options).run(replace(given, memory_limit=need - 1024))
+    message = caught.value.message
+    assert f"{size_text(need)} on device" in message and "1.00 KiB over the limit" in message
+    assert any(
+        f"with {degrees}, micro-batch size {degrees.data}" in message for degrees in peaks if peaks[degrees] == need
+    )
+    assert (f"the least of {len(every)} combinations of pipeline" in message) is (len(every) > 1)
+    assert Grid(**options).run(replace(given, memory_limit=need)).stages
 
 
 def _on_one(given: Problem) -> tuple[Problem, Placement]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.errors import ConfigurationError, InfeasibleError, OutOfMemoryError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Mode, Optimizer, Problem
@@ -134,7 +134,7 @@ def test_recomputation_where_memory_asks_for_it() -> None:
     plain = PipeDream(replicate=False).run(loose)
     need = max(device_memory(loose, plain, stage_costs(loose, plain)))
     tight = replace(loose, memory_limit=int(need * 0.75))
-    with pytest.raises(InfeasibleError, match="recompute: auto"):
+    with pytest.raises(OutOfMemoryError, match="over the limit"):
         PipeDream(replicate=False).run(tight)
     answer = PipeDream(replicate=False).run(replace(tight, recompute="auto"))
     assert answer.stages[0].recompute
