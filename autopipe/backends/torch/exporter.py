@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -144,14 +145,25 @@ def exported(subject: Subject) -> torch.onnx.ONNXProgram:
 
 
 def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
-    """Return the traced program. Torch traces with a copy of the module's Python state in place of the module's own."""
-    try:
-        with InSupportedParts():
-            return torch.export.export(subject.module, subject.tensors, dynamic_shapes=shapes, strict=False)
-    except Exception as error:
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        hint = "torch.export.export says more"
-        raise ConfigurationError(f"torch cannot trace the module: {first[0]}", hint) from error
+    """Return the traced program: of the Python code that runs, else, if that reads the number of samples as a constant
+    (`len(x)`), of its bytecode."""
+    first = ""
+    for strict in (False, True):
+        try:
+            with InSupportedParts():
+                return torch.export.export(subject.module, subject.tensors, dynamic_shapes=shapes, strict=strict)
+        except Exception as error:  # noqa: BLE001  (The user's own code runs in a trace.)
+            first = first or _reason(error)
+    raise ConfigurationError(f"torch cannot trace the module: {first}", "torch.export.export says more")
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error of a trace says first, and the first item of its list of reasons."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    items = [line.removeprefix("- ") for line in lines[1:] if line.startswith("- ")]
+    return ": ".join([lines[0].partition(" For more information")[0], *items[:1]])
 
 
 def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch.onnx.ONNXProgram:
@@ -181,18 +193,25 @@ def _name_tensors(model: Any, subject: Subject) -> None:
     A parameter that the module has under several names has the first of them in the file.
     """
     first = {id(parameter): name for name, parameter in subject.module.named_parameters()}
-    every = subject.module.named_parameters(remove_duplicate=False)
-    renamed = {name: first[id(parameter)] for name, parameter in every}
+    signature = model.graph.metadata_props.get(_SIGNATURE, "")
+    for name, parameter in subject.module.named_parameters(remove_duplicate=False):
+        known = first[id(parameter)]
+        value = model.graph.initializers.get(name)
+        if name != known and value is not None:
+            # The trace reads another of the names. The signature says both names, each of the other argument.
+            value.name = known
+            signature = _exchanged(signature, f"target='{name}'", f"target='{known}'")
     for value in list(model.graph.initializers.values()):
-        if value.name is not None:
-            value.name = renamed.get(value.name, value.name).removeprefix(_MODULE)
-    signature = model.graph.metadata_props.get(_SIGNATURE)
-    if signature is not None:
-        for name, known in renamed.items():
-            signature = signature.replace(f"target='{name}'", f"target='{known}'")
-        model.graph.metadata_props[_SIGNATURE] = signature.replace(f"target='{_MODULE}", "target='")
+        value.name = subject.name_of(value.name)
+    model.graph.metadata_props[_SIGNATURE] = signature.replace(f"target='{_MODULE}", "target='")
     frozen = [name for name, parameter in subject.parameters().items() if not parameter.requires_grad]
     model.metadata_props[_FROZEN] = json.dumps(frozen)
+
+
+def _exchanged(text: str, first: str, second: str) -> str:
+    """Return the text with each of two words in the place of the other."""
+    pattern = f"{re.escape(first)}|{re.escape(second)}"
+    return re.sub(pattern, lambda found: second if found[0] == first else first, text)
 
 
 def _name_batch(model: Any) -> None:

@@ -80,7 +80,7 @@ class _NothingDropped(TorchFunctionMode):
         """Return the arguments with probability 0, for a function that names the probability `p` or `dropout_p`."""
         if function is F.scaled_dot_product_attention:
             names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
-            bound: dict[str, Any] = dict(zip(names, args, strict=False)) | given
+            bound: dict[str, Any] = {"dropout_p": 0.0} | dict(zip(names, args, strict=False)) | given
         else:
             signature = inspect.signature(function).bind(*args, **given)
             signature.apply_defaults()

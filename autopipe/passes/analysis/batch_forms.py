@@ -323,6 +323,8 @@ class _Forms:
 
     def _combined(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
         """The form of the result before a reduction over samples."""
+        if node.op == "StopGradient":
+            return operands[0]
         if node.domain:
             return _nonlinear(node, operands)
         if node.op == "Gemm":

@@ -28,7 +28,7 @@ from autopipe.passes.frontend.loops import inner_types, loop_of
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.selections.operators import Selections
 from autopipe.passes.frontend.sequences import Sequences
-from autopipe.passes.frontend.signature import is_detach, stop_of
+from autopipe.passes.frontend.signature import estimates_variance, is_detach, stop_of
 from autopipe.passes.frontend.weights import MissingWeightTypes, Weights
 
 if TYPE_CHECKING:
@@ -309,6 +309,8 @@ def _alias(sweep: _Sweep, name: str, operand: str) -> None:
 
 def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
     attributes = attributes_of(node)
+    if estimates_variance(node):
+        attributes = (*attributes, ("unbiased", 1))
     known = tuple(sweep.arrays.get(name) if name else None for name in operands)
     require_known(node, operands, sweep.arrays, sweep.settled, sweep.is_input, sweep.source.opset)
     pairs = tuple((sweep.types[name] if name else None, array) for name, array in zip(operands, known, strict=True))

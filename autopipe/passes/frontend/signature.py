@@ -22,6 +22,7 @@ KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 CALL = "pkg.torch.onnx.fx_node"
 """A node's metadata: the call of the traced program that it is a part of."""
 DETACH = re.compile(r"\[target=torch\.ops\.aten\.detach_?\.default\]")
+TORCH_BATCH_NORM = re.compile(r"\[target=torch\.ops\.aten\.\w*batch_norm")
 SIGNED = re.compile(r"^(\w+): (PARAMETER|BUFFER) target='([^'\n]+)'", re.MULTILINE)
 ARGUMENT = re.compile(r"%([A-Za-z_]\w*)")
 TEXT = re.compile(r"'([^']*)'")
@@ -110,6 +111,15 @@ class Signature:
 def is_detach(node: onnx.NodeProto) -> bool:
     """True if the traced call that a node is a part of stops the gradient of its argument."""
     return any(entry.key == CALL and DETACH.search(entry.value) for entry in node.metadata_props)
+
+
+def estimates_variance(node: onnx.NodeProto) -> bool:
+    """True if a node is torch's batch normalization in training, whose running variance moves towards the estimate for
+    a population, Σ (x - mean)² / (n - 1). ONNX's own moves towards Σ (x - mean)² / n."""
+    trains = any(each.name == "training_mode" and each.i for each in node.attribute)
+    if node.op_type != "BatchNormalization" or not trains:
+        return False
+    return any(entry.key == CALL and TORCH_BATCH_NORM.search(entry.value) for entry in node.metadata_props)
 
 
 def stop_of(node: onnx.NodeProto) -> onnx.NodeProto:

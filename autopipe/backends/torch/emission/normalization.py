@@ -35,13 +35,14 @@ def _batch_norm(call: Call) -> str:
             return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
         return called("operators.batch_norm_by", x, mean, variance, scale, bias, epsilon)
     group = call.group("n", *_spatial(call))
+    unbiased = True if call.node.integer("unbiased") else None
     running = "p.running" if mean.startswith("p.w") and variance.startswith("p.w") else None
     if not group and not any(call.results[1:]):
         if running is not None:
-            return called("p.running.batch_norm", call.args(5), momentum, epsilon)
+            return called("p.running.batch_norm", call.args(5), momentum, epsilon, unbiased=unbiased)
         return f"F.batch_norm({x}, None, None, {scale}, {bias}, training=True, eps={epsilon})"
     function = f"operators.batch_norm{'_part' if group else ''}"
-    return call.outputs(called(function, call.args(5), momentum, epsilon, group, running=running))
+    return call.outputs(called(function, call.args(5), momentum, epsilon, group, running=running, unbiased=unbiased))
 
 
 def _spatial(call: Call) -> list[str]:

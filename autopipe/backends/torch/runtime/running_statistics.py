@@ -1,5 +1,6 @@
 """Running means and variances of BatchNormalization. Training moves them towards each micro-batch's own, as ONNX says:
-what is left of the old is `momentum`, and the variance is the population's. A validation reads them.
+what is left of the old is `momentum`, and the variance is that of the samples; in files of torch's exporter, the
+estimate for a population. A validation reads them.
 
 They move at the step's end, by all micro-batches in the order of their numbers, whoever ran them: so they are the same
 whatever the schedule, on any number of ranks, and a forward that runs again changes nothing.
@@ -61,17 +62,28 @@ class RunningStatistics:
         self._found.append((running, own.detach(), momentum))
 
     def batch_norm(
-        self, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, momentum: float, epsilon: float
+        self,
+        x: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        momentum: float,
+        epsilon: float,
+        unbiased: bool = False,
     ) -> Tensor:
-        """x normalised by its own statistics, which are noted; by the running ones in a validation."""
+        """x normalised by its own statistics, which are noted; by the running ones in a validation. The variance is
+        that of the samples or, if `unbiased`, the estimate for a population."""
         if not self.training:
             return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
         own_mean, own_variance = torch.zeros_like(mean), torch.zeros_like(variance)
         # Torch leaves in its buffers what it has found; of the variance the estimate for samples of a population.
         y = F.batch_norm(x, own_mean, own_variance, scale, bias, training=True, momentum=1.0, eps=epsilon)
-        count = x.numel() // x.shape[1]
         self.note(mean, own_mean, momentum)
-        self.note(variance, own_variance * ((count - 1) / count), momentum)
+        if not unbiased:
+            count = x.numel() // x.shape[1]
+            own_variance = own_variance * ((count - 1) / count)
+        self.note(variance, own_variance, momentum)
         return y
 
     def changes(self, micro_batches: int) -> list[tuple[Tensor, float, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from autopipe.backends.torch.runtime.operators.sharded import batch_norm
 from autopipe.backends.torch.runtime.running_statistics import RunningStatistics
 
 MOMENTUM = 0.9
@@ -38,3 +39,21 @@ def test_they_move_by_micro_batches_in_order_and_are_read_in_a_validation() -> N
     running.begin(training=False)
     y = (batches[0].numpy() - expected_mean[:, None]) / np.sqrt(expected_variance[:, None] + 1e-5) * 2 + 0.5
     np.testing.assert_allclose(forward(batches[0]), y, rtol=1e-4, atol=1e-5)
+
+
+def test_the_variance_of_torchs_own_is_the_estimate_for_a_population() -> None:
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+    module = torch.nn.BatchNorm1d(3, momentum=1 - MOMENTUM)
+    expected = module(x)
+    mean, variance = torch.zeros(3), torch.ones(3)
+    running = RunningStatistics()
+    running.begin(training=True)
+    found = running.batch_norm(x, torch.ones(3), torch.zeros(3), mean, variance, MOMENTUM, 1e-5, unbiased=True)
+    torch.testing.assert_close(found, expected)
+    running.end(0)
+    for statistic, left, added in running.changes(1):
+        statistic.mul_(left).add_(added)
+    torch.testing.assert_close(mean, module.running_mean)
+    torch.testing.assert_close(variance, module.running_var)
+    moved = batch_norm(x, torch.ones(3), torch.zeros(3), torch.zeros(3), torch.ones(3), MOMENTUM, 1e-5, unbiased=True)
+    torch.testing.assert_close(moved[2], module.running_var)

@@ -312,10 +312,12 @@ def batch_norm(
     epsilon: float,
     group: Group | None = None,
     running: RunningStatistics | None = None,
+    unbiased: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x normalised by its own statistics, with `group` those of all ranks' samples; the running mean and variance moved
-    towards them; and these statistics. Unlike torch, ONNX moves towards the population's variance, and `momentum` is
-    what is left of the old. In a validation, of which `running` knows, the running ones are read."""
+    towards them; and these statistics. `momentum` is what is left of the old. The variance is that of the samples, as
+    ONNX says, or if `unbiased`, as torch does, the estimate for a population. In a validation, of which `running`
+    knows, the running ones are read."""
     if running is not None and not running.training:
         return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon), mean, variance, mean, variance
     axes = tuple(axis for axis in range(x.dim()) if axis != 1)
@@ -326,6 +328,9 @@ def batch_norm(
         y, own_mean, own_variance = _standardized(x, axes, epsilon, group)
         y = _by_channel(y, scale, bias)
         own_mean, own_variance = (each.reshape(-1).to(mean.dtype) for each in (own_mean, own_variance))
+    if unbiased:
+        count = x.numel() // x.shape[1] * (1 if group is None else group.size)
+        own_variance = own_variance * (count / max(count - 1, 1))
     if running is not None:
         running.note(mean, own_mean, momentum)
         running.note(variance, own_variance, momentum)
