@@ -22,6 +22,7 @@ from autopipe.backends.torch.runtime.records import RECORDED_STEPS
 from autopipe.backends.torch.verification import (
     Difference,
     difference,
+    has_buffers,
     limit_of,
     read_losses,
     read_outputs,
@@ -70,7 +71,8 @@ def verify(
 ) -> None:
     """Check that the ranks of PROGRAM compute what one device computes.
 
-    Training: the loss and every gradient of one step, and the parameters after two updates. Inference: every output.
+    Training: the loss, every gradient and every buffer of one step, and the parameters after two updates. Inference:
+    every output.
     Then the forward of one device against ONNX Runtime on the model as it was given.
 
     \b
@@ -211,6 +213,10 @@ class Verification:
             folders = self.scratch / "ranks", self.scratch / "one"
             pairs = tensor_differences(self.manifest, *folders, "parameters", recorded - 1)
             yield self._check(f"parameters after {recorded} updates", "one device", pairs, dict)
+            if has_buffers(self.manifest):
+                # One device computes the first step alone.
+                pairs = tensor_differences(self.manifest, *folders, "parameters", 0, trainable=False)
+                yield self._check("buffers after a step", "one device", pairs, self._buffer_responses)
         forward = read_manifest(folder / FORWARD, self.model)
         run_alone(folder / FORWARD, self._run_arguments("forward"), server=self.server)
         advance()
@@ -325,6 +331,14 @@ class Verification:
         loss = difference("loss", self._losses("one moved"), self._losses("one"))
         gradients = tensor_differences(read_manifest(folder), self.scratch / "one moved", self.scratch / "one")
         return {each.tensor: each.relative for each in (loss, *gradients)}
+
+    def _buffer_responses(self) -> dict[str, float]:
+        """Return how much one step of every input and weight changes each buffer."""
+        folder = self.manifest.folder / REFERENCE
+        self._run_moved(folder, "one moved")
+        manifest, folders = read_manifest(folder), (self.scratch / "one moved", self.scratch / "one")
+        pairs = tensor_differences(manifest, *folders, "parameters", 0, trainable=False)
+        return {each.tensor: each.relative for each in pairs}
 
     def _forward_responses(self) -> dict[str, float]:
         """How much one step of every input and weight changes each output."""

@@ -330,6 +330,23 @@ class InputRange:
 
 
 @dataclass(frozen=True, slots=True)
+class RunningCalls:
+    """The calls of BatchNormalization that move a running statistic which several stages of a pipeline hold, in the
+    order of the graph."""
+
+    parameter: Index
+    """Index of the statistic."""
+    stages: tuple[Index, ...]
+    """The stage that makes each call."""
+    momenta: tuple[float, ...]
+    """Factor of the old value that each call leaves."""
+
+    def made_by(self, stage: int) -> tuple[int, ...]:
+        """Return which calls, by their number, a stage makes."""
+        return tuple(number for number, each in enumerate(self.stages) if each == stage)
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """Everything that code is generated from, for steps of `micro_batches` times `micro_batch_size` samples. `channels`
     are those between different ranks, by number; `shard` is `Optimizer.shard`."""
@@ -351,6 +368,8 @@ class Program:
     """Labels of a micro-batch, where the loss is a sum over those that count; None where it is a mean."""
     low_precision: tuple[int, ...] = ()
     """Parameters, by index, that stages read as a copy in 16 bits."""
+    running_calls: tuple[RunningCalls, ...] = ()
+    """For each running statistic and pipeline of which several stages hold the statistic."""
 
     @property
     def roundings(self) -> int:

@@ -65,6 +65,7 @@ class Outcome:
     loss: float | None = None
     gradients: float | None = None
     updates: float | None = None
+    buffers: float | None = None
     failure: str = ""
     """The command that failed and its error, "" where all went well."""
 
@@ -137,6 +138,7 @@ _FIELDS = {
     "loss of the ranks": "loss",
     "gradients of the ranks": "gradients",
     "parameters after 2 updates": "updates",
+    "buffers after a step": "buffers",
 }
 """Field of an outcome by what a check of `verify` compares."""
 

@@ -13,6 +13,7 @@ import numpy as np
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.records import record_file
 from autopipe.ir.errors import VerificationError
+from autopipe.ir.graph import Parameter
 
 _ROUNDING = 1e-6
 """A gradient whose norm is below this share of all gradients' norm is zero but for rounding: a key's bias before a
@@ -66,12 +67,14 @@ def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float 
 
 
 def tensor_differences(
-    ranks: Manifest, recorded: Path, expected: Path, kind: str = "gradients", step: int = 0
+    ranks: Manifest, recorded: Path, expected: Path, kind: str = "gradients", step: int = 0, trainable: bool = True
 ) -> Iterator[Difference]:
-    """One difference a trained parameter: the worst of its blocks. `recorded` and `expected` are folders of recorded
-    gradients or `parameters` of a step. Raises VerificationError where a trained parameter is not recorded, or no rank
-    has it."""
-    trained = {str(index) for index, each in enumerate(ranks.parameters) if each.trainable}
+    """Return one difference per trained parameter, or per buffer unless `trainable`: the worst of its blocks.
+
+    `recorded` and `expected` are folders of recorded gradients or `parameters` of a step. Raises VerificationError if a
+    parameter is not recorded, or no rank has it.
+    """
+    trained = {str(index) for index, each in enumerate(ranks.parameters) if _is_compared(each, trainable)}
     whole = {int(index): array for index, array in _read(expected, kind, step, 0).items() if index in trained}
     scale = float(np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in whole.values())))
     worst: dict[int, Difference] = {}
@@ -79,7 +82,7 @@ def tensor_differences(
         tensors = _read(recorded, kind, step, rank)
         for shard in shards:
             entry = ranks.parameters[shard.parameter]
-            if not entry.trainable:
+            if not _is_compared(entry, trainable):
                 continue
             if str(shard.parameter) not in tensors or shard.parameter not in whole:
                 message = f"no {kind.removesuffix('s')} was recorded for {entry.value.name!r}"
@@ -91,6 +94,15 @@ def tensor_differences(
         if index not in worst:
             raise VerificationError(f"no rank holds {ranks.parameters[index].value.name!r}", where=str(recorded))
         yield worst[index]
+
+
+def has_buffers(manifest: Manifest) -> bool:
+    """True if the program holds floating-point tensors that are not trained, such as running statistics."""
+    return any(_is_compared(each, trainable=False) for each in manifest.parameters)
+
+
+def _is_compared(parameter: Parameter, trainable: bool) -> bool:
+    return parameter.trainable == trainable and parameter.value.dtype.is_floating
 
 
 def write_whole_gradients(ranks: Manifest, recorded: Path, target: Path) -> int:

@@ -16,6 +16,7 @@ from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import COUNTED_LABELS, Graph
 from autopipe.ir.layout import degree_of
+from autopipe.ir.ops.normalization import trains
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import AVERAGED, LossDivision
 from autopipe.ir.program import (
@@ -29,6 +30,7 @@ from autopipe.ir.program import (
     OutputShard,
     Program,
     RankCode,
+    RunningCalls,
     Section,
     Shard,
     StageCode,
@@ -150,6 +152,7 @@ def lower(
     parts = parts_of(graph, placement, schedule.devices, loss, precision)
     codes, batch = tuple(stage.code for stage in parts.stages), batch_axes_of(graph)
     wired, copies = _wired(graph, parts, schedule.devices), low_precision_copies(graph, precision)
+    running = running_calls(graph, codes) if loss is not None else ()
     casting = (code for code, stage in zip(codes, placement.stages, strict=True) if not stage.holds_copies)
     again = {index for code in casting if code.recompute and loss is not None for index, _ in code.parameters}
     steps = _steps(wired, schedule, tuple(code.ratio for code in codes))
@@ -170,6 +173,7 @@ def lower(
         shard=shard and loss is not None,
         loss_division=loss_division if loss is not None else AVERAGED,
         labels=labels_of(graph) if loss is not None else None,
+        running_calls=running,
         low_precision=tuple(
             index for index, each in enumerate(graph.parameters) if each.value.name in copies and index not in again
         ),
@@ -177,6 +181,32 @@ def lower(
     if proven:
         check_hardware_queues(program, prove(program))
     return program
+
+
+def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningCalls, ...]:
+    """Return the calls of BatchNormalization that move running statistics which several stages of a pipeline hold."""
+    indices = {each.value.name: index for index, each in enumerate(graph.parameters)}
+    holders: dict[tuple[int, int], set[int]] = defaultdict(set)
+    calls: dict[tuple[int, int], list[tuple[int, int, float]]] = defaultdict(list)
+    for code in codes:
+        for parameter, _ in code.parameters:
+            holders[parameter, code.pipeline].add(code.stage)
+        for each in code.operations:
+            if not isinstance(each, Compute):
+                continue
+            node = graph.nodes[each.node]
+            if node.op == "BatchNormalization" and trains(each.signature):
+                momentum = float(str(np.float32(node.number("momentum", 0.9))))
+                for name in node.inputs[3:5]:
+                    if name in indices:
+                        calls[indices[name], code.pipeline].append((each.node, code.stage, momentum))
+    found = []
+    for key, own in sorted(calls.items()):
+        if len(holders[key]) > 1:
+            own.sort()
+            stages = tuple(stage for _, stage, _ in own)
+            found.append(RunningCalls(key[0], stages, tuple(momentum for *_, momentum in own)))
+    return tuple(found)
 
 
 def _split_backwards(graph: Graph, codes: tuple[StageCode, ...], schedule: Schedule) -> tuple[StageCode, ...]:

@@ -111,6 +111,7 @@ def manifest_of(
         **({"memory_limits": memory_limits} if memory_limits else {}),
         **({} if data == DataSettings() else {"data": encode(data)}),
         **({"metrics": metrics} if (metrics := _metrics(provenance)) else {}),
+        **({"running_calls": [*map(encode, program.running_calls)]} if program.running_calls else {}),
         **({"low_precision": program.low_precision} if program.low_precision else {}),
     }
 

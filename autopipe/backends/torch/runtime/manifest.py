@@ -17,7 +17,7 @@ from autopipe.ir.graph import COUNTED_LABELS, Parameter, tokens_per_sample
 from autopipe.ir.layout import MeshAxis, members
 from autopipe.ir.movable_paths import path_from
 from autopipe.ir.problem import AVERAGED, LossDivision
-from autopipe.ir.program import FORMAT, Channel, InputRange, Output, Shard
+from autopipe.ir.program import FORMAT, Channel, InputRange, Output, RunningCalls, Shard
 from autopipe.ir.rounding import Rounding
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training, with_path
 
@@ -89,6 +89,8 @@ class Manifest:
     """Peak of the rank that needs most."""
     low_precision: Annotated[tuple[Index, ...], Sparse()] = ()
     """`Program.low_precision`."""
+    running_calls: Annotated[tuple[RunningCalls, ...], Sparse()] = ()
+    """`Program.running_calls`."""
     loss_division: Annotated[LossDivision, Sparse()] = field(default=AVERAGED)
     lr_scheduler: Annotated[LRScheduler, Sparse()] = field(default=LRScheduler())
     training: Annotated[Training, Sparse()] = field(default=Training())

@@ -48,7 +48,7 @@ from autopipe.backends.torch.runtime.parameters import Arguments, load_parameter
 from autopipe.backends.torch.runtime.precision import LossScaler, LowPrecisionCopies, low_precision_type, set_products
 from autopipe.backends.torch.runtime.records import RECORDED_STEPS, dump_tensors, load_gradients
 from autopipe.backends.torch.runtime.report import Reporter
-from autopipe.backends.torch.runtime.running_statistics import move, shared_statistics
+from autopipe.backends.torch.runtime.running_statistics import move, shared_statistics, sharing_groups
 from autopipe.backends.torch.runtime.sample_order import START, Position
 from autopipe.backends.torch.runtime.sample_source import Source
 from autopipe.backends.torch.runtime.stage import Port, RankContext, Stage, perturbed
@@ -163,7 +163,7 @@ class Rank(RankContext):
         if self.loss_scaler is not None or manifest.counts_labels or manifest.training.max_norm is not None:
             groups.add(tuple(range(manifest.world_size)))
         self._shared_statistics = shared_statistics(manifest)
-        transport.connect(groups | self._shared_statistics, manifest.channels)
+        transport.connect(groups | sharing_groups(manifest, self._shared_statistics), manifest.channels)
         if self.device.type == "cuda" and manifest.memory_limits:
             limit_memory(manifest.memory_limits[self.number], self.device)
         narrow = None if self.train else low_precision_type(manifest.precision)

@@ -2,14 +2,16 @@
 what is left of the old is `momentum`, and the variance is that of the samples; in files of torch's exporter, the
 estimate for a population. A validation reads them.
 
-They move at the step's end, by all micro-batches in the order of their numbers, whoever ran them: so they are the same
-whatever the schedule, on any number of ranks, and a forward that runs again changes nothing.
+They move at the step's end, by all micro-batches in the order of their numbers, and within a micro-batch by all calls
+of a BatchNormalization in the order of the graph, whoever ran them. So they are equal for every schedule and number of
+ranks, and a forward that runs again changes nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +22,9 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.backends.torch.torch_interfaces import foreach_add_, foreach_mul, foreach_mul_
 
+Calls = tuple[tuple[float, ...], tuple[int, ...]]
+"""The momenta of all calls that move a running statistic in one forward pass of the model, in their order, and the
+numbers of the calls that a stage makes."""
 NotedStatistic = tuple[Tensor, Tensor, float]
 """A running statistic, the batch's own statistic, and the momentum."""
 
@@ -86,34 +91,73 @@ class RunningStatistics:
         self.note(variance, own_variance, momentum)
         return y
 
-    def changes(self, micro_batches: int) -> list[tuple[Tensor, float, Tensor]]:
-        """Of each running statistic what is left of it at a step's end, and what is added by the micro-batches that ran
-        here, of `micro_batches` in all; they are forgotten."""
+    def changes(self, micro_batches: int, calls: Mapping[int, Calls]) -> list[tuple[Tensor, float, Tensor]]:
+        """Return for each running statistic what is left of it at the end of a step, and what the forwards that ran
+        here add; forget these forwards.
+
+        A step has `micro_batches`, of which each moves a statistic once per call of its BatchNormalization. `calls`
+        has, by `id` of the statistic, all calls of one that several stages hold; otherwise all calls ran here.
+        """
         added: list[Tensor] = []
+        weights: list[tuple[float, float]] = []
         found: list[NotedStatistic] = []
         for micro_batch, found in sorted(self._by_micro_batch.items()):
+            weights = _weights(found, calls)
             behind = micro_batches - 1 - micro_batch
-            shares = [(1 - momentum) * momentum**behind for *_, momentum in found]
+            shares = [weight * decay**behind for weight, decay in weights]
             own = list(foreach_mul([own for _, own, _ in found], shares))
             if added:
                 foreach_add_(added, own)
             added = added or own
         self._by_micro_batch.clear()
-        pairs = zip(found, added, strict=True)
-        return [(running, momentum**micro_batches, total) for (running, _, momentum), total in pairs]
+        totals: dict[int, tuple[Tensor, float, Tensor]] = {}
+        for (running, *_), (_, decay), total in zip(found, weights, added, strict=True):
+            before = totals.get(id(running))
+            totals[id(running)] = running, decay**micro_batches, total if before is None else before[2] + total
+        return list(totals.values())
 
 
-def shared_statistics(manifest: Manifest) -> set[tuple[int, ...]]:
-    """The ranks of each block of an untrained parameter that several pipelines hold: as running statistics they move by
-    what all of them have found."""
-    if not manifest.train or len({stage.pipeline for stage in manifest.stages}) == 1:
-        return set()
-    return {
-        shard.gradient_ranks
-        for shards in manifest.shards
-        for shard in shards
-        if len(shard.gradient_ranks) > 1 and not manifest.parameters[shard.parameter].trainable
-    }
+def _weights(found: Sequence[NotedStatistic], calls: Mapping[int, Calls]) -> list[tuple[float, float]]:
+    """Return (weight, decay) of each statistic that a forward has noted.
+
+    weight: of the batch's own statistic in the running one after the forward.
+    decay: what is left of the old running statistic after the forward.
+
+    With momenta m_1 ... m_k of the calls in their order, the weight of call j is (1 - m_j) m_(j+1) ... m_k, and the
+    decay is m_1 ... m_k.
+    """
+    momenta = defaultdict[int, list[float]](list)
+    for running, _, momentum in found:
+        momenta[id(running)].append(momentum)
+    places: dict[int, Calls] = {}
+    for key, own in momenta.items():
+        known = calls.get(key)
+        places[key] = known or (tuple(own), tuple(range(len(own))))
+    numbers = defaultdict[int, int](int)
+    weights = []
+    for running, *_ in found:
+        key = id(running)
+        every, own_places = places[key]
+        place = own_places[numbers[key]]
+        numbers[key] += 1
+        weights.append(((1 - every[place]) * math.prod(every[place + 1 :]), math.prod(every)))
+    return weights
+
+
+def shared_statistics(manifest: Manifest) -> frozenset[int]:
+    """Return the untrained parameters, by index, that move by the forwards of several stages: running statistics that
+    several stages hold, and with several pipelines all of them."""
+    if not manifest.train:
+        return frozenset()
+    if len({stage.pipeline for stage in manifest.stages}) > 1:
+        return frozenset(index for index, each in enumerate(manifest.parameters) if not each.trainable)
+    return frozenset(each.parameter for each in manifest.running_calls)
+
+
+def sharing_groups(manifest: Manifest, shared: Collection[int]) -> set[tuple[int, ...]]:
+    """Return the ranks of each block of the `shared` statistics."""
+    found = (shard for shards in manifest.shards for shard in shards if shard.parameter in shared)
+    return {shard.gradient_ranks for shard in found if len(shard.gradient_ranks) > 1}
 
 
 def move(
@@ -121,30 +165,42 @@ def move(
     transport: Transport,
     parameters: dict[int, Tensor],
     stages: Iterable[tuple[int, RunningStatistics]],
-    shared: set[tuple[int, ...]],
+    shared: Collection[int],
 ) -> None:
-    """Move the running statistics on a rank, at a step's end, by those of its stages. `shared` are the manifest's
-    `shared_statistics`."""
+    """Move the running statistics on a rank, at a step's end, by those of its stages and of other ranks' stages.
+
+    `shared` are the manifest's `shared_statistics`.
+    """
     changed = []
     for number, running in stages:
         count = manifest.micro_batches_at(number) * manifest.training.gradient_accumulation_steps
-        changed += [(number, *each) for each in running.changes(count)]
-    if not changed:
-        return
+        calls = {
+            id(parameters[each.parameter]): (each.momenta, each.made_by(number))
+            for each in manifest.running_calls
+            if each.parameter in parameters and number in each.stages
+        }
+        changed += [(number, *each) for each in running.changes(count, calls)]
     indices = {id(tensor): index for index, tensor in parameters.items()}
     shards = {shard.parameter: shard.gradient_ranks for shard in manifest.shards[transport.rank]}
     totals: defaultdict[int, list[Tensor]] = defaultdict(list)
     left: dict[int, float] = {}
     for number, tensor, factor, added in changed:
         index = indices[id(tensor)]
-        holders = shards[index]
-        copies = len(set(holders) & set(manifest.stages[number].ranks)) if holders in shared else 1
+        copies = len(set(shards[index]) & set(manifest.stages[number].ranks)) if index in shared else 1
         totals[index].append(added / copies)
         left[index] = factor
+    count = manifest.micro_batches * manifest.training.gradient_accumulation_steps
+    for each in manifest.running_calls:
+        # A stage on this rank may hold a statistic, and only others move it.
+        if each.parameter in parameters and each.parameter not in totals:
+            totals[each.parameter].append(torch.zeros_like(parameters[each.parameter]))
+            left[each.parameter] = math.prod(each.momenta) ** count
+    if not totals:
+        return
     order = sorted(totals)
     sums = [torch.stack(totals[index]).sum(0) if len(totals[index]) > 1 else totals[index][0] for index in order]
     sums = [
-        transport.total_over(each, shards[index]) if shards[index] in shared else each
+        transport.total_over(each, shards[index]) if index in shared and len(shards[index]) > 1 else each
         for index, each in zip(order, sums, strict=True)
     ]
     moved = [parameters[index].detach() for index in order]

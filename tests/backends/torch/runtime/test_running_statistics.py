@@ -31,11 +31,11 @@ def test_they_move_by_micro_batches_in_order_and_are_read_in_a_validation() -> N
         np.testing.assert_allclose(forward(batches[number]), y, rtol=1e-4, atol=1e-5)
         running.end(number)
         forward(batches[number])  # As in a backward that runs it again.
-    for statistic, left, added in running.changes(len(batches)):
+    for statistic, left, added in running.changes(len(batches), {}):
         statistic.mul_(left).add_(added)
     np.testing.assert_allclose(mean, expected_mean, rtol=1e-5)
     np.testing.assert_allclose(variance, expected_variance, rtol=1e-5)
-    assert not running.changes(len(batches))
+    assert not running.changes(len(batches), {})
     running.begin(training=False)
     y = (batches[0].numpy() - expected_mean[:, None]) / np.sqrt(expected_variance[:, None] + 1e-5) * 2 + 0.5
     np.testing.assert_allclose(forward(batches[0]), y, rtol=1e-4, atol=1e-5)
