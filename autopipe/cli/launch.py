@@ -293,7 +293,7 @@ class Launch:
         """Run the ranks, show and log their steps, and return the reports of all, and of validations. Raises as
         `launch_program`, and ConfigurationError for data that does not fit."""
         self._check()
-        with fork_server(self.manifest.train) as server:
+        with fork_server() as server:
             return self._start_ranks(config, output, server)
 
     def _start_ranks(

@@ -88,7 +88,7 @@ def verify(
     check_data(manifest, data, 1, manifest.data)
     with (
         scratch_folder("verify") as scratch,
-        fork_server(manifest.train) as server,
+        fork_server() as server,
         output.progress("verifying", total=4) as bar,
     ):
         run = Verification(manifest, model, device, data, seed, scratch, tolerance, **flags, server=server)

@@ -16,8 +16,7 @@ from tests.distributed.support.launching import PATIENCE_S, ROOT, finish, spell_
 pytestmark = pytest.mark.distributed
 
 HEAVY_IN_LAUNCHER = {"onnx", "onnxruntime", "ortools", "scipy", "pulp", "sympy", "torch._dynamo", "torch._inductor"}
-HEAVY_IN_RANK = (HEAVY_IN_LAUNCHER | {"click", "rich", "torch.onnx", "autopipe.passes", "autopipe.cli"}) - {"sympy"}
-"""Torch's own backward imports sympy."""
+HEAVY_IN_RANK = HEAVY_IN_LAUNCHER | {"click", "rich", "torch.onnx", "autopipe.passes", "autopipe.cli"}
 
 
 @pytest.mark.parametrize("fork_server", ["0", "1"])

@@ -33,9 +33,6 @@ _PRELOADED: Final = (
     "autopipe.backends.torch.runtime.operators",
 )
 """Modules that every rank imports."""
-_PRELOADED_TO_TRAIN: Final = ("torch.fx.experimental.symbolic_shapes",)
-"""Modules that torch imports in a rank's first backward. They come first, so that a rank does not count their memory as
-the program's."""
 _LENGTH: Final = struct.Struct("<Q")
 _STREAMS: Final = 3
 """Number of standard streams: input, output, errors."""
@@ -80,16 +77,14 @@ class ForkServer:
     """The launcher's side of a fork server; a context manager. Enter it early: the server imports torch while the
     launcher does other work."""
 
-    def __init__(self, train: bool = False) -> None:
-        """`train`: the ranks run backwards."""
-        self._modules = (*(_PRELOADED_TO_TRAIN if train else ()), *_PRELOADED)
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
 
     def __enter__(self) -> ForkServer:
         if sys.platform == "linux" and os.environ.get(SWITCH) != "0":
             self._line, theirs = socket.socketpair()
-            words = python_command("autopipe.backends.torch.fork_server", str(theirs.fileno()), *self._modules)
+            words = python_command("autopipe.backends.torch.fork_server", str(theirs.fileno()), *_PRELOADED)
             changes = {PARENT: str(os.getpid())}
             # A session of its own keeps Ctrl-C at the terminal from the server. What fails in its imports fails again,
             # and is reported, in the interpreters that are started in place of forks.
@@ -227,12 +222,13 @@ def _is_single_threaded() -> bool:
 def main() -> None:
     """Import the modules that the command line names, fork until the launcher ends, and in each fork run its words."""
     line = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # Modules are many objects and few cycles: collections took a fifth of the time of their import.
     for name in sys.argv[2:]:
         importlib.import_module(name)
     if not _is_single_threaded():
         return
-    gc.collect()
     gc.freeze()  # Collections in ranks leave these objects, and so the memory pages that ranks share, alone.
+    gc.enable()
     if (words := _serve(line)) is not None:
         run(words)
 

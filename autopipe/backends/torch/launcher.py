@@ -87,7 +87,7 @@ def launch_program(
     ConfigurationError where the rank could not take what it was given, otherwise LaunchError; KeyboardInterrupt after
     Ctrl-C, when all ranks have ended."""
     if server is None:
-        with fork_server(manifest.train) as own:
+        with fork_server() as own:
             launch_program(manifest, arguments, config, note, poll, own)
         return
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -176,11 +176,11 @@ def rank_environment() -> Iterator[None]:
 
 
 @contextmanager
-def fork_server(train: bool) -> Iterator[ForkServer]:
-    """Yield a fork server with the environment of ranks, for ranks that train or not."""
+def fork_server() -> Iterator[ForkServer]:
+    """Yield a fork server with the environment of ranks."""
     with ExitStack() as stack:
         with rank_environment():
-            server = stack.enter_context(ForkServer(train))
+            server = stack.enter_context(ForkServer())
         yield server
 
 

@@ -10,7 +10,7 @@ take up to a second each to import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -126,6 +127,29 @@ batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats
 # Torch 2.13 renames the collectives whose results are one tensor instead of a list.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+Root = torch.Tensor | GradientEdge
+"""A tensor that autograd follows, or its edge in autograd's graph."""
+
+
+def accumulate_gradients(roots: Sequence[Root], gradients: Sequence[torch.Tensor]) -> None:
+    """Add the gradients of all leaves to their `grad`, given the gradients of `roots`.
+
+    `torch.autograd.backward` does this after it has compared shapes that may be symbols, for which its first call
+    imports sympy: a fifth of a second of a rank's start. The engine itself rejects gradients of other shapes.
+    """
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def input_gradients(
+    roots: Sequence[Root], inputs: Sequence[Root], gradients: Sequence[torch.Tensor], retain_graph: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradient of each of `inputs`, given the gradients of `roots`, as `torch.autograd.grad` does, without
+    its import of sympy (`accumulate_gradients`). Raises RuntimeError if no gradient reaches an input."""
+    return _engine_run_backward(
+        tuple(roots), tuple(gradients), retain_graph, False, tuple(inputs), False, accumulate_grad=False
+    )
 
 
 @contextmanager

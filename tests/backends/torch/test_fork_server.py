@@ -45,7 +45,7 @@ print("to stderr", file=sys.stderr)
 def server() -> Iterator[ForkServer]:
     os.environ["OF_THE_SERVER"] = "set"
     try:
-        with fork_server(train=False) as started:
+        with fork_server() as started:
             del os.environ["OF_THE_SERVER"]
             yield started
     finally:
@@ -134,7 +134,7 @@ def test_forks_draw_different_numbers(server: ForkServer, tmp_path: Path) -> Non
 
 def test_processes_go_on_when_the_server_stops_and_it_leaves_none(tmp_path: Path) -> None:
     before = set(descendants(os.getpid()))
-    with fork_server(train=False) as server:
+    with fork_server() as server:
         process = start(server, tmp_path, "import time; time.sleep(10**6)")
         assert isinstance(process, ForkedProcess)
     left = set(descendants(os.getpid())) - before
@@ -146,7 +146,7 @@ def test_processes_go_on_when_the_server_stops_and_it_leaves_none(tmp_path: Path
 
 def test_without_a_server_that_works_an_interpreter_starts(tmp_path: Path) -> None:
     before = set(descendants(os.getpid()))
-    with fork_server(train=False) as server:
+    with fork_server() as server:
         (pid,) = set(descendants(os.getpid())) - before
         os.kill(pid, signal.SIGKILL)
         assert report(server, tmp_path)["torch"] is False
@@ -156,7 +156,7 @@ def test_without_a_server_that_works_an_interpreter_starts(tmp_path: Path) -> No
 def test_a_variable_switches_the_server_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
     before = set(descendants(os.getpid()))
-    with fork_server(train=False) as server:
+    with fork_server() as server:
         assert set(descendants(os.getpid())) == before
         assert report(server, tmp_path)["torch"] is False
 

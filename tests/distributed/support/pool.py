@@ -157,8 +157,8 @@ def ranks_in(pools: Pools) -> Iterator[None]:
         mock.patch("autopipe.cli.verify.launch_program", together),
         mock.patch("autopipe.cli.verify.run_alone", alone),
         mock.patch("autopipe.cli.export_check.run_alone", alone),
-        mock.patch("autopipe.cli.launch.fork_server", lambda train: contextlib.nullcontext()),
-        mock.patch("autopipe.cli.verify.fork_server", lambda train: contextlib.nullcontext()),
+        mock.patch("autopipe.cli.launch.fork_server", contextlib.nullcontext),
+        mock.patch("autopipe.cli.verify.fork_server", contextlib.nullcontext),
     ):
         yield
 

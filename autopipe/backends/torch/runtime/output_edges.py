@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopipe.backends.torch.runtime.transport import Form
+from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,4 +35,4 @@ def run_backward(edges: tuple[OutputEdge, ...], gradients: dict[int, torch.Tenso
         assert edge is not None, "no gradient flows through the result"
         seeds.append(edge)
         values.append(gradient)
-    torch.autograd.backward(seeds, values)
+    accumulate_gradients(seeds, values)

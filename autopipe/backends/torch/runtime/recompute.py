@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from autopipe.backends.torch.runtime.parameters import Arguments
+from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 
 Tensors = tuple[torch.Tensor, ...]
 Segment = Callable[..., tuple[Tensors, Tensors]]
@@ -59,5 +60,5 @@ class _Recompute(torch.autograd.Function):
                 if result.requires_grad
             ]
         p.random.state = meanwhile
-        torch.autograd.backward([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
+        accumulate_gradients([edge for edge, _ in seeds], [gradient for _, gradient in seeds])
         return (None, None, None, *(each.grad for each in arguments))

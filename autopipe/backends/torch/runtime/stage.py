@@ -34,6 +34,7 @@ from autopipe.backends.torch.runtime.records import record_file, run_recorded
 from autopipe.backends.torch.runtime.sample_source import Slices
 from autopipe.backends.torch.runtime.transport import Form, PendingRecv, PendingSend, Transport
 from autopipe.backends.torch.runtime.weight_gradients import Waiting, compute_all
+from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 from autopipe.ir.graph import DType
 from autopipe.ir.schedule import MicroBatchSlice
 
@@ -428,7 +429,7 @@ class Stage:
         results = self._results(self._zeros())
         waiting = self.p.weight_grads.take()
         if roots := [result for result in results if result.requires_grad]:
-            torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+            accumulate_gradients(roots, [torch.zeros_like(root) for root in roots])
             compute_all(waiting + self.p.weight_grads.take())
         for tensor in self._rank.parameters.values():
             tensor.grad = None

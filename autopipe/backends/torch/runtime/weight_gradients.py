@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
+from autopipe.backends.torch.torch_interfaces import accumulate_gradients, input_gradients
+
 Function = Callable[..., torch.Tensor]
 Operands = tuple[Any, ...]
 Settings = Mapping[str, Any]
@@ -232,7 +234,7 @@ class _Deferred(torch.autograd.Function):
         parameters = [operand for place in places if isinstance(operand := operands[place], torch.Tensor)]
 
         def add(gradient: torch.Tensor) -> None:
-            torch.autograd.backward(parameters, torch.autograd.grad([result], weights, [gradient]))
+            accumulate_gradients(parameters, input_gradients([result], weights, [gradient]))
 
         waits = WeightGradient(add)
         waiting.append(waits)
@@ -243,6 +245,6 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         flowing = [each for each in context.flowing if each is not None]
-        found = iter(torch.autograd.grad([context.result], flowing, gradients, retain_graph=True) if flowing else ())
+        found = iter(input_gradients([context.result], flowing, gradients, retain_graph=True) if flowing else ())
         context.arrived.append(gradients)
         return (None, None, None, None, *(None if each is None else next(found) for each in context.flowing))
