@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autopipe.backends.torch.child import end_with, python_command
-from autopipe.backends.torch.launcher import rank_environment, read_reports
+from autopipe.backends.torch.fork_server import rank_environment
+from autopipe.backends.torch.launcher import read_reports
 from autopipe.backends.torch.runtime.job import LOOPBACK, interface_of
 from autopipe.ir.errors import LaunchError
 

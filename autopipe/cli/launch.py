@@ -26,11 +26,10 @@ from autopipe.backends.torch.checkpoint import (
     read_checkpoint,
 )
 from autopipe.backends.torch.emission.rank import rank_module
-from autopipe.backends.torch.fork_server import ForkServer
+from autopipe.backends.torch.fork_server import ForkServer, fork_server
 from autopipe.backends.torch.launcher import (
     LaunchConfig,
     ReportFollower,
-    fork_server,
     launch_program,
     local_ranks,
     read_evaluations,

@@ -50,6 +50,10 @@ _MOST_LETTERS: Final = 4000
 """Characters of an error's line."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk that has no room."""
+_STARTING_RANKS: Final = ("launch", "verify")
+"""Commands that start ranks through a fork server."""
+_STARTING_NONE: Final = frozenset({"-h", "--help", "--dry-run", "--static"})
+"""Flags with which these commands do not."""
 RUN_EXTRA: Final = frozenset({"torch"})
 """Modules that come with the extra `run`; everything else autopipe imports is always installed."""
 
@@ -113,6 +117,10 @@ def main(arguments: Sequence[str] | None = None, command: click.Command | None =
         sys.stdout = whole_writes(own)
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = words[: words.index("--")] if "--" in words else words
+    if arguments is None and command is None and starts_ranks(options):
+        from autopipe.backends.torch.fork_server import start_early
+
+        start_early()
     try:
         code = (command or autopipe).main(args=words, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
@@ -133,6 +141,11 @@ def main(arguments: Sequence[str] | None = None, command: click.Command | None =
         _report(failure, as_json="--json" in options)
         return failure.exit_code
     return code if isinstance(code, int) else 0
+
+
+def starts_ranks(words: Sequence[str]) -> bool:
+    """True if a command line starts ranks, unless it is wrong."""
+    return bool(words) and words[0] in _STARTING_RANKS and _STARTING_NONE.isdisjoint(words)
 
 
 def _described(error: Exception) -> AutopipeError:

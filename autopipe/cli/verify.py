@@ -14,8 +14,8 @@ import click
 import numpy as np
 
 from autopipe.backends.onnxruntime import NoKernelError, ReferenceModel, node_of
-from autopipe.backends.torch.fork_server import ForkServer
-from autopipe.backends.torch.launcher import LaunchConfig, fork_server, launch_program, run_alone
+from autopipe.backends.torch.fork_server import ForkServer, fork_server
+from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
 from autopipe.backends.torch.runtime.data import check_data, filled_rows, open_source
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.records import RECORDED_STEPS

@@ -19,7 +19,7 @@ import pytest
 
 from autopipe import __version__
 from autopipe.cli import main as commands
-from autopipe.cli.main import main
+from autopipe.cli.main import main, starts_ranks
 from autopipe.cli.options import standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import AutopipeError, ConfigurationError, InfeasibleError, LaunchError, ModelError
@@ -252,3 +252,12 @@ def test_a_shell_completes_commands_and_values(
         main([])
     assert ended.value.code == 0
     assert capsys.readouterr().out.strip() == expected
+
+
+@pytest.mark.parametrize(("words", "starts"), [
+    ("launch gpt.plan/program --steps 5", True), ("verify gpt.plan/program", True), ("launch program --dry-run", False),
+    ("verify program --static", False), ("launch --help", False), ("launch -h", False), ("plan gpt.onnx", False),
+    ("", False), ("generate launch", False),
+])  # fmt: skip
+def test_command_lines_that_start_ranks(words: str, starts: bool) -> None:
+    assert starts_ranks(words.split()) is starts

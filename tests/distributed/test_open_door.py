@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.backends.torch.child import python_command
-from autopipe.backends.torch.fork_server import SWITCH
-from autopipe.backends.torch.launcher import rank_environment
+from autopipe.backends.torch.fork_server import SWITCH, rank_environment
 from benchmarks.worker_pool import WorkerPool
 from tests.distributed.support.attacking import attack, attack_store, doors
 from tests.distributed.support.launching import (

@@ -18,12 +18,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from autopipe.backends.torch.child import PARENT, adopting_orphans, end_with, python_command, run, show_rank
+from autopipe.backends.torch.child import (
+    PARENT,
+    adopting_orphans,
+    end_with,
+    environment,
+    python_command,
+    run,
+    show_rank,
+)
 
 SWITCH: Final = "AUTOPIPE_FORK_SERVER"
 """Environment variable; 0 starts a new interpreter per rank instead."""
@@ -74,14 +82,21 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The launcher's side of a fork server; a context manager. Enter it early: the server imports torch while the
-    launcher does other work."""
+    """The launcher's side of a fork server; a context manager."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
 
     def __enter__(self) -> ForkServer:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Start the server's process, which imports torch while this process does other work."""
         if sys.platform == "linux" and os.environ.get(SWITCH) != "0":
             self._line, theirs = socket.socketpair()
             words = python_command("autopipe.backends.torch.fork_server", str(theirs.fileno()), *_PRELOADED)
@@ -93,10 +108,6 @@ class ForkServer:
                 stderr=subprocess.DEVNULL,
             )  # fmt: skip
             theirs.close()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
 
     def start(
         self, words: list[str], env: Mapping[str, str], streams: tuple[int | IO[str] | None, ...] = (None, None, None)
@@ -110,12 +121,12 @@ class ForkServer:
             numbers = [each if isinstance(each, int) else each.fileno() for each in files]
             with contextlib.suppress(OSError), adopting_orphans():
                 return ForkedProcess(_fork(self._line, words, env, numbers))
-            self._stop()
+            self.close()
         return subprocess.Popen(
             python_command(*words), env=env, stdin=files[0], stdout=files[1], stderr=files[2], start_new_session=True
         )
 
-    def _stop(self) -> None:
+    def close(self) -> None:
         """End the server. Ranks that it has forked go on."""
         if self._line is not None:
             self._line.close()
@@ -124,6 +135,55 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+"""Environment variables with the settings of torch's allocator. All versions read the first, before the second, which
+newer ones have."""
+_LOG_LEVEL: Final = "TORCH_CPP_LOG_LEVEL"
+"""Environment variable that torch reads when it is imported. Warnings of its rendezvous say nothing to a user."""
+
+
+@contextlib.contextmanager
+def rank_environment() -> Iterator[None]:
+    """Set the environment that ranks inherit while the block runs: one thread each, this same autopipe, errors of
+    torch's C++ alone, and memory of GPUs in segments that grow, which tensors of changing sizes do not break up.
+    Variables that are set already stay."""
+    root = Path(__file__).resolve().parents[3]
+    # An empty entry would be the current folder, where anybody may have put a module.
+    paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    # An installed autopipe is found anyhow, and site-packages must not come before the standard library.
+    if root.name not in ("site-packages", "dist-packages"):
+        paths.append(str(root))
+    changes = {PARENT: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
+    changes["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    changes[_LOG_LEVEL] = os.environ.get(_LOG_LEVEL, "ERROR")
+    if not any(name in os.environ for name in _ALLOCATOR):
+        changes[_ALLOCATOR[0]] = "expandable_segments:True"
+    with environment(changes):
+        yield
+
+
+_early: Final[list[ForkServer]] = []
+"""The server that `start_early` has started and that no launch uses yet; empty otherwise."""
+
+
+def start_early() -> None:
+    """Start the fork server of the next launch of this process: it imports torch while this process imports and checks
+    what the launch needs. It ends with this process if no launch follows."""
+    server = ForkServer()
+    with rank_environment():
+        server.open()
+    _early.append(server)
+
+
+@contextlib.contextmanager
+def fork_server() -> Iterator[ForkServer]:
+    """Yield a fork server with the environment of ranks: the one that was started early, if there is one."""
+    if not _early:
+        start_early()
+    with contextlib.closing(_early.pop()) as server:
+        yield server
 
 
 def _fork(line: socket.socket, words: list[str], env: Mapping[str, str], streams: list[int]) -> int:

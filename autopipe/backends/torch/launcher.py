@@ -8,13 +8,12 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopipe.backends.torch.child import PARENT, environment
-from autopipe.backends.torch.fork_server import ForkServer
+from autopipe.backends.torch.fork_server import ForkServer, fork_server, rank_environment
 from autopipe.backends.torch.runtime.failures import ERROR_FILE, Failure, read_failure
 from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Timeouts
 from autopipe.backends.torch.runtime.manifest import Manifest
@@ -150,38 +149,6 @@ def _elastic_contained(debug: bool) -> Iterator[None]:
         logger.removeHandler(nowhere)
         for each, handler in saved.items():
             signal.signal(each, handler)
-
-
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
-"""Environment variables with the settings of torch's allocator. All versions read the first, before the second, which
-newer ones have."""
-
-
-@contextmanager
-def rank_environment() -> Iterator[None]:
-    """The environment that ranks inherit: one thread each, this same autopipe, and memory of GPUs in segments that
-    grow, which tensors of changing sizes do not break up. What is set already stays."""
-    root = Path(__file__).resolve().parents[3]
-    # An empty entry would be the current folder, where anybody may have put a module.
-    paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    # An installed autopipe is found anyhow, and site-packages must not come before the standard library.
-    if root.name not in ("site-packages", "dist-packages"):
-        paths.append(str(root))
-    changes = {PARENT: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
-    changes["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    if not any(name in os.environ for name in _ALLOCATOR):
-        changes[_ALLOCATOR[0]] = "expandable_segments:True"
-    with environment(changes):
-        yield
-
-
-@contextmanager
-def fork_server() -> Iterator[ForkServer]:
-    """Yield a fork server with the environment of ranks."""
-    with ExitStack() as stack:
-        with rank_environment():
-            server = stack.enter_context(ForkServer())
-        yield server
 
 
 def run_child(words: Sequence[str], changes: dict[str, str], server: ForkServer | None = None) -> str:

@@ -6,16 +6,17 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autopipe.backends.torch.child import PARENT
-from autopipe.backends.torch.fork_server import SWITCH, ForkedProcess, ForkServer
-from autopipe.backends.torch.launcher import fork_server
+from autopipe.backends.torch.fork_server import SWITCH, ForkedProcess, ForkServer, fork_server, start_early
 from tests.distributed.support.launching import descendants, runs
 
 PATIENCE_S = 240
@@ -142,6 +143,40 @@ def test_processes_go_on_when_the_server_stops_and_it_leaves_none(tmp_path: Path
     assert process.poll() is None
     process.kill()
     process.wait(PATIENCE_S)
+
+
+def test_a_launch_uses_the_server_that_was_started_early(tmp_path: Path) -> None:
+    before = set(descendants(os.getpid()))
+    start_early()
+    (early,) = set(descendants(os.getpid())) - before
+    with fork_server() as server:
+        assert set(descendants(os.getpid())) - before == {early}
+        assert report(server, tmp_path)["torch"] is True
+        with fork_server():
+            assert len(set(descendants(os.getpid())) - before) == 2
+    assert set(descendants(os.getpid())) == before
+
+
+def test_a_command_that_fails_leaves_no_early_server(tmp_path: Path) -> None:
+    """Its server would go on importing for a second or more."""
+    words = [sys.executable, "-m", "autopipe", "launch", str(tmp_path / "nowhere")]
+    command = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    errors = command.communicate(timeout=PATIENCE_S)[1]
+    assert command.returncode == 2, errors
+    end = time.monotonic() + PATIENCE_S
+    while (left := children_named_by(command.pid)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left == []
+
+
+def children_named_by(parent: int) -> list[str]:
+    """Return the running processes whose environment names `parent` as the process that they end with."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"{PARENT}={parent}".encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+    return found
 
 
 def test_without_a_server_that_works_an_interpreter_starts(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autopipe.backends.torch.launcher import LaunchConfig, launch_program, rank_environment
+from autopipe.backends.torch.fork_server import rank_environment
+from autopipe.backends.torch.launcher import LaunchConfig, launch_program
 from autopipe.backends.torch.runtime.collectives import Group
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest

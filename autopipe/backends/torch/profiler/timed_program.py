@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from autopipe.backends.torch.launcher import rank_environment, run_child
+from autopipe.backends.torch.fork_server import rank_environment
+from autopipe.backends.torch.launcher import run_child
 from autopipe.backends.torch.runtime.clock import Mark, seconds_between
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.rank import Rank

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopipe.backends.torch.launcher import rank_environment
+from autopipe.backends.torch.fork_server import rank_environment
 from autopipe.backends.torch.runtime.optimizers import TensorGroup, make_optimizer
 from autopipe.backends.torch.runtime.rank import limit_memory
 
