@@ -113,7 +113,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the programs there, and use those that are there")
     parser.add_argument("--solvers", nargs="+", default=["auto", "highs", "cbc"], metavar="NAME")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit per program and solver")
-    parser.add_argument("--tolerance", type=float, default=1e-9, help="largest relative difference of equal optima")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-7,
+        help="largest relative difference of equal optima (default: %(default)s, as CBC writes eight digits)",
+    )
     arguments = parse_arguments(parser, parts=["tiny"], seconds=30.0)
     differing = 0
     with tempfile.TemporaryDirectory() as scratch:
