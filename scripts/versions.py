@@ -81,7 +81,7 @@ Autopipe uses private interfaces of torch: its elastic agent, stores, fake tenso
 `python scripts/versions.py` runs the tests of a row again and replaces the row; these ran with {python}. `--list`
 prints the tests of each set and the versions that an environment asks for. `lowest` has the lower bounds of
 `pyproject.toml`, `newest` the newest releases, and the others `constraints.txt` with another torch. Skipped tests do
-not count as run.
+not count as run. `lowest` has no transformers, which needs click 8.4.2: tests that export its models are skipped there.
 
 Not supported: torch 2.6 (the earlier lower bound) cannot launch, because its `TCPStore` does not accept a socket that
 listens already. Torch 2.9 launches, but the losses of a compiled program that draws random numbers differ by 0.02%
@@ -149,7 +149,7 @@ def environments() -> dict[str, tuple[str, ...]]:
     needed = [*project["dependencies"], *extras["run"], *extras["data"]]
     tools = [each for each in extras["test"] if not each.startswith("autopipe")]
     found = {f"torch-{version}": (*_pinned([*needed, *tools], {"torch": version}),) for version in TORCH}
-    # Exporters of models, which these sets do not run, need a newer click.
+    # transformers needs a newer click: tests that export its models are skipped.
     others = [each for each in tools if not each.startswith("transformers")]
     found["lowest"] = (*(each.replace(">=", "==") for each in needed), *others)
     found["newest"] = (*(each.split(">=")[0] + _marker(each) for each in needed), *tools)
