@@ -417,3 +417,25 @@ def test_options_of_groups_over_nccl() -> None:
     options.config.max_ctas = 4
     assert options._timeout == timedelta(seconds=7)
     assert (options.config.blocking, options.config.max_ctas) == (1, 4)
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    torch.manual_seed(0)
+    x, w = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+    y = torch.tanh(x @ w)
+    gradient = torch.randn(3, 3)
+    expected = torch.autograd.grad(y, (x, w), gradient, retain_graph=True)
+    edges = [torch.autograd.graph.get_gradient_edge(each) for each in (x, w)]
+    found = torch_interfaces.input_gradients([y], edges, [gradient], retain_graph=True)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    torch_interfaces.accumulate_gradients([torch.autograd.graph.get_gradient_edge(y)], [gradient])
+    assert x.grad is not None and torch.equal(x.grad, expected[0])
+    assert w.grad is not None and torch.equal(w.grad, expected[1])
+
+
+def test_gradients_of_another_shape_or_path_are_rejected() -> None:
+    x, other = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="shape"):
+        torch_interfaces.accumulate_gradients([x * 2], [torch.ones(4)])
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch_interfaces.input_gradients([x * 2], [other], [torch.ones(3)])
