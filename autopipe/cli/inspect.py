@@ -15,7 +15,7 @@ from autopipe.cli.options import PATH, model_options, standard_options
 from autopipe.cli.output import Output, Verbosity, facts_table
 from autopipe.cli.plan_text import trained_lines
 from autopipe.configs.configuration import Configuration
-from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage
+from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage, VarintSlice
 from autopipe.ir.problem import Mode
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def initial_values(graph: Graph) -> dict[str, int]:
 
     def told(storage: Storage) -> str:
         match storage:
-            case FileSlice():
+            case FileSlice() | VarintSlice():
                 return "stored"
             case Fill():
                 return f"all {storage.value:g}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.graph import FileSlice
+from autopipe.ir.graph import FileSlice, VarintSlice
 
 
 def open_program(folder: Path, model: Path | None, with_values: bool = True) -> Manifest:
@@ -16,7 +16,7 @@ def open_program(folder: Path, model: Path | None, with_values: bool = True) -> 
     planned file is checked only if parameters are read from it, so not for a run without values.
     """
     manifest = read_manifest(folder.absolute(), model)
-    is_read = with_values and any(isinstance(each.storage, FileSlice) for each in manifest.parameters)
+    is_read = with_values and any(isinstance(each.storage, FileSlice | VarintSlice) for each in manifest.parameters)
     if model is not None or is_read:
         check_model(manifest)
     return manifest

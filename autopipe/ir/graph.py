@@ -135,6 +135,14 @@ class FileSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class VarintSlice:
+    """Numbers of 16 bits that the ONNX file itself stores one by one, as varints in `length` bytes from `offset` on."""
+
+    offset: Index
+    length: Index
+
+
+@dataclass(frozen=True, slots=True)
 class FoldedSlice(FileSlice):
     """Numbers that an exporter made of a parameter, which is had back from them: of each number itself, or, as `form`
     says, its `log` or the `log of the negative`.
@@ -162,20 +170,21 @@ class Initializer:
     scale: float = 0.0
 
 
-Storage = FileSlice | Fill | Initializer
+Storage = FileSlice | VarintSlice | Fill | Initializer
 
 
 def _write_storage(storage: Storage) -> dict[str, Any]:
-    kind = "file" if isinstance(storage, FileSlice) else "fill" if isinstance(storage, Fill) else "draw"
-    return {"kind": kind} | encode(storage)
+    kinds = {FileSlice: "file", FoldedSlice: "file", VarintSlice: "varints", Fill: "fill", Initializer: "draw"}
+    return {"kind": kinds[type(storage)]} | encode(storage)
 
 
 def _read_storage(record: Record) -> Storage:
-    kind = record.get("kind", Literal["file", "fill", "draw"])
+    kind = record.get("kind", Literal["file", "varints", "fill", "draw"])
     if kind == "fill":
         return Fill(float(record.get("value", Any)))  # It may be infinite, which `float` refuses.
     folded = FoldedSlice if record.has("rows") else FileSlice
-    storage: Storage = decode(record, folded if kind == "file" else Initializer)
+    classes = {"file": folded, "varints": VarintSlice, "draw": Initializer}
+    storage: Storage = decode(record, classes[kind])
     return storage
 
 

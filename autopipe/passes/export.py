@@ -22,11 +22,18 @@ import numpy.typing as npt
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.files import INLINE_LIMIT, Progress, aligned
-from autopipe.ir.graph import DType, FileSlice, Value
+from autopipe.ir.graph import DType, FileSlice, Value, VarintSlice
 from autopipe.ir.layout import Box, whole
 from autopipe.ir.output_files import replacing
 from autopipe.ir.output_kinds import check_data_file
-from autopipe.passes.frontend.elements import NUMBERS, dtype_of, external_slice, stored_numbers
+from autopipe.passes.frontend.elements import (
+    NUMBERS,
+    dtype_of,
+    external_slice,
+    has_numbers,
+    listed_numbers,
+    stored_numbers,
+)
 from autopipe.passes.frontend.folding import MOVES, Folded
 from autopipe.passes.frontend.load import Source, load, located, opened
 from autopipe.passes.frontend.merged_parameters import NAMESAKE, take_apart
@@ -121,18 +128,22 @@ def kept_tensors(
     inside: list[Numbers] = []
     beside: list[Numbers] = []
     for name, tensor in tensors:
-        if name in trained or tensor.raw_data or tensor.float_data or tensor.double_data:
+        if name in trained or has_numbers(tensor):
             continue
         external = tensor.data_location == tensor.EXTERNAL
         place = external_slice(tensor, source.path) if external else source.slices.get(name)
         if place is not None:
             value = Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
-            (beside if place.file else inside).append(stored_tensor(value, place, source.path))
+            is_inside = isinstance(place, VarintSlice) or not place.file
+            (inside if is_inside else beside).append(stored_tensor(value, place, source.path))
     return inside, beside
 
 
-def stored_tensor(value: Value, place: FileSlice, model: Path) -> Numbers:
+def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> Numbers:
     """A tensor that lies at a place of the file `model`, or of a file beside it."""
+    if isinstance(place, VarintSlice):
+        listed = listed_numbers(place, model).view(value.dtype.stored).reshape(value.shape)
+        return Numbers(value, lambda box: listed[box.slices].reshape(box.shape))
     path = model.parent / place.file if place.file else model
 
     def read(box: Box) -> npt.NDArray[np.generic]:

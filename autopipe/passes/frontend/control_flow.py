@@ -25,7 +25,7 @@ from autopipe.passes.frontend.sequences import empty, truth
 if TYPE_CHECKING:
     import onnx
 
-    from autopipe.ir.graph import FileSlice, Value
+    from autopipe.ir.graph import FileSlice, Value, VarintSlice
     from autopipe.passes.frontend.sequences import Sequences
 
 MOST_CHOSEN = 512
@@ -77,7 +77,7 @@ def _written(graph: onnx.GraphProto, deep: bool) -> Iterator[str]:
                 yield from _written(inner, deep)
 
 
-def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice]) -> None:
+def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice | VarintSlice]) -> None:
     """Give each value of a body a name that is its own in the whole file, and move weights and constants out of bodies.
 
     Constants are put behind the nodes of `graph`, whose positions stay. `slices` holds where numbers lie in the file,
@@ -90,7 +90,7 @@ def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice]) -> None:
 @dataclass(slots=True)
 class _Hoist:
     top: onnx.GraphProto
-    slices: dict[str, FileSlice]
+    slices: dict[str, FileSlice | VarintSlice]
     taken: set[str]
 
     def run(self) -> None:

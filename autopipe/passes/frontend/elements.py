@@ -14,7 +14,8 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError, quote
 from autopipe.ir.files import lfs_error
-from autopipe.ir.graph import Attribute, DType, FileSlice, Value
+from autopipe.ir.graph import Attribute, DType, FileSlice, Value, VarintSlice
+from autopipe.ir.varints import varint_bits
 
 if TYPE_CHECKING:
     import onnx
@@ -216,24 +217,44 @@ HELD: dict[DType, str] = {DType.FLOAT32: "<f4", DType.FLOAT64: "<f8", DType.FLOA
 
 
 def stored_numbers(
-    name: str, tensor: onnx.TensorProto, slices: Mapping[str, FileSlice], model: Path
+    name: str, tensor: onnx.TensorProto, slices: Mapping[str, FileSlice | VarintSlice], model: Path
 ) -> np.ndarray | None:
     """The floating-point numbers of a tensor of the file `model`, not copied; None where none are stored."""
     dtype = dtype_of(tensor.data_type, repr(name))
+    place: FileSlice | VarintSlice | None
     try:
         if tensor.data_location == tensor.EXTERNAL:
             place = external_slice(tensor, model)
         else:
             place = slices.get(name)
             if place is None:
-                return array_of(tensor, repr(name)) if tensor.raw_data or tensor.float_data else None
+                return array_of(tensor, repr(name)) if has_numbers(tensor) else None
     except ModelError:
         return None  # Whoever needs the numbers says what is wrong with them.
     return None if place is None else sliced_numbers(place, dtype, tuple(tensor.dims), model)
 
 
-def sliced_numbers(place: FileSlice, dtype: DType, shape: tuple[int, ...], model: Path) -> np.ndarray | None:
+def has_numbers(tensor: onnx.TensorProto) -> bool:
+    """True if a tensor holds numbers, in whichever of its fields."""
+    listed = tensor.float_data or tensor.double_data or tensor.int32_data or tensor.int64_data or tensor.uint64_data
+    return bool(tensor.raw_data or listed)
+
+
+def listed_numbers(place: VarintSlice, model: Path) -> np.ndarray:
+    """The bits of the numbers of 16 bits that the file `model` stores one by one."""
+    return varint_bits(np.memmap(model, np.uint8, mode="r", offset=place.offset, shape=(place.length,)))
+
+
+def sliced_numbers(
+    place: FileSlice | VarintSlice, dtype: DType, shape: tuple[int, ...], model: Path
+) -> np.ndarray | None:
     """The numbers at a place of the model's files; None where they do not fill `shape` or are of no such type."""
+    if isinstance(place, VarintSlice):
+        bits = listed_numbers(place, model)
+        if dtype not in (DType.FLOAT16, DType.BFLOAT16) or bits.size != math.prod(shape):
+            return None
+        halves = bits.view(np.float16) if dtype is DType.FLOAT16 else (bits.astype(np.uint32) << 16).view(np.float32)
+        return halves.reshape(shape)
     if dtype not in HELD or math.prod(shape) * dtype.itemsize != place.length or not place.length:
         return None
     path = model.parent / place.file if place.file else model

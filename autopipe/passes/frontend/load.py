@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.files import lfs_error
-from autopipe.ir.graph import FileSlice
+from autopipe.ir.graph import FileSlice, VarintSlice
 from autopipe.passes.frontend.control_flow import hoist, nodes_within, reads
 from autopipe.passes.frontend.device_annotations import Configuration, configurations_of, texts_of
 from autopipe.passes.frontend.elements import stored_numbers
@@ -50,15 +50,30 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
     import onnx.inliner
 
     _require_bounded(model)
+    _state_defaults(model)
     try:
         return onnx.inliner.inline_local_functions(model)
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         raise ModelError(f"its functions cannot be inlined: {str(error).splitlines()[0]}") from error
 
 
+def _state_defaults(model: onnx.ModelProto) -> None:
+    """Add the defaults of functions' attributes to the calls that leave these attributes out: onnx's inliner loses
+    them."""
+    defaults = {_function_key(function): function.attribute_proto for function in model.functions}
+    graphs = (model.graph.node, *(function.node for function in model.functions))
+    for call in nodes_within(itertools.chain.from_iterable(graphs)):
+        stated = {each.name for each in call.attribute}
+        call.attribute.extend(each for each in defaults.get(_key(call), ()) if each.name not in stated)
+
+
+def _function_key(function: onnx.FunctionProto) -> Key:
+    return function.domain, function.name, function.overload
+
+
 def _require_bounded(model: onnx.ModelProto) -> None:
     """Raise ModelError, naming the call, where functions call one another for too long or become too much."""
-    functions = {(function.domain, function.name, function.overload): function for function in model.functions}
+    functions = {_function_key(function): function for function in model.functions}
     extents: dict[Key, Extent] = {}
 
     def extent(key: Key, callers: tuple[Key, ...], where: str) -> Extent:
@@ -119,7 +134,7 @@ class Source:
     """Where each of `nodes` stands among the nodes of `graph`."""
     opsets: tuple[tuple[str, int], ...]
     """Version by domain; "" is ONNX's own."""
-    slices: dict[str, FileSlice]
+    slices: dict[str, FileSlice | VarintSlice]
     """Where the numbers taken out lie in the file, by value."""
     metadata: dict[str, str]
     producer: str

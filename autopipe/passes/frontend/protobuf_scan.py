@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import FileSlice
+from autopipe.ir.graph import FileSlice, VarintSlice
 
 LARGE_FLOATS = 1024
 """Bytes from which the numbers of a floating-point tensor stay in the file."""
-SMALLEST_CONSTANT = 48
-"""Bytes below which a node is no Constant with several numbers."""
 LARGE_TABLE = 16 << 20
 """Bytes from which those of other tensors do; smaller ones may be needed to tell shapes."""
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
@@ -25,9 +23,11 @@ MODEL_IR_VERSION, MODEL_GRAPH, MODEL_CONFIGURATION = 1, 7, 26
 GRAPH_NODE, GRAPH_INITIALIZER = 1, 5
 NODE_OUTPUT, NODE_OPERATOR, NODE_ATTRIBUTE, NODE_CONFIGURATION = 2, 4, 5, 10
 ATTRIBUTE_TENSOR, ATTRIBUTE_GRAPH = 5, 6
-TENSOR_TYPE, TENSOR_FLOATS, TENSOR_NAME, TENSOR_RAW, TENSOR_DOUBLES = 2, 4, 8, 9, 10
+TENSOR_TYPE, TENSOR_FLOATS, TENSOR_INTEGERS, TENSOR_NAME, TENSOR_RAW, TENSOR_DOUBLES = 2, 4, 5, 8, 9, 10
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
+HALVES = frozenset({10, 16})
+"""Those of float16 and bfloat16, whose numbers may be varints."""
 BYTES = frozenset({2, 3, *range(17, 27)})
 """And for types of 8 bits and less, which hold weights, not shapes."""
 CONTROL_OPERATORS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
@@ -54,12 +54,12 @@ class Field:
     end: int
 
 
-def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice]]:
+def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | VarintSlice]]:
     """A serialised ModelProto without the numbers of its large tensors; ModelError where the framing is broken.
 
     With it where the numbers of its floating-point tensors are, small ones included, by name of the value.
     """
-    slices: dict[str, FileSlice] = {}
+    slices: dict[str, FileSlice | VarintSlice] = {}
     numbers = itertools.count()
 
     def in_model(field: Field) -> bytes | None:
@@ -115,11 +115,15 @@ def _is_looked_at(data: memoryview, node: Field) -> bool:
     if size >= LARGE_FLOATS:
         return True
     content = bytes(data[node.payload : node.end])
-    return (size >= SMALLEST_CONSTANT and b"Constant" in content) or b"body" in content or b"_branch" in content
+    return b"Constant" in content or b"body" in content or b"_branch" in content
 
 
 def _strip_tensor(
-    data: memoryview, tensor: Field, name: str, slices: dict[str, FileSlice], key: Callable[[str], str]
+    data: memoryview,
+    tensor: Field,
+    name: str,
+    slices: dict[str, FileSlice | VarintSlice],
+    key: Callable[[str], str],
 ) -> bytes:
     fields = list(fields_of(data, tensor.payload, tensor.end))
     kind = 0
@@ -128,12 +132,9 @@ def _strip_tensor(
             kind, _ = varint(data, field.payload, field.end)
         elif field.number == TENSOR_NAME and not name:
             name = bytes(data[field.payload : field.end]).decode(errors="replace")
+    holding = {TENSOR_RAW, TENSOR_FLOATS, TENSOR_DOUBLES} | ({TENSOR_INTEGERS} if kind in HALVES else set())
     numbers = [
-        field
-        for field in fields
-        if field.wire == LENGTH
-        and field.number in (TENSOR_RAW, TENSOR_FLOATS, TENSOR_DOUBLES)
-        and field.end > field.payload
+        field for field in fields if field.wire == LENGTH and field.number in holding and field.end > field.payload
     ]
     size = sum(field.end - field.payload for field in numbers)
     whole = bytes(data[tensor.payload : tensor.end]) if size < LARGE_TABLE or len(numbers) != 1 else b""
@@ -141,7 +142,8 @@ def _strip_tensor(
     if len(numbers) != 1 or not name or size < least:
         return whole
     found = numbers[0]
-    slices[key(name)] = FileSlice("", found.payload, size)
+    is_listed = found.number == TENSOR_INTEGERS
+    slices[key(name)] = VarintSlice(found.payload, size) if is_listed else FileSlice("", found.payload, size)
     if size < LARGE_FLOATS:
         return whole
     return bytes(data[tensor.payload : found.start]) + bytes(data[found.end : tensor.end])

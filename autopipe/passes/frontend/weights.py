@@ -14,12 +14,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Attribute, Constant, DType, FileSlice, Fill, Initializer, Parameter, Storage, Value
+from autopipe.ir.graph import (
+    Attribute,
+    Constant,
+    DType,
+    FileSlice,
+    Fill,
+    Initializer,
+    Parameter,
+    Storage,
+    Value,
+    VarintSlice,
+)
 from autopipe.passes.frontend.elements import (
     array_of,
     attributes_of,
     dtype_of,
     external_slice,
+    has_numbers,
+    listed_numbers,
     shape_of,
     stored_bytes,
     stored_numbers,
@@ -198,7 +211,7 @@ class Weights:
             return held
         return Parameter(held.value, place)
 
-    def _place(self, name: str, tensor: onnx.TensorProto) -> FileSlice | None:
+    def _place(self, name: str, tensor: onnx.TensorProto) -> FileSlice | VarintSlice | None:
         if tensor.data_location == tensor.EXTERNAL:
             return external_slice(tensor, self.source.path)
         return self.source.slices.get(name)
@@ -211,25 +224,33 @@ class Weights:
             if tensor.data_location == tensor.EXTERNAL:
                 raise ModelError("its numbers are needed to tell shapes, and their file is not there", where=where)
             return array_of(tensor, where)
-        path = self.source.path.parent / place.file if place.file else self.source.path
-        with path.open("rb") as file:
-            file.seek(place.offset)
-            data = file.read(place.length)
+        path = self.source.path
+        if isinstance(place, VarintSlice):
+            data = listed_numbers(place, path).tobytes()
+        else:
+            with (path.parent / place.file if place.file else path).open("rb") as file:
+                file.seek(place.offset)
+                data = file.read(place.length)
         return array_of(onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data), where)
 
     def _storage(self, name: str, tensor: onnx.TensorProto, dtype: DType) -> Storage:
         shape, where = tuple(tensor.dims), f"initializer {name!r}"
+        if not math.prod(shape):
+            return Fill(0.0)
         size = stored_bytes(dtype, shape)
         place = self._place(name, tensor)
         if place is None:
-            if tensor.data_location != tensor.EXTERNAL and (
-                tensor.int32_data or tensor.float_data or tensor.double_data
-            ):
+            if tensor.data_location != tensor.EXTERNAL and has_numbers(tensor):
                 raise ModelError(
                     "its numbers are stored one by one", hint="save the model again with raw data", where=where
                 )
             self.absent.append(name)
             return self._initializer(Value(name, dtype, shape))
+        if isinstance(place, VarintSlice):
+            count = listed_numbers(place, self.source.path).size
+            if count != math.prod(shape):
+                raise ModelError(f"it has {count} numbers, its shape needs {math.prod(shape)}", where=where)
+            return place
         if place.length != size:
             raise ModelError(f"it has {place.length} bytes, its shape needs {size}", where=where)
         return place

@@ -21,8 +21,9 @@ from autopipe.backends.torch.runtime.normal_numbers import standard_normal
 from autopipe.backends.torch.runtime.philox import Purpose, key_of
 from autopipe.backends.torch.runtime.random_tensors import draw_block
 from autopipe.ir.errors import ConfigurationError, LaunchError
-from autopipe.ir.graph import DType, FileSlice, Fill, FoldedSlice, Initializer, Parameter
+from autopipe.ir.graph import DType, FileSlice, Fill, FoldedSlice, Initializer, Parameter, VarintSlice
 from autopipe.ir.layout import Box
+from autopipe.ir.varints import varint_bits
 
 _CPU: Final = torch.device("cpu")
 
@@ -115,14 +116,19 @@ def read_block(
     storage, name, dtype, shape = parameter.storage, parameter.value.name, parameter.value.dtype, parameter.value.shape
     if isinstance(storage, Fill):
         return torch.full(box.shape, storage.value, dtype=torch_dtype(dtype))
-    if not isinstance(storage, FileSlice):
+    if isinstance(storage, Initializer):
         return init_shard(parameter, box, seed, threads, device)
-    path = model.parent / storage.file if storage.file else model
     stored = dtype.stored
     rows = storage.rows if isinstance(storage, FoldedSlice) else ()
     extent = (storage.length // stored.itemsize,) if rows else shape or (1,)
+    path = model.parent / storage.file if isinstance(storage, FileSlice) and storage.file else model
+    whole: np.ndarray
     try:
-        whole = np.memmap(path, dtype=stored, mode="r", offset=storage.offset, shape=extent)
+        if isinstance(storage, VarintSlice):
+            payload = np.memmap(path, dtype=np.uint8, mode="r", offset=storage.offset, shape=(storage.length,))
+            whole = varint_bits(payload).view(stored).reshape(extent)
+        else:
+            whole = np.memmap(path, dtype=stored, mode="r", offset=storage.offset, shape=extent)
     except FileNotFoundError as error:
         raise ConfigurationError(
             "the model's file is not there, and its weights are needed",
