@@ -40,7 +40,7 @@ from autopipe.ir import problem
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import Above, Amount, AtLeast, FilePath, Index, Origin, Rest, Shape, Sparse, encode, keys, unwrap
 from autopipe.ir.errors import ConfigurationError, quote
-from autopipe.ir.problem import Size
+from autopipe.ir.problem import Extent, Size
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 
 
@@ -70,7 +70,7 @@ class Model:
 
     path: Annotated[str, FilePath()] | None = None
     """The ONNX file, where the command line does not name it."""
-    dims: tuple[tuple[str, Size], ...] = ()
+    dims: tuple[tuple[str, Extent], ...] = ()
     """Extents of symbolic dimensions by name, such as `{seq: 128}`."""
     batch_axes: tuple[tuple[str, Index | None], ...] = ()
     """The batch axis by name of the input; `null` for an input without one. Axis 0 where an input is not listed."""

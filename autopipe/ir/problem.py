@@ -29,6 +29,8 @@ def matches(pattern: str, name: str, key: str) -> bool:
 
 
 Size = Annotated[int, AtLeast(1), AtMost(2**40)]
+Extent = Annotated[int, AtLeast(0), AtMost(2**40)]
+"""Elements along a dimension, which may be none: the cache of a decoder before the first token."""
 
 
 class Mode(enum.Enum):

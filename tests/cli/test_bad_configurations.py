@@ -90,7 +90,7 @@ MISTAKES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "constraint below 0": ("constraints: [{match: a, stage: -1}]\n", 1, ("constraints[0].stage is -1",)),
     "no regular expression": ("constraints: [{match: 're:(', stage: 0}]\n", 1, ("no regular expression",)),
     "frozen is no regular expression": ("model:\n  frozen: ['re:*']\n", 2, ("no regular expression",)),
-    "dimension of no extent": ("model: {dims: {batch: 0}}\n", 1, ("model.dims.batch is 0", "at least 1")),
+    "dimension below 0": ("model: {dims: {batch: -1}}\n", 1, ("model.dims.batch is -1", "at least 0")),
 }  # fmt: skip
 """A file, the line that is to blame, and what is said."""
 
@@ -167,7 +167,7 @@ FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--set", "strategy.stages=2"): ("strategy.stages=2", "strategy auto has no option 'stages'"),
     ("--set", "seed=1", "--set", "seed.x=1"): ("seed",),
     ("--dim", "batch"): ("--dim 'batch'", "NAME=EXTENT"),
-    ("--dim", "batch=0"): ("--dim batch=0", "at least 1"),
+    ("--dim", "batch=-1"): ("--dim batch=-1", "at least 0"),
     ("--dim", "batch=x"): ("--dim batch=x", "whole number"),
     ("--confg", "x"): ("--confg", "--config"),
     ("--gpus",): ("--gpus",),

@@ -206,6 +206,9 @@ def regroup(signature: Signature) -> Space:
     """`(a b) c -> a b c`: the common refinement of both shapes, each of its factors an axis. Where two shapes of equal
     product have none (4 3 -> 6 2), those dimensions are not indexed."""
     source, target = signature.operand(0).shape, signature.result().shape
+    if math.prod(source) != math.prod(target):
+        message = f"{signature.node.op} makes {target} of {source}, which has another number of elements"
+        raise ModelError(message, where=repr(signature.node.name))
     left, right = unindexed(source), unindexed(target)
     extents: dict[str, int] = {}
     # Products up to each dimension's end cut the elements' row-major order: where both shapes cut, a segment ends.

@@ -44,6 +44,7 @@ def told_apart(
         return stated
     classes.pop(1, None)
     fixed = {extent for extent in classes if isinstance(extent, int)}
+    fixed_names = [name for extent in fixed for name in classes[extent]]
     first, none = (fixed.pop() if len(fixed) == 1 else _TRIED), {info.name: None for info in inputs}
     named = {each for info in inputs for each in dimensions_of(info) if isinstance(each, str)}
     symbols = {symbol for each in named for symbol in symbols_of(each)}
@@ -54,10 +55,25 @@ def told_apart(
     except AutopipeError:
         if tried.keys() <= dims.keys():
             raise
+        single = {**dict.fromkeys(symbols, 1), **dims}
+        if len(fixed_names) < len(inputs) and _is_readable(inputs, single, read):
+            # The extents that the file fixes are not of samples, of which there may be another number.
+            return {**stated, **dict.fromkeys(fixed_names)}
         return stated  # What is wrong with the extents that were tried need not be wrong with the user's.
     least = min(filter(None, mixing.values()), default=None)
     apart = [name for extent, found in mixing.items() if found is None or found != least for name in classes[extent]]
     return {**stated, **dict.fromkeys(apart)}
+
+
+def _is_readable(
+    inputs: tuple[onnx.ValueInfoProto, ...], dims: Mapping[str, int], read: Callable[[Inputs], Graph]
+) -> bool:
+    """True if the model can be read with these extents."""
+    try:
+        read(bind_inputs(inputs, dims, None, {info.name: None for info in inputs}))
+    except AutopipeError:
+        return False
+    return True
 
 
 def _mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:

@@ -149,8 +149,13 @@ MOST_FIXED = 1 << 16
 """Elements of an input that is always the same number."""
 
 
+_NO_SAMPLES = "export with a batch of at least one sample, or say in model.batch_axes that axis 0 counts no samples"
+
 Dimension = int | str
 """An extent, or the name of one: the file's own, or INPUT:AXIS where the file has none."""
+NAMELESS = frozenset({"", "?", "-1", "None", "none", "*"})
+"""Names of unknown dimensions that exporters use again and again, such as PaddlePaddle's `?`: none is equal to
+another."""
 SEQUENCES = frozenset({"seq", "sequence", "sequence_length", "seq_len"})
 """Names that mean the second axis of whole-number inputs, such as tokens and masks, in files without such a name."""
 
@@ -178,15 +183,14 @@ def by_symbol(
 ) -> dict[str, int]:
     """Extents by the file's own names for those that a user gives by name, by INPUT:AXIS, or as `batch` and `seq`.
 
-    Raises ConfigurationError for what names no dimension, for one bound twice, and for an extent below 1.
+    Raises ConfigurationError for what names no dimension, for one bound twice, and for an extent below 0.
     """
     shapes = {info.name: dimensions_of(info) for info in inputs}
     symbols = {name for shape in shapes.values() for each in shape if isinstance(each, str) for name in _known_by(each)}
     found: dict[str, int] = {}
     for name, extent in dims.items():
-        if extent <= 0:
-            hint = "" if extent else "export without what is empty, such as a cache before the first token"
-            raise ConfigurationError(f"--dim {name}={extent}: an extent is at least 1", hint)
+        if extent < 0:
+            raise ConfigurationError(f"--dim {name}={extent}: an extent is at least 0")
         for symbol in _meant(name, shapes, symbols, stated_axes):
             if found.setdefault(symbol, extent) != extent:
                 raise ConfigurationError(f"--dim {name}={extent}: dimension {symbol!r} is {found[symbol]} already")
@@ -253,6 +257,9 @@ def bind_inputs(
         dimension = shapes[name][axis]
         if isinstance(dimension, str) and symbols_of(dimension) == {dimension}:
             symbols.setdefault(dimension, size)
+    if not size:
+        named = ", ".join(repr(name) for name in axes)
+        raise ModelError(f"its inputs have a batch of 0 samples: {named}", hint=_NO_SAMPLES)
     _bind_others(shapes, axes, symbols)
     _require_bound(shapes, symbols)
     values = tuple(_bound(info, shapes[info.name], symbols) for info in inputs)
@@ -326,7 +333,8 @@ def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, 
 
 
 def dimensions_of(info: onnx.ValueInfoProto) -> list[Dimension]:
-    """The dimensions of an input; what older files write as -1 has no name. Raises ModelError where there are none."""
+    """The dimensions of an input; what files write as -1 or by a name of `NAMELESS` is called INPUT:AXIS. Raises
+    ModelError where there are none."""
     where = f"input {info.name!r}"
     if not info.type.HasField("tensor_type"):
         kinds = {"sequence_type": "a sequence", "optional_type": "an Optional", "map_type": "a map"}
@@ -340,7 +348,9 @@ def dimensions_of(info: onnx.ValueInfoProto) -> list[Dimension]:
     return [
         each.dim_value
         if each.HasField("dim_value") and each.dim_value >= 0
-        else each.dim_param or f"{info.name}:{axis}"
+        else f"{info.name}:{axis}"
+        if each.dim_param in NAMELESS
+        else each.dim_param
         for axis, each in enumerate(dimensions)
     ]
 

@@ -244,6 +244,9 @@ TYPED_BY = {
 }
 """The operand that tells the type of a normalisation's result, where exporters write a scale of another type than the
 operand's, and the opset of its schema: ONNX Runtime writes it in models of older ones."""
+_CEILING_SINCE = 22
+"""The opset since which a pooling with `ceil_mode` has no window that begins in the pads at the end, by its schema.
+ONNX Runtime and torch leave this window out in models of older ones, too."""
 _SEVERAL_TYPES = {"BatchNormalization": 14}
 """The opset since which ONNX itself lets such an operand be of another type."""
 Operand = tuple[Value | None, np.ndarray | None]
@@ -312,7 +315,8 @@ class Inference:
         opset = opsets.get(node.domain, 1)
         typed = TYPED_BY.get(node.op_type) if opset < _SEVERAL_TYPES.get(node.op_type, math.inf) else None
         try:
-            schema = onnx.defs.get_schema(node.op_type, max(opset, typed[1]) if typed else opset, node.domain)
+            least = typed[1] if typed else _CEILING_SINCE if _rounds_up(node) else opset
+            schema = onnx.defs.get_schema(node.op_type, max(opset, least), node.domain)
         except onnx.defs.SchemaError:
             return nothing
         named = zip(node.input, _as_defined(node, operands, typed), strict=True)
@@ -387,6 +391,12 @@ class Inference:
                     return None
         arrays = tuple(np.ascontiguousarray(result).reshape(np.shape(result)) for result in results)
         return arrays if all(array.dtype.kind in "biufcV" for array in arrays) else None
+
+
+def _rounds_up(node: onnx.NodeProto) -> bool:
+    """True if a pooling has a last window for the elements that are left."""
+    is_pool = node.op_type in ("AveragePool", "LpPool", "MaxPool") and not node.domain
+    return is_pool and any(each.name == "ceil_mode" and each.i for each in node.attribute)
 
 
 def content_of(array: np.ndarray) -> bytes:

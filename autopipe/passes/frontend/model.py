@@ -23,6 +23,8 @@ from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.sequences import SEQUENCE_OPERATORS
 
 if TYPE_CHECKING:
+    import onnx
+
     from autopipe.passes.frontend.load import Source
     from autopipe.passes.frontend.merged_parameters import Apart
     from autopipe.passes.frontend.parameters import Role
@@ -274,7 +276,8 @@ def require_readable(source: Source) -> None:
         read = read or is_spelled(node) or is_rewritten(node)
         if not read and (flow or domain or not known):
             unreadable.append((name, node.name))
-        elif known and name != "Constant":  # whose numbers may have been left in the file
+        elif known and name != "Constant" and not _is_deprecated(node, opsets.get(domain, 1), domain):
+            # The numbers of a Constant may have been left in the file.
             try:
                 onnx.checker.check_node(node, context)
             except onnx.checker.ValidationError as error:
@@ -282,6 +285,13 @@ def require_readable(source: Source) -> None:
                 raise ModelError(f"not as ONNX defines it: {reason}", where=f"{node.op_type} {node.name!r}") from error
     if unreadable:
         raise refusal(_without_row(unreadable))
+
+
+def _is_deprecated(node: onnx.NodeProto, opset: int, domain: str) -> bool:
+    """True if ONNX defines an operator but advises against it, as against GroupNormalization of opset 18."""
+    import onnx.defs
+
+    return bool(onnx.defs.get_schema(node.op_type, opset, domain).deprecated)
 
 
 def refusal(unsupported: tuple[Unsupported, ...]) -> ModelError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from autopipe.ir.batch import batch_axes_of, rebatched
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Fill, Graph, Node
-from autopipe.ir.ops import operator_of, signature_of
+from autopipe.ir.ops import operator_of, signature_of, spaces_of
 from autopipe.ir.problem import Mode, Scores, wanted_outputs
 from autopipe.passes.frontend.batch_inputs import told_apart
 from autopipe.passes.frontend.cleanup import (
@@ -19,6 +19,7 @@ from autopipe.passes.frontend.cleanup import (
     without_unread,
 )
 from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, bounds_of, by_symbol, fixed_numbers
+from autopipe.passes.frontend.elements import DTYPES
 from autopipe.passes.frontend.fusion.cross_entropy import is_large, with_linear_losses
 from autopipe.passes.frontend.fusion.rules import fused
 from autopipe.passes.frontend.interpret import interpret
@@ -138,6 +139,7 @@ def _read(
     for each in (graph, other):
         if each is not None:
             each.verify()
+            _verify_uses(each)
     tensors = tensors_of(graph, weights.found)
     left_out = roles.signature.left_out(source.graph) if roles.signature and mode is Mode.TRAIN else []
     model = Model(
@@ -155,6 +157,7 @@ def _read(
         warnings=(
             *source.warnings,
             *weights.warnings(),
+            *_stated_otherwise(source, interpreted),
             *_mixing_warnings(graph, mixing_nodes(graph) if mode is Mode.TRAIN else nodes_beside_all(graph), by_label),
             *(trained_warnings(tensors, source.apart, left_out) if mode is Mode.TRAIN else ()),
         ),
@@ -163,6 +166,36 @@ def _read(
         tensors=tensors,
     )
     return model.with_scores(scores or "keep")
+
+
+def _stated_otherwise(source: Source, graph: Graph) -> tuple[str, ...]:
+    """A warning if an output has another type than the file states; dimensions with a name count for nothing."""
+    found = []
+    for info in source.graph.output:
+        tensor = info.type.tensor_type
+        if not graph.has(info.name) or not info.type.HasField("tensor_type") or not tensor.elem_type:
+            continue
+        value = graph.type_of(info.name)
+        stated = [each.dim_value if each.dim_value > 0 else None for each in tensor.shape.dim]
+        shape = value.shape if not tensor.HasField("shape") else stated
+        is_equal = len(shape) == len(value.shape) and all(
+            extent in (None, own) for extent, own in zip(shape, value.shape, strict=True)
+        )
+        if not is_equal or DTYPES.get(tensor.elem_type) is not value.dtype:
+            words = ", ".join("?" if extent is None else str(extent) for extent in shape)
+            kind = DTYPES[tensor.elem_type].value if tensor.elem_type in DTYPES else f"type {tensor.elem_type}"
+            own = ", ".join(map(str, value.shape))
+            found.append(f"{info.name!r} is {value.dtype.value}[{own}], the file states {kind}[{words}]")
+    more = f", and {len(found) - 1} more outputs are not as stated" if len(found) > 1 else ""
+    return (f"output {found[0]}{more}",) if found else ()
+
+
+def _verify_uses(graph: Graph) -> None:
+    """Raise ModelError if the tensors of a node do not fit its operator."""
+    space = spaces_of(graph)
+    for index, node in enumerate(graph.nodes):
+        if operator_of(node) is not None:
+            space(index)
 
 
 def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, str]:

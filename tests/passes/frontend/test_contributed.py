@@ -456,6 +456,52 @@ def test_blocks_and_bounds_of_an_old_file(tmp_path: Path) -> None:
     assert compare_optimized(model, {"x": floats(2, 3, 6, 6)}, tmp_path) == {"Conv", "ReorderOutput"}
 
 
+@pytest.mark.parametrize(
+    "activation",
+    [
+        "Relu", "Sigmoid", "Tanh", "LeakyRelu <alpha = 0.2>", "HardSigmoid <alpha = 0.3, beta = 0.4>", "HardSwish",
+        "Elu <alpha = 0.5>", "Selu", "Softplus", "Softsign", "ThresholdedRelu <alpha = 0.1>",
+    ],
+)  # fmt: skip
+def test_activations_behind_convolutions_and_products(tmp_path: Path, activation: str) -> None:
+    """The session puts some of them into the operator before."""
+    text = f"""<ir_version: 8, opset_import: ["": 17]>
+    g (float[2, 3, 6, 6] x, float[2, 4] v) => (float[2, 8, 4, 4] y, float[2, 5] z)
+    {{ c = Conv(x, a)  y = {activation} (c)  p = Gemm(v, b)  z = {activation} (p) }}
+    """
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.extend([onh.from_array(floats(8, 3, 3, 3), "a"), onh.from_array(floats(4, 5), "b")])
+    assert "Conv" in compare_optimized(model, {"x": floats(2, 3, 6, 6), "v": floats(2, 4)}, tmp_path)
+
+
+@pytest.mark.parametrize(("activation", "parameters"), [("HardSwish", []), ("Selu", [1.5, 1.1]), ("Softplus", [])])
+@pytest.mark.parametrize("opset", [11, 17])
+def test_fused_activations_of_old_files(tmp_path: Path, activation: str, parameters: list[float], opset: int) -> None:
+    """HardSwish is an operator of ONNX since opset 14."""
+    x, weight = floats(1, 3, 5, 5), floats(4, 3, 3, 3)
+    settings: dict[str, object] = {"activation": activation} | ({"activation_params": parameters} if parameters else {})
+    graph = oh.make_graph(
+        [oh.make_node("FusedConv", ["x", "w"], ["y"], domain="com.microsoft", **settings)],
+        "g",
+        [oh.make_tensor_value_info("x", onnx.TensorProto.FLOAT, x.shape)],
+        [oh.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 4, 3, 3])],
+        [onh.from_array(weight, "w")],
+    )
+    imports = [oh.make_opsetid("", opset), oh.make_opsetid("com.microsoft", 1)]
+    file = tmp_path / "model.onnx"
+    onnx.save(oh.make_model(graph, opset_imports=imports, ir_version=8), file)
+    (found,) = computed(file, {"x": x})
+    plain = torch.nn.functional.conv2d(torch.from_numpy(x), torch.from_numpy(weight))
+    if activation == "HardSwish":
+        expected = torch.nn.functional.hardswish(plain)
+    elif activation == "Softplus":
+        expected = torch.nn.functional.softplus(plain)
+    else:
+        alpha, gamma = parameters
+        expected = gamma * torch.nn.functional.elu(plain, alpha)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
 def compare_optimized(model: onnx.ModelProto, fed: Arrays, tmp_path: Path) -> set[str]:
     """Assert that a session's file of what it runs is computed as by the session; its operators on blocks."""
     options, file = ort.SessionOptions(), tmp_path / "model.onnx"

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError, ModelError
+from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.dimensions import extent_of, solved, symbols_of
 from tests.passes.frontend.building import INT64, Shape, floats, integers, model, node, saved
-from tests.passes.frontend.reference import assert_close, random_feeds, run_read
+from tests.passes.frontend.evaluated import emitted
+from tests.passes.frontend.reference import assert_close, random_feeds, run, run_read
 
 
 def chain(folder: Path, inputs: dict[str, Shape]) -> Path:
@@ -53,8 +55,8 @@ def test_an_unbound_symbol_is_named_with_the_flag_to_add(tmp_path: Path) -> None
     with pytest.raises(ConfigurationError, match="no such dimension") as caught:
         read_model(path, dims={"seq": 5, "sequence": 5})
     assert "'seq'" in caught.value.hint
-    with pytest.raises(ConfigurationError, match="at least 1"):
-        read_model(path, dims={"seq": 0})
+    with pytest.raises(ConfigurationError, match="at least 0"):
+        read_model(path, dims={"seq": -1})
 
 
 def test_unbound_dimensions_are_named_at_once(tmp_path: Path) -> None:
@@ -283,3 +285,84 @@ def test_a_loss_that_leaves_no_label_out_mixes_nothing(labels: int, ignored: int
     ]
     inputs: dict[str, Shape | tuple[int, Shape]] = {"x": [4, 5], "labels": (labels, [4])}
     assert read_model(saved(model(nodes, inputs, "loss"), tmp_path)).warnings == ()
+
+
+def test_a_cache_of_no_tokens(tmp_path: Path) -> None:
+    nodes = [node("Concat", "past x", "k", axis=1), node("MatMul", "k w", "m"), node("ReduceSum", "m axis", "y")]
+    held = {"w": floats(6, 6), "axis": integers(1)}
+    path = saved(model(nodes, {"x": ["N", 3, 6], "past": ["N", "P", 6]}, "y", held), tmp_path)
+    read = read_model(path, dims={"P": 0}, batch=2)
+    assert read.graph.type_of("past").shape == (2, 0, 6)
+    feeds = {"x": floats(2, 3, 6), "past": floats(2, 0, 6)}
+    assert_close(emitted(read, feeds), run(path, feeds))
+
+
+@pytest.mark.parametrize("shape", [[0, 4], ["N", 4]])
+def test_a_batch_of_no_samples(tmp_path: Path, shape: Shape) -> None:
+    path = saved(model([node("Relu", "x", "y")], {"x": shape}, "y"), tmp_path)
+    dims = {} if shape[0] == 0 else {"N": 0}
+    with pytest.raises(ModelError, match="a batch of 0 samples: 'x'"):
+        read_model(path, dims=dims)
+    assert read_model(path, dims=dims, batch_axes={"x": None}).graph.type_of("y").shape == (0, 4)
+
+
+def test_a_weight_of_no_elements_is_not_drawn(tmp_path: Path) -> None:
+    nodes = [node("MatMul", "x w", "p"), node("Concat", "x p", "y", axis=1)]
+    read = read_model(saved(model(nodes, {"x": [2, 6]}, "y", {"w": floats(6, 0)}), tmp_path))
+    assert read.warnings == ()
+    x = floats(2, 6)
+    np.testing.assert_array_equal(emitted(read, {"x": x})["y"], x)
+
+
+@pytest.mark.parametrize("name", ["?", "None", "-1", "*"])
+def test_dimensions_without_a_name_of_their_own_are_distinct(tmp_path: Path, name: str) -> None:
+    shape: Shape = [name, 3, name, name]
+    path = saved(model([node("Relu", "x", "y")], {"x": shape}, "y"), tmp_path)
+    read = read_model(path, dims={"x:2": 8, "x:3": 24}, batch=2)
+    assert read.graph.type_of("y").shape == (2, 3, 8, 24)
+    with pytest.raises(ConfigurationError) as caught:
+        read_model(path)
+    assert caught.value.hint == "add --dim x:2=EXTENT --dim x:3=EXTENT"
+
+
+def test_a_state_whose_first_axis_counts_directions(tmp_path: Path) -> None:
+    """The file fixes the state's first axis, and its second one is the batch of one sample at a time."""
+    nodes = [
+        node("Unsqueeze", "x axis", "s"),
+        node("LSTM", "s w r _ _ state cell", "_ last", hidden_size=5, direction="bidirectional"),
+        node("ReduceSum", "last axis", "y", keepdims=0),
+    ]
+    held = {"w": floats(2, 20, 6), "r": floats(2, 20, 5), "cell": floats(2, 1, 5), "axis": integers(0)}
+    path = saved(model(nodes, {"x": [None, 6], "state": [2, None, 5]}, "y", held), tmp_path)
+    read = read_model(path, dims={"state:1": 1}, batch=1)
+    assert read.graph.batch_axes == (("x", 0),)
+    assert read.graph.type_of("state").shape == (2, 1, 5)
+
+
+@pytest.mark.parametrize("target", [[2, 5, 8], [80], [2, 4, 8, 2]])
+def test_a_shape_of_another_number_of_elements(tmp_path: Path, target: list[int]) -> None:
+    nodes = [node("Reshape", "x shape", "y")]
+    path = saved(model(nodes, {"x": [2, 32]}, "y", {"shape": integers(*target)}), tmp_path)
+    with pytest.raises(ModelError, match=r"which has another number of elements|do not fit"):
+        read_model(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "says"),
+    [
+        (onnx.TensorProto.FLOAT, [2, 5], ("output 'y' is float32[2, 4], the file states float32[2, 5]",)),
+        (onnx.TensorProto.FLOAT, [2, 4, 1], ("output 'y' is float32[2, 4], the file states float32[2, 4, 1]",)),
+        (onnx.TensorProto.FLOAT, ["n", 5], ("output 'y' is float32[2, 4], the file states float32[?, 5]",)),
+        (onnx.TensorProto.DOUBLE, [2, 4], ("output 'y' is float32[2, 4], the file states float64[2, 4]",)),
+        (onnx.TensorProto.FLOAT, ["n", 4], ()),
+        (onnx.TensorProto.FLOAT, None, ()),
+    ],
+)
+def test_outputs_are_compared_with_what_the_file_states(
+    tmp_path: Path, kind: int, shape: Shape | None, says: tuple[str, ...]
+) -> None:
+    proto = model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(3, 4)})
+    proto.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("y", kind, shape))
+    path = tmp_path / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    assert read_model(path, mode=Mode.INFER).warnings == says

@@ -166,7 +166,14 @@ def _convolved_last(spelling: Spelling) -> None:
     spelling.moved(found, rank, last=True, result=0)
 
 
-_PARAMETERS = {"LeakyRelu": ("alpha",), "HardSigmoid": ("alpha", "beta"), "Elu": ("alpha",)}
+_PARAMETERS = {
+    "Elu": ("alpha",), "HardSigmoid": ("alpha", "beta"), "LeakyRelu": ("alpha",), "Selu": ("alpha", "gamma"),
+    "ThresholdedRelu": ("alpha",),
+}  # fmt: skip
+"""Activations that have parameters, in their order."""
+_PLAIN = ("Relu", "Sigmoid", "Softplus", "Softsign", "Tanh")
+_HARD_SWISH_SINCE = 14
+"""The opset since which ONNX has HardSwish."""
 
 
 def _activated(spelling: Spelling, x: str, parameters: list[float]) -> None:
@@ -175,7 +182,9 @@ def _activated(spelling: Spelling, x: str, parameters: list[float]) -> None:
     if activation == "Clip":
         low, high = parameters
         spelling.clipped(x, low, high, result=0)
-    elif activation in ("Relu", "Sigmoid", "Tanh", *_PARAMETERS):
+    elif activation == "HardSwish" and spelling.opset < _HARD_SWISH_SINCE:
+        spelling.add("Mul", x, spelling.add("HardSigmoid", x, alpha=1 / 6, beta=0.5), result=0)
+    elif activation in ("HardSwish", *_PLAIN, *_PARAMETERS):
         named: dict[str, Any] = dict(zip(_PARAMETERS.get(activation, ()), parameters, strict=False))
         spelling.add(activation, x, result=0, **named)
     elif activation:
