@@ -513,10 +513,14 @@ def divisions(request: Request, division: Division, model: Model) -> Iterator[Ba
     given = request.batch_size, request.micro_batches, request.micro_batch_size
     seen: set[Batching] = set()
     for own in (None, 1) if model.batch == 1 else (model.batch or 1,):
-        for batching in batchings(*given, own, request.cluster.size, division):
-            if batching not in seen:
-                seen.add(batching)
-                yield batching
+        try:
+            for batching in batchings(*given, own, request.cluster.size, division):
+                if batching not in seen:
+                    seen.add(batching)
+                    yield batching
+        except ConfigurationError:
+            if not seen:  # An open batch could not be divided either.
+                raise
 
 
 def problems_of(request: Request, strategy: Strategy, runner: Runner) -> Iterator[tuple[Model, Problem]]:

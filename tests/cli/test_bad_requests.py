@@ -158,7 +158,7 @@ def test_a_plan_that_cannot_be(command_line: CommandLine, name: str) -> None:
         (("--dim", "sec=4"), ("--dim", "'seq'")),
         (("--dim", "seq"), ("--dim 'seq'", "NAME=EXTENT")),
         (("--batch-axis", "x=7"), ("model.batch_axes", "no axis 7")),
-        (("--dim", "seq=0"), ("--dim seq=0", "at least 1")),
+        (("--dim", "seq=-1"), ("--dim seq=-1", "at least 0")),
         (("--dim", "seq=1e3"), ("--dim seq=1e3", "whole number")),
         (("--dim", f"seq={HUGE}"), (f"--dim seq={HUGE}",)),
     ],

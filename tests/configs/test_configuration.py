@@ -90,7 +90,7 @@ REFUSED = {
     "degree": ("constraints:\n- {match: a, split: {n: 0}}\n", "c.yaml:2: constraints[0].split.n is 0"),
     "dims": (
         "model: {dims: {batch: x}}\n",
-        "c.yaml:1: model.dims.batch is 'x' (expected a whole number from 1 up to 1099511627776)",
+        "c.yaml:1: model.dims.batch is 'x' (expected a whole number from 0 up to 1099511627776)",
     ),
     "loss": (
         "loss:\n  crossentropy: {}\n",

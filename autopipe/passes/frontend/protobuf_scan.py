@@ -27,7 +27,7 @@ TENSOR_TYPE, TENSOR_FLOATS, TENSOR_INTEGERS, TENSOR_NAME, TENSOR_RAW, TENSOR_DOU
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
 HALVES = frozenset({10, 16})
-"""Those of float16 and bfloat16, whose numbers may be varints."""
+"""Numbers of float16 and bfloat16 in TensorProto: the file may hold their elements as varints."""
 BYTES = frozenset({2, 3, *range(17, 27)})
 """And for types of 8 bits and less, which hold weights, not shapes."""
 CONTROL_OPERATORS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
