@@ -26,6 +26,7 @@ from autopipe.ir.graph import DType, FileSlice, Value, VarintSlice
 from autopipe.ir.layout import Box, whole
 from autopipe.ir.output_files import replacing
 from autopipe.ir.output_kinds import check_data_file
+from autopipe.passes.frontend.derivations import MOVES
 from autopipe.passes.frontend.elements import (
     NUMBERS,
     dtype_of,
@@ -34,7 +35,7 @@ from autopipe.passes.frontend.elements import (
     listed_numbers,
     stored_numbers,
 )
-from autopipe.passes.frontend.folding import MOVES, Folded
+from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.load import Source, load, located, opened
 from autopipe.passes.frontend.merged_parameters import NAMESAKE, take_apart
 from autopipe.passes.frontend.parameters import Chosen, roles_of

@@ -42,6 +42,7 @@ from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.cost.memory_check import size_text, with_copies, without_copies
 from autopipe.passes.cost.stage_work import check_whole_matrices
 from autopipe.passes.frontend import CrossEntropy, Model, Source, read_model
+from autopipe.passes.frontend.model import require_trainable
 from autopipe.passes.registry import Scheduler, Strategy
 from autopipe.passes.schedule.boundary_gathers import with_gathers
 from autopipe.passes.schedule.limits import check_memory
@@ -341,9 +342,12 @@ def strategy_and_scheduler(request: Request) -> tuple[Strategy, Scheduler]:
 
 
 def read_for(request: Request, micro_batch_size: int | None, source: Source | None = None) -> Model:
-    """The model on micro-batches of that many samples; on what its file fixes, else one, where that is None. `source`
-    is the parsed file where it is at hand."""
-    return read_model(
+    """Return the model on micro-batches of that many samples; on what its file fixes, else one, if that is None.
+
+    `source` is the parsed file if it is available. Raises ModelError as `read_model`, and if a tensor would be trained
+    in place of the parameters that an exporter computed it from.
+    """
+    model = read_model(
         source or request.model,
         dims=dict(request.dims),
         batch=micro_batch_size,
@@ -357,6 +361,8 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
         frozen=request.frozen,
         trainable=request.trainable,
     )
+    require_trainable(model)
+    return model
 
 
 def read(request: Request, runner: Runner, size: int | None = None, source: Source | None = None) -> Model:

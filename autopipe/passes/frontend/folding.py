@@ -1,85 +1,68 @@
-"""Parameters that an exporter folded operators into, in the form that the module has them in.
+"""Which tensors of a file are parameters, which are computed from parameters, and how.
 
-They stand in the file as new tensors, one for each use. Copies of one parameter are tied again, and what does not
-commute with an update is taken out: the parameter is the logarithm, or one row for each place, and operators compute
-the file's tensor from it.
+An exporter computes what depends on parameters alone and writes the result as a new tensor. For each such tensor, one
+of the following holds:
+
+- It is a parameter in another layout, as the file's metadata or the operator that reads it say. The graph then has it
+  under the module's name, and `Layout` says how the module holds it.
+- It follows from a parameter that the file also holds, or a parameter follows from it. The graph then computes it.
+- Neither is known. The tensor keeps its own name, and `Unfolding.refused` says which parameters it is computed from, so
+  that training it in their place can be refused.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autopipe.ir.graph import DType, FileSlice, FoldedSlice, Parameter, Value
+from autopipe.passes.frontend.derivations import Step, applied, derived
 from autopipe.passes.frontend.elements import sliced_numbers
-from autopipe.passes.frontend.merged_parameters import LOOKUPS
-from autopipe.passes.frontend.parameters import LARGEST_LOOK, Roles
-from autopipe.passes.frontend.tables import is_uniform
-from autopipe.passes.frontend.uses import LIFTED, scope_of
+from autopipe.passes.frontend.merged_parameters import LOOKUPS, SAME
+from autopipe.passes.frontend.parameters import LARGEST_LOOK, RESIZED, Roles
+from autopipe.passes.frontend.signature import INTERNAL, NUMBERED, arguments_of, target_of
+from autopipe.passes.frontend.tables import is_drawn, is_uniform
+from autopipe.passes.frontend.uses import GATES, LIFTED, Uses, scope_of
+
+if TYPE_CHECKING:
+    import onnx
 
 ROW = "/row"
 """Suffix of the name of an expanded parameter's one row."""
 ROWS = "/rows"
-"""Suffix of the name of a parameter's rows that are looked up at fixed places."""
+"""Suffix of the name of a parameter's rows that are looked up at fixed indices."""
 LOGARITHM = "/log"
 """Suffix of the name of a tensor's logarithm."""
 LARGEST = 1 << 30
-"""Bytes beyond which a copy is not compared."""
-BLOCK = 1 << 20
-"""Elements compared at a time."""
-SAMPLED = 64
-"""Elements that are compared first: most tensors differ in them."""
-MOST_AXES = 4
-"""Axes up to which every transposition is tried."""
+"""Maximum bytes of a copy that is compared."""
 MASKED = -10.0
-"""Most that a mask adds where it hides a position."""
+"""Maximum that a mask adds where it hides a position."""
 REPEATS = LOOKUPS | {"expand", "gather", "repeat", "tile"}
 """Traced operators after which the rows of one parameter may stand several times."""
-MOVES = frozenset({"Transpose", "Reshape", "Expand", "Gather"})
-"""Steps that leave numbers as they are."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One operator of ONNX's on a tensor, with the shape of its result."""
-
-    operator: str
-    shape: tuple[int, ...]
-    perm: tuple[int, ...] = ()
-    """Transpose's order of the axes."""
-    operand: np.ndarray | None = None
-    """Taken besides the tensor: Gather's rows, numbers that Add adds, those that Sub takes the tensor from."""
-
-    def apply(self, array: np.ndarray) -> np.ndarray:
-        match self.operator:
-            case "Transpose":
-                return array.transpose(self.perm)
-            case "Reshape":
-                return array.reshape(self.shape)
-            case "Expand":
-                return np.broadcast_to(array, self.shape)
-            case "Gather":
-                return np.asarray(array[self.operand])
-            case "Exp":
-                return np.asarray(np.exp(array))
-            case "Neg":
-                return np.asarray(-array)
-            case "Add":
-                return np.asarray(array + self.operand)
-        assert self.operator == "Sub", f"{self.operator} is folded nowhere"
-        return np.asarray(self.operand - array)
-
-    def inverse(self, shape: tuple[int, ...]) -> Step:
-        """Return the operator that undoes this change of layout of a tensor of `shape`."""
-        if self.operator == "Transpose":
-            return Step("Transpose", shape, tuple(int(axis) for axis in np.argsort(self.perm)))
-        assert self.operator == "Reshape", f"{self.operator} is no change of layout"
-        return Step("Reshape", shape)
+TRANSPOSING = frozenset({"t", "transpose", "numpy_T", "permute"})
+"""Traced operators that transpose a matrix."""
+REORDERING = TRANSPOSING | {
+    "view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "flip", "select", "slice",
+    "split", "split_with_sizes", "chunk", "getitem", "unbind", "narrow", "movedim", "swapaxes", "unfold",
+}  # fmt: skip
+"""Traced operators that move elements or leave some out, each element at most once in the result."""
+INDEXING = frozenset({"arange", "iota"})
+"""Traced operators that make indices: other operators besides them may compute indices, rather than elements."""
+SMOOTH = frozenset({"sigmoid", "tanh", "softmax", "silu", "gelu", "relu", "softplus", "exp", "sqrt", "rsqrt"})
+"""Traced operators that no index is computed with."""
+NORMALIZING = re.compile(r"batch_norm|instance_norm")
+"""In the target of a traced call: normalizations that an exporter folds into the weights before them."""
+INDEXED_FIRST = re.compile(r"\(args = \(%\w+, \[%\w+\]\)")
+"""In a traced call of `index`: only the first axis is indexed."""
+RECURRENT = frozenset(GATES)
+CHUNKED = 0.75
+"""Maximum fraction of different elements in a table whose single elements were looked up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,9 +74,7 @@ class Folded:
     steps: tuple[Step, ...]
 
     def apply(self, array: np.ndarray) -> np.ndarray:
-        for step in self.steps:
-            array = step.apply(array)
-        return array
+        return applied(self.steps, array)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,17 +86,25 @@ class Layout:
     steps: tuple[Step, ...]
     """Operators that make the file's tensor from the module's."""
 
-    @classmethod
-    def transposed(cls, shape: tuple[int, int]) -> Layout:
-        """Return the layout of a matrix that the file holds with the shape `shape`, transposed."""
-        return cls(shape[::-1], (Step("Transpose", shape, (1, 0)),))
-
     @property
     def inverse(self) -> tuple[Step, ...]:
         """The operators that make the module's tensor from the file's."""
         shapes = (self.shape, *(step.shape for step in self.steps))
         found = [step.inverse(before) for step, before in zip(self.steps, shapes[:-1], strict=True)]
         return tuple(reversed(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Unfolding:
+    """What the tensors of a file are, besides parameters under their own names; each by the tensor's name."""
+
+    folded: dict[str, Folded] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """By the parameter's name in the module."""
+    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the parameters that a tensor is computed from in an unknown way; none if the names are unknown, too."""
+    detached: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the parameters that a tensor is a detached copy of."""
 
 
 def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
@@ -137,19 +126,19 @@ def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
     return logarithm
 
 
-def unfolded(parameters: Mapping[str, Parameter], roles: Roles, model: Path, taken: set[str]) -> dict[str, Folded]:
-    """Tensors of a file, by name, that are computed from parameters, whose names are none of `taken`."""
+def unfolded(parameters: Mapping[str, Parameter], roles: Roles, model: Path, taken: set[str]) -> Unfolding:
+    """Return what the tensors `parameters` of a file are computed from. No parameter gets a name of `taken`."""
     if roles.stated is not None:
-        return {}
+        return Unfolding()
     trained = {name: each for name, each in parameters.items() if each.trainable and _is_stored(each)}
     found = _Folds(trained, roles, model, taken)
-    copies = dict(found.signed() if roles.signature else found.lifted())
-    bases = {
-        name: folded
-        for name, each in parameters.items()
-        if name not in copies and _is_stored(each) and (folded := found.base(each)) is not None
-    }
-    return bases | copies
+    if roles.signature:
+        found.signed()
+    elif roles.from_torch:
+        found.lifted()
+    else:
+        found.reduced(parameters)
+    return found.result
 
 
 def _is_stored(parameter: Parameter) -> bool:
@@ -168,35 +157,243 @@ class _Folds:
     model: Path
     taken: set[str]
     """Names that no parameter can be given."""
+    result: Unfolding = field(default_factory=Unfolding)
 
     def numbers(self, parameter: Parameter) -> np.ndarray | None:
         value = parameter.value
+        if isinstance(parameter.storage, FoldedSlice):
+            return folded_numbers(parameter, self.model)
         return sliced_numbers(_place(parameter), value.dtype, value.shape, self.model)
 
-    def signed(self) -> Iterator[tuple[str, Folded]]:
-        """Copies of a parameter, as torch's signature tells what a tensor was folded from."""
+    def reduced(self, parameters: Mapping[str, Parameter]) -> None:
+        """Find tensors of files that are not torch's that are copies of others, or computed from one row each."""
+        copies = dict(self._copies())
+        for name, each in parameters.items():
+            folded = self._in_form(each) if name not in copies and _is_stored(each) else None
+            if folded is not None:
+                self.result.folded[name] = folded
+        self.result.folded.update(copies)
+
+    def signed(self) -> None:
+        """Find what each tensor is computed from, as torch's signature and the traced calls tell."""
         signature = self.roles.signature
-        first = {name: each for name, each in self.parameters.items() if name in signature.parameters}
+        named = {name: each for name, each in self.parameters.items() if name in signature.parameters}
+        groups: dict[str, list[Parameter]] = {}
         for name, each in self.parameters.items():
-            if name in signature.parameters:
-                folded = self._complemented(each, first) if name in signature.folded else None
-                if folded is not None:
-                    yield name, folded
+            if name in named:
+                self._check_named(each, named)
                 continue
             origins = signature.origins(name)
-            bases = [first[origin] for origin in origins if origin in first]
-            if len(origins) == 1 and not bases:
-                first[origins[0]] = each
-            for base in bases:
-                steps = self.steps(base, each)
-                if steps is not None:
-                    yield name, Folded(each.value, base.value.name, steps)
-                    break
+            if self._is_recurrent(name):
+                continue
+            if len(origins) > 1:
+                self.result.refused[name] = origins
+            elif signature.operators(name) & {"detach"}:
+                self._detached(name, origins)
+            elif origins[0] in named:
+                self._derive(named[origins[0]], each, origins)
+            else:
+                groups.setdefault(origins[0], []).append(each)
+        for origin, tensors in groups.items():
+            self._of_absent(origin, tensors)
+
+    def _check_named(self, parameter: Parameter, named: Mapping[str, Parameter]) -> None:
+        """Decide on a tensor that has a parameter's name: exporters also write what they computed under it."""
+        name = parameter.value.name
+        signature = self.roles.signature
+        if name in signature.folded:
+            folded = self._complemented(parameter, named)
+            if folded is None:
+                folded = self._in_form(parameter)
+            if folded is not None:
+                self.result.folded[name] = folded
+            elif not (self._is_moved(name) or not signature.operators(name)):
+                self.result.refused[name] = (name,)
+            return
+        normalized = self._normalized(name)
+        if normalized:
+            self.result.refused[name] = (name, *normalized)
+
+    def _normalized(self, name: str) -> tuple[str, ...]:
+        """Return the parameters of a normalization that the exporter folded into a weight; () if there is none."""
+        signature = self.roles.signature
+        for node, _ in self.roles.uses.readers.get(name, ()):
+            if node.op_type.endswith("Normalization") or not NORMALIZING.search(target_of(node)):
+                continue
+            arguments = arguments_of(node)[1]
+            found = [signature.arguments[each] for each in arguments if each in signature.arguments]
+            others = tuple(each for each in found if each in signature.parameters and each != name)
+            if name not in found:
+                return others
+        return ()
+
+    def _is_recurrent(self, name: str) -> bool:
+        """Return True if a tensor is read as the weight of a recurrent layer: the exporter reorders its gates and joins
+        its biases, which moves elements only."""
+        readers = self._calls_of(name)
+        return bool(readers) and all(node.op_type in RECURRENT and 1 <= slot <= 3 for node, slot in readers)
+
+    def _detached(self, name: str, origins: tuple[str, ...]) -> None:
+        """Decide on a tensor that a `detach` is among the origins of."""
+        if self.roles.signature.operators(name) == {"detach"}:
+            self.result.detached[name] = origins
+        else:
+            self.result.refused[name] = origins
+
+    def _derive(self, base: Parameter, tensor: Parameter, origins: tuple[str, ...]) -> bool:
+        """Record how `tensor` follows from `base`, another tensor of the file, or that it is not known."""
+        name = tensor.value.name
+        steps = self.steps(base, tensor)
+        if steps is None:
+            self.result.refused[name] = origins
+            return False
+        self.result.folded[name] = Folded(tensor.value, base.value.name, steps)
+        return True
+
+    def _of_absent(self, origin: str, tensors: list[Parameter]) -> None:
+        """Decide on the tensors that are computed from one parameter which the file does not hold.
+
+        One of them that is the parameter in a known layout, else one that is a part of it in an unknown layout, stands
+        for the parameter. The others are computed from that one, or are other parts.
+        """
+        by_rank = sorted(tensors, key=lambda each: self._rank(each, origin))
+        bases: list[Parameter] = []
+        for each in by_rank:
+            name = each.value.name
+            copy = self._copied(each, bases)
+            if copy is not None:
+                self.result.folded[name] = copy
+                continue
+            layout = self._layout(each, origin) if not bases else None
+            if layout is not None:
+                self._name(each, origin, layout)
+            elif bases and self._overlaps(each, bases):
+                self.result.refused[name] = (origin,)
+                continue
+            elif self._is_moved(name):
+                folded = self._in_form(each)
+                if folded is not None:
+                    self.result.folded[name] = folded
+            elif (masked := self._masked_table(each)) is not None:
+                self.result.folded[name] = masked
+            elif not self._has_form(each, origin):
+                self.result.refused[name] = (origin,)
+                continue
+            bases.append(each)
+
+    def _rank(self, tensor: Parameter, origin: str) -> tuple[int, int]:
+        """Return the place of a tensor among those that may stand for a parameter: known layouts first, then
+        tensors without repeated elements, then the largest."""
+        name = tensor.value.name
+        if self._layout(tensor, origin) is not None:
+            return 0, -tensor.value.elements
+        if not self._is_moved(name):
+            return 3, -tensor.value.elements
+        return 1 + (not REPEATS.isdisjoint(self.roles.signature.operators(name))), -tensor.value.elements
+
+    def _copied(self, tensor: Parameter, bases: list[Parameter]) -> Folded | None:
+        for base in bases:
+            steps = self.steps(base, tensor)
+            if steps is not None:
+                return Folded(tensor.value, base.value.name, steps)
+        return None
+
+    def _overlaps(self, tensor: Parameter, bases: list[Parameter]) -> bool:
+        """Return True if elements of a tensor may be elements of one of `bases`, too."""
+        mine = self.numbers(tensor)
+        if mine is None or mine.nbytes > LARGEST_LOOK:
+            return False
+        arrays = [array for base in bases if (array := self.numbers(base)) is not None]
+        return any(bool(np.isin(mine, array).any()) for array in arrays)
+
+    def _name(self, tensor: Parameter, origin: str, layout: Layout) -> None:
+        """Give a parameter in a known layout the module's name."""
+        if origin in self.taken:
+            return
+        self.taken.add(origin)
+        source = replace(tensor, value=replace(tensor.value, name=origin))
+        self.result.folded[tensor.value.name] = Folded(tensor.value, source, ())
+        if layout.steps:
+            self.result.layouts[origin] = layout
+
+    def _layout(self, tensor: Parameter, origin: str) -> Layout | None:
+        """Return how a tensor that is all of a parameter holds it, as far as the file says; None if it does not."""
+        name, shape = tensor.value.name, tensor.value.shape
+        counted = self.roles.signature.counted(name)
+        names = set(counted)
+        if not names:
+            return self._layout_in_call(tensor, origin)
+        if not names <= SAME - {"view", "expand", "detach"} | TRANSPOSING | {"unsqueeze", "flip"}:
+            return None
+        changes = {each: count for each, count in counted.items() if each not in SAME}
+        if not changes:
+            return Layout(shape, ()) if names else None
+        if sum(changes.values()) == 1 and changes.keys() <= TRANSPOSING and len(shape) == 2:
+            return _transposed(shape)
+        if sum(changes.values()) == 1 and changes.keys() == {"flip"} and len(shape) == 1:
+            return Layout(shape, (Step("Gather", shape, operand=np.arange(shape[0])[::-1].copy()),))
+        if changes.keys() == {"unsqueeze"} and shape.count(1) == changes["unsqueeze"]:
+            # The axes of one element are just those that were added.
+            return Layout(tuple(extent for extent in shape if extent != 1), (Step("Reshape", shape),))
+        return None
+
+    def _layout_in_call(self, tensor: Parameter, origin: str) -> Layout | None:
+        """Return the layout that one kind of traced call, which is given the parameter `origin` itself, has it in.
+
+        A linear layer transposes its weight; a lookup along the first axis keeps the parameter as it is.
+        """
+        readers = self.roles.uses.readers.get(tensor.value.name, ())
+        slots = {(node.op_type, slot) for node, slot in readers}
+        calls = {(target_of(node), self._is_given(node, origin)) for node, _ in readers}
+        if slots == {("MatMul", 1)} and calls == {("linear", 1)}:
+            return _transposed(tensor.value.shape)
+        along_first = all(INDEXED_FIRST.search(arguments_of(node)[0]) for node, _ in readers)
+        if slots <= {("GatherND", 0), ("Gather", 0)} and calls == {("index", 0)} and along_first:
+            return Layout(tensor.value.shape, ())
+        return None
+
+    def _is_given(self, node: onnx.NodeProto, origin: str) -> int:
+        """Return the place of a parameter among the values that the traced call of a node reads; -1 if it is none."""
+        arguments = arguments_of(node)[1]
+        places = [place for place, each in enumerate(arguments) if self.roles.signature.arguments.get(each) == origin]
+        return places[0] if places else -1
+
+    def _is_moved(self, name: str) -> bool:
+        """Return True if the traced operators say that a tensor's elements are a parameter's, each as it is."""
+        signature = self.roles.signature
+        operators = signature.operators(name)
+        if not operators:
+            return False
+        if operators <= REORDERING | SAME | REPEATS:
+            return True
+        if operators.isdisjoint(LOOKUPS | {"gather"}) or not operators.isdisjoint(SMOOTH):
+            return False
+        is_indexed = not operators.isdisjoint(INDEXING) or any(
+            each in signature.buffers for each in signature.folded.get(name, ())
+        )
+        is_last = bool(INTERNAL.fullmatch(name)) or NUMBERED.sub("", name) in REORDERING | SAME | REPEATS
+        return is_indexed and is_last and not signature.multiplied(name)
+
+    def _has_form(self, tensor: Parameter, origin: str) -> bool:
+        """Record how a tensor is computed from a parameter that follows from it; return False if none does."""
+        array = self.numbers(tensor)
+        operators = self.roles.signature.operators(tensor.value.name)
+        if array is None or not operators <= {"exp", "neg"} | REORDERING | SAME:
+            return False
+        folded = self._logarithm(tensor, array)
+        if folded is None:
+            return False
+        source = folded.source
+        if operators <= {"exp", "neg"} | (SAME - {"view", "expand"}) and origin not in self.taken:
+            assert isinstance(source, Parameter)
+            self.taken.add(origin)
+            source = replace(source, value=replace(source.value, name=origin))
+        self.result.folded[tensor.value.name] = replace(folded, source=source)
+        return True
 
     def _complemented(self, copy: Parameter, named: Mapping[str, Parameter]) -> Folded | None:
-        """`copy`, told apart from another fold, as 1 minus a parameter: of several in a new model that hold the same
-        numbers, the one that is read last before it.
-        """
+        """Return how `copy`, told apart from another fold, is 1 minus a parameter: of several in a new model that hold
+        equal data, the one that is read last before it."""
         numbers = self.numbers(copy)
         if numbers is None or is_uniform(numbers):
             return None
@@ -209,12 +406,93 @@ class _Folds:
                 return Folded(copy.value, base.value.name, steps)
         return None
 
-    def lifted(self) -> Iterator[tuple[str, Folded]]:
-        """Copies that torch's older exporter folded, known by their numbers: those of another tensor, moved."""
-        groups: dict[tuple[DType, int, bytes], list[Parameter]] = {}
-        complements: dict[tuple[DType, int, bytes], list[Parameter]] = {}
+    def lifted(self) -> None:
+        """Find what torch's older exporter folded. Its files have no metadata: names of nodes and data decide."""
+        copies = dict(self._copies())
+        modules = _module_nodes(self.roles.uses)
+        for name, each in self.parameters.items():
+            if name in copies:
+                continue
+            weight = self._linear_weight(each, modules) if LIFTED.fullmatch(name) else ""
+            if weight:
+                layout = _transposed(each.value.shape)
+                assert layout is not None
+                self._name(each, weight, layout)
+                continue
+            folded = self._in_form(each)
+            if folded is None and LIFTED.fullmatch(name) and not self._is_recurrent(name):
+                folded = self._from_named(each)
+                if folded is None and not self._is_weight_of_module(each):
+                    self.result.refused[name] = ()
+            if folded is not None:
+                self.result.folded[name] = folded
+        # What is computed from another tensor stands behind it.
+        self.result.folded.update(copies)
+
+    def _linear_weight(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> str:
+        """Return the name of the weight of a linear layer that a tensor is, transposed; "" if it is none.
+
+        A linear layer is a module that consists of a MatMul, and of the Add of its bias if it has one.
+        """
+        readers = self._calls_of(tensor.value.name)
+        if len(tensor.value.shape) != 2 or not readers:
+            return ""
+        if any(node.op_type != "MatMul" or slot != 1 for node, slot in readers):
+            return ""
+        # A module that is called again has a number behind its name.
+        path = min((_path_of(node) for node, _ in readers), key=len)
+        name = f"{path}.weight"
+        nodes = modules.get(path, [])
+        if not path or name in self.taken or len(nodes) > 2:
+            return ""
+        for node in nodes:
+            is_sum = node.op_type == "Add" and f"{path}.bias" in node.input
+            is_product = any(node is each for each, _ in readers)
+            if not is_sum and not is_product:
+                return ""
+        return name
+
+    def _calls_of(self, name: str) -> list[tuple[onnx.NodeProto, int]]:
+        """Return the nodes that read a tensor, also under the names that an Identity gives it, and the operands."""
+        readers = self.roles.uses.readers
+        found: list[tuple[onnx.NodeProto, int]] = []
+        for node, slot in readers.get(name, ()):
+            if node.op_type == "Identity":
+                found += readers.get(node.output[0], [])
+            else:
+                found.append((node, slot))
+        return found
+
+    def _from_named(self, tensor: Parameter) -> Folded | None:
+        """Return how a tensor follows from one of the parameters that the file holds under the module's names."""
+        if tensor.value.bytes > LARGEST_LOOK:
+            return None
+        for name, each in self.parameters.items():
+            if LIFTED.fullmatch(name) or each.value.bytes > LARGEST_LOOK:
+                continue
+            steps = self.steps(each, tensor)
+            if steps is not None:
+                return Folded(tensor.value, name, steps)
+        return None
+
+    def _is_weight_of_module(self, tensor: Parameter) -> bool:
+        """Return True if a tensor is read as the second factor of products within a submodule and has the data of a
+        weight, as the joint projections of an attention, or if it is a logarithm or a table that is resized."""
+        readers = self._calls_of(tensor.value.name)
+        slots = self.roles.uses.slots(tensor.value.name)
+        if slots <= RESIZED or ("Exp", 0) in slots:
+            return True
+        if any((node.op_type, slot) != ("MatMul", 1) or not _path_of(node) for node, slot in readers):
+            return False
+        array = self.numbers(tensor)
+        return array is None or is_uniform(array) or is_drawn(array)
+
+    def _copies(self) -> Iterator[tuple[str, Folded]]:
+        """Yield the tensors that torch's older exporter folded and whose data are those of another tensor, moved."""
         if not any(LIFTED.fullmatch(name) for name in self.parameters):
             return
+        groups: dict[tuple[DType, int, bytes], list[Parameter]] = {}
+        complements: dict[tuple[DType, int, bytes], list[Parameter]] = {}
         for each in self.parameters.values():
             seen = len(each.value.shape) > 1 and each.value.bytes <= LARGEST
             array = self.numbers(each) if seen else None
@@ -248,37 +526,37 @@ class _Folds:
         }
 
     def steps(self, base: Parameter, copy: Parameter) -> tuple[Step, ...] | None:
-        """The operators that make `copy` of `base`, by their numbers; None where none do."""
+        """Return the operators that make `copy` of `base`, by their data; None if none of `derivations` do."""
         if base.value.dtype is not copy.value.dtype or copy.value.bytes > LARGEST:
             return None
         first, second = self.numbers(base), self.numbers(copy)
-        if first is None or second is None or (is_uniform(first) and not self.roles.signature):
+        if first is None or second is None:
             return None
-        if first.size == second.size:
-            complement = first.shape == second.shape and np.array_equal(1 - first, second)
-            one = Step("Sub", second.shape, operand=np.ones((), first.dtype))
-            return (one,) if complement else _moved(first, second)
-        if first.size > second.size or first.ndim > second.ndim:
-            return None
-        padded = (1,) * (second.ndim - first.ndim) + first.shape
-        fits = all(have in (1, want) for have, want in zip(padded, second.shape, strict=True))
-        if fits and np.array_equal(np.broadcast_to(first, second.shape), second):
-            return (Step("Expand", second.shape),)
-        return None
+        stated = self._stated_steps(base, copy, first, second)
+        if stated is not None or self._is_ambiguous(first, copy):
+            return stated
+        return derived(first, second)
 
-    def base(self, parameter: Parameter) -> Folded | None:
-        """How a tensor that is no copy is computed from a parameter of another form or name; None where it is one."""
-        value, origins = parameter.value, self.roles.signature.origins(parameter.value.name)
-        folded = self._in_form(parameter)
-        multiplied = self.roles.signature.multiplied(value.name)
-        if value.name in origins or len(origins) != 1 or origins[0] in self.taken or multiplied:
-            return folded
-        # It goes by the module's own name.
-        self.taken.add(origins[0])
-        source = parameter if folded is None else folded.source
-        assert isinstance(source, Parameter)
-        named = replace(source, value=replace(source.value, name=origins[0]))
-        return Folded(value, named, () if folded is None else folded.steps)
+    def _stated_steps(
+        self, base: Parameter, copy: Parameter, first: np.ndarray, second: np.ndarray
+    ) -> tuple[Step, ...] | None:
+        """Return the change of layout that the file states of `copy`, if `base` is the parameter itself."""
+        origin = base.value.name
+        if origin not in self.roles.signature.parameters:
+            return None
+        layout = self._layout(copy, origin)
+        if layout is None or layout.shape != first.shape:
+            return None
+        return layout.steps if np.array_equal(applied(layout.steps, first), second) else None
+
+    def _is_ambiguous(self, first: np.ndarray, copy: Parameter) -> bool:
+        """Return True if equal data do not tell where the elements of `copy` come from, as those of a new layer."""
+        if not is_uniform(first):
+            return first.ndim == 2 and first.shape == first.shape[::-1] and np.array_equal(first, first.T)
+        if not self.roles.signature:
+            return True
+        operators = self.roles.signature.operators(copy.value.name)
+        return not operators <= SAME | {"reshape", "flatten", "unsqueeze", "squeeze", "repeat", "tile"}
 
     def _in_form(self, parameter: Parameter) -> Folded | None:
         """How a tensor is computed from a parameter of another form."""
@@ -298,15 +576,25 @@ class _Folds:
         name = parameter.value.name.removesuffix(ROW)
         if not parameter.trainable or is_uniform(array):
             return None
+        wide = sum(extent > 1 for extent in array.shape)
         if self.roles.signature:
             possible = self._signed_lookup(name)
         else:
-            possible = bool(LIFTED.fullmatch(name)) and sum(extent > 1 for extent in array.shape) > 2
-        return _looked_up(parameter, array) if possible else None
+            possible = bool(LIFTED.fullmatch(name)) and wide > 2
+        found = _looked_up(parameter, array) if possible else None
+        if found is None and wide > 1 and (possible or (LIFTED.fullmatch(name) and _is_diagonal(array))):
+            return _looked_up_elements(parameter, array)
+        return found
 
     def _signed_lookup(self, name: str) -> bool:
         """True if the signature says that rows of a parameter may stand several times in a tensor."""
         return not REPEATS.isdisjoint(self.roles.signature.operators(name))
+
+    def _masked_table(self, parameter: Parameter) -> Folded | None:
+        array = self.numbers(parameter)
+        if array is None or parameter.value.bytes > LARGEST_LOOK:
+            return None
+        return self._masked(parameter, array)
 
     def _masked(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
         """A table to which the exporter added a mask: one row of the first axis, and what hides positions from it.
@@ -366,41 +654,25 @@ class _Folds:
         )
 
 
-def _moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """The transposition and reshaping that make the second of the first."""
-    flat = second.reshape(-1)
-    shape = (Step("Reshape", second.shape),)
-    if _is_equal(first, flat):
-        return () if first.shape == second.shape else shape
-    axes = [axis for axis, extent in enumerate(first.shape) if extent > 1]
-    if len(axes) > MOST_AXES:
+def _transposed(shape: tuple[int, ...]) -> Layout | None:
+    """Return the layout of a matrix that the file holds transposed; None for a tensor of other dimensions."""
+    if len(shape) != 2:
         return None
-    for order in itertools.permutations(axes):
-        # Axes of one element stay where they are.
-        places = iter(order)
-        whole = tuple(next(places) if extent > 1 else axis for axis, extent in enumerate(first.shape))
-        moved = first.transpose(whole)
-        if _is_equal(moved, flat):
-            turned = (Step("Transpose", moved.shape, whole),)
-            return turned if moved.shape == second.shape else (*turned, *shape)
-    return None
+    return Layout(shape[::-1], (Step("Transpose", shape, (1, 0)),))
 
 
-def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
-    """Return True if `array`, read row by row, has the elements of `flat`.
+def _path_of(node: onnx.NodeProto) -> str:
+    """Return the path of the module that a node of torch's older exporter is in; "" for the outermost one."""
+    return ".".join(each for each in node.name.split("/")[:-1] if each)
 
-    A sample of the elements is compared first, because most pairs differ there already.
-    """
-    array = np.atleast_1d(array)
-    sampled = np.linspace(0, flat.size - 1, min(SAMPLED, flat.size)).astype(np.int64)
-    if not np.array_equal(array[np.unravel_index(sampled, array.shape)], flat[sampled]):
-        return False
-    rows = max(1, BLOCK * len(array) // array.size)
-    width = array.size // len(array)
-    return all(
-        np.array_equal(array[start : start + rows].reshape(-1), flat[start * width : (start + rows) * width])
-        for start in range(0, len(array), rows)
-    )
+
+def _module_nodes(uses: Uses) -> dict[str, list[onnx.NodeProto]]:
+    """Return the nodes in each module, by its path, without those in its submodules and those that read nothing."""
+    found: dict[str, dict[str, onnx.NodeProto]] = {}
+    for readers in uses.readers.values():
+        for node, _ in readers:
+            found.setdefault(_path_of(node), {})[node.output[0]] = node
+    return {path: list(nodes.values()) for path, nodes in found.items()}
 
 
 def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
@@ -435,3 +707,35 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
     if axis != last:
         steps = (*steps, Step("Transpose", value.shape, (*range(axis), last, *range(axis, last))))
     return Folded(value, replace(parameter, value=table, storage=stored), steps)
+
+
+def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | None:
+    """Return how a tensor looks up single elements of a vector at fixed indices; None if hardly any element stands
+    twice.
+
+    Elements of few bits are equal by chance, too: then equal ones must lie along diagonals, as those of a table of
+    relative positions do.
+    """
+    flat = np.ascontiguousarray(array).reshape(-1)
+    elements, first, inverse = np.unique(flat, return_index=True, return_inverse=True)
+    if len(elements) > CHUNKED * flat.size or not (_is_fine(elements) or _is_diagonal(array)):
+        return None
+    value, place = parameter.value, _place(parameter)
+    order = np.argsort(first)  # Elements in the order in which they stand.
+    begins = tuple(first[order].tolist())
+    table = Value(f"{value.name}{ROWS}", value.dtype, (len(elements), 1))
+    stored = FoldedSlice(place.file, place.offset, place.length, begins, 1)
+    indices = np.argsort(order)[inverse.reshape(-1)].reshape(value.shape).astype(np.int64)
+    steps = (Step("Gather", (*value.shape, 1), operand=indices), Step("Reshape", value.shape))
+    return Folded(value, replace(parameter, value=table, storage=stored), steps)
+
+
+def _is_fine(elements: np.ndarray) -> bool:
+    """Return True if different elements have more significant bits than half precision has."""
+    bits = np.abs(elements.astype(np.float32)).view(np.uint32)
+    return bool((bits & 0x1FFF).any())
+
+
+def _is_diagonal(array: np.ndarray) -> bool:
+    """Return True if the elements along each diagonal of the last two axes are equal."""
+    return array.ndim > 1 and np.array_equal(array[..., 1:, 1:], array[..., :-1, :-1])

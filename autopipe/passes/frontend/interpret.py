@@ -39,7 +39,15 @@ if TYPE_CHECKING:
 
 FOLD_LIMIT = 4096
 """Elements up to which a known result is stored; larger ones (masks) are computed where they are needed."""
-STEP_OPERANDS = {"Reshape": "shape", "Expand": "shape", "Gather": "places", "Add": "added", "Sub": "one"}
+STEP_OPERANDS = {
+    "Reshape": "shape",
+    "Expand": "shape",
+    "Gather": "places",
+    "Add": "added",
+    "Sub": "minuend",
+    "Mul": "factor",
+    "Pow": "exponent",
+}
 """Suffix of the name of the other operand of a folded step, behind that of its result."""
 _MODE_STATED = 7
 """Before this opset an attribute says of a Dropout that it is not for training; since, that it is has to be said."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Graph, Value
+from autopipe.ir.graph import Graph, Parameter, Value
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
 from autopipe.ir.problem import SCORES, Mode, Scores
@@ -18,7 +18,7 @@ from autopipe.passes.frontend.contrib.operators import is_spelled
 from autopipe.passes.frontend.control_flow import nodes_within
 from autopipe.passes.frontend.device_annotations import Configuration
 from autopipe.passes.frontend.fusion.rules import FUSED
-from autopipe.passes.frontend.parameters import COMPUTED
+from autopipe.passes.frontend.parameters import quoted
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.sequences import SEQUENCE_OPERATORS
 
@@ -187,6 +187,8 @@ class Tensor:
     trained: bool
     why: str
     doubtful: bool = False
+    refused: bool = False
+    """True if it is computed from parameters in an unknown way, and the loss depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +317,6 @@ def _without_row(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
 
 
 UNREACHED = "no gradient reaches it"
-NAMED = 3
-"""Tensors that a warning names before the rest is only counted."""
 
 
 def only_reached(graph: Graph, loss: str) -> Graph:
@@ -333,15 +333,28 @@ def only_reached(graph: Graph, loss: str) -> Graph:
     return graph if kept == graph.parameters else replace(graph, parameters=kept)
 
 
-def tensors_of(graph: Graph, roles: Mapping[str, Role]) -> tuple[Tensor, ...]:
-    """The file's floating-point tensors that `graph` reads, scalars of no module left out."""
+def without_refused(graph: Graph, roles: Mapping[str, Role]) -> Graph:
+    """Return the graph with those tensors not trained that are computed from parameters in an unknown way."""
+    kept = tuple(replace(each, trainable=False) if is_refused(each, roles) else each for each in graph.parameters)
+    return graph if kept == graph.parameters else replace(graph, parameters=kept)
+
+
+def is_refused(parameter: Parameter, roles: Mapping[str, Role]) -> bool:
+    """Return True if a parameter of a graph is computed from parameters in an unknown way."""
+    role = roles.get(parameter.value.name)
+    return parameter.trainable and role is not None and role.refused
+
+
+def tensors_of(graph: Graph, roles: Mapping[str, Role], refused: frozenset[str]) -> tuple[Tensor, ...]:
+    """Return the file's floating-point tensors that `graph` reads, scalars of no module left out."""
     found = []
     for each in graph.parameters:
         role = roles.get(each.value.name)
         if role is not None and each.value.dtype.is_floating:
-            lost = role.trained and not each.trainable
+            name = each.value.name
+            lost = role.trained and not each.trainable and not role.refused
             why, doubtful = (UNREACHED, False) if lost else (role.why, role.doubtful)
-            found.append(Tensor(each.value, each.trainable, why, doubtful))
+            found.append(Tensor(each.value, each.trainable, why, doubtful, name in refused))
     for constant in graph.constants:
         role = roles.get(constant.value.name)
         if role is not None and constant.value.elements > 1:
@@ -349,23 +362,37 @@ def tensors_of(graph: Graph, roles: Mapping[str, Role]) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
+def require_trainable(model: Model) -> None:
+    """Raise ModelError if the loss depends on tensors that the exporter computed from parameters in an unknown way: a
+    plan would train them in the parameters' place."""
+    refused = [each for each in model.tensors if each.refused]
+    if not refused:
+        return
+    names = tuple(each.value.name for each in refused)
+    first = names[0]
+    message = (
+        f"training is refused: {quoted(names)} would be trained in place of parameters; {first!r} is {refused[0].why}"
+    )
+    hint = f"--set model.trainable={first} trains the tensor itself, --set model.frozen={first} keeps it as it is"
+    raise ModelError(message, hint=hint, where=str(model.path))
+
+
 def trained_warnings(tensors: tuple[Tensor, ...], apart: Apart, left_out: list[str]) -> tuple[str, ...]:
-    """Warnings on tensors whose role the file does not settle, and on parameters `left_out` of it."""
+    """Return the warnings on tensors whose role the file does not settle, and on parameters `left_out` of it."""
     known = {each.value.name for each in tensors}
     split = [name for name in apart.doubtful if name in known]
-    computed = [each.value.name for each in tensors if each.trained and each.why == COMPUTED]
-    trained = [each.value.name for each in tensors if each.doubtful and each.trained and each.why != COMPUTED]
+    trained = [each.value.name for each in tensors if each.doubtful and each.trained]
     kept = [each.value.name for each in tensors if each.doubtful and not each.trained]
     told = (
         (trained, "trained, though nothing in the file says so; model.frozen decides"),
         (kept, "not trained, though nothing in the file says so; model.trainable decides"),
-        (computed, f"trained as {COMPUTED}, which exporting with optimize=False leaves apart"),
-        (left_out, "not in the file, since its numbers change nothing yet; exporting with optimize=False keeps it"),
-        (split, "trained apart from others whose numbers are equal: exporters merge such parameters"),
+        (left_out, "not in the file, since its data change nothing yet; exporting with optimize=False keeps it"),
+        (split, "trained apart from others whose data are equal: exporters merge such parameters"),
     )
-    return tuple(f"{_named(names)}: {what}" for names, what in told if names)
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(map(repr, names[:NAMED]))}{more}"
+    found = [f"{quoted(tuple(names))}: {what}" for names, what in told if names]
+    refused = {each.why: [] for each in tensors if each.refused}  # type: dict[str, list[str]]
+    for each in tensors:
+        if each.refused:
+            refused[each.why].append(each.value.name)
+    found += [f"{quoted(tuple(names))}: {why}" for why, names in refused.items()]
+    return tuple(found)

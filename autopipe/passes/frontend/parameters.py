@@ -40,8 +40,6 @@ BUFFERS = frozenset(
     }
 )  # fmt: skip
 """Last parts of names that torch's public models give to floating-point buffers."""
-COMPUTED = "computed from parameters by the exporter"
-"""Reason of a tensor that is trained in place of the parameters that went into it."""
 LARGEST_LOOK = 1 << 24
 """Bytes up to which the numbers of a tensor that may be no weight are looked at."""
 SCALES = frozenset(
@@ -65,6 +63,8 @@ STATED = "autopipe.parameters"
 FROZEN = "autopipe.frozen"
 """Key of a file's metadata: a JSON list of the names of the parameters that are not trained. `autopipe export` lists
 those whose `requires_grad` is False."""
+NAMED = 3
+"""Maximum names in a message before the rest is only counted."""
 Numbers = Callable[[], "np.ndarray | None"]
 
 
@@ -76,6 +76,24 @@ class Role:
     """True if the evidence is weak enough that the user should look."""
     constant: bool = False
     """True if it is a number in the graph rather than kept from step to step."""
+    refused: bool = False
+    """True if it is computed from parameters in an unknown way, so that a plan may not train it in their place."""
+
+
+def quoted(names: tuple[str, ...]) -> str:
+    """Return the first names of several, quoted, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(map(repr, names[:NAMED]))}{more}"
+
+
+def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:
+    """Return the role of a tensor that the exporter computed from the parameters `origins`; () if unknown ones."""
+    option = "do_constant_folding=False" if legacy else "optimize=False"
+    if not origins:
+        why = f"may be computed from parameters; export with {option} to train them"
+    else:
+        why = f"computed from {quoted(origins)}; export with {option} to train {'them' if len(origins) > 1 else 'it'}"
+    return Role(True, why, refused=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +165,6 @@ class Roles:
             table = self._table(value, numbers, named=True)
             if table.startswith("a table"):
                 return Role(False, table)  # An embedding that is not trained, which the signature does not say.
-        if self.signature.multiplied(name):
-            return Role(True, COMPUTED, doubtful=True)
         return Role(True, "a parameter, as the signature says")
 
     def _by_use(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:

@@ -35,12 +35,14 @@ from autopipe.passes.frontend.loss import (
 )
 from autopipe.passes.frontend.model import (
     Model,
+    is_refused,
     only_reached,
     refusal,
     require_readable,
     tensors_of,
     trained_warnings,
     unsupported_operators,
+    without_refused,
 )
 from autopipe.passes.frontend.parameters import Chosen, roles_of
 from autopipe.passes.frontend.token_loss import summed_over_labels
@@ -134,13 +136,16 @@ def _read(
         graph = rebatched(graph, batch)
     if mode is Mode.TRAIN and scalar:
         graph = only_reached(graph, scalar)
+    refused = frozenset(each.value.name for each in graph.parameters if is_refused(each, weights.found))
+    graph = without_refused(graph, weights.found)
     recomputing = with_linear_losses(graph, wanted_outputs(graph, mode, scalar))
     other = None if recomputing is graph or (scores is None and not is_large(recomputing)) else recomputing
     for each in (graph, other):
         if each is not None:
             each.verify()
             _verify_uses(each)
-    tensors = tensors_of(graph, weights.found)
+    trains = mode is Mode.TRAIN and bool(scalar)
+    tensors = tensors_of(graph, weights.found, refused if trains else frozenset())
     left_out = roles.signature.left_out(source.graph) if roles.signature and mode is Mode.TRAIN else []
     model = Model(
         graph=graph,

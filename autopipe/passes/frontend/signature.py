@@ -6,6 +6,7 @@ The newer exporter's graph carries the signature of the traced program, and its 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -26,6 +27,10 @@ TORCH_BATCH_NORM = re.compile(r"\[target=torch\.ops\.aten\.\w*batch_norm")
 SIGNED = re.compile(r"^(\w+): (PARAMETER|BUFFER) target='([^'\n]+)'", re.MULTILINE)
 ARGUMENT = re.compile(r"%([A-Za-z_]\w*)")
 TEXT = re.compile(r"'([^']*)'")
+TARGET = re.compile(r"call_function\[target=(?:torch\.ops\.)?(?:\w+\.)?(\w+)")
+"""In a traced call: the operator's name without its overload."""
+INTERNAL = re.compile(r"_?val_\d+|onnx::\w+")
+"""Names of values within the operators that spell one traced call, which say nothing of operators."""
 NUMBERED = re.compile(r"_\d+$")
 PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm", "bmm", "addmm", "convolution", "conv2d"})
 """Traced operators that multiply and add up."""
@@ -67,10 +72,15 @@ class Signature:
             return (name,)
         return tuple(each for each in self.folded.get(name, ()) if each in self.parameters)
 
-    def operators(self, name: str) -> frozenset[str]:
-        """The traced operators that were folded into a tensor, as far as values are named after them."""
+    def counted(self, name: str) -> dict[str, int]:
+        """Return the traced operators that were folded into a tensor, each with the number of its calls."""
         names = (name, *self.folded.get(name, ()))
-        return frozenset(NUMBERED.sub("", each) for each in names if each not in self.parameters)
+        known = (NUMBERED.sub("", each) for each in names if not (self.names(each) or INTERNAL.fullmatch(each)))
+        return dict(Counter(known))
+
+    def operators(self, name: str) -> frozenset[str]:
+        """Return the traced operators that were folded into a tensor, as far as values are named after them."""
+        return frozenset(self.counted(name))
 
     def multiplied(self, name: str) -> bool:
         """True if a tensor is a product of parameters, or of one and a table, which cannot be taken apart again."""
@@ -133,3 +143,9 @@ def arguments_of(node: onnx.NodeProto) -> tuple[str, tuple[str, ...]]:
     """The traced call that a node is a part of, and the values that it reads there; "" where it is not said."""
     call = next((entry.value for entry in node.metadata_props if entry.key == CALL), "")
     return call, tuple(ARGUMENT.findall(call.partition("](args")[2]))
+
+
+def target_of(node: onnx.NodeProto) -> str:
+    """Return the operator of the traced call that a node is a part of, such as `linear`; "" if it is not said."""
+    found = TARGET.search(arguments_of(node)[0])
+    return "" if found is None else found[1]

@@ -38,7 +38,7 @@ from autopipe.passes.frontend.elements import (
     stored_numbers,
 )
 from autopipe.passes.frontend.folding import Folded, Layout, unfolded
-from autopipe.passes.frontend.parameters import Chosen, Role, Roles
+from autopipe.passes.frontend.parameters import Chosen, Role, Roles, computed_role, quoted
 from autopipe.passes.frontend.protobuf_scan import BYTES, LARGE_FLOATS, LARGE_TABLE
 from autopipe.passes.frontend.tables import is_uniform
 from autopipe.passes.frontend.uses import GATES, Uses
@@ -122,7 +122,14 @@ class Weights:
             found[tensor.name] = self._tensor(tensor.name, tensor, f"initializer {tensor.name!r}")
         parameters = {name: each for name, each in found.items() if isinstance(each, Parameter)}
         taken = found.keys() | {name for node in self.source.nodes for name in (*node.input, *node.output)}
-        folded = unfolded(parameters, self.roles, self.source.path, taken)
+        unfolding = unfolded(parameters, self.roles, self.source.path, taken)
+        self.layouts.update(unfolding.layouts)
+        for name, origins in unfolding.refused.items():
+            self.found[name] = computed_role(origins, legacy=not self.roles.signature)
+        for name, origins in unfolding.detached.items():
+            self.found[name] = Role(False, f"detached from {quoted(origins)}")
+            found[name] = replace(parameters[name], trainable=False)
+        folded = unfolding.folded
         # What is computed stands behind what it is computed from.
         plain = {name: each for name, each in found.items() if name not in folded}
         return {name: self._as_chosen(name, each) for name, each in (plain | folded).items()}

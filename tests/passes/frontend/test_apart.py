@@ -26,6 +26,7 @@ def torch_export(
     buffers: Sequence[str] = (),
     folded: Mapping[str, Sequence[str]] | None = None,
     calls: Mapping[str, str] | None = None,
+    target: str = "x",
 ) -> onnx.ModelProto:
     """What torch's newer exporter writes of `parameters` and `buffers`; its older one's file without them."""
     proto = model(nodes, inputs, "y", held)
@@ -40,7 +41,7 @@ def torch_export(
         proto.graph.value_info.append(info)
     for each in proto.graph.node:
         if calls and each.output[0] in calls:
-            call = f"%{each.output[0]} : [num_users=1] = call_function[target=torch.ops.aten.x.default](args = "
+            call = f"%{each.output[0]} : [num_users=1] = call_function[target=torch.ops.aten.{target}.default](args = "
             each.metadata_props.add(key=CALL, value=f"{call}({calls[each.output[0]]}), kwargs = {{}})")
     return proto
 

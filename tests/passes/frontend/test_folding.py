@@ -50,7 +50,7 @@ def test_rows_that_are_looked_up_at_fixed_places_are_one_each(signed: bool, tmp_
     held = {"onnx::Add_7": np.ascontiguousarray(table[PLACES].transpose(2, 0, 1)[None])}
     named = {"parameters": ("bias",), "folded": {"onnx::Add_7": ["bias", "embedding"]}} if signed else {}
     proto = torch_export([node("Add", "x onnx::Add_7", "y")], {"x": [1, 2, 3, 3]}, held, **named)  # type: ignore[arg-type]
-    checked(proto, tmp_path, {"bias" if signed else "onnx::Add_7/rows": table})
+    checked(proto, tmp_path, {"onnx::Add_7/rows": table})
 
 
 def test_rows_of_a_new_layer_are_not_taken_for_one(tmp_path: Path) -> None:
@@ -67,8 +67,9 @@ def test_copies_of_one_parameter_are_tied_whatever_they_are_called(tmp_path: Pat
         node("Add", "d wide", "y"),
     ]  # fmt: skip
     held = {"val_1": weight.T.copy(), "val_2": weight.T.copy(), "c": offset, "wide": np.tile(offset, (4, 1))}
-    folded = {"val_1": ["w"], "val_2": ["w"], "wide": ["c", "zeros"]}
-    proto = torch_export(nodes, {"x": [4, 5]}, held, ("w", "c"), folded=folded)
+    folded = {"val_1": ["w"], "val_2": ["w"], "wide": ["c", "expand"]}
+    calls = {"a": "%x, %p_w", "d": "%b, %p_w"}
+    proto = torch_export(nodes, {"x": [4, 5]}, held, ("w", "c"), folded=folded, calls=calls, target="linear")
     checked(proto, tmp_path, {"w": weight.T, "c": offset})
 
 
@@ -76,7 +77,9 @@ def test_equal_numbers_of_two_parameters_are_two(tmp_path: Path) -> None:
     """Layers that were copied begin equal."""
     nodes = [node("MatMul", "x val_1", "a"), node("MatMul", "a val_2", "y")]
     held = {"val_1": floats(5, 5), "val_2": floats(5, 5)}
-    proto = torch_export(nodes, {"x": [4, 5]}, held, ("w", "v"), folded={"val_1": ["w"], "val_2": ["v"]})
+    calls = {"a": "%x, %p_w", "y": "%a, %p_v"}
+    folded = {"val_1": ["w"], "val_2": ["v"]}
+    proto = torch_export(nodes, {"x": [4, 5]}, held, ("w", "v"), folded=folded, calls=calls, target="linear")
     checked(proto, tmp_path, {"w": floats(5, 5), "v": floats(5, 5)})
 
 
@@ -86,7 +89,7 @@ def test_a_lookup_of_a_batch_is_expanded_for_any(tmp_path: Path) -> None:
     proto = torch_export(
         [node("Add", "x embedding", "y")], {"x": [2, 3, 4]}, held, ("p",), folded={"embedding": ["p", "expand"]}
     )
-    read = checked(proto, tmp_path, {"p": rows[None]})
+    read = checked(proto, tmp_path, {"embedding/row": rows[None]})
     assert [each.op for each in read.graph.nodes] == ["Expand", "Add"]
 
 
@@ -96,7 +99,7 @@ def test_a_lookup_of_a_batch_of_equal_rows_is_expanded_for_any(tmp_path: Path) -
     proto = torch_export(
         [node("Add", "x embedding", "y")], {"x": [2, 3, 4]}, held, ("p",), folded={"embedding": ["p", "expand"]}
     )
-    read = checked(proto, tmp_path, {"p": row})
+    read = checked(proto, tmp_path, {"embedding/row/rows": row})
     assert [each.op for each in read.graph.nodes] == ["Gather", "Expand", "Add"]
 
 
@@ -141,7 +144,7 @@ def test_a_table_under_a_mask_is_its_rows(tmp_path: Path) -> None:
     held = {"add_6": table[PLACES].transpose(2, 0, 1)[None] + mask}
     folded = {"add_6": ["bias", "index", "masked_fill"]}
     proto = torch_export([node("Add", "x add_6", "y")], {"x": [4, 2, 3, 3]}, held, ("bias",), folded=folded)
-    checked(proto, tmp_path, {"bias": table})
+    checked(proto, tmp_path, {"add_6/row/rows": table})
 
 
 def test_scalars_folded_from_one_parameter_are_trained_as_they_are(tmp_path: Path) -> None:
@@ -151,17 +154,21 @@ def test_scalars_folded_from_one_parameter_are_trained_as_they_are(tmp_path: Pat
     nodes = [node("Mul", "x select", "h"), node("Mul", "h select_1", "y")]
     proto = torch_export(nodes, {"x": [4, 5]}, held, ("weight",), folded=folded)
     read = read_model(saved(proto, tmp_path))
-    assert weights(read.graph).keys() == {"weight", "select_1"}, "numbers that differ are two parameters"
+    assert weights(read.graph).keys() == {"select", "select_1"}, "elements that differ are two parameters"
     feeds = random_feeds(read.graph)
     assert_close(run_read(read, feeds), run(tmp_path / "model.onnx", feeds))
 
 
-def test_equal_scalars_folded_from_one_parameter_are_one(tmp_path: Path) -> None:
+def test_equal_scalars_folded_from_one_parameter_may_be_two(tmp_path: Path) -> None:
+    """Nothing in the file says whether they are one element, or two elements of a new vector."""
     held = {"select": np.float32(0.75).reshape(()), "select_1": np.float32(0.75).reshape((1,))}
     folded = {"select": ["weight"], "select_1": ["weight"]}
     nodes = [node("Mul", "x select", "h"), node("Mul", "h select_1", "y")]
     proto = torch_export(nodes, {"x": [4, 5]}, held, ("weight",), folded=folded)
     read = read_model(saved(proto, tmp_path))
-    assert weights(read.graph).keys() == {"weight"}
+    assert weights(read.graph) == {"select": True, "select_1": False}
+    assert {each.value.name: each.why for each in read.tensors if not each.trained} == {
+        "select_1": "computed from 'weight'; export with optimize=False to train it"
+    }
     feeds = random_feeds(read.graph)
     assert_close(run_read(read, feeds), run(tmp_path / "model.onnx", feeds))

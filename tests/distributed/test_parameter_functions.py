@@ -1,0 +1,128 @@
+"""What an exporter computes from parameters is trained as torch trains the parameters, or training it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from torch import nn
+
+from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.cli.main import main
+from autopipe.ir.errors import ModelError
+from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend.model import require_trainable
+from autopipe.passes.weight_files import layouts_of
+from tests.distributed.support.pool import Pools
+from tests.exports.parameter_functions import BATCH, CASES, PROBES, Case, batch_of, file_of, module_of
+from tests.passes.frontend.reference import parameter_array
+
+STEPS = 2
+RATE = 0.05
+UNKNOWN = {"softmax", "normalized", "symmetric", "product", "sum of two", "joined"}
+"""Functions that are not found even if the file holds a parameter of theirs."""
+KEPT = {"sigmoid", "softplus", "exponential", "normalized", "product"}
+"""Functions that torch's older exporter leaves in the graph."""
+LOOKUPS = {"relative positions", "table of relative positions"}
+REFUSED = {
+    ("dynamo", False): frozenset(PROBES) - {"plain", "transposed", "flipped", "view", "part", "exponential"} - LOOKUPS,
+    ("dynamo", True): frozenset(UNKNOWN),
+    ("torchscript", False): frozenset(PROBES) - {"plain", "flipped"} - LOOKUPS - KEPT,
+    ("torchscript", True): frozenset(UNKNOWN - KEPT),
+}
+"""By exporter, and whether the module also uses the parameter itself: the functions whose parameter is not known."""
+
+
+def is_refused(case: Case) -> bool:
+    return case.probe in REFUSED[case.exporter, case.beside]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda each: each.name)
+def test_a_tensor_with_a_parameters_name_is_that_parameter(case: Case) -> None:
+    path = file_of(case)
+    layouts = layouts_of(path)
+    known = {name: tensor.detach().numpy() for name, tensor in module_of(case).named_parameters()}
+    for each in read_model(path).graph.parameters:
+        name = each.value.name
+        if name not in known:
+            continue
+        array = parameter_array(each, path)
+        if name in layouts:
+            for step in layouts[name].inverse:
+                array = step.apply(array)
+        assert array.shape == known[name].shape
+        np.testing.assert_allclose(array, known[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", [each for each in CASES if is_refused(each)], ids=lambda each: each.name)
+def test_training_a_function_of_a_parameter_is_refused(case: Case) -> None:
+    path = file_of(case)
+    read = read_model(path)
+    refused = [each.value.name for each in read.tensors if each.refused]
+    assert refused
+    with pytest.raises(ModelError, match=refused[0]) as caught:
+        require_trainable(read)
+    assert "optimize=False" in caught.value.message or "do_constant_folding=False" in caught.value.message
+    require_trainable(read_model(path, trainable=tuple(refused)))
+    require_trainable(read_model(path, frozen=tuple(refused)))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", [each for each in CASES if not is_refused(each)], ids=lambda each: each.name)
+def test_two_steps_are_those_of_torch(case: Case, pools: Pools, tmp_path: Path) -> None:
+    path = file_of(case)
+    x, y = batch_of(STEPS)
+    plan = ["plan", path, "--gpus", 1, "--cluster", "cpu-local", "--strategy", "pipedream", "-q", "--mode", "train"]
+    plan += ["--batch-size", BATCH, "--micro-batches", 1, "--set", f"optimizer={{name: sgd, lr: {RATE}}}"]
+    assert main([*map(str, plan), "-o", str(tmp_path / "plan")]) == 0
+    assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
+    np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
+    manifest = read_manifest(tmp_path / "plan" / "program")
+    flags = ["--device", "cpu", "--steps", STEPS, "--data", tmp_path / "data.npz", "--checkpoint", tmp_path / "saved"]
+    pools.of(1).run(manifest.folder, *flags)
+    target = tmp_path / "trained.safetensors"
+    assert main(["checkpoint", "export", str(tmp_path / "saved"), "-o", str(target), "-q"]) == 0
+
+    module = module_of(case)
+    before = {name: tensor.detach().numpy().copy() for name, tensor in module.named_parameters()}
+    train(module, x, y)
+    after = {name: tensor.detach().numpy() for name, tensor in module.named_parameters()}
+    assert any(np.abs(after[name] - before[name]).max() > 1e-3 for name in before), "training changed nothing"
+    found = safetensors.numpy.load_file(target)
+    initial = {each.value.name: parameter_array(each, path) for each in read_model(path).graph.parameters}
+    compared = sum(compare(name, array, initial, before, after) for name, array in found.items())
+    reached = sum(array.size for name, array in after.items() if not np.array_equal(array, before[name]))
+    assert compared >= reached or case.probe == "part", "parameters are missing"
+
+
+def train(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    for start in range(0, len(x), BATCH):
+        optimizer.zero_grad()
+        module(x[start : start + BATCH], y[start : start + BATCH]).backward()
+        optimizer.step()
+
+
+def compare(
+    name: str,
+    array: np.ndarray,
+    initial: dict[str, np.ndarray],
+    before: dict[str, np.ndarray],
+    after: dict[str, np.ndarray],
+) -> int:
+    """Compare a trained tensor with torch's and return its elements; one with a name of its own is known by the
+    elements that it began with, each of which one parameter had."""
+    if name in after:
+        assert array.shape == after[name].shape
+        np.testing.assert_allclose(array, after[name], rtol=1e-5, atol=1e-6)
+        return array.size
+    began = np.concatenate([each.reshape(-1) for each in before.values()])
+    ended = np.concatenate([each.reshape(-1) for each in after.values()])
+    order = np.argsort(began)
+    places = order[np.searchsorted(began[order], initial[name].reshape(-1))]
+    np.testing.assert_array_equal(began[places], initial[name].reshape(-1))
+    np.testing.assert_allclose(array.reshape(-1), ended[places], rtol=1e-5, atol=1e-6)
+    return array.size
