@@ -6,22 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.numpy
-import torch
-from torch import nn
 
-from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.main import main
 from autopipe.ir.errors import ModelError
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.model import require_trainable
 from autopipe.passes.weight_files import layouts_of
 from tests.distributed.support.pool import Pools
-from tests.exports.parameter_functions import BATCH, CASES, PROBES, Case, batch_of, file_of, module_of
+from tests.distributed.support.trained_weights import by_ranks, by_torch
+from tests.exports.parameter_functions import CASES, PROBES, Case, batch_of, file_of, module_of
 from tests.passes.frontend.reference import parameter_array
 
 STEPS = 2
-RATE = 0.05
 UNKNOWN = {"softmax", "normalized", "symmetric", "product", "sum of two", "joined"}
 """Functions that are not found even if the file holds a parameter of theirs."""
 KEPT = {"sigmoid", "softplus", "exponential", "normalized", "product"}
@@ -75,35 +70,17 @@ def test_training_a_function_of_a_parameter_is_refused(case: Case) -> None:
 def test_two_steps_are_those_of_torch(case: Case, pools: Pools, tmp_path: Path) -> None:
     path = file_of(case)
     x, y = batch_of(STEPS)
-    plan = ["plan", path, "--gpus", 1, "--cluster", "cpu-local", "--strategy", "pipedream", "-q", "--mode", "train"]
-    plan += ["--batch-size", BATCH, "--micro-batches", 1, "--set", f"optimizer={{name: sgd, lr: {RATE}}}"]
-    assert main([*map(str, plan), "-o", str(tmp_path / "plan")]) == 0
-    assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
-    np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
-    manifest = read_manifest(tmp_path / "plan" / "program")
-    flags = ["--device", "cpu", "--steps", STEPS, "--data", tmp_path / "data.npz", "--checkpoint", tmp_path / "saved"]
-    pools.of(1).run(manifest.folder, *flags)
-    target = tmp_path / "trained.safetensors"
-    assert main(["checkpoint", "export", str(tmp_path / "saved"), "-o", str(target), "-q"]) == 0
+    data = {"x": x, "y": y}
+    found = by_ranks(path, data, STEPS, pools, tmp_path)
 
     module = module_of(case)
     before = {name: tensor.detach().numpy().copy() for name, tensor in module.named_parameters()}
-    train(module, x, y)
-    after = {name: tensor.detach().numpy() for name, tensor in module.named_parameters()}
+    after = by_torch(module, data, STEPS)
     assert any(np.abs(after[name] - before[name]).max() > 1e-3 for name in before), "training changed nothing"
-    found = safetensors.numpy.load_file(target)
     initial = {each.value.name: parameter_array(each, path) for each in read_model(path).graph.parameters}
     compared = sum(compare(name, array, initial, before, after) for name, array in found.items())
     reached = sum(array.size for name, array in after.items() if not np.array_equal(array, before[name]))
     assert compared >= reached or case.probe == "part", "parameters are missing"
-
-
-def train(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
-    for start in range(0, len(x), BATCH):
-        optimizer.zero_grad()
-        module(x[start : start + BATCH], y[start : start + BATCH]).backward()
-        optimizer.step()
 
 
 def compare(

@@ -25,7 +25,7 @@ LARGEST: Final = 1 << 24
 """Maximum bytes of a tensor whose elements are looked up one by one in another."""
 LEAST: Final = 4
 """Minimum different elements of a tensor for which equality with a function of another is no accident."""
-MOVES: Final = frozenset({"Transpose", "Reshape", "Expand", "Gather"})
+MOVES: Final = frozenset({"Transpose", "Reshape", "Expand", "Gather", "StopGradient"})
 """Steps that leave elements as they are."""
 ROUNDINGS: Final = 4e-6
 """Maximum relative difference between two libraries' float32 results of one function."""
@@ -70,6 +70,8 @@ class Step:
                 return array.transpose(self.perm)
             case "Reshape":
                 return array.reshape(self.shape)
+            case "StopGradient":
+                return array
             case "Expand":
                 return np.broadcast_to(array, self.shape)
             case "Gather":

@@ -96,7 +96,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Unfolding:
-    """What the tensors of a file are, besides parameters under their own names; each by the tensor's name."""
+    """Roles of the tensors of a file that are not parameters under their own names, by the tensor's name."""
 
     folded: dict[str, Folded] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -188,8 +188,8 @@ class _Folds:
                 continue
             if len(origins) > 1:
                 self.result.refused[name] = origins
-            elif signature.operators(name) & {"detach"}:
-                self._detached(name, origins)
+            elif "detach" in signature.operators(name):
+                self._detached(each, named)
             elif origins[0] in named:
                 self._derive(named[origins[0]], each, origins)
             else:
@@ -233,12 +233,25 @@ class _Folds:
         readers = self._calls_of(name)
         return bool(readers) and all(node.op_type in RECURRENT and 1 <= slot <= 3 for node, slot in readers)
 
-    def _detached(self, name: str, origins: tuple[str, ...]) -> None:
-        """Decide on a tensor that a `detach` is among the origins of."""
-        if self.roles.signature.operators(name) == {"detach"}:
-            self.result.detached[name] = origins
+    def _detached(self, tensor: Parameter, named: Mapping[str, Parameter]) -> None:
+        """Decide on a tensor that a `detach` is among the traced operators of.
+
+        It follows the parameter, but no gradient flows back. If the file holds nothing else of the parameter, nothing
+        changes it.
+        """
+        name = tensor.value.name
+        signature = self.roles.signature
+        (origin,) = signature.origins(name)
+        is_moved = signature.operators(name) - {"detach"} <= REORDERING | SAME | REPEATS
+        steps = self.steps(named[origin], tensor) if origin in named and is_moved else None
+        others = [each for each in self.parameters if each != name and origin in signature.origins(each)]
+        if steps is not None:
+            stop = Step("StopGradient", tensor.value.shape)
+            self.result.folded[name] = Folded(tensor.value, origin, (*steps, stop))
+        elif is_moved and not others:
+            self.result.detached[name] = (origin,)
         else:
-            self.result.refused[name] = origins
+            self.result.refused[name] = (origin,)
 
     def _derive(self, base: Parameter, tensor: Parameter, origins: tuple[str, ...]) -> bool:
         """Record how `tensor` follows from `base`, another tensor of the file, or that it is not known."""

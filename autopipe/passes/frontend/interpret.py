@@ -15,11 +15,21 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Constant, DType, Graph, Node, Parameter, Value
+from autopipe.passes.frontend.cleanup import STOP_GRADIENT
 from autopipe.passes.frontend.contrib.attention import is_rewritten, rewritten
 from autopipe.passes.frontend.contrib.operators import spelled_out
 from autopipe.passes.frontend.control_flow import Known, Runs, resolved
+from autopipe.passes.frontend.detached import DetachedReads, detached_reads
 from autopipe.passes.frontend.dimensions import extent_of
-from autopipe.passes.frontend.elements import NUMBERS, array_of, attributes_of, dtype_of, packed_value, shape_of
+from autopipe.passes.frontend.elements import (
+    NUMBERS,
+    array_of,
+    attributes_of,
+    dtype_of,
+    packed_value,
+    renamed,
+    shape_of,
+)
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.inference import RANDOM, Budget, Inference
 from autopipe.passes.frontend.known_operands import require_known
@@ -174,8 +184,10 @@ def interpret(
             _folded(sweep, held)
         else:
             sweep.keep(held)
+    detached = detached_reads(source.nodes, weights.roles.signature)
+    weights.unknown_detached = detached.unknown
     for node in _ranges_early(source.nodes, bounds):
-        _visit(sweep, node)
+        _visit(sweep, _with_detached(sweep, node, detached))
     for name in sweep.results:
         if name in selections:
             for node in selections.given(name):
@@ -221,7 +233,8 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
         attributes = (("perm", step.perm),) if step.operator == "Transpose" else ()
         title = f"{result}/{step.operator.lower()}"
         sweep.names.add(title)
-        sweep.nodes.append(Node(title, step.operator, operands, (result,), attributes))
+        domain = "autopipe" if step.operator == STOP_GRADIENT else ""
+        sweep.nodes.append(Node(title, step.operator, operands, (result,), attributes, domain))
         operand = result
 
 
@@ -260,6 +273,28 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         _alias(sweep, node.output[0], operands[0])
     else:
         _operator(sweep, node, operands)
+
+
+def _with_detached(sweep: _Sweep, node: onnx.NodeProto, detached: DetachedReads) -> onnx.NodeProto:
+    """Return the node with operands through which no gradient flows, if it has some."""
+    operands = list(node.input)
+    for slot, name in enumerate(node.input):
+        if not node.output or (node.output[0], slot) not in detached.operands:
+            continue
+        source = sweep.aliases.get(name, name)
+        operands[slot] = f"{name}/detached"
+        if source in sweep.types and operands[slot] not in sweep.types and sweep.types[source].dtype.is_floating:
+            _detach(sweep, source, operands[slot])
+        if operands[slot] not in sweep.types:
+            operands[slot] = name
+    return node if operands == list(node.input) else renamed(node, operands, node.output)
+
+
+def _detach(sweep: _Sweep, operand: str, result: str) -> None:
+    """Add the node that hands on a value and no gradient of it."""
+    sweep.types[result] = replace(sweep.types[operand], name=result)
+    title = _unique(sweep, f"{result}/stop")
+    sweep.nodes.append(Node(title, STOP_GRADIENT, (operand,), (result,), domain="autopipe"))
 
 
 def _in_other_words(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> Iterable[onnx.NodeProto] | None:

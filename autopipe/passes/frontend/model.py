@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.graph import Graph, Parameter, Value
+from autopipe.ir.graph import Graph, Node, Parameter, Value
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
 from autopipe.ir.problem import SCORES, Mode, Scores
@@ -217,6 +217,8 @@ class Model:
     """The file's floating-point tensors that the graph reads: what is trained, what is not, and why."""
     scores: Scores = "keep"
     """Form of the graph's losses, which keep their scores for backward or recompute them."""
+    unknown_detached: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """Titles of nodes of which the file says that an operand is detached, but not which one."""
     other: Graph | None = field(default=None, repr=False, compare=False)
     """The same graph with the other one of `scores`; None if there is none to consider."""
     loss_choices: tuple[str, ...] = ()
@@ -319,6 +321,48 @@ def _without_row(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
 UNREACHED = "no gradient reaches it"
 
 
+ZERO_GRADIENT = frozenset({"Ceil", "Floor", "Round", "Sign"})
+"""Operators whose derivative is 0 where they have one."""
+
+
+def stopped_parameters(graph: Graph, loss: str) -> dict[str, tuple[str, ...]]:
+    """Return the parameters from which the loss is computed, but to which no gradient flows, by the node that stops it.
+
+    `graph` still trains all parameters.
+    """
+    connected = {loss}
+    reached = {loss}
+    for node in reversed(graph.nodes):
+        if not connected.isdisjoint(node.outputs):
+            connected.update(node.inputs)
+        if not reached.isdisjoint(node.outputs) and not _stops_gradients(graph, node):
+            reached.update(node.inputs)
+    carried: dict[str, frozenset[str]] = {}
+    for each in graph.parameters:
+        name = each.value.name
+        if each.trainable and name in connected and name not in reached:
+            carried[name] = frozenset({name})
+    found: dict[str, list[str]] = {}
+    known: set[str] = set()
+    for node in graph.nodes:
+        through = frozenset[str]().union(*(carried[name] for name in node.inputs if name in carried))
+        if not through or connected.isdisjoint(node.outputs):
+            continue
+        if _stops_gradients(graph, node):
+            found.setdefault(f"{node.op} {node.name!r}", []).extend(sorted(through - known))
+            known |= through
+        else:
+            carried.update((name, through) for name in node.outputs)
+    return {title: tuple(names) for title, names in found.items() if names}
+
+
+def _stops_gradients(graph: Graph, node: Node) -> bool:
+    row = operator_of(node)
+    if node.op in ZERO_GRADIENT or (row is not None and not row.differentiable):
+        return True
+    return not any(graph.type_of(name).dtype.is_floating for name in node.outputs if name)
+
+
 def only_reached(graph: Graph, loss: str) -> Graph:
     """The graph with those parameters not trained whose change cannot change `loss` a little."""
     reached = {loss}
@@ -365,6 +409,10 @@ def tensors_of(graph: Graph, roles: Mapping[str, Role], refused: frozenset[str])
 def require_trainable(model: Model) -> None:
     """Raise ModelError if the loss depends on tensors that the exporter computed from parameters in an unknown way: a
     plan would train them in the parameters' place."""
+    if model.unknown_detached and model.mode is Mode.TRAIN:
+        message = "training is refused: an operand is detached, but the file does not say which one"
+        hint = "export with autopipe export, or with optimize=False"
+        raise ModelError(message, hint=hint, where=f"{model.path}: {model.unknown_detached[0]}")
     refused = [each for each in model.tensors if each.refused]
     if not refused:
         return
@@ -373,12 +421,18 @@ def require_trainable(model: Model) -> None:
     message = (
         f"training is refused: {quoted(names)} would be trained in place of parameters; {first!r} is {refused[0].why}"
     )
-    hint = f"--set model.trainable={first} trains the tensor itself, --set model.frozen={first} keeps it as it is"
+    hint = (
+        f"autopipe export keeps parameters apart; --set model.trainable={first} trains the tensor itself, "
+        f"--set model.frozen={first} keeps it as it is"
+    )
     raise ModelError(message, hint=hint, where=str(model.path))
 
 
-def trained_warnings(tensors: tuple[Tensor, ...], apart: Apart, left_out: list[str]) -> tuple[str, ...]:
-    """Return the warnings on tensors whose role the file does not settle, and on parameters `left_out` of it."""
+def trained_warnings(
+    tensors: tuple[Tensor, ...], apart: Apart, left_out: list[str], stopped: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Return the warnings on tensors whose role the file does not settle, on parameters `left_out` of it, and on
+    parameters whose gradients a node stops, `stopped` by the node's title."""
     known = {each.value.name for each in tensors}
     split = [name for name in apart.doubtful if name in known]
     trained = [each.value.name for each in tensors if each.doubtful and each.trained]
@@ -395,4 +449,7 @@ def trained_warnings(tensors: tuple[Tensor, ...], apart: Apart, left_out: list[s
         if each.refused:
             refused[each.why].append(each.value.name)
     found += [f"{quoted(tuple(names))}: {why}" for why, names in refused.items()]
+    found += [
+        f"{quoted(names)}: never changed by a gradient, since {title} stops it" for title, names in stopped.items()
+    ]
     return tuple(found)

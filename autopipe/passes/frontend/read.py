@@ -39,6 +39,7 @@ from autopipe.passes.frontend.model import (
     only_reached,
     refusal,
     require_readable,
+    stopped_parameters,
     tensors_of,
     trained_warnings,
     unsupported_operators,
@@ -134,7 +135,9 @@ def _read(
         graph, scalar = summed_over_labels(graph, scalar)
     if batch is not None and inputs.batch is not None:
         graph = rebatched(graph, batch)
+    stopped: dict[str, tuple[str, ...]] = {}
     if mode is Mode.TRAIN and scalar:
+        stopped = stopped_parameters(graph, scalar)
         graph = only_reached(graph, scalar)
     refused = frozenset(each.value.name for each in graph.parameters if is_refused(each, weights.found))
     graph = without_refused(graph, weights.found)
@@ -164,11 +167,12 @@ def _read(
             *weights.warnings(),
             *_stated_otherwise(source, interpreted),
             *_mixing_warnings(graph, mixing_nodes(graph) if mode is Mode.TRAIN else nodes_beside_all(graph), by_label),
-            *(trained_warnings(tensors, source.apart, left_out) if mode is Mode.TRAIN else ()),
+            *(trained_warnings(tensors, source.apart, left_out, stopped) if mode is Mode.TRAIN else ()),
         ),
         source=source,
         aliases=aliases,
         tensors=tensors,
+        unknown_detached=weights.unknown_detached,
     )
     return model.with_scores(scores or "keep")
 

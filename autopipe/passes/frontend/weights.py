@@ -109,6 +109,8 @@ class Weights:
         """Names of parameters whose numbers are not there."""
         self.found: dict[str, Role] = {}
         """The role of every floating-point tensor, by the name that the graph has for it."""
+        self.unknown_detached: tuple[str, ...] = ()
+        """Titles of nodes of which the file says that an operand is detached, but not which one."""
         self.layouts: dict[str, Layout] = {}
         """Layouts of the parameters that the file holds in another layout than the module, by name; `initializers`
         fills it."""

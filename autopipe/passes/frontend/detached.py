@@ -1,0 +1,69 @@
+"""Where torch stops gradients, as the metadata of its exporter say: `aten.detach` and what is left of it.
+
+Without optimization the file has an Identity for each `detach`, which `signature.is_detach` recognises. Optimization
+removes it; the traced calls that read the result still name it, as `%detach`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autopipe.passes.frontend.signature import Signature, arguments_of
+
+if TYPE_CHECKING:
+    import onnx
+
+DETACHED = re.compile(r"detach_?(_\d+)?")
+"""Names that torch gives to results of `detach`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetachedReads:
+    """Operands through which no gradient flows."""
+
+    operands: frozenset[tuple[str, int]] = frozenset()
+    """First result of the node that reads it, and position of the operand."""
+    unknown: tuple[str, ...] = ()
+    """Titles of nodes of which a call names a detached operand, but not which one it is."""
+
+
+def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> DetachedReads:
+    """Return the operands that are detached although no node of the file says so."""
+    written = {name for node in nodes for name in node.output if name}
+    constants = {name for node in nodes if node.op_type == "Constant" for name in node.output}
+    calls: dict[str, list[onnx.NodeProto]] = {}
+    for node in nodes:
+        call, arguments = arguments_of(node)
+        if any(DETACHED.fullmatch(each) and each not in written for each in arguments):
+            calls.setdefault(call, []).append(node)
+    found: set[tuple[str, int]] = set()
+    unknown: list[str] = []
+    for together in calls.values():
+        inside = {name for node in together for name in node.output}
+        for node in together:
+            slots = [
+                slot
+                for slot, name in enumerate(node.input)
+                if name
+                and name not in inside | constants
+                and (name in written or not _is_constant(name, node, signature))
+            ]
+            arguments = arguments_of(node)[1]
+            if len(slots) == len(arguments):
+                pairs = zip(slots, arguments, strict=True)
+                found.update(
+                    (node.output[0], slot) for slot, each in pairs if DETACHED.fullmatch(each) and each not in written
+                )
+            elif slots:
+                unknown.append(f"{node.op_type} {node.name!r}")
+    return DetachedReads(frozenset(found), tuple(unknown))
+
+
+def _is_constant(name: str, node: onnx.NodeProto, signature: Signature) -> bool:
+    """Return True if a tensor that no node writes is a setting of an operator, rather than what its call is given."""
+    given = {signature.arguments.get(each) for each in arguments_of(node)[1]}
+    is_internal = name.startswith("val_") and not signature.trains(name)
+    return is_internal and name not in given
