@@ -50,7 +50,7 @@ _MOST_LETTERS: Final = 4000
 """Characters of an error's line."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk that has no room."""
-_STARTING_RANKS: Final = ("launch", "verify")
+_STARTING_RANKS: Final = ("launch", "generate", "verify")
 """Commands that start ranks through a fork server."""
 _STARTING_NONE: Final = frozenset({"-h", "--help", "--dry-run", "--static"})
 """Flags with which these commands do not."""

@@ -257,7 +257,7 @@ def test_a_shell_completes_commands_and_values(
 @pytest.mark.parametrize(("words", "starts"), [
     ("launch gpt.plan/program --steps 5", True), ("verify gpt.plan/program", True), ("launch program --dry-run", False),
     ("verify program --static", False), ("launch --help", False), ("launch -h", False), ("plan gpt.onnx", False),
-    ("", False), ("generate launch", False),
+    ("", False), ("generate gpt.plan", True), ("show launch", False),
 ])  # fmt: skip
 def test_command_lines_that_start_ranks(words: str, starts: bool) -> None:
     assert starts_ranks(words.split()) is starts
