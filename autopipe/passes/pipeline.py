@@ -468,7 +468,8 @@ def _loss_division(request: Request, model: Model, batching: Batching, runner: R
         first = read(request, runner)
         runner.loss_forms[model.loss] = form_of(first, lambda size: read_for(request, size, first.source))
     form = runner.loss_forms[model.loss]
-    if form is not None and form.kind is not LossKind.MEAN:
+    divisible = LossKind.SUM if request.normalize == "tokens" else LossKind.MEAN
+    if form is not None and form.kind is not divisible:
         batching = replace(batching, sizes=())
     return divided_loss(form, model, request.normalize, batching), batching
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.codegen import generate
@@ -112,6 +113,19 @@ def test_a_file_that_fixes_the_batch_to_half_of_it(name: str, parts: int, pools:
     expected = step_by_torch(case, program, max(parts, 1))
     assert_equal_steps(run_step(pools, program, batch(SAMPLES)), expected, TOLERANCE)
     assert any("to which the file fixes the batch: 8" in each for each in planned.model.warnings) == (parts != 1)
+
+
+def test_labels_are_not_counted_over_micro_batches_that_mix_samples(tmp_path: Path) -> None:
+    """Scores that are centred over a batch are others in micro-batches, however their losses are divided."""
+
+    def centred(scores: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(scores - scores.mean(0), labels)
+
+    model = exported(LossCase("centred cross entropy", LossKind.MIXED, centred), tmp_path)
+    with pytest.raises(InfeasibleError, match="Sub '/Sub'"):
+        make_plan(planned_request(model, MICRO_BATCHES, "tokens"))
+    plain = exported(next(each for each in LOSSES if each.name == "cross entropy"), tmp_path)
+    assert make_plan(planned_request(plain, MICRO_BATCHES, "tokens")).problem.micro_batches == MICRO_BATCHES
 
 
 def test_a_part_of_the_batch_that_the_file_fixes_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import report_lines
 from tests.distributed.support.verifying import verified
 from tests.distributed.support.zoo import SIZES
+from tests.passes.loss_cases import LOSSES, exported
 
 pytestmark = pytest.mark.distributed
 
@@ -311,3 +312,29 @@ def test_seeds_below_zero_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     for command in ("verify", "launch"):
         assert main([command, str(tmp_path), "--seed", "-1"]) == 2
         assert "--seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "fixed"), [("sum of squares", None), ("sum by batch size", 8), ("mean square", None), ("half a sum", 4)]
+)
+def test_losses_of_micro_batches_are_compared_with_the_whole_batch(
+    name: str, fixed: int | None, here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = exported(next(each for each in LOSSES if each.name == name), tmp_path, fixed)
+    flags = ("--gpus", "2", "--batch-size", "8", "--micro-batches", "4", "--strategy", "data_parallel")
+    plan = tmp_path / "plan"
+    assert main(["plan", str(model), "--cluster", "cpu-local", *flags, "-o", str(plan), "-q"]) == 0
+    assert main(["codegen", str(plan), "-q"]) == 0
+    capsys.readouterr()
+    code, checks = verified(plan / "program", capsys)
+    assert code == 0, checks
+    if name == "mean square":
+        return
+    # With the weight of a mean, the loss is not that of the whole batch.
+    manifest = plan / "program" / "manifest.json"
+    text = json.loads(manifest.read_text(encoding="utf-8"))
+    del text["loss_division"]
+    manifest.write_text(json.dumps(text), encoding="utf-8")
+    code, checks = verified(plan / "program", capsys)
+    assert code != 0
+    assert checks["outputs of one device"]["relative_difference"] > 0.1

@@ -91,7 +91,8 @@ class _Form:
     def text(self) -> str:
         """The form as a noun, for messages."""
         if self.base is _Base.TOTAL:
-            return "a mean over samples" if self.degree == -1 else "a sum over samples"
+            divided = "" if self.divisor is None else f" divided by {self.divisor}"
+            return "a mean over samples" if self.degree == -1 else f"a sum over samples{divided}"
         if self.base is _Base.FIXED and self.degree:
             return "the number of samples"
         return {_Base.FIXED: "a value that depends on no sample"}.get(self.base, "a value of each sample")
@@ -312,9 +313,8 @@ class _Forms:
         if kind not in (AxisKind.SUM, AxisKind.MEAN) or not combined.has_samples:
             return _mixed(node, "takes the samples of a batch together")
         degree = combined.degree + (combined.base is _Base.UNIFORM) - (kind is AxisKind.MEAN)
-        if combined.base is _Base.UNIFORM:
-            return _Form(_Base.FIXED, degree, combined.divisor)
-        return _Form(_Base.TOTAL, degree, combined.divisor)
+        divisor = None if kind is AxisKind.MEAN else combined.divisor
+        return _Form(_Base.FIXED if combined.base is _Base.UNIFORM else _Base.TOTAL, degree, divisor)
 
     def _weighs_by_class(self, node: Node) -> bool:
         """True unless all classes have one weight."""
@@ -353,7 +353,7 @@ class _Forms:
         if bottom.base is _Base.TOTAL:
             return _mixed(node, f"divides by {bottom.text}")
         found = _product(node, [top, replace(bottom, degree=-bottom.degree, divisor=None)])
-        is_sum = found.base is _Base.TOTAL and found.degree == 0 and found.divisor is None
+        is_sum = found.base in (_Base.TOTAL, _Base.EACH) and found.degree == 0 and found.divisor is None
         if not is_sum or self._fixed is None or self._fixed < 2:
             return found
         divisor = self._integer(names[1])
@@ -417,8 +417,7 @@ def _sum(node: Node, operands: Sequence[_Form]) -> _Form:
             continue
         bases = {found.base, each.base}
         if found.degree == each.degree and _Base.TOTAL not in bases:
-            base = _Base.EACH if _Base.EACH in bases else _Base.UNIFORM
-            found = replace(found, base=base)
+            found = _Form(_Base.EACH if _Base.EACH in bases else _Base.UNIFORM, found.degree)
             continue
         # A value that is equal for all samples is the mean over samples of itself.
         fixed, total = (found, each) if found.base is _Base.FIXED else (each, found)

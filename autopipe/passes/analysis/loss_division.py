@@ -22,7 +22,7 @@ def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
 
     `read` returns the same model for another number of samples.
     """
-    if model.mode is not Mode.TRAIN or not model.loss or model.batch is None or model.graph.has(COUNTED_LABELS):
+    if model.mode is not Mode.TRAIN or not model.loss or model.batch is None:
         return None
     if model.batch > 1:
         return loss_form(model.graph, model.loss, None, model.batch)
@@ -40,7 +40,12 @@ def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: 
     `model` is for one micro-batch, `form` is as `form_of` returns it. Raises InfeasibleError if the loss of the step
     does not follow from the losses of micro-batches.
     """
-    if model.mode is not Mode.TRAIN or batching.micro_batches == 1 or model.graph.has(COUNTED_LABELS):
+    if model.mode is not Mode.TRAIN or batching.micro_batches == 1:
+        return AVERAGED
+    if model.graph.has(COUNTED_LABELS):
+        # The sum over labels and their number are added up, each by itself.
+        if form is not None and form.kind is not LossKind.SUM and form.samples != batching.micro_batch_size:
+            raise _not_divisible(form, model, batching)
         return AVERAGED
     exact = not any(
         node.op not in LOSSES or any(node.inputs[2:3]) or leaves_out(model.graph, node)
