@@ -51,7 +51,7 @@ def _read_index(path: Path) -> dict[str, Numbers]:
         raise ConfigurationError(f"no index of safetensors files: {error}", where=str(path)) from error
     found: dict[str, Numbers] = {}
     for file in sorted(set(files.values())):
-        if Path(file).name != file or file == "..":
+        if not file or Path(file).name != file or file == "..":
             message = f"its file {file!r} does not lie in the folder of the index"
             raise ConfigurationError(message, where=str(path))
         for name, numbers in _read_file(path.with_name(file)).items():

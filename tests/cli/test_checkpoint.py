@@ -329,6 +329,7 @@ def test_a_sharded_set_is_read_by_its_index(perceptron: Path) -> None:
     ("files", "message"),
     [
         ({"a": "../a.safetensors"}, "does not lie in the folder"),
+        ({"a": ""}, "does not lie in the folder"),
         ({"a": "nowhere.safetensors"}, "No such file"),
         ({"b": "a.safetensors"}, "'b' is not in its file"),
         ({"a": 3}, "does not name the file"),

@@ -204,6 +204,7 @@ def test_a_damaged_file_is_no_internal_error(here: CommandLine, name: str) -> No
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", CASES)
 def test_many_damaged_files_are_no_internal_errors(here: CommandLine, name: str) -> None:
     _run(here, name, range(FEW, MANY))

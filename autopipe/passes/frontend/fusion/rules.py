@@ -13,6 +13,7 @@ from autopipe.passes.frontend.fusion.experts import looked_up, masked
 from autopipe.passes.frontend.fusion.gated import gated, swish
 from autopipe.passes.frontend.fusion.layers import gelu, normalization, offset
 from autopipe.passes.frontend.fusion.rotary import joined, stacked, summed
+from autopipe.passes.frontend.fusion.unmerged import unmerged
 from autopipe.passes.frontend.fusion.view import View
 
 FUSED = frozenset(
@@ -35,7 +36,7 @@ RULES: dict[str, tuple[Callable[[View, Node], tuple[Node, ...] | None], ...]] = 
     "Mul": (gelu, normalization, swish, gated),
     "Add": (offset, summed, masked),
     "Concat": (joined,),
-    "Reshape": (stacked,),
+    "Reshape": (stacked, unmerged),
     "ReduceSum": (looked_up,),
     "MatMul": (attention,),
 }
