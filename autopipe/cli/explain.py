@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +27,8 @@ from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Alternative, Choice
 from autopipe.ir.timeline import StagePrediction
+from autopipe.passes.degree_table import DegreeRow, degree_rows
+from autopipe.passes.degrees import DEGREES
 from autopipe.passes.explain import (
     Change,
     DeviceReport,
@@ -56,10 +58,23 @@ Explanation = tuple[dict[str, object], Sequence[RenderableType]]
 @click.option("--node", metavar="NAME", help="Why this node is where and split as it is: its name, or its number.")
 @click.option("--stage", metavar="K", type=click.IntRange(min=0), help="Why this stage is as it is.")
 @click.option("--device", metavar="D", type=click.IntRange(min=0), help="What this device does, and whom it waits for.")
+@click.option("--degrees", is_flag=True, help="Step, memory and MFU of all degrees, and why they are not the plan's.")
+@click.option(
+    "--why-not",
+    metavar="DEGREES",
+    help="The same of some: tensor=8, or pipeline=4,tensor=2,data=8, or schedule=NAME for schedules that begin so.",
+)
 @MODEL
 @standard_options
 def explain(
-    output: Output, folder: Path, node: str | None, stage: int | None, device: int | None, model: Path | None
+    output: Output,
+    folder: Path,
+    node: str | None,
+    stage: int | None,
+    device: int | None,
+    degrees: bool,
+    why_not: str | None,
+    model: Path | None,
 ) -> None:
     """Explain the plan in DIR: how far it is from the ideal, the other candidates, and what would help most.
 
@@ -72,9 +87,12 @@ def explain(
       autopipe explain gpt.onnx.plan --node /layers.1/attention/query/Add
       autopipe explain gpt.onnx.plan --stage 1
       autopipe explain gpt.onnx.plan --device 3
+      autopipe explain gpt.onnx.plan --degrees
+      autopipe explain gpt.onnx.plan --why-not tensor=2
     """
-    if sum(each is not None for each in (node, stage, device)) > 1:
-        raise click.UsageError("--node, --stage and --device are one at a time")
+    if sum(each is not None for each in (node, stage, device, degrees or None, why_not)) > 1:
+        raise click.UsageError("--node, --stage, --device, --degrees and --why-not are one at a time")
+    wanted, family = ({}, None) if why_not is None else asked_degrees(why_not)
     planned = open_plan(folder, model)
     if planned.plan.summary.costs is not None and planned.request.costs is None:
         hint = f"put it where costs says in {folder / CONFIGURATION_FILE}, or plan again"
@@ -85,9 +103,76 @@ def explain(
         data, screen = explained_stage(planned, stage)
     elif device is not None:
         data, screen = explained_device(planned, device)
+    elif degrees or why_not is not None:
+        with output.progress("degrees") as bar:
+            data, screen = explained_degrees(planned, folder, wanted, family, bar.advance)
     else:
         data, screen = explained_plan(planned, folder, output)
     output.result({"plan": folder, **data}, *screen)
+
+
+_ALIASES = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
+"""Abbreviations of degrees that people write."""
+
+
+def asked_degrees(words: str) -> tuple[dict[str, int], str | None]:
+    """Return (degrees, schedule) of the words of --why-not. Raises ConfigurationError for other words."""
+    found: dict[str, int] = {}
+    family = None
+    for word in words.split(","):
+        name, _, value = word.strip().partition("=")
+        name = _ALIASES.get(name.lower(), name.lower())
+        if name == "schedule" and value:
+            family = value
+        elif name in DEGREES and value.isdecimal() and 0 < int(value) < 2**20:
+            found[name] = int(value)
+        else:
+            hint = "write degrees such as pipeline=4,tensor=2,data=8, or schedule=NAME"
+            raise ConfigurationError(f"{word.strip()!r} is no degree", hint, "--why-not")
+    return found, family
+
+
+def explained_degrees(
+    planned: PlanResult, folder: Path, wanted: dict[str, int], family: str | None, tell: Callable[[int, str], None]
+) -> Explanation:
+    """Return a row for each factorisation of the devices: its step, memory and MFU, and why it is not the plan."""
+    plan, summary = planned.plan, planned.plan.summary
+    rows = degree_rows(planned, wanted, family, lambda what: tell(0, what))
+    commands = [None if row.choice is None else choice_command(folder, planned, row.choice) for row in rows]
+    data: dict[str, object] = {
+        "summary": encode(summary),
+        "degrees": degrees_text(summary),
+        "rows": [{**encode(row), "command": command} for row, command in zip(rows, commands, strict=True)],
+    }
+    heads = ("pipeline", "data", "tensor", "schedule", "micro-batches", "step", "slowdown", "memory", "MFU")
+    table, reasons = plain_table(*heads, right=5, no_wrap=True), plain_table("degrees", "why not")
+    for row in rows:
+        names = tuple(str(each or "any") for each in (row.pipeline, row.data, row.tensor))
+        reasons.add_row(" × ".join(names), row.reason if family is None else f"{row.schedule}: {row.reason}")
+        if row.step_time_s is not None:
+            table.add_row(*names, *_step_cells(row, summary.step_time_s))
+    screen: list[RenderableType] = [
+        f"{plan.model}: {summary.strategy} with {summary.schedule}, {seconds_text(summary.step_time_s)}:"
+        f" {degrees_text(summary)}",
+        *([table] if table.rows else []),
+        reasons,
+        "parts are relative to the step of the plan; each row has the micro-batches that are best for it",
+    ]
+    if commands[0] is not None and not rows[0].is_plan:
+        screen.append(f"the first row ({rows[0].text}):")
+        screen.append(Text(f"  {commands[0]}"))
+    return data, screen
+
+
+def _step_cells(row: DegreeRow, plan_s: float) -> Iterator[str]:
+    """Yield the figures of a row with a step."""
+    assert row.step_time_s is not None
+    yield row.schedule
+    yield f"{row.micro_batches} of {row.micro_batch_size}"
+    yield seconds_text(row.step_time_s)
+    yield over_text(row.step_time_s, plan_s)
+    yield bytes_text(row.peak_memory_bytes or 0)
+    yield "-" if row.mfu is None else f"{row.mfu:.1%}"
 
 
 _MOST_WAITS = 8
@@ -374,7 +459,11 @@ def _help_table(helps: Sequence[WhatIf], now: float) -> Table:
 
 def alternative_command(folder: Path, planned: PlanResult, alternative: Alternative) -> str:
     """The command that plans what an alternative chose, all else as in the plan of `folder`."""
-    choice = alternative.choice
+    return choice_command(folder, planned, alternative.choice)
+
+
+def choice_command(folder: Path, planned: PlanResult, choice: Choice) -> str:
+    """Return the command that plans a choice, all else as in the plan of `folder`."""
     target = ".".join((str(folder), choice.strategy, *([choice.schedule] if choice.schedule else [])))
     model = min(planned.plan.model, os.path.relpath(planned.plan.model), key=len)
     words = ["autopipe", "plan", model, "--config", str(folder / CONFIGURATION_FILE)]

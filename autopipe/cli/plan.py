@@ -115,7 +115,7 @@ def plan(
         "alternatives": [encode(each) for each in plan.alternatives],
     }
     here = local_cluster() if configuration.cluster.is_open else None
-    _warn_of_devices(output, planned, "" if here is None else here.warning)
+    _warn_of_devices(output, planned, configuration, "" if here is None else here.warning)
     screen = list(plan_screen(planned, request, target, here.why if here else "", output))
     if base is not None and before is not None:
         data["from"], lines = plan_delta(base, before, plan)
@@ -136,8 +136,13 @@ def _tell_what_stayed(output: Output, folder: Path, planned: PlanResult, copy: P
         output.warn(f"{stale} is the program of an earlier plan", f"autopipe codegen {shlex.quote(str(folder))}")
 
 
-def _warn_of_devices(output: Output, planned: PlanResult, about_this_machine: str) -> None:
-    """Name the devices without a stage, and say `about_this_machine` if the plan is for it."""
+def _warn_of_devices(
+    output: Output, planned: PlanResult, configuration: Configuration, about_this_machine: str
+) -> None:
+    """Name the devices without a stage, and say `about_this_machine` if the plan is for it.
+
+    Also warn of a factor for links between nodes if there is one node.
+    """
     from autopipe.cli.output import count_text, devices_text
 
     size = planned.problem.cluster.size
@@ -146,6 +151,8 @@ def _warn_of_devices(output: Output, planned: PlanResult, about_this_machine: st
     if idle:
         told = f"{count_text(len(idle), 'device')} of {size} idle, without a stage: {devices_text(idle)}"
         output.warn(told, "--gpus plans for fewer")
+    if configuration.cluster.internode_bandwidth_factor != 1 and planned.problem.cluster.node_count == 1:
+        output.warn("cluster.internode_bandwidth_factor changes nothing: all devices are in one node")
     if about_this_machine:
         output.warn(about_this_machine, "--cluster names a preset or a file")
 

@@ -178,6 +178,9 @@ class ClusterChoice:
     """Number of devices in each node, in place of the cluster's own."""
     straddle: bool = False
     """True if a stage may have devices of different kinds. Otherwise none does but where constraints ask for it."""
+    internode_bandwidth_factor: Annotated[float, Above(0), Sparse()] = 1.0
+    """Factor of the bandwidth of all links between nodes, whatever the cluster's description says; 0.5 asks for a plan
+    with half the network."""
 
     @property
     def is_open(self) -> bool:
@@ -517,4 +520,5 @@ def resolve_cluster(configuration: Configuration) -> Cluster:
     else:
         description = read_cluster(choice.file) if choice.file else cluster_preset(choice.preset or "")
     found = build_cluster(description, count, choice.nodes, choice.devices_per_node)
+    found = found.with_bandwidth(choice.internode_bandwidth_factor, inside_nodes=False)
     return replace(found, straddle=choice.straddle)

@@ -218,6 +218,22 @@ class Cluster:
         groups = tuple(replace(group, size=size, levels=_filled(group.levels, size)) for group, size in kept)
         return replace(self, devices=self.devices[:count], levels=_filled(self.levels, len(groups)), groups=groups)
 
+    def with_bandwidth(self, factor: float, inside_nodes: bool) -> Cluster:
+        """Return the cluster with `factor` times the bandwidth of the links inside its nodes, or of all other links."""
+
+        def scaled(levels: tuple[Level, ...], first: int) -> tuple[Level, ...]:
+            found = []
+            for number, level in enumerate(levels, first):
+                if (number == 0) == inside_nodes and level.size > 1:
+                    bandwidth = factor * level.link.bandwidth_bytes_per_s
+                    level = replace(level, link=replace(level.link, bandwidth_bytes_per_s=bandwidth))
+                found.append(level)
+            return tuple(found)
+
+        groups = tuple(replace(group, levels=scaled(group.levels, 0)) for group in self.groups)
+        # What joins groups is a level above their nodes.
+        return replace(self, groups=groups, levels=scaled(self.levels, 1 if groups else 0))
+
     def reordered(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:
         """The groups in another order, and for each device of that cluster its index in this one."""
         placed = list(self._placed())

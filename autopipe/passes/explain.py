@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from autopipe.ir.batch import rebatched
-from autopipe.ir.cluster import Cluster, Level
 from autopipe.ir.errors import REFUSALS, ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
@@ -164,7 +163,7 @@ def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
     else:
         yield "twice the memory", replace(request, memory_limit=2 * request.memory_limit)
     for inside, where in ((True, "inside nodes"), (False, "between nodes")):
-        faster = _faster(cluster, inside)
+        faster = cluster.with_bandwidth(2, inside)
         if faster != cluster:
             yield f"twice the bandwidth {where}", replace(request, cluster=faster)
     count, size = problem.micro_batches, problem.batch_size
@@ -182,22 +181,6 @@ def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
             "no time of the host, as with launch --cuda-graphs",
             replace(request, cluster=replace(cluster, devices=free)),
         )
-
-
-def _faster(cluster: Cluster, inside: bool) -> Cluster:
-    """The cluster with twice the bandwidth inside its nodes, or of all other links; what was measured stays."""
-
-    def faster(levels: tuple[Level, ...], first: int) -> tuple[Level, ...]:
-        found = []
-        for place, level in enumerate(levels, first):
-            if (place == 0) == inside and level.size > 1:
-                link = replace(level.link, bandwidth_bytes_per_s=2 * level.link.bandwidth_bytes_per_s)
-                level = replace(level, link=link)
-            found.append(level)
-        return tuple(found)
-
-    groups = tuple(replace(group, levels=faster(group.levels, 0)) for group in cluster.groups)
-    return replace(cluster, groups=groups, levels=faster(cluster.levels, 1 if groups else 0))
 
 
 def is_quick(planned: PlanResult) -> bool:

@@ -84,6 +84,9 @@ blocks: [{name: F, devices: [0], time: 1}, {name: B, devices: [0], time: 2, afte
 """Files that pages speak of and do not show."""
 SHORTER = {
     "size=70b": "layers=2",
+    "size=3-70b": "layers=2",
+    "sequence=8192": "sequence=16",
+    "--batch-size 512": "--batch-size 8",
     "size=paper": "branches=2",
     "size=million": "classes=10",
     "layers=12 --set hidden=768 --set heads=12 --set sequence=256": "layers=1",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.configs import configuration as c
-from autopipe.configs.configuration import Choice, dump_configuration, load_configuration
+from autopipe.configs.configuration import Choice, dump_configuration, load_configuration, resolve_cluster
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir import problem
 from autopipe.ir.codec import keys
@@ -341,3 +341,14 @@ def test_what_is_dumped_is_read_back(fields: dict[str, object], batches: dict[st
     text = dump_configuration(whole)
     assert parse_configuration(text, "c.yaml") == whole
     assert dump_configuration(parse_configuration(text, "c.yaml")) == text
+
+
+def test_links_between_nodes_have_a_factor() -> None:
+    text = "cluster: {preset: h100-80gb, internode_bandwidth_factor: 0.5}\ngpus: 16\n"
+    half, whole = (resolve_cluster(parse_configuration(each, "c.yaml")) for each in (text, text.replace("0.5", "1")))
+    assert half.link(0, 1) == whole.link(0, 1)
+    assert half.link(0, 8).bandwidth_bytes_per_s == whole.link(0, 8).bandwidth_bytes_per_s / 2
+    assert half.link(0, 8).latency_s == whole.link(0, 8).latency_s
+    groups = parse_configuration("cluster: {preset: a100-v100, internode_bandwidth_factor: 0.5}\ngpus: 16\n", "c.yaml")
+    assert resolve_cluster(groups).link(0, 8).bandwidth_bytes_per_s == 12.5e9 / 2
+    assert resolve_cluster(groups).link(8, 9).bandwidth_bytes_per_s == 50e9

@@ -14,6 +14,7 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Collective
+from autopipe.passes.placement.grid import Degrees, place
 from tests.distributed.support.builder import Builder, evaluate, mlp
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import (
@@ -27,6 +28,7 @@ from tests.distributed.support.running import (
     schedule_of,
     write,
 )
+from tests.passes.cost.graphs import cluster, problem
 
 pytestmark = pytest.mark.distributed
 
@@ -50,6 +52,14 @@ def test_a_chain_of_stages(pools: Pools, tmp_path: Path, name: str, recompute: b
     cuts = ((0, 1), (2, 3), (4, 5, 6, 7))
     placement = Placement(tuple(Stage(nodes, (rank,), 4, (), recompute) for rank, nodes in enumerate(cuts)))
     check(pools, graph, loss, placement, 5, tmp_path / "program", name)
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_a_grid_in_two_directions(pools: Pools, tmp_path: Path, name: str) -> None:
+    graph, loss = mlp(4)
+    placement = place(problem(graph, cluster(4)), Degrees(2, 1, 2), 1, wave=False, opposite=True)
+    assert placement.pipelines == 2 and any(stage.splits for stage in placement.stages)
+    check(pools, graph, loss, placement, 4, tmp_path / "program", name)
 
 
 def batch_splits(graph: Graph, nodes: range, degree: int) -> tuple[tuple[int, tuple[Split, ...]], ...]:

@@ -78,6 +78,7 @@ _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("graphpipe", {}),
     ("grid", {"chunks": 2}),
     ("grid", {"chunks": 2, "wave": True}),
+    ("grid", {"opposite": True}),
     ("graphpipe", {"per_stage_micro_batch": True}),
     ("graphpipe", {"intra": "pase"}),
     ("pipedream", {"sweep": True}),
@@ -125,16 +126,18 @@ def may_suit(request: Request, name: str, options: Mapping[str, Any]) -> bool:
     """Return False if the request names a schedule that cannot run what the built-in strategy `name` gives with
     `options`. Strategy manual and the strategies of other packages may give any form."""
     scheduler = request.scheduler
+    if options.get("opposite") and (not isinstance(scheduler, Published) or request.mode is Mode.INFER):
+        return False  # A search over all schedules has such placements by tessel_shapes.
     if not isinstance(scheduler, Published) or request.mode is Mode.INFER or name in _FOLLOWERS:
         return True
     form: Form | None = getattr(scheduler, "form", None)
     if form is None or name not in STRATEGIES:
         return True
     if form.pipelines == 2:
-        return options.get("shape") == "x"
+        return options.get("shape") == "x" or bool(options.get("opposite"))
     if form.returns:
         return bool(options.get("wave"))
-    if options.get("wave") or options.get("shape") in ("x", *_BRANCHED):
+    if options.get("wave") or options.get("opposite") or options.get("shape") in ("x", *_BRANCHED):
         return False
     return form.repeats or options.get("chunks", 1) == 1
 

@@ -89,10 +89,11 @@ def factorisations(
                 yield Degrees(count, rest // count, shared)
 
 
-def place(problem: Problem, degrees: Degrees, chunks: int, wave: bool) -> Placement:
+def place(problem: Problem, degrees: Degrees, chunks: int, wave: bool, opposite: bool = False) -> Placement:
     """The stages of a factorisation on the problem's micro-batches, recomputing where all are to.
 
-    Raises InfeasibleError where replicas cannot share the samples, or the operators are too few.
+    With `opposite`, a second pipeline has the same stages on the groups in reverse order. Raises InfeasibleError where
+    replicas cannot share the samples, or the operators are too few.
     """
     check_samples(problem, degrees.data, "grid")
     groups = visited(degrees.groups(), chunks, wave)
@@ -105,6 +106,9 @@ def place(problem: Problem, degrees: Degrees, chunks: int, wave: bool) -> Placem
         own = {node: shared[node] for node in nodes if node in shared}
         splits = with_samples_split(samples, nodes, degrees.data, own)
         stages.append(Stage(nodes, group, problem.micro_batch_size, splits, problem.recomputes_all))
+    if opposite:
+        pairs = zip(stages, reversed(groups), strict=True)
+        stages += [replace(stage, devices=group, pipeline=1) for stage, group in pairs]
     return Placement(tuple(stages))
 
 
@@ -133,13 +137,13 @@ class GridTrial:
 
 
 class GridSearch:
-    """One search: the best trial so far, and why others were refused. Each group has `chunks` stages."""
+    """One search: the best trial so far, and why others were refused. Each group has `chunks` stages per pipeline."""
 
-    def __init__(self, problem: Problem, chunks: int, wave: bool) -> None:
-        self.problem, self.chunks, self.wave = problem, chunks, wave
+    def __init__(self, problem: Problem, chunks: int, wave: bool, opposite: bool = False) -> None:
+        self.problem, self.chunks, self.wave, self.opposite = problem, chunks, wave, opposite
         self.best: GridTrial | None = None
         self.refused: list[AutopipeError] = []
-        self._sized = once_each(partial(resized, problem))
+        self.sized = once_each(partial(resized, problem))
         self._seconds = StepSeconds(problem)
         self._state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
         self._tried: dict[tuple[Degrees, int], GridTrial | None] = {}
@@ -219,7 +223,7 @@ class GridSearch:
     def _state_bytes(self, degrees: Degrees) -> int:
         """Bytes of parameters and their state on a device if all hold equally much: the fullest holds no less."""
         copies = degrees.data if self.problem.optimizer.shard else 1
-        parts = degrees.pipeline * degrees.tensor
+        parts = degrees.pipeline * degrees.tensor // (2 if self.opposite else 1)
         return (self._state.total - self._state.optimizer_bytes + self._state.optimizer_bytes // copies) // parts
 
     def _refusal(self, every: Sequence[Degrees], sizes: Sequence[int]) -> AutopipeError:
@@ -237,7 +241,7 @@ class GridSearch:
             if size is None or (best is not None and self._state_bytes(degrees) - most >= best[0]):
                 continue
             try:
-                excess, error = self._excess(self._sized(size), degrees, tried)
+                excess, error = self._excess(self.sized(size), degrees, tried)
             except REFUSALS:
                 continue
             if best is None or excess < best[0]:
@@ -248,7 +252,7 @@ class GridSearch:
         """Return (excess, error): most bytes by which 1F1B exceeds a device's memory, and the error that says so."""
         if problem.train and problem.recompute == "auto":
             problem = replace(problem, recompute="full")
-        placement = place(problem, degrees, self.chunks, self.wave)
+        placement = place(problem, degrees, self.chunks, self.wave, self.opposite)
         # Peaks are reached when all stages are filled.
         count = min(problem.micro_batches, 4 * len(placement.stages))
         problem = replace(problem, micro_batches=count, batch_size=count * problem.micro_batch_size)
@@ -270,7 +274,7 @@ class GridSearch:
         if key not in self._tried:
             self._tried[key] = None
             try:
-                found = self._tried[key] = self._trial(self._sized(size), degrees)
+                found = self._tried[key] = self._trial(self.sized(size), degrees)
             except REFUSALS as error:
                 self.refused.append(error)
             else:
@@ -278,7 +282,7 @@ class GridSearch:
         return self._tried[key]
 
     def _trial(self, problem: Problem, degrees: Degrees) -> GridTrial:
-        placement = fitted(problem, place(problem, degrees, self.chunks, self.wave))
+        placement = fitted(problem, place(problem, degrees, self.chunks, self.wave, self.opposite))
         costs = stage_costs(problem, placement)
         step_s = quick_step_seconds(problem, placement, costs)
         used, fixed = device_memory(problem, placement, costs), static_memory(problem, placement)
@@ -310,6 +314,9 @@ class Grid:
     """Stages of each group, which the line passes again and again, as interleaved schedules want it."""
     wave: bool = False
     """True if it passes the groups back and forth instead, as V-shaped schedules want it."""
+    opposite: bool = False
+    """True if a second pipeline, with copies of the parameters, passes the groups in the opposite direction, and
+    micro-batches take both in turn, as schedules `chimera` and `dualpipe` want it."""
 
     name: ClassVar[str] = "grid"
 
@@ -324,6 +331,8 @@ class Grid:
                 raise ConfigurationError(f"{option} is {value}", hint="it must be at least 1", where="strategy")
         if self.wave and self.chunks < 2:
             raise ConfigurationError("wave is for chunks: 2 or more", hint="set chunks to 2", where="strategy.wave")
+        if self.opposite:
+            self._check_opposite(problem)
         devices = problem.cluster.size
         given = {name: value for name in ("pipeline", "data", "tensor") if (value := getattr(self, name)) is not None}
         product = math.prod(given.values())
@@ -337,6 +346,21 @@ class Grid:
             )
         check_operators(problem)
 
+    def _check_opposite(self, problem: Problem) -> None:
+        """Raise ConfigurationError for what contradicts two pipelines in opposite directions."""
+        if self.chunks > 1:
+            raise ConfigurationError(
+                "opposite is for chunks: 1", hint="leave out one of them", where="strategy.opposite"
+            )
+        if self.pipeline is not None and self.pipeline % 2:
+            message = (
+                f"two pipelines in opposite directions need an even number of groups, and pipeline is {self.pipeline}"
+            )
+            raise ConfigurationError(message, where="strategy.pipeline")
+        if problem.constraints:
+            hint = "strategy manual follows constraints for each of several pipelines"
+            raise ConfigurationError("with opposite, grid follows no constraints", hint, "strategy.opposite")
+
     def run(self, problem: Problem) -> Placement:
         """The placement with the shortest step.
 
@@ -347,6 +371,10 @@ class Grid:
     def _placed(self, problem: Problem) -> Placement:
         resolved = resolved_constraints(problem)
         degrees = tuple(factorisations(problem.cluster, self.pipeline, self.data, self.tensor))
+        if self.opposite:
+            degrees = tuple(each for each in degrees if each.pipeline % 2 == 0)
+            if not degrees:
+                raise InfeasibleError("two pipelines in opposite directions need an even number of groups")
         if len(equal_device_runs(problem.cluster)) > 1:
             degrees = tuple(each for each in degrees if all(may_share(problem, group) for group in each.groups()))
             if not degrees:
@@ -355,6 +383,8 @@ class Grid:
                     f"{describe_kinds(problem.cluster, range(problem.cluster.size))}",
                     hint="set cluster.straddle to true, or take other degrees",
                 )
-        placement = GridSearch(problem, self.chunks, self.wave).run(degrees, required_sizes(problem, resolved))
+        placement = GridSearch(problem, self.chunks, self.wave, self.opposite).run(
+            degrees, required_sizes(problem, resolved)
+        )
         check_constraints_met(problem, placement, self.name)
         return placement

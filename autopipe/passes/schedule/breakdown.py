@@ -16,11 +16,12 @@ from autopipe.ir.cluster import Device
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Breakdown
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Phase, Schedule
+from autopipe.ir.schedule import Phase, Schedule, StageGraph
 from autopipe.ir.timeline import Prediction
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stage_work import exchange_seconds, stage_work
 from autopipe.passes.cost.stages import stage_costs
+from autopipe.passes.schedule.limits import predicted_step
 from autopipe.passes.schedule.simulate import simulate
 
 
@@ -96,7 +97,57 @@ def _alone(problem: Problem) -> list[tuple[float, float]]:
 def breakdown(
     problem: Problem, placement: Placement, schedule: Schedule, prediction: Prediction, step_s: float
 ) -> Breakdown:
-    own = _own_seconds(placement, schedule, prediction, stage_parts(problem, placement, prediction))
+    """Return what a step of `step_s` seconds goes to under a schedule."""
+    silent_s = step_s
+    if prediction.messages:
+        groups = tuple(stage.devices for stage in placement.stages)
+        silent_s = simulate(schedule, groups, _without_messages(prediction)).end
+    return _breakdown(problem, placement, _scheduled_counts(schedule), prediction, step_s, silent_s)
+
+
+def breakdown_under_1f1b(problem: Problem, placement: Placement, prediction: Prediction, step_s: float) -> Breakdown:
+    """Return what a step of `step_s` seconds goes to under 1F1B, of which no list of tasks is made for a chain."""
+    stages = StageGraph.of(problem, placement)
+    counts: list[TaskCounts] = [Counter() for _ in range(problem.cluster.size)]
+    for index, stage in enumerate(placement.stages):
+        run = len(stages.micro_batches_of(index, problem.micro_batches))
+        for device in stage.devices:
+            counts[device].update({(index, Phase.FORWARD): run, (index, Phase.BACKWARD): run * problem.train})
+    silent_s = step_s
+    if prediction.messages:
+        silent_s = predicted_step(stages, _without_messages(prediction), problem.micro_batches, problem.train).end
+    return _breakdown(problem, placement, counts, prediction, step_s, silent_s)
+
+
+TaskCounts = Counter[tuple[int, Phase]]
+"""How many tasks of each stage and phase a device runs."""
+
+
+def _scheduled_counts(schedule: Schedule) -> list[TaskCounts]:
+    # Devices of a group share their list.
+    orders = {id(order): order for order in schedule.tasks}
+    counts = {key: Counter((task.stage, task.phase) for task in order) for key, order in orders.items()}
+    return [counts[id(order)] for order in schedule.tasks]
+
+
+def _without_messages(prediction: Prediction) -> Prediction:
+    """Return the prediction with messages that take no time."""
+    messages = tuple(
+        replace(each, forward_bytes=0, backward_bytes=0, forward_s=0.0, backward_s=0.0) for each in prediction.messages
+    )
+    return replace(prediction, messages=messages)
+
+
+def _breakdown(
+    problem: Problem,
+    placement: Placement,
+    counts: Sequence[TaskCounts],
+    prediction: Prediction,
+    step_s: float,
+    silent: float,
+) -> Breakdown:
+    """Return what a step goes to: each device runs `counts`, and the step takes `silent` if messages take no time."""
+    own = _own_seconds(placement, counts, prediction, stage_parts(problem, placement, prediction))
     single = _alone(problem)
     rate = sum(1 / step for step, _ in single if step)
     ideal = 1 / rate if rate else 0.0
@@ -109,14 +160,6 @@ def breakdown(
         return average(each[kind] for each in own)
 
     totals = [sum(each.values()) for each in own]
-    silent = step_s
-    if prediction.messages:
-        messages = tuple(
-            replace(each, forward_bytes=0, backward_bytes=0, forward_s=0.0, backward_s=0.0)
-            for each in prediction.messages
-        )
-        groups = tuple(stage.devices for stage in placement.stages)
-        silent = simulate(schedule, groups, replace(prediction, messages=messages)).end
     update = average(weight * alone for weight, (_, alone) in zip(weights, single, strict=True))
     return Breakdown(
         ideal_s=ideal,
@@ -134,16 +177,13 @@ def breakdown(
 
 
 def _own_seconds(
-    placement: Placement, schedule: Schedule, prediction: Prediction, parts: Sequence[StageParts]
+    placement: Placement, counts: Sequence[TaskCounts], prediction: Prediction, parts: Sequence[StageParts]
 ) -> list[dict[str, float]]:
     """Seconds of a step in which each device does something, by what it does."""
     kinds = "work", "exchange", "recomputation", "repetition", "host", "gradients", "update"
-    found = [dict.fromkeys(kinds, 0.0) for _ in range(schedule.devices)]
-    # Devices of a group share their list.
-    orders = {id(order): order for order in schedule.tasks}
-    counts = {key: Counter((task.stage, task.phase) for task in order) for key, order in orders.items()}
-    for own, order in zip(found, schedule.tasks, strict=True):
-        for (stage, phase), count in counts[id(order)].items():
+    found = [dict.fromkeys(kinds, 0.0) for _ in counts]
+    for own, tasks in zip(found, counts, strict=True):
+        for (stage, phase), count in tasks.items():
             part = parts[stage].forward if phase is Phase.FORWARD else parts[stage].backward
             if phase is Phase.WEIGHT_GRADIENT:
                 part = TaskParts()

@@ -66,7 +66,7 @@ def test_strategies_are_told_by_name_without_their_candidates():
 @pytest.mark.parametrize(
     ("scheduler", "forms"),
     [
-        (DualPipe(), {("tessel_shapes", "x", 1, False)}),
+        (DualPipe(), {("tessel_shapes", "x", 1, False), ("grid", None, 1, False)}),
         (DualPipeV(), {("tessel_shapes", "v", 2, True), ("grid", None, 2, True)}),
     ],
     ids=["dualpipe", "dualpipe_v"],

@@ -11,6 +11,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError, OutOfMemoryE
 from autopipe.ir.placement import Placement, Split
 from autopipe.ir.problem import Constraint, Optimizer, Problem
 from autopipe.passes.cost.measured import resized
+from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.memory_check import fitted, size_text
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
@@ -18,7 +19,7 @@ from autopipe.passes.placement import grid as search
 from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, GridTrial, factorisations, place
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
-from autopipe.passes.schedule.published.zero_bubble import ZeroBubbleV
+from autopipe.passes.schedule.published.zero_bubble import DualPipe, ZeroBubbleV
 from autopipe.passes.sharding.regions import whole_group_splits
 from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
@@ -85,6 +86,8 @@ def test_one_degree_given_leaves_the_others_open() -> None:
         ({"tensor": 0}, "tensor is 0"),
         ({"chunks": 0}, "chunks is 0"),
         ({"wave": True}, "wave is for chunks: 2 or more"),
+        ({"opposite": True, "chunks": 2}, "opposite is for chunks: 1"),
+        ({"opposite": True, "pipeline": 1}, "need an even number of groups, and pipeline is 1"),
     ],
 )
 def test_contradictions_are_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -201,6 +204,26 @@ def test_chunks_are_looped_or_folded_as_schedules_want_them() -> None:
     folded = Grid(pipeline=2, data=2, tensor=2, chunks=2, wave=True).run(given)
     assert [stage.devices[0] for stage in folded.stages] == [0, 4, 4, 0]
     ZeroBubbleV().requires(own, _of_size(own, folded))
+
+
+def test_two_pipelines_take_opposite_directions_with_copies_of_the_parameters() -> None:
+    given = resized(open_problem(), 2)
+    one, two = (place(given, Degrees(2, 2, 2), 1, False, opposite) for opposite in (False, True))
+    assert [(stage.pipeline, stage.devices[0]) for stage in two.stages] == [(0, 0), (0, 4), (1, 4), (1, 0)]
+    assert [stage.nodes for stage in two.stages] == 2 * [stage.nodes for stage in one.stages]
+    DualPipe().requires(given, two)
+    alone, both = static_memory(given, one), static_memory(given, two)
+    # The tied embedding, which the first and the last stage need, is there once.
+    assert alone[0] < both[0] == both[4] < alone[0] + alone[4]
+
+
+def test_two_directions_need_an_even_number_of_groups() -> None:
+    given = open_problem()
+    assert len(Grid(tensor=4, opposite=True).run(given).stages) == 4
+    with pytest.raises(InfeasibleError, match="need an even number of groups"):
+        Grid(tensor=8, opposite=True).run(given)
+    with pytest.raises(ConfigurationError, match="grid follows no constraints"):
+        Grid(opposite=True).requires(replace(given, constraints=(Constraint("*", stage=0),)))
 
 
 def _of_size(given: Problem, placement: Placement) -> Placement:

@@ -1,0 +1,359 @@
+"""Alternatives to a plan by degrees: the best step of each factorisation of the devices, and why it is not the plan.
+
+Strategy `grid` places each factorisation, with the micro-batches that give it the shortest step under 1F1B. A row whose
+step could be shorter than the plan's is ordered by the plan's own scheduler, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, OutOfMemoryError
+from autopipe.ir.plan import Breakdown, Choice
+from autopipe.ir.problem import Scores
+from autopipe.passes.analysis.constraints import required_sizes, resolved_constraints
+from autopipe.passes.auto.candidates import Candidate, is_searched
+from autopipe.passes.degrees import DEGREES, plan_degrees
+from autopipe.passes.explain import with_open_degrees
+from autopipe.passes.frontend import Model
+from autopipe.passes.pipeline import (
+    Placed,
+    PlanResult,
+    Request,
+    Runner,
+    predict_placement,
+    problems_of,
+    schedule_placed,
+    strategy_and_scheduler,
+)
+from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, factorisations
+from autopipe.passes.registry import Scheduler, scheduler_class, scheduler_names
+from autopipe.passes.schedule.breakdown import breakdown_under_1f1b
+from autopipe.passes.schedule.limits import SAME, check_memory, lower_bound, predicted_step
+from autopipe.passes.schedule.published.base import Form, Published
+
+_MOST_ORDERED = 4
+"""Maximum number of rows that the plan's own scheduler orders."""
+_MOST_TASKS = 2**13
+"""Maximum number of stages times micro-batches for which a schedule is simulated task by task."""
+_SEARCH_S = 5.0
+"""Seconds of a search for the order of one row."""
+_MOST_FORMS = 6
+"""Maximum number of factorisations on which a named schedule is tried: those with the shortest steps under 1F1B."""
+_FEWEST_SECONDS = 1e-12
+"""Differences of times below it are rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class DegreeRow:
+    """One factorisation of the devices, and what came of it."""
+
+    pipeline: int | None
+    """None, like the other two, if no factorisation has the degrees that were asked for and this one was not."""
+    data: int | None
+    tensor: int | None
+    schedule: str
+    """Schedule of the step; the one that was asked for if there is no step."""
+    text: str = ""
+    """Degrees of the placement, as `PlanDegrees.text`; "" if there is no placement."""
+    micro_batches: int | None = None
+    micro_batch_size: int | None = None
+    step_time_s: float | None = None
+    lower_bound_s: float | None = None
+    """No schedule of the placement is shorter."""
+    peak_memory_bytes: int | None = None
+    mfu: float | None = None
+    choice: Choice | None = None
+    """Choice that gives this step again; None if there is no step."""
+    is_plan: bool = False
+    """True if the plan has these degrees, with one stage per group."""
+    reason: str = ""
+    """Why the row is not the plan: what takes longer than in the plan, or what has no place."""
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Order of rows: the shortest steps first, then those without a step."""
+        return self.step_time_s is None, self.step_time_s or 0.0
+
+
+def scheduler_family(prefix: str) -> tuple[Scheduler, ...]:
+    """Return the published schedules whose names begin with `prefix`. Raises ConfigurationError if there is none."""
+    names = [name for name in scheduler_names() if name.startswith(prefix)]
+    found = [scheduler_class(name)() for name in names if name != "csv"]
+    if not prefix or not found:
+        scheduler_class(prefix)  # Raises with the nearest name.
+        raise ConfigurationError(f"schedule {prefix!r} follows a file, which has no degrees")
+    return tuple(found)
+
+
+def degree_rows(
+    planned: PlanResult,
+    wanted: Mapping[str, int],
+    family: str | None = None,
+    started: Callable[[str], None] = lambda what: None,
+) -> tuple[DegreeRow, ...]:
+    """Return a row for each factorisation with the `wanted` degrees, the shortest step first.
+
+    With `family`, one row for each schedule whose name begins with it: the best factorisation for that schedule.
+    `started` is called with the degrees, or the schedule, that are tried next.
+    """
+    schedulers = () if family is None else scheduler_family(family)
+    table = _Table(planned)
+    given = {name: wanted.get(name) for name in DEGREES}
+    every = tuple(factorisations(planned.problem.cluster, given["pipeline"], given["data"], given["tensor"]))
+    if not every:
+        return (_impossible(planned, wanted),)
+    rows = []
+    for degrees in every:
+        started(f"pipeline {degrees.pipeline}, data {degrees.data}, tensor {degrees.tensor}")
+        rows.append(table.row(degrees))
+    if family is None:
+        rows = table.ordered(rows)
+    else:
+        best = sorted(rows, key=lambda each: each.row.rank)
+        rows = []
+        for scheduler in schedulers:
+            started(scheduler.name)
+            rows.append(table.best_of_schedule(scheduler, best))
+    return tuple(sorted((each.row for each in rows), key=lambda row: row.rank))
+
+
+def _impossible(planned: PlanResult, wanted: Mapping[str, int]) -> DegreeRow:
+    """Return the row of degrees that no factorisation has, with the reason of strategy grid."""
+    pipeline, data, tensor = (wanted.get(name) for name in DEGREES)
+    try:
+        Grid(pipeline, data, tensor).requires(planned.problem)
+        reason = f"no factorisation of the {planned.problem.cluster.size} devices has these degrees"
+    except AutopipeError as error:
+        reason = error.message
+    return DegreeRow(pipeline, data, tensor, planned.plan.summary.schedule, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A row with its placement, None if there is none."""
+
+    row: DegreeRow
+    degrees: Degrees
+    candidate: Candidate | None = None
+    placed: Placed | None = None
+
+
+class _Table:
+    """Rows for one plan. All searches share the models and the costs that they read."""
+
+    def __init__(self, planned: PlanResult) -> None:
+        self._planned = planned
+        self._runner = Runner()
+        batch = planned.problem.batch_size
+        opened = replace(with_open_degrees(planned), batch_size=batch, micro_batches=None, micro_batch_size=None)
+        self._request = replace(opened, recompute="auto" if planned.problem.train else opened.recompute)
+        self._plan_breakdown = planned.plan.breakdown
+        self._searches: dict[tuple[Grid, bool, Scores | None, str | None], tuple[Request, Model, GridSearch]] = {}
+
+    def row(self, degrees: Degrees) -> _Trial:
+        """Return the row of a factorisation under 1F1B, recomputing and sharing state if memory asks for it."""
+        return self._trial(degrees, Grid(), "1f1b")
+
+    def _trial(
+        self, degrees: Degrees, form: Grid, schedule: str, most: int | None = None, recompute: str | None = None
+    ) -> _Trial:
+        """Return the best placement of a factorisation in a form, with micro-batches of at most `most` samples.
+
+        `recompute` replaces `auto`.
+        """
+        row = DegreeRow(degrees.pipeline, degrees.data, degrees.tensor, schedule)
+        refused: AutopipeError | None = None
+        for shard, scores in self._variations():
+            try:
+                request, model, search = self._search(form, shard, scores, recompute or self._request.recompute)
+                sizes = required_sizes(search.problem, resolved_constraints(search.problem))
+                open_sizes = [size for size in sizes if most is None or size <= most]
+                if not open_sizes:
+                    break  # Smaller micro-batches than one sample.
+                search.best, search.refused = None, []
+                search.run((degrees,), open_sizes)
+                assert search.best is not None, "run raises if there is no placement"
+                problem = search.sized(search.best.size)
+                placed = predict_placement(model, problem, search.best.placement, self._runner)
+                return self._timed(row, degrees, form, request, placed)
+            except OutOfMemoryError as error:
+                refused = refused or error
+            except REFUSALS as error:
+                return _Trial(replace(row, reason=(refused or error).message), degrees)
+        reason = refused.message if refused is not None else "the schedule needs more micro-batches than the batch has"
+        return _Trial(replace(row, reason=reason), degrees)
+
+    def _variations(self) -> Iterator[tuple[bool, Scores | None]]:
+        """Yield (shared state, form of losses): the plan's own first, then forms that need less memory."""
+        own = self._planned.problem.optimizer.shard
+        scores = self._planned.model.scores if self._planned.model.other is not None else None
+        shards = (own,) if own or not self._planned.problem.train else (False, True)
+        forms: tuple[Scores | None, ...] = ("keep", "recompute") if scores == "keep" else (scores,)
+        yield from ((shard, form) for form, shard in itertools.product(forms, shards))
+
+    def _search(
+        self, form: Grid, shard: bool, scores: Scores | None, recompute: str | None
+    ) -> tuple[Request, Model, GridSearch]:
+        key = form, shard, scores, recompute
+        if key not in self._searches:
+            optimizer = replace(self._request.optimizer, shard=shard)
+            request = replace(self._request, strategy=form, optimizer=optimizer, recompute=recompute)
+            request = replace(request, scores=scores or request.scores)
+            model, problem = next(problems_of(request, form, self._runner))
+            self._searches[key] = request, model, GridSearch(problem, form.chunks, form.wave, form.opposite)
+        return self._searches[key]
+
+    def _timed(self, row: DegreeRow, degrees: Degrees, form: Grid, request: Request, placed: Placed) -> _Trial:
+        """Return the row with its step under 1F1B."""
+        problem = placed.problem
+        step = predicted_step(placed.graph, placed.prediction, problem.micro_batches, problem.train)
+        check_memory(problem, placed.placement, step)
+        found = breakdown_under_1f1b(problem, placed.placement, placed.prediction, step.end)
+        candidate = Candidate(
+            replace(form, pipeline=degrees.pipeline, data=degrees.data, tensor=degrees.tensor),
+            problem.micro_batches,
+            request.recompute or "none",
+            problem.optimizer.shard,
+            request.scores,
+        )
+        filled = replace(
+            row,
+            text=plan_degrees(problem, placed.placement).text,
+            micro_batches=problem.micro_batches,
+            micro_batch_size=problem.micro_batch_size,
+            lower_bound_s=lower_bound(problem, placed.placement, placed.prediction),
+        )
+        trial = _Trial(filled, degrees, candidate, placed)
+        return self._with_step(trial, row.schedule, step.end, max(step.peak_memory), found)
+
+    def _with_step(self, trial: _Trial, schedule: str, step_s: float, peak: int, found: Breakdown) -> _Trial:
+        assert trial.candidate is not None and trial.placed is not None
+        problem = trial.placed.problem
+        row = replace(
+            trial.row,
+            is_plan=self._is_plan(trial.row),
+            schedule=schedule,
+            step_time_s=step_s,
+            peak_memory_bytes=peak,
+            mfu=problem.step_flops / (step_s * problem.peak_flops) if step_s else None,
+            choice=trial.candidate.choice(self._request, schedule),
+        )
+        return replace(trial, row=replace(row, reason=self._reason(row, found)))
+
+    def ordered(self, trials: Sequence[_Trial]) -> list[_Trial]:
+        """Return the rows, with the plan's own scheduler in those that it may make shorter than the plan."""
+        _, scheduler = strategy_and_scheduler(self._planned.request)
+        plan_s = self._planned.plan.summary.step_time_s
+        left = _MOST_ORDERED
+        found = []
+        for trial in sorted(trials, key=lambda each: each.row.rank):
+            bound_s, placed = trial.row.lower_bound_s, trial.placed
+            if bound_s is not None and placed is not None and left and bound_s < plan_s * (1 - SAME):
+                left -= 1
+                trial = self._scheduled(trial, placed, scheduler)
+            found.append(trial)
+        return found
+
+    def _scheduled(self, trial: _Trial, placed: Placed, scheduler: Scheduler, always: bool = False) -> _Trial:
+        """Return the trial under a scheduler if that is shorter, or `always`; unchanged if it cannot be run."""
+        problem = placed.problem
+        if len(placed.placement.stages) * problem.micro_batches > _MOST_TASKS and not always:
+            return trial
+        if is_searched(scheduler):
+            placed = replace(placed, problem=replace(problem, time_limit=_SEARCH_S))
+        try:
+            placed, scheduled = schedule_placed(placed, scheduler, self._runner)
+        except REFUSALS as error:
+            if always:
+                return replace(trial, row=replace(_without_step(trial.row, scheduler.name), reason=error.message))
+            return trial
+        step = scheduled.timeline
+        if not always and trial.row.step_time_s is not None and step.end >= trial.row.step_time_s:
+            return trial
+        found = breakdown_under_1f1b(placed.problem, placed.placement, placed.prediction, step.end)
+        return self._with_step(replace(trial, placed=placed), scheduler.name, step.end, max(step.peak_memory), found)
+
+    def best_of_schedule(self, scheduler: Scheduler, trials: Sequence[_Trial]) -> _Trial:
+        """Return the best row of a schedule, on the factorisations of the first trials in the form that it runs."""
+        form = _form_of(scheduler)
+        fitting = [each.degrees for each in trials if _is_for(form, each.degrees)][:_MOST_FORMS]
+        found = [self._best_in_form(degrees, form, scheduler) for degrees in fitting]
+        if not found:
+            first = trials[0].row
+            reason = (
+                f"{scheduler.name} needs two groups of devices or more in a line, and an even number in two directions"
+            )
+            return _Trial(replace(_without_step(first, scheduler.name), reason=reason), trials[0].degrees)
+        return min(found, key=lambda each: each.row.rank)
+
+    def _best_in_form(self, degrees: Degrees, form: Grid, scheduler: Scheduler) -> _Trial:
+        """Return a factorisation under a schedule.
+
+        1F1B chooses micro-batches and recomputation, but the schedule may need more micro-batches or keep more of
+        them: then smaller micro-batches are tried, at last with recomputation of all stages.
+        """
+        first: _Trial | None = None
+        for recompute in (None, "full") if self._planned.problem.train else (None,):
+            trial = self._trial(degrees, form, scheduler.name, recompute=recompute)
+            while trial.placed is not None:
+                ordered = self._scheduled(trial, trial.placed, scheduler, always=True)
+                if ordered.row.step_time_s is not None:
+                    return ordered
+                first = first or ordered
+                size = trial.placed.problem.micro_batch_size
+                trial = self._trial(degrees, form, scheduler.name, size // 2, recompute)
+            first = first or trial
+        assert first is not None, "at least one trial was made"
+        return first
+
+    def _reason(self, row: DegreeRow, found: Breakdown) -> str:
+        """Return what takes longer than in the plan, and whether another schedule could change that."""
+        plan, step_s = self._planned.plan, row.step_time_s or 0.0
+        plan_s = plan.summary.step_time_s
+        if row.is_plan:
+            return "the degrees of the plan"
+        if step_s <= plan_s * (1 + SAME):
+            return "not longer than the plan"
+        own = plan.breakdown
+        told = []
+        if own is not None:
+            parts = [field.name for field in dataclasses.fields(Breakdown)]
+            more = {name.removesuffix("_s"): getattr(found, name) - getattr(own, name) for name in parts}
+            most = sorted(more.items(), key=lambda each: -each[1])[:2]
+            told = [f"{name} {seconds / plan_s:+.1%}" for name, seconds in most if seconds > _FEWEST_SECONDS]
+        reason = ", ".join(told) or "longer"
+        if row.lower_bound_s is not None and row.lower_bound_s >= plan_s * (1 - SAME):
+            reason += "; too long under any schedule"
+        return reason
+
+    def _is_plan(self, row: DegreeRow) -> bool:
+        own = self._planned.plan.summary.degrees
+        if own is None:
+            return False
+        same = (row.pipeline, (row.data, row.data), (row.tensor, row.tensor)) == (own.pipeline, own.data, own.tensor)
+        alone = own.pipelines == 1 and own.stages_per_group == (1, 1) and own.sequence == own.copies == (1, 1)
+        return same and alone and len(set(own.groups)) == 1
+
+
+def _without_step(row: DegreeRow, schedule: str) -> DegreeRow:
+    return DegreeRow(row.pipeline, row.data, row.tensor, schedule, row.text, row.micro_batches, row.micro_batch_size)
+
+
+def _form_of(scheduler: Scheduler) -> Grid:
+    """Return strategy grid in the form of placement that a schedule runs."""
+    form: Form | None = getattr(scheduler, "form", None) if isinstance(scheduler, Published) else None
+    if form is None:
+        return Grid()
+    if form.pipelines == 2:
+        return Grid(opposite=True)
+    return Grid(chunks=2 if form.returns or form.repeats else 1, wave=form.returns)
+
+
+def _is_for(form: Grid, degrees: Degrees) -> bool:
+    if form.opposite:
+        return degrees.pipeline % 2 == 0
+    return degrees.pipeline > 1 or form.chunks == 1
