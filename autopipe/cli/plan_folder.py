@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 
 import yaml
 
+from autopipe.cli.output import printable
 from autopipe.cli.request import effective, request_of
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration
 from autopipe.configs.yaml_source import Dumper
@@ -39,8 +40,9 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.plan import PLAN_FILE, SCHEDULE_FILE, Plan, read_plan, write_plan
 from autopipe.ir.timeline import Timeline
 from autopipe.ir.training import with_path
+from autopipe.passes.frontend.scopes import layers_of
 from autopipe.passes.pipeline import PlanResult, reopen
-from autopipe.passes.placement.given import Given, written
+from autopipe.passes.placement.given import Given, NodeNames, written
 from autopipe.passes.schedule.simulate import simulate
 
 _HEAD = """\
@@ -50,13 +52,38 @@ _HEAD = """\
 """
 
 
-def placement_text(graph: Graph, placement: Placement) -> str:
-    """The placement as a YAML file that, loaded as a configuration, gives exactly this placement of `graph`."""
-    forms = cast("list[dict[str, Any]]", encode(written(graph, placement))["placement"])
+def placement_text(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> str:
+    """The placement as a YAML file that, loaded as a configuration, gives exactly this placement of `graph`.
+
+    If `layers` has the layer of each node, the entries of a layer stand under a comment with its name.
+    """
+    strategy = written(graph, placement, layers)
+    forms = cast("list[dict[str, Any]]", encode(strategy)["placement"])
     stages = [_stage(form, placement.pipelines) for form in forms]
     document = {"strategy": {"name": Given.name, "placement": stages}}
     text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=False)
-    return _HEAD + text
+    return _HEAD + (_with_layers(text, NodeNames(graph), strategy, layers) if layers else text)
+
+
+def _with_layers(text: str, names: NodeNames, strategy: Given, layers: Sequence[str]) -> str:
+    """Return the text with a comment above the first entry of each layer in a stage."""
+    entries = [entry for stage in strategy.placement for entry in (None, *stage.nodes)]
+    lines: list[str] = []
+    is_inside, layer, number = False, "", 0
+    for line in text.splitlines(keepends=True):
+        if line == "    nodes:\n":
+            is_inside, layer, number = True, "", number + 1
+        elif is_inside and line.startswith("    - "):
+            entry = entries[number]
+            assert entry is not None, "None stands for the line before the entries of a stage"
+            own = layers[names.meant(entry)[0]]
+            if own != layer:
+                lines.append(f"    # {printable(own or 'in no layer')}\n")
+            layer, number = own, number + 1
+        elif not line.startswith("     "):
+            is_inside = False
+        lines.append(line)
+    return "".join(lines)
 
 
 def _stage(form: dict[str, Any], pipelines: int) -> dict[str, Any]:
@@ -259,9 +286,10 @@ def write_plan_folder(
     """
     check_target(folder, base, force)
     target = folder.absolute()
+    layers = layers_of(planned.model.source, planned.problem.graph)
     texts = {
         CONFIGURATION_FILE: _configuration_text(planned, movable(effective(configuration, planned), target)),
-        PLACEMENT_FILE: placement_text(planned.problem.graph, planned.plan.placement),
+        PLACEMENT_FILE: placement_text(planned.problem.graph, planned.plan.placement, layers),
     }
     copy = None
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,7 +42,7 @@ _MOST_TASKS = 2**13
 """Maximum number of stages times micro-batches for which a schedule is simulated task by task."""
 _SEARCH_S = 5.0
 """Seconds of a search for the order of one row."""
-_MOST_FORMS = 6
+_MOST_FORMS = 4
 """Maximum number of factorisations on which a named schedule is tried: those with the shortest steps under 1F1B."""
 _FEWEST_SECONDS = 1e-12
 """Differences of times below it are rounding."""
@@ -280,8 +281,13 @@ class _Table:
     def best_of_schedule(self, scheduler: Scheduler, trials: Sequence[_Trial]) -> _Trial:
         """Return the best row of a schedule, on the factorisations of the first trials in the form that it runs."""
         form = _form_of(scheduler)
-        fitting = [each.degrees for each in trials if _is_for(form, each.degrees)][:_MOST_FORMS]
-        found = [self._best_in_form(degrees, form, scheduler) for degrees in fitting]
+        found: list[_Trial] = []
+        for trial in [each for each in trials if _is_for(form, each.degrees)][:_MOST_FORMS]:
+            steps = (each.row.step_time_s for each in found)
+            known_s = min((step_s for step_s in steps if step_s is not None), default=math.inf)
+            if trial.row.step_time_s is not None and trial.row.step_time_s >= known_s:
+                break
+            found.append(self._best_in_form(trial.degrees, form, scheduler))
         if not found:
             first = trials[0].row
             reason = (

@@ -36,8 +36,9 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 EXPORTER = "onnxscript"
 """Package that torch's exporter imports and that neither torch nor transformers requires."""
 EDIT = "cp -r four.plan edited.plan && $EDITOR edited.plan/placement.yaml"
-FIRST_STAGE, SECOND_STAGE = ("[node_embedding, node_add_351]", "node_layer_norm_3,")
-"""Where the first stage ends and the second begins, in four.plan/placement.yaml."""
+FIRST_STAGE = "    - [node_layer_norm_2, node_add_351]\n"
+MOVED = "    # model.transformer.h.1\n    - [node_layer_norm_3, node_add_418]\n"
+"""The end of the first stage and the beginning of the second one, in four.plan/placement.yaml."""
 
 
 @dataclass
@@ -115,10 +116,10 @@ class Reader:
     def _edit(self, *, first: bool) -> None:
         """Move nodes to the first stage; or only take them away from the second one."""
         text = (self.folder / "four.plan" / "placement.yaml").read_text(encoding="utf-8")
-        assert FIRST_STAGE in text and SECOND_STAGE in text
-        text = text.replace(SECOND_STAGE, "node_layer_norm_4,")
+        assert FIRST_STAGE in text and MOVED in text
+        text = text.replace(MOVED, "")
         if first:
-            text = text.replace(FIRST_STAGE, "[node_embedding, node_add_418]")
+            text = text.replace(FIRST_STAGE, FIRST_STAGE + MOVED)
         (self.folder / "edited.plan" / "placement.yaml").write_text(text, encoding="utf-8")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from autopipe.cli.plan_folder import placement_text
 from autopipe.cli.request import chosen_strategy
-from autopipe.ir.placement import Placement, Stage
+from autopipe.ir.placement import Placement, Split, Stage
 from tests.configs.texts import parse_configuration
 from tests.distributed.support.builder import mlp
 from tests.distributed.support.pool import Pools
@@ -39,4 +39,19 @@ def test_a_stage_shared_by_two_devices_and_computed_again(pools: Pools, tmp_path
     placement = strategy.run(problem(graph, cluster(3)))
     assert placement.stages[1].recompute and placement.stages[1].devices == (2, 0)
     assert all(placement.stages[1].splits_of(node) for node in (4, 5))
+    check(pools, graph, loss, placement, 4, tmp_path / "program")
+
+
+def test_nodes_moved_to_another_stage_keep_their_splits(pools: Pools, tmp_path: Path) -> None:
+    graph, loss = mlp(3)
+    columns, rows = ((Split(axis, 2),) for axis in ("n", "k"))
+    stages = (Stage((0, 1, 2, 3), (0, 1), 4, ((0, columns), (2, rows))), Stage((4, 5, 6, 7), (2, 3), 4))
+    text = placement_text(graph, Placement(stages))
+    assert "- [n0, n3]\n" in text and "- [n4, n7]\n" in text and "split: {k: 2}" in text
+    text = text.replace("[n0, n3]", "[n0, n1]").replace("[n4, n7]", "[n2, n7]")
+    strategy = chosen_strategy(parse_configuration(text, "placement.yaml"))
+    assert strategy is not None
+    placement = strategy.run(problem(graph, cluster(4)))
+    assert [stage.nodes for stage in placement.stages] == [(0, 1), (2, 3, 4, 5, 6, 7)]
+    assert placement.stages[1].splits == ((2, rows),)
     check(pools, graph, loss, placement, 4, tmp_path / "program")

@@ -89,7 +89,7 @@ def test_unequal_stages_are_no_grid() -> None:
     graph = perceptron([10, 20, 20, 20])
     stages = (
         Stage((0, 1), (0,), 8, recompute=True),
-        Stage((2, 3), (1, 2), 8, ((2, (Split("m", 2),)), (3, (Split("d0", 2),)))),
+        Stage((2, 3), (1, 2), 8, ((2, (Split("m", 2),)), (3, (Split("x0", 2),)))),
         Stage((4, 5), (3, 4, 5, 6, 7), 8, ((4, (Split("n", 5),)),)),
     )
     degrees = plan_degrees(problem(graph, cluster(8)), Placement(stages))
@@ -119,7 +119,7 @@ def test_rows_beyond_samples_are_the_sequence() -> None:
 def test_a_product_of_no_weight_does_not_count_beside_one() -> None:
     """The first product is most of the work and split over two; the second is a hundredth and whole."""
     graph = perceptron([1000, 1000, 1], batch=8)
-    stage = Stage((0, 1, 2, 3), (0, 1), 8, ((0, (Split("n", 2),)), (1, (Split("d1", 2),))))
+    stage = Stage((0, 1, 2, 3), (0, 1), 8, ((0, (Split("n", 2),)), (1, (Split("x1", 2),))))
     assert plan_degrees(problem(graph, cluster(2)), Placement((stage,))).tensor == (2, 2)
 
 

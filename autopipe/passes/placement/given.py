@@ -8,7 +8,7 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
@@ -29,6 +29,8 @@ NodeEntry = NodeName | tuple[NodeName, NodeName]
 
 Degrees = tuple[tuple[str, int], ...]  # Degrees by axis, outer to inner.
 SAMPLES = "samples"  # In a split: the axis that counts samples, whatever it is called in a node's iteration space.
+EVERY = ("*",)
+"""Entries that mean all nodes of a stage."""
 _LAST = chr(0x10FFFF)
 _SPECIAL = re.compile(r"[*?[]")
 _RUN = re.compile(r"(\d{1,9})-(\d{1,9})")
@@ -101,10 +103,16 @@ def _spelled(entry: NodeEntry) -> str:
 
 
 def entries_of(
-    names: NodeNames, nodes: Collection[int], among: Sequence[int], allowed: Collection[int], globs: Iterable[str]
+    names: NodeNames,
+    nodes: Collection[int],
+    among: Sequence[int],
+    allowed: Collection[int],
+    globs: Iterable[str],
+    layers: Sequence[str] = (),
 ) -> tuple[NodeEntry, ...]:
     """Entries that, of the nodes of `among` (ascending), mean `nodes` and none that is not `allowed`. In the order of
-    the graph. Each of `globs` is taken where that holds of it; what is left is told by ranges."""
+    the graph. Each of `globs` is taken where that holds of it; what is left is told by ranges, of which none goes on
+    from one layer to the next if `layers` has the layer of each node."""
     found: list[tuple[int, NodeEntry]] = []
     left, inside = set(nodes), set(among)
     for glob in globs:
@@ -114,7 +122,9 @@ def entries_of(
         if not left.isdisjoint(matched) and all(node in allowed for node in matched):
             found.append((min(matched), glob))
             left -= matched
-    for start, stop in node_ranges([place for place, node in enumerate(among) if node in left]):
+    places = [place for place, node in enumerate(among) if node in left]
+    parts = [list(part) for _, part in groupby(places, key=lambda place: layers[among[place]] if layers else "")]
+    for start, stop in chain.from_iterable(map(node_ranges, parts)):
         first, last = names.called(among[start]), names.called(among[stop - 1])
         found.append((among[start], first if start + 1 == stop else (first, last)))
     return tuple(entry for _, entry in sorted(found, key=lambda each: each[0]))
@@ -154,7 +164,8 @@ class GivenSplits:
     """Degrees by axis of the iteration space, outer to inner over the stage's devices; `samples` is the axis that
     counts samples, whatever an operator calls it. A node is split along those that it has; `{}` splits nothing."""
     nodes: tuple[NodeEntry, ...]
-    """The nodes, written as those of a stage. Of several entries that mean a node the last one counts."""
+    """The nodes, written as those of a stage. Of several entries that mean a node the last one counts. An entry follows
+    nodes that were moved to another stage, unless an entry there names them or the devices cannot be divided so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,15 +244,63 @@ class Given:
     def run(self, problem: Problem) -> Placement:
         """The placement. Raises ConfigurationError, naming the stage and the node, where stages leave out nodes or
         share them, read from later ones, name devices that there are not, or split what cannot be split so."""
-        names, stages = NodeNames(problem.graph), enumerate(self.placement)
-        placement = Placement(tuple(_stage(problem, names, at, each, self.devices_at(at)) for at, each in stages))
+        names = NodeNames(problem.graph)
+        homes = [_stage_nodes(names, index, each) for index, each in enumerate(self.placement)]
+        stages = []
+        for index, each in enumerate(self.placement):
+            moved = self._moved(names, homes, index)
+            stages.append(_stage(problem, names, index, each, self.devices_at(index), homes[index], moved))
+        placement = Placement(tuple(stages))
         for pipeline in range(placement.pipelines):
             _check_partition(problem.graph, placement, pipeline)
         _check_order(problem.graph, placement)
         return placement
 
+    def _moved(self, names: NodeNames, homes: Sequence[set[int]], index: int) -> dict[int, Degrees]:
+        """Return the splits of nodes of a stage that entries of other stages of its pipeline name.
 
-def _stage(problem: Problem, names: NodeNames, index: int, given: GivenStage, devices: tuple[int, ...]) -> Stage:
+        An entry follows a node that was moved: a name, a range of which an end is no longer in the entry's stage, or a
+        glob that matches nothing in it. The last entry of a node counts.
+        """
+        found: dict[int, Degrees] = {}
+        for other, stage in enumerate(self.placement):
+            if other == index or stage.pipeline != self.placement[index].pipeline:
+                continue
+            for given in stage.splits:
+                for entry in given.nodes:
+                    with _naming(other):
+                        meant = names.meant(entry)
+                    if _has_left(entry, meant, homes[other]):
+                        found.update((node, given.split) for node in meant if node in homes[index])
+        return found
+
+
+def _has_left(entry: NodeEntry, meant: Sequence[int], home: set[int]) -> bool:
+    """True if nodes of an entry, which stands with the stage of the nodes `home`, were moved out of this stage."""
+    if isinstance(entry, tuple):
+        return meant[0] not in home or meant[-1] not in home
+    return home.isdisjoint(meant)
+
+
+def _stage_nodes(names: NodeNames, index: int, given: GivenStage) -> set[int]:
+    """Return the nodes of a stage. Raises ConfigurationError if there are none."""
+    with _naming(index):
+        nodes = {node for entry in given.nodes for node in names.meant(entry)}
+    if not nodes:
+        raise ConfigurationError(f"stage {index} has no nodes", hint="give it some, or remove it")
+    return nodes
+
+
+def _stage(
+    problem: Problem,
+    names: NodeNames,
+    index: int,
+    given: GivenStage,
+    devices: tuple[int, ...],
+    nodes: set[int],
+    moved: Mapping[int, Degrees],
+) -> Stage:
+    """Return a stage of `nodes`, of which `moved` have splits that stand with other stages."""
     whole = problem.micro_batch_size
     size = whole if given.micro_batch_size is None else given.micro_batch_size
     if size < 1 or whole % size:
@@ -259,15 +318,15 @@ def _stage(problem: Problem, names: NodeNames, index: int, given: GivenStage, de
     twice = next((device for device in devices if devices.count(device) > 1), None)
     if twice is not None:
         raise ConfigurationError(f"stage {index} names device {twice} twice", hint="name each device once")
-    with _naming(index):
-        nodes = {node for entry in given.nodes for node in names.meant(entry)}
-    if not nodes:
-        raise ConfigurationError(f"stage {index} has no nodes", hint="give it some, or remove it")
     samples = sample_axes(problem.graph if size == whole else rebatched(problem.graph, size))
     required: dict[int, Degrees] = {}
+    named: set[int] = set()
     for each in given.splits:
-        for node in _nodes_of(names, samples, index, each, nodes):
-            required[node] = split_of(samples, node, each.split)
+        found = _nodes_of(names, samples, index, each, nodes)
+        required |= {node: split_of(samples, node, each.split) for node in found}
+        named |= found if each.nodes != EVERY else set()
+    for node in moved.keys() - named:
+        required.update(_moved_split(samples, node, moved[node], len(devices), node in required))
     checked = ((node, checked_splits(f"stage {index}", samples, node, required[node])) for node in sorted(required))
     splits = tuple((node, own) for node, own in checked if own)
     for node, own in splits:
@@ -281,6 +340,21 @@ def _stage(problem: Problem, names: NodeNames, index: int, given: GivenStage, de
     return Stage(tuple(sorted(nodes)), devices, size, splits, given.recompute, given.pipeline)
 
 
+def _moved_split(
+    samples: SampleAxes, node: int, split: Degrees, devices: int, has_other: bool
+) -> Iterator[tuple[int, Degrees]]:
+    """Yield the split that a node keeps in a stage of `devices` devices, if it keeps any.
+
+    If its parts do not divide the devices, the node is split as the stage says of all nodes (`has_other`), else by
+    samples if the devices can share them, else not at all.
+    """
+    own = split_of(samples, node, split)
+    if devices % math.prod(degree for _, degree in own) == 0:
+        yield node, own
+    elif not has_other and devices > 1 and samples.divides(node, devices):
+        yield node, split_of(samples, node, ((SAMPLES, devices),))
+
+
 @contextmanager
 def _naming(index: int) -> Iterator[None]:
     """Errors inside name the stage."""
@@ -291,17 +365,11 @@ def _naming(index: int) -> Iterator[None]:
 
 
 def _nodes_of(names: NodeNames, samples: SampleAxes, index: int, given: GivenSplits, nodes: set[int]) -> set[int]:
-    """The nodes of a stage that are split as `given` says."""
+    """The nodes of a stage that are split as `given` says; none if all that it names were moved to other stages."""
     found: set[int] = set()
     for entry in given.nodes:
         with _naming(index):
-            inside = nodes.intersection(names.meant(entry))
-        if not inside:
-            raise ConfigurationError(
-                f"stage {index} splits {_spelled(entry)}, which it does not have",
-                hint="splits stand with the stage of their nodes: move them there, or remove them",
-            )
-        found |= inside
+            found |= nodes.intersection(names.meant(entry))
     for axis, _ in given.split:
         if found and not any(own_axis(samples, node, axis, SAMPLES) for node in found):
             first = min(found)
@@ -352,15 +420,18 @@ def _place(graph: Graph, node: int) -> str:
     return f"node {node}, {graph.nodes[node].name!r}"
 
 
-def written(graph: Graph, placement: Placement) -> Given:
-    """The strategy that gives exactly this placement of `graph`, in as few words as that takes."""
+def written(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> Given:
+    """The strategy that gives exactly this placement of `graph`, in as few words as that takes: an entry per layer if
+    `layers` has the layer of each node."""
     names, samples = NodeNames(graph), sample_axes(graph)
     everywhere = range(len(names.names))
     return Given(
         tuple(
             GivenStage(
                 devices=tuple(written_devices(stage.devices)),
-                nodes=entries_of(names, stage.nodes, everywhere, set(stage.nodes), layer_globs(names, stage.nodes)),
+                nodes=entries_of(
+                    names, stage.nodes, everywhere, set(stage.nodes), layer_globs(names, stage.nodes), layers
+                ),
                 micro_batch_size=stage.micro_batch_size,
                 recompute=stage.recompute,
                 pipeline=stage.pipeline,
@@ -378,7 +449,7 @@ def _written_splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tupl
     found, left = [], [node for node in stage.nodes if wanted[node]]
     for usual, count in counted.most_common(1):
         if 2 * count > counted.total() and not names.has("*"):
-            found.append(GivenSplits(usual, ("*",)))
+            found.append(GivenSplits(usual, EVERY))
             served = _served(samples, stage, usual)
             left = [node for node in stage.nodes if node not in served]
     for degrees in dict.fromkeys(wanted[node] for node in left):

@@ -1,0 +1,134 @@
+"""An edited placement.yaml of a plan that splits operators: splits follow their nodes, and layers have names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+
+from autopipe.cli.plan_folder import open_plan, placement_text
+from autopipe.cli.request import chosen_strategy
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.placement import Placement, Split, Stage
+from autopipe.ir.problem import Problem
+from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend.load import load
+from autopipe.passes.frontend.scopes import layers_of
+from tests.cli.command_line import CommandLine
+from tests.configs.texts import parse_configuration
+from tests.passes.cost.graphs import cluster, perceptron, problem
+
+GPT = {"layers": "4", "hidden": "32", "heads": "2", "sequence": "16", "vocabulary": "64", "loss": "true"}
+COLUMNS, ROWS = (Split("n", 2),), (Split("k", 2),)
+
+
+def stages_of(text: str, of: Problem) -> tuple[Stage, ...]:
+    strategy = chosen_strategy(parse_configuration(text, "placement.yaml"))
+    assert strategy is not None
+    return strategy.run(of).stages
+
+
+def placed(second: tuple[int, ...], splits: tuple[tuple[int, tuple[Split, ...]], ...] = ()) -> tuple[Problem, str]:
+    """Four layers of a product and a Relu on two stages, the products of the first split over two devices."""
+    graph = perceptron([16] * 5)
+    first = Stage((0, 1, 2, 3), (0, 1), 8, ((0, COLUMNS), (2, ROWS)))
+    placement = Placement((first, Stage((4, 5, 6, 7), second, 8, splits)))
+    return problem(graph, cluster(4)), placement_text(graph, placement)
+
+
+def moved(text: str) -> str:
+    """The text with the last two nodes of the first stage at the front of the second one."""
+    assert "- [matmul0, relu3]\n" in text and "- [matmul4, relu7]\n" in text
+    return text.replace("[matmul0, relu3]", "[matmul0, relu1]").replace("[matmul4, relu7]", "[matmul2, relu7]")
+
+
+def test_splits_follow_to_as_many_devices() -> None:
+    of, text = placed((2, 3))
+    first, second = stages_of(moved(text), of)
+    assert (first.nodes, second.nodes) == ((0, 1), (2, 3, 4, 5, 6, 7))
+    assert first.splits == ((0, COLUMNS),)
+    assert second.splits == ((2, ROWS),)
+
+
+def test_an_entry_of_the_new_stage_counts_first() -> None:
+    of, text = placed((2, 3), ((4, COLUMNS), (6, ROWS)))
+    again = moved(text).replace("      - matmul4\n", "      - matmul4\n      - matmul2\n")
+    assert stages_of(again, of)[1].splits == ((2, COLUMNS), (4, COLUMNS), (6, ROWS))
+
+
+def test_one_device_computes_a_moved_node_whole() -> None:
+    of, text = placed((2,))
+    assert stages_of(moved(text), of)[1].splits == ()
+
+
+def test_devices_that_cannot_be_divided_so_share_samples() -> None:
+    graph = perceptron([16] * 5, batch=6)
+    first = Stage((0, 1, 2, 3), (0, 1), 6, ((0, COLUMNS), (2, ROWS)))
+    text = placement_text(graph, Placement((first, Stage((4, 5, 6, 7), (2, 3, 4), 6))))
+    second = stages_of(moved(text), problem(graph, cluster(5)))[1]
+    assert second.splits == ((2, (Split("m", 3),)),)
+
+
+def test_what_a_stage_says_of_all_nodes_counts_where_the_split_does_not_fit() -> None:
+    graph = perceptron([16] * 5, batch=6)
+    every = tuple((node, (Split("m" if node % 2 == 0 else "x0", 3),)) for node in (4, 5, 6, 7))
+    first = Stage((0, 1, 2, 3), (0, 1), 6, ((0, COLUMNS), (2, ROWS)))
+    text = placement_text(graph, Placement((first, Stage((4, 5, 6, 7), (2, 3, 4), 6, every))))
+    assert "'*'" in text
+    second = stages_of(moved(text), problem(graph, cluster(5)))[1]
+    assert [len(splits) for _, splits in second.splits] == [1] * 6
+    assert {split.degree for _, splits in second.splits for split in splits} == {3}
+
+
+@pytest.mark.parametrize("degrees", [(2, 1, 2), (2, 2, 1)])
+def test_a_layer_of_a_split_plan_moves_by_its_line(command_line: CommandLine, degrees: tuple[int, int, int]) -> None:
+    build(configure("gpt", GPT)).save(command_line.folder / "gpt.onnx")
+    options = zip(("pipeline", "data", "tensor"), degrees, strict=True)
+    words = [f"--set=strategy.{name}={value}" for name, value in options]
+    command_line.done("plan", "gpt.onnx", "--gpus", 4, "--cluster", "a100-80gb", "--batch-size", 16, "--micro-batches",
+                      4, "--strategy", "grid", "--schedule", "1f1b", *words, "-o", "p", "-q")  # fmt: skip
+    before = open_plan(Path("p"))
+    path = Path("p/placement.yaml")
+    text = path.read_text()
+    # A line of the first stage goes to the beginning of the second one.
+    head, _, tail = text.partition("  - devices: ")
+    first, _, rest = tail.partition("  - devices: ")
+    layer = [line for line in first.splitlines(keepends=True) if re.match(r"    - /layers", line)][-1]
+    edited = head + "  - devices: " + first.replace(layer, "", 1) + "  - devices: "
+    edited += rest.replace("    nodes:\n", "    nodes:\n" + layer, 1)
+    path.write_text(edited)
+    command_line.done("plan", "--from", "p", "-q", "-o", "q")
+    after = open_plan(Path("q"))
+    own = before.plan.placement.stage_of()
+    changed = [node for node, stage in after.plan.placement.stage_of().items() if stage != own[node]]
+    assert changed
+    for node, stage in after.plan.placement.stage_of().items():
+        kept = before.plan.placement.stages[own[node]].splits_of(node)
+        assert after.plan.placement.stages[stage].splits_of(node) == kept
+    command_line.done("codegen", "q", "-q")
+
+
+def test_layers_of_an_export_are_named(tmp_path: Path) -> None:
+    build(configure("gpt", GPT | {"layers": "2"})).save(tmp_path / "gpt.onnx")
+    model = onnx.load(tmp_path / "gpt.onnx")
+    for node in model.graph.node:
+        found = re.match(r"/layers\.(\d)/", node.name)
+        scopes = ["", "model", *([f"model.h.{found[1]}"] if found else []), node.name]
+        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=repr(scopes))
+        node.name = node.name.replace("/", "_")
+    damaged = model.graph.node[0].metadata_props[0]
+    damaged.value = "['', 1, __import__('os')]"
+    onnx.save(model, tmp_path / "named.onnx")
+    source = load(tmp_path / "named.onnx")
+    graph = read_model(source, batch=2).graph
+    layers = layers_of(source, graph)
+    assert set(layers) == {"", "model.h.0", "model.h.1"}
+    half = layers.index("model.h.1")
+    placement = Placement((Stage(tuple(range(half + 3)), (0,), 2), Stage(tuple(range(half + 3, len(layers))), (1,), 2)))
+    text = placement_text(graph, placement, layers)
+    assert text.count("# model.h.1\n") == 2 and text.count("# model.h.0\n") == 1
+    given = replace(problem(perceptron([8, 8]), cluster(2)), graph=graph, batch_size=8)
+    assert stages_of(text, given) == placement.stages
