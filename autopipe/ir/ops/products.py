@@ -292,6 +292,8 @@ def recurrent(signature: Signature) -> Space:
     for name in node.texts("activations"):
         if name.lower() not in ACTIVATIONS:
             raise ModelError(f"{node.op} has no activation {name!r}", where=repr(node.name))
+    if not signature.operand(0).shape[node.integer("layout")]:
+        raise ModelError(f"{node.op} has a sequence of 0 steps", where=repr(node.name))
     if node.integer("layout") == 1:
         data, before, state, whole = "b s! i!", "b e! k!", "b e! h&", "b s! e! h&"
     else:
