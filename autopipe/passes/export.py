@@ -75,9 +75,9 @@ class Numbers:
             file.write(piece)
             progress(len(piece))
 
-    def computed(self, value: Value, folded: Folded) -> Numbers:
-        """Tensor into which an exporter had folded operators, from the numbers of the parameter; a tensor that is only
-        moved is read a block at a time, all else at once."""
+    def computed(self, value: Value, folded: Folded, others: Mapping[str, Numbers] | None = None) -> Numbers:
+        """Return the tensor into which an exporter had folded operators, from the data of the parameter and of `others`
+        that are operands. A tensor that is only moved is read a block at a time, all else at once."""
         steps = [step.operator for step in folded.steps]
         if not steps:
             return Numbers(replace(self.value, name=value.name), self.read)
@@ -97,7 +97,9 @@ class Numbers:
             if MOVES.issuperset(steps):
                 return folded.apply(stored)
             if value.dtype is not DType.BFLOAT16:
-                return folded.apply(stored).astype(stored.dtype)
+                arrays = {name: (others or {})[name] for name in folded.others}
+                read = {name: each.read(whole(each.value.shape)) for name, each in arrays.items()}
+                return folded.apply(stored, read).astype(stored.dtype)
             bits = folded.apply((stored.astype(np.uint32) << 16).view(np.float32)).astype(np.float32).view(np.uint32)
             # Rounded to the nearest, ties to even.
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
@@ -252,9 +254,12 @@ def file_tensors(
             lacking.add(name)
         found[name] = numbers
     for name, each in folded.items():  # What is computed from another tensor stands behind it.
-        base = found.get(each.source) if isinstance(each.source, str) else trained.get(each.source.value.name)
-        if base is not None:
-            found[name] = base.computed(each.value, each)
+        if isinstance(each.source, str):
+            base = found.get(each.source) or trained.get(each.source)
+        else:
+            base = trained.get(each.source.value.name)
+        if base is not None and trained.keys() >= set(each.others):
+            found[name] = base.computed(each.value, each, trained)
     return tuple(found.values()), frozenset(lacking)
 
 

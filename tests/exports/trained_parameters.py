@@ -36,7 +36,7 @@ NOT_EXPORTED: dict[tuple[str, str], str] = {
 COMPUTED = "the exporter computes this from parameters, which `optimize=False` keeps"
 NORMALIZED = "the exporter folds batch normalization into the weights before it, which `optimize=False` keeps"
 TWICE = "two products that are equal in a new model are one node, which `optimize=False` keeps apart"
-ADDED = "its gradient is that of the sum"
+REFUSED = "training is refused, since the exporter computes this from parameters in a way that the file does not tell"
 DROPPED = "the exporter drops what adds 0 or multiplies by 1, which `optimize=False` keeps"
 PLAIN = "a table of zeros, looked up at fixed places, shows no rows"
 EXPLAINED = (
@@ -54,7 +54,10 @@ EXPLAINED = (
     ("cut in two", "detr-torchscript-fresh", "trained here only: onnx::Add_79* (*)"),
     ("cut in two", "detr-torchscript-fresh", "not trained here: *.in_proj_bias (48, all 0)"),
     ("", "*", f"*{UNREAD}"),
-    (ADDED, "gemma*", "* is 1 + it"),
+    (REFUSED, "gemma*", "not trained here: *norm.weight *"),
+    (REFUSED, "rwkv-dynamo-*", "not trained here: *.attention.output.weight *"),
+    (REFUSED, "rwkv-dynamo-*", "not trained here: *.feed_forward.value.weight *"),
+    (REFUSED, "beit-dynamo-*", "not trained here: *.relative_position_bias_table *"),
     (COMPUTED, "*-dynamo-*", "*.parametrizations.weight.original*"),
     (COMPUTED, "*-dynamo-*", "trained here only: mul (*)"),
     (TWICE, "rwkv-dynamo-fresh", "not trained here: *.time_mix_* (16)"),

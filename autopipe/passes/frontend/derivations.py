@@ -62,9 +62,12 @@ class Step:
     """Transpose's order of the axes."""
     operand: np.ndarray | None = None
     """The other operand: Gather's indices, what Add adds, Mul multiplies by, Sub takes the tensor from."""
+    other: str = ""
+    """Name of the parameter that is the other operand in place of `operand`."""
 
-    def apply(self, array: np.ndarray) -> np.ndarray:
-        other: Any = self.operand
+    def apply(self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
+        """Return the result; `others` has the parameters that are other operands, by name."""
+        other: Any = self.operand if others is None or not self.other else others[self.other]
         match self.operator:
             case "Transpose":
                 return array.transpose(self.perm)
@@ -97,11 +100,29 @@ class Step:
         return Step("Reshape", shape)
 
 
-def applied(steps: tuple[Step, ...], array: np.ndarray) -> np.ndarray:
+def applied(steps: tuple[Step, ...], array: np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
     """Return the result of all steps, in their order."""
     for step in steps:
-        array = step.apply(array)
+        array = step.apply(array, others)
     return array
+
+
+def weighted_sum(elements: Mapping[str, np.ndarray], result: np.ndarray) -> tuple[Step, ...] | None:
+    """Return the operators that make `result` of the first of `elements`, scalars by name, as a constant of at most two
+    digits times the sum of all; None if it is not one."""
+    numbers = [float(each.reshape(())) for each in elements.values()]
+    total = sum(numbers)
+    size = sum(map(abs, numbers))
+    wanted = float(result.reshape(()))
+    if not total or not wanted:
+        return None
+    factor = float(f"{wanted / total:.2g}")
+    if abs(factor * total - wanted) > ROUNDINGS * abs(factor) * size:
+        return None
+    shape = result.shape
+    steps = [Step("Reshape", shape)] if next(iter(elements.values())).shape != shape else []
+    steps += [Step("Add", shape, other=name) for name in list(elements)[1:]]
+    return (*steps, Step("Mul", shape, operand=np.full((), factor, result.dtype)))
 
 
 def derived(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.graph import DType, FileSlice, FoldedSlice, Parameter, Value
-from autopipe.passes.frontend.derivations import Step, applied, derived
+from autopipe.passes.frontend.derivations import Step, applied, derived, weighted_sum
 from autopipe.passes.frontend.elements import sliced_numbers
 from autopipe.passes.frontend.merged_parameters import LOOKUPS, SAME
 from autopipe.passes.frontend.parameters import LARGEST_LOOK, RESIZED, Roles
@@ -56,6 +56,8 @@ INDEXING = frozenset({"arange", "iota"})
 """Traced operators that make indices: other operators besides them may compute indices, rather than elements."""
 SMOOTH = frozenset({"sigmoid", "tanh", "softmax", "silu", "gelu", "relu", "softplus", "exp", "sqrt", "rsqrt"})
 """Traced operators that no index is computed with."""
+SUMMING = frozenset({"sum", "mean", "mul", "div", "neg"}) | SAME
+"""Traced operators of a sum of elements with a constant factor."""
 NORMALIZING = re.compile(r"batch_norm|instance_norm")
 """In the target of a traced call: normalizations that an exporter folds into the weights before them."""
 INDEXED_FIRST = re.compile(r"\(args = \(%\w+, \[%\w+\]\)")
@@ -73,8 +75,14 @@ class Folded:
     source: Parameter | str
     steps: tuple[Step, ...]
 
-    def apply(self, array: np.ndarray) -> np.ndarray:
-        return applied(self.steps, array)
+    def apply(self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
+        """Return the tensor; `others` has the parameters that are other operands, by name."""
+        return applied(self.steps, array, others)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Names of the parameters that are other operands."""
+        return tuple(step.other for step in self.steps if step.other)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -270,6 +278,7 @@ class _Folds:
         for the parameter. The others are computed from that one, or are other parts.
         """
         by_rank = sorted(tensors, key=lambda each: self._rank(each, origin))
+        unknown: list[Parameter] = []
         bases: list[Parameter] = []
         for each in by_rank:
             name = each.value.name
@@ -280,7 +289,7 @@ class _Folds:
             layout = self._layout(each, origin) if not bases else None
             if layout is not None:
                 self._name(each, origin, layout)
-            elif bases and self._overlaps(each, bases):
+            elif self._is_new_lookup(each) or (bases and self._overlaps(each, bases)):
                 self.result.refused[name] = (origin,)
                 continue
             elif self._is_moved(name):
@@ -290,9 +299,42 @@ class _Folds:
             elif (masked := self._masked_table(each)) is not None:
                 self.result.folded[name] = masked
             elif not self._has_form(each, origin):
-                self.result.refused[name] = (origin,)
+                unknown.append(each)
                 continue
             bases.append(each)
+        for each in unknown:
+            if not self._is_sum(each, bases):
+                self.result.refused[each.value.name] = (origin,)
+
+    def _is_sum(self, tensor: Parameter, bases: list[Parameter]) -> bool:
+        """Record that a scalar is a constant times the sum of `bases`, the elements of one parameter; return False if
+        it is not, or if the traced operators are not those of a sum."""
+        operators = self.roles.signature.operators(tensor.value.name)
+        is_read = tensor.value.dtype in (DType.FLOAT32, DType.FLOAT64)
+        if (
+            not is_read
+            or tensor.value.elements > 1
+            or not operators <= SUMMING
+            or operators.isdisjoint({"sum", "mean"})
+        ):
+            return False
+        elements: dict[str, np.ndarray] = {}
+        for base in bases:
+            folded = self.result.folded.get(base.value.name)
+            source = base if folded is None else folded.source
+            array = self.numbers(source) if isinstance(source, Parameter) else None
+            if array is None or array.size > 1:
+                return False
+            assert isinstance(source, Parameter)
+            elements[source.value.name] = array
+        result = self.numbers(tensor)
+        steps = None if result is None or not elements else weighted_sum(elements, result)
+        if steps is None:
+            return False
+        first = self.result.folded.get(bases[0].value.name)
+        name = bases[0].value.name if first is None else next(iter(elements))
+        self.result.folded[tensor.value.name] = Folded(tensor.value, name, steps)
+        return True
 
     def _rank(self, tensor: Parameter, origin: str) -> tuple[int, int]:
         """Return the place of a tensor among those that may stand for a parameter: known layouts first, then
@@ -310,6 +352,14 @@ class _Folds:
             if steps is not None:
                 return Folded(tensor.value, base.value.name, steps)
         return None
+
+    def _is_new_lookup(self, tensor: Parameter) -> bool:
+        """Return True if elements of a new table, all equal, were looked up: nothing tells which of them are one."""
+        operators = self.roles.signature.operators(tensor.value.name)
+        if operators.isdisjoint(LOOKUPS | {"gather"}) or tensor.value.elements == 1:
+            return False
+        array = self.numbers(tensor)
+        return array is not None and array.nbytes <= LARGEST_LOOK and is_uniform(array)
 
     def _overlaps(self, tensor: Parameter, bases: list[Parameter]) -> bool:
         """Return True if elements of a tensor may be elements of one of `bases`, too."""
@@ -605,7 +655,7 @@ class _Folds:
 
     def _masked_table(self, parameter: Parameter) -> Folded | None:
         array = self.numbers(parameter)
-        if array is None or parameter.value.bytes > LARGEST_LOOK:
+        if array is None or array.ndim < 2 or parameter.value.bytes > LARGEST_LOOK:
             return None
         return self._masked(parameter, array)
 
@@ -616,7 +666,7 @@ class _Folds:
         biases that it hides.
         """
         operators = self.roles.signature.operators(parameter.value.name)
-        if not parameter.trainable or len(array) < 2 or "masked_fill" not in operators:
+        if not parameter.trainable or array.ndim < 2 or "masked_fill" not in operators:
             return None
         plain = int(np.argmax(array.reshape(len(array), -1).min(axis=1)))
         row = array[plain : plain + 1]

@@ -224,7 +224,9 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
     for number, step in enumerate(folded.steps, 1):
         result = name if number == len(folded.steps) else f"{name}/{number}"
         operands: tuple[str, ...] = (operand,)
-        if step.operator in STEP_OPERANDS:
+        if step.other:
+            operands = (operand, step.other)
+        elif step.operator in STEP_OPERANDS:
             held = f"{result}/{STEP_OPERANDS[step.operator]}"
             array = np.asarray(step.shape, np.int64) if step.operand is None else step.operand
             sweep.hold(held, array, DType.INT64 if array.dtype == np.int64 else dtype)

@@ -172,3 +172,39 @@ def test_equal_scalars_folded_from_one_parameter_may_be_two(tmp_path: Path) -> N
     }
     feeds = random_feeds(read.graph)
     assert_close(run_read(read, feeds), run(tmp_path / "model.onnx", feeds))
+
+
+def test_a_function_of_a_scalar_is_not_trained_as_the_scalar(tmp_path: Path) -> None:
+    held = {"sigmoid": np.float32(0.75).reshape(())}
+    proto = torch_export([node("Mul", "x sigmoid", "y")], {"x": [4, 5]}, held, ("p",), folded={"sigmoid": ["p"]})
+    read = read_model(saved(proto, tmp_path))
+    assert weights(read.graph) == {"sigmoid": False}
+    assert [each.why for each in read.tensors] == ["computed from 'p'; export with optimize=False to train it"]
+
+
+@pytest.mark.parametrize("factor", [0.5, -2.0])
+def test_a_sum_of_elements_that_are_used_one_by_one_is_computed_from_them(factor: float, tmp_path: Path) -> None:
+    """Weights of several losses, each the exponential of a parameter whose sum is added to the loss."""
+    elements = np.array([0.3, -1.1], np.float32)
+    held = {
+        "select": np.exp(elements[0]),
+        "select_1": np.exp(elements[1]),
+        "mul_3": np.float32(factor * elements.sum()),
+    }
+    held = {name: np.asarray(number, np.float32) for name, number in held.items()}
+    folded = {"select": ["s", "exp"], "select_1": ["s", "exp"], "mul_3": ["s", "sum_1"]}
+    nodes = [node("Mul", "x select", "a"), node("Mul", "a select_1", "b"), node("Add", "b mul_3", "y")]
+    proto = torch_export(nodes, {"x": [4, 5]}, held, ("s",), folded=folded)
+    checked(proto, tmp_path, {"select/log": elements[0], "select_1/log": elements[1]})
+    held["mul_3"] = np.asarray(factor * elements.sum() + 0.0123, np.float32)
+    proto = torch_export(nodes, {"x": [4, 5]}, held, ("s",), folded=folded)
+    assert weights(read_model(saved(proto, tmp_path)).graph)["mul_3"] is False
+
+
+def test_a_new_table_that_is_looked_up_is_not_trained_in_its_place(tmp_path: Path) -> None:
+    """Its elements are equal, so that nothing tells which of them are one."""
+    held = {"index": np.zeros((3, 3), np.float32)}
+    proto = torch_export(
+        [node("Add", "x index", "y")], {"x": [3, 3]}, held, ("p",), folded={"index": ["p", "arange", "sub"]}
+    )
+    assert weights(read_model(saved(proto, tmp_path)).graph) == {"index": False}
