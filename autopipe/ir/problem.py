@@ -184,6 +184,9 @@ class LossDivision:
     """Factor of the loss of each micro-batch in the loss of the step; None for 1 / the number of micro-batches."""
     exact: Annotated[bool, Sparse()] = True
     """False if the loss of the step is not that of its whole batch: statistics, or losses, are per micro-batch."""
+    divisible: Annotated[bool, Sparse()] = True
+    """False if the loss of a batch does not follow from those of its parts. A validation then takes whole batches
+    only."""
 
 
 AVERAGED = LossDivision()

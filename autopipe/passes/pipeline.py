@@ -462,7 +462,7 @@ def _loss_division(request: Request, model: Model, batching: Batching, runner: R
 
     Raises InfeasibleError if the losses of micro-batches do not make the loss of the step.
     """
-    if batching.micro_batches == 1 and not batching.sizes:
+    if model.mode is not Mode.TRAIN:
         return AVERAGED, batching
     if model.loss not in runner.loss_forms:
         first = read(request, runner)

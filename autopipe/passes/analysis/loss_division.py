@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.errors import ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.graph import COUNTED_LABELS
 from autopipe.ir.problem import AVERAGED, LossDivision, Mode
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
@@ -28,8 +28,8 @@ def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
         return loss_form(model.graph, model.loss, None, model.batch)
     try:
         first, second = (read(size) for size in _SIZES)
-    except ConfigurationError:
-        return None  # The file fixes the batch to one sample.
+    except (ConfigurationError, ModelError):
+        return None  # The file fixes the batch to one sample, by its inputs or by shapes inside.
     return loss_form(first.graph, first.loss, second.graph, None)
 
 
@@ -40,8 +40,10 @@ def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: 
     `model` is for one micro-batch, `form` is as `form_of` returns it. Raises InfeasibleError if the loss of the step
     does not follow from the losses of micro-batches.
     """
-    if model.mode is not Mode.TRAIN or batching.micro_batches == 1:
+    if model.mode is not Mode.TRAIN:
         return AVERAGED
+    if batching.micro_batches == 1:
+        return LossDivision(divisible=form is None or form.kind is not LossKind.MIXED)
     if model.graph.has(COUNTED_LABELS):
         # The sum over labels and their number are added up, each by itself.
         if form is not None and form.kind is not LossKind.SUM and form.samples != batching.micro_batch_size:
@@ -54,16 +56,19 @@ def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: 
     if form is None:
         return LossDivision(1.0 if normalize == "sum" else None, exact)
     if normalize == "sum":
-        return LossDivision(1.0, exact and form.kind is LossKind.SUM and form.divisor is None)
+        is_sum = form.kind is LossKind.SUM and form.divisor is None
+        return LossDivision(1.0, exact and is_sum, form.kind is not LossKind.MIXED)
     if normalize == "micro_batches":
-        return LossDivision(None, exact and form.kind is LossKind.MEAN)
+        return LossDivision(None, exact and form.kind is LossKind.MEAN, form.kind is not LossKind.MIXED)
     if form.kind is LossKind.MEAN:
         return LossDivision(None, exact)
     if form.kind is LossKind.SUM:
         weight = form.samples / batching.batch_size if form.divisor and form.samples else 1.0
         return LossDivision(weight, exact)
     if form.samples == batching.micro_batch_size:
-        return LossDivision(None, False)  # The file itself says which samples a loss is computed from.
+        return LossDivision(
+            None, exact=False, divisible=False
+        )  # The file itself says which samples a loss is computed from.
     raise _not_divisible(form, model, batching)
 
 

@@ -37,8 +37,12 @@ def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:
 
 
 class EverySample(Source):
-    """All samples of a source that ends, once. Its last batch is filled up with the last sample, of which there may be
-    another batch: it has a whole micro-batch of it, unless labels that are ignored do the filling."""
+    """All samples of a source that ends, once.
+
+    The last batch is filled up with the last sample, of which there may be another batch: it has a whole micro-batch of
+    that sample, unless labels that are ignored do the filling. If the loss of a batch does not follow from the losses
+    of its parts, samples that fill no batch are left out.
+    """
 
     def __init__(self, manifest: Manifest, source: Source) -> None:
         super().__init__(manifest, START)
@@ -51,7 +55,7 @@ class EverySample(Source):
         """A batch, filled up where samples lack, or 0 where all have been there. Steps are asked for in order."""
         batch, size = self._manifest.batch_size, self._manifest.micro_batch_size
         if self.samples is None and (count := self.source.count(step)) < batch:
-            self.samples = step * batch + count
+            self.samples = step * batch + (count if self._manifest.loss_division.divisible else 0)
         if self.samples is None:
             return batch
         filling = -self.samples % size
@@ -149,7 +153,8 @@ class Evaluator:
             number += 1
         rank.evaluated = None
         if not source.samples:
-            raise ConfigurationError("there is no sample to validate on", where=data or "")
+            few = "no sample" if self._manifest.loss_division.divisible else "no whole batch"
+            raise ConfigurationError(f"there is {few} to validate on", where=data or "")
         counted = float(rank.counted) if by_label and rank.counted is not None else 0.0
         shares = rank.transport.gather_numbers([total, counted])
         loss = sum(share for share, _ in shares)

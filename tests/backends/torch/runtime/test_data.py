@@ -25,6 +25,7 @@ from autopipe.backends.torch.runtime.data import (
 from autopipe.backends.torch.runtime.sample_order import Position
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
+from autopipe.ir.problem import AVERAGED, LossDivision
 from autopipe.ir.program import InputBounds, InputRange, Output
 from autopipe.ir.training import DataSettings
 
@@ -49,6 +50,7 @@ class Batches:
     micro_batch_size: int = 2
     train: bool = True
     outputs: tuple[Output, ...] = (Output(Value("mean", DType.FLOAT32, ()), None, ()),)
+    loss_division: LossDivision = AVERAGED
 
     @property
     def batch_size(self) -> int:

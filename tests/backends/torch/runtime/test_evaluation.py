@@ -15,6 +15,7 @@ from autopipe.backends.torch.runtime.data import open_source
 from autopipe.backends.torch.runtime.evaluation import EverySample
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.sample_source import Source
+from autopipe.ir.problem import LossDivision
 from autopipe.ir.program import InputRange
 from tests.backends.torch.runtime.test_data import Batches, input_range
 
@@ -67,6 +68,17 @@ def test_ignored_labels_count_for_nothing(samples: int, micro_batches: int) -> N
                 total += float(row[row != -100].mean()) * weight
         step += 1
     assert total == pytest.approx(sum(range(samples)))
+
+
+def test_batches_that_cannot_be_divided_are_taken_whole() -> None:
+    manifest = manifest_of(VALUES)
+    indivisible = cast(Manifest, replace(cast(Batches, manifest), loss_division=LossDivision(divisible=False)))
+    for samples, whole in ((12, 12), (23, 12), (24, 24), (11, 0)):
+        data, step = EverySample(indivisible, cast(Source, Counted(manifest, samples))), 0
+        while data.count(step):
+            assert data.weight(step * 12, 6) == data.weight(step * 12 + 6, 6) == 6
+            step += 1
+        assert (data.samples, step) == (whole, whole // 12)
 
 
 def test_functions_and_files_are_gone_through_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
