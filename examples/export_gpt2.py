@@ -1,4 +1,4 @@
-"""Exports a small GPT-2 of `transformers`, its loss in the graph, and writes data for it: gpt2.onnx and tokens.npz."""
+"""Makes a small GPT-2 of `transformers` with its loss, for `autopipe export`; run as a script, writes tokens.npz."""
 
 import numpy as np
 import torch
@@ -19,18 +19,15 @@ class NextTokenLoss(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-torch.manual_seed(0)
-config = GPT2Config(vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=128, n_layer=6, n_head=4,
-                    bos_token_id=None, eos_token_id=None)  # fmt: skip
-module = NextTokenLoss(GPT2LMHeadModel(config)).eval()  # eval: without dropout
-with torch.no_grad():  # as after training, no two parameters are equal: the exporter would make one of them
-    for parameter in module.parameters():
-        parameter.add_(0.01 * torch.randn_like(parameter))
-sample = torch.zeros(2, SEQUENCE, dtype=torch.int64)
-shapes = ({0: torch.export.Dim("batch")},) * 2
-program = torch.onnx.export(module, (sample, sample.clone()), dynamo=True, input_names=["tokens", "labels"],
-                            output_names=["loss"], dynamic_shapes=shapes)  # fmt: skip
-program.save("gpt2.onnx")
+def factory() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=128, n_layer=6, n_head=4,
+                        bos_token_id=None, eos_token_id=None)  # fmt: skip
+    module = NextTokenLoss(GPT2LMHeadModel(config)).eval()  # eval: without dropout
+    tokens = torch.randint(VOCABULARY, (2, SEQUENCE + 1))
+    return module, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
-text = np.random.default_rng(0).zipf(1.3, (256, SEQUENCE + 1)) % VOCABULARY
-np.savez("tokens.npz", tokens=text[:, :-1], labels=text[:, 1:])
+
+if __name__ == "__main__":
+    text = np.random.default_rng(0).zipf(1.3, (256, SEQUENCE + 1)) % VOCABULARY
+    np.savez("tokens.npz", tokens=text[:, :-1], labels=text[:, 1:])

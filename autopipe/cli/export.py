@@ -14,7 +14,7 @@ import click
 from autopipe.cli.export_check import compare
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output
-from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.files import INLINE_LIMIT
 from autopipe.ir.output_files import replacing, scratch_folder
 from autopipe.ir.output_kinds import ONNX, OutputFile, check_data_file
@@ -72,11 +72,18 @@ def made_by(factory: str) -> dict[str, Any]:
     place, _, name = factory.rpartition(":")
     if not place:
         raise ConfigurationError(f"{factory!r} names no function", "give FILE.py:FUNCTION or MODULE:FUNCTION")
-    module = _file_module(Path(place)) if place.endswith(".py") else _path_module(place)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigurationError(f"{place} has no function {name!r}")
-    found = function()
+    try:
+        module = _file_module(Path(place)) if place.endswith(".py") else _path_module(place)
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise ConfigurationError(f"{place} has no function {name!r}")
+        found = function()
+    except AutopipeError:
+        raise
+    except Exception as error:  # The user's code may raise anything.
+        first = next(iter(str(error).splitlines()), "")
+        message = f"{factory} raises {type(error).__name__}: {first}"
+        raise ConfigurationError(message, "--debug shows the traceback") from error
     if isinstance(found, Mapping):
         if not {"module", "example"} <= found.keys() <= set(_FIELDS):
             raise ConfigurationError(f"{factory} returns a mapping of {sorted(found)}", f"its keys are {_FIELDS}")

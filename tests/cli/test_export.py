@@ -17,6 +17,7 @@ from torch import nn
 import autopipe
 from autopipe.ir.errors import AutopipeError, ConfigurationError, VerificationError
 from autopipe.passes.frontend import read_model
+from autopipe.passes.frontend.scopes import layers_of
 from tests.cli.command_line import CommandLine
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("here")]
@@ -156,6 +157,17 @@ def test_frozen_parameters_and_names_are_kept(tmp_path: Path) -> None:
     assert {each.value.name for each in graph.parameters} == module.state_dict().keys() - {"norm.num_batches_tracked"}
 
 
+def test_layers_have_the_names_of_the_module(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, CLASSES)))
+    _, labels = example()
+    rows = torch.randn(SAMPLES, WIDTH)
+    path = autopipe.export(module, rows, tmp_path / "model.onnx", loss=F.cross_entropy, labels=labels)
+    read = read_model(path)
+    layers = dict(zip([node.op for node in read.graph.nodes], layers_of(read.source, read.graph), strict=True))
+    assert layers["Tanh"] == "1"
+    assert layers["SoftmaxCrossEntropyLoss"] == ""
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_labels_are_smoothed_as_the_loss_says(smoothing: float, tmp_path: Path) -> None:
     written(made().eval(), tmp_path, nn.CrossEntropyLoss(label_smoothing=smoothing))
@@ -219,6 +231,14 @@ def by_name():
     return {"module": nn.Linear(WIDTH, 1), "example": torch.ones(2, WIDTH)}
 
 
+def failing():
+    raise ValueError("no data")
+
+
+def no_module():
+    return "model", torch.ones(2, WIDTH)
+
+
 def wrong():
     return nn.Linear(WIDTH, 1)
 """
@@ -241,6 +261,8 @@ def test_the_command_exports_what_a_factory_returns(command_line: CommandLine) -
     assert (command_line.folder / "model.onnx").exists()
     command_line.refuses(2, ("export", "small.py:wrong"), "small.py:wrong returns a Linear")
     command_line.refuses(2, ("export", "small.py:absent"), "absent")
+    command_line.refuses(2, ("export", "small.py:failing"), "small.py:failing raises ValueError: no data")
+    command_line.refuses(2, ("export", "small.py:no_module"), "a str is no torch.nn.Module")
     command_line.refuses(2, ("export", "small.py"), "names no function")
     command_line.refuses(2, ("export", "none.py:factory"), "none.py does not exist")
     command_line.refuses(2, ("export", "no_such_module:factory"), "no_such_module")

@@ -7,7 +7,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,17 +23,20 @@ TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$|`(?P<inline>autopipe [^`]+)`", re.MULTILINE | re.DOTALL)
 """A block of code, or a command inside a sentence."""
 WITHOUT = """
-import runpy, sys
+import sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name in sys.argv[2:]:
+        if name in sys.argv[1].split(","):
             raise ModuleNotFoundError(f"the tutorial does not install {name}", name=name)
 
 sys.meta_path.insert(0, Finder())
-runpy.run_path(sys.argv[1], run_name="__main__")
+from autopipe.cli.main import main
+sys.exit(main(sys.argv[2:]))
 """
-"""Program that runs a script as if modules were not installed: the words behind the script's path."""
+"""Program that runs a command of autopipe as if the modules of its first word were not installed."""
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+"""Requirements of autopipe's extras."""
 EXPORTER = "onnxscript"
 """Package that torch's exporter imports and that neither torch nor transformers requires."""
 EDIT = "cp -r four.plan edited.plan && $EDITOR edited.plan/placement.yaml"
@@ -55,10 +59,10 @@ class Reader:
 
     def do(self, kind: str, text: str) -> None:
         """Follow one block."""
-        if kind == "python" and text.startswith('"""Exports'):
+        if kind == "python" and text.startswith('"""Makes'):
             assert text == SCRIPT.read_text(encoding="utf-8")
-            words = [sys.executable, "-c", WITHOUT, str(SCRIPT), *sorted(self.missing)]
-            subprocess.run(words, cwd=self.folder, check=True, capture_output=True)
+            shutil.copy(SCRIPT, self.folder)
+            subprocess.run([sys.executable, SCRIPT.name], cwd=self.folder, check=True, capture_output=True)
         elif kind == "python":
             self._find_in_programs(text)
         elif kind == "yaml":
@@ -66,8 +70,7 @@ class Reader:
         elif kind == "sh":
             for command in text.splitlines():
                 if command.startswith("pip install"):
-                    packages = shlex.split(command, comments=True)[2:]
-                    self.missing = {EXPORTER} - set(packages)
+                    self.missing = {EXPORTER} - installed(shlex.split(command, comments=True)[2:])
                 else:
                     self._type(command, "")
         else:
@@ -105,8 +108,13 @@ class Reader:
         if failing and "edited.plan" in words:
             self._edit(first=False)
         self.capture.readouterr()
-        code = main(words[1:])
-        said = "".join(self.capture.readouterr())
+        if words[1] == "export":
+            start = [sys.executable, "-c", WITHOUT, ",".join(self.missing)]
+            done = subprocess.run([*start, *words[1:]], cwd=self.folder, check=False, capture_output=True, text=True)
+            code, said = done.returncode, done.stdout + done.stderr
+        else:
+            code = main(words[1:])
+            said = "".join(self.capture.readouterr())
         assert bool(code) == failing, f"{command} ended with {code}: {said}"
         labels = {label(line) for line in said.splitlines()}
         missing = {label(line) for line in shown.splitlines() if line != "..."} - labels
@@ -123,6 +131,17 @@ class Reader:
         (self.folder / "edited.plan" / "placement.yaml").write_text(text, encoding="utf-8")
 
 
+def installed(words: Iterable[str]) -> set[str]:
+    """Return the names of the packages that `pip install` installs for these words, autopipe's extras included."""
+    found: set[str] = set()
+    for word in words:
+        name, _, rest = re.split(r"[<>=;]", word)[0].partition("[")
+        found.add(name)
+        for extra in rest.rstrip("]").split(",") if name in (".", "autopipe") and rest else ():
+            found |= installed(EXTRAS[extra])
+    return found
+
+
 def label(line: str) -> str:
     """How a line begins, up to its first figure, column or path; empty where that is no word."""
     start = re.split(r"\d|\s{2,}|/", line.strip(" │┃"))[0].strip()
@@ -135,6 +154,7 @@ def test_every_command(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "132")  # Rows of tables that the tutorial shows are one line each.
     reader = Reader(tmp_path, capfd)
     for found in BLOCK.finditer(TUTORIAL):
         if inline := found["inline"]:

@@ -6,6 +6,7 @@ if a file has no place for them, into its metadata.
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import re
@@ -28,6 +29,10 @@ _LOSS: Final = "loss"
 """Name of the output that is the module's loss."""
 _MODULE: Final = "module."
 """Prefix of the names in `_WithLoss` that the module's own names have."""
+_SCOPES: Final = "pkg.torch.onnx.name_scopes"
+"""Key of a node's metadata: the modules around it, outermost first, and its own name."""
+_CLASSES: Final = "pkg.torch.onnx.class_hierarchy"
+"""Key of a node's metadata: the classes of these modules, and the traced operator."""
 _SIGNATURE: Final = "pkg.torch.export.ExportedProgram.graph_signature"
 """Key of the graph's metadata in which torch says which tensors are parameters."""
 
@@ -88,6 +93,8 @@ def subject_of(
     """Return the module and its example inputs as they are exported. Raises ConfigurationError if these do not fit."""
     if (loss is None) != (labels is None):
         raise ConfigurationError("loss and labels go together", "labels is an example of what loss compares with")
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(f"a {type(module).__name__} is no torch.nn.Module")
     named = dict(example) if isinstance(example, Mapping) else {}
     positional: list[torch.Tensor] = []
     if isinstance(example, torch.Tensor):
@@ -140,6 +147,7 @@ def exported(subject: Subject) -> torch.onnx.ONNXProgram:
     place = loss_among(results[-len(program.model.graph.outputs) :])
     if place is not None:
         program.model.graph.outputs[place].name = _LOSS
+    _name_scopes(program.model, subject)
     _name_batch(program.model)
     return program
 
@@ -206,6 +214,18 @@ def _name_tensors(model: Any, subject: Subject) -> None:
     model.graph.metadata_props[_SIGNATURE] = signature.replace(f"target='{_MODULE}", "target='")
     frozen = [name for name, parameter in subject.parameters().items() if not parameter.requires_grad]
     model.metadata_props[_FROZEN] = json.dumps(frozen)
+
+
+def _name_scopes(model: Any, subject: Subject) -> None:
+    """Give the modules around each node of the file their names in the user's module."""
+    for node in model.graph:
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+        classes = ast.literal_eval(node.metadata_props.get(_CLASSES, "[]"))
+        if len(scopes) < 3 or f"{scopes[1]}." != _MODULE:
+            continue  # A part of the loss.
+        inner = [subject.name_of(scope) for scope in scopes[2:]]
+        node.metadata_props[_SCOPES] = str(["", *inner])
+        node.metadata_props[_CLASSES] = str(classes[1:])
 
 
 def _exchanged(text: str, first: str, second: str) -> str:
