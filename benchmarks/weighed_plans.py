@@ -23,7 +23,7 @@ from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.bars import Bar
-from autopipe.cli.output import Output, Verbosity, bytes_text, seconds_text, write_texts
+from autopipe.cli.output import Output, Verbosity, seconds_text, write_texts
 from autopipe.cli.profile_programs import exchanges_of, parsed_sizes
 from autopipe.cli.profile_session import Profiling, processor
 from autopipe.cli.request import request_of
@@ -34,6 +34,7 @@ from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text, merged, r
 from autopipe.ir.plan import Choice
 from autopipe.ir.program import Program
 from autopipe.ir.timeline import Timeline
+from autopipe.ir.words import bytes_text
 from autopipe.passes.auto.choose import weigh
 from autopipe.passes.auto.search import CandidateTrial, ScheduleOutcome
 from autopipe.passes.lower.lower import lower

@@ -25,12 +25,13 @@ from autopipe.backends.torch.checkpoint import (
     read_checkpoint,
 )
 from autopipe.cli.options import FORCE, PATH, standard_options
-from autopipe.cli.output import Output, bytes_text, facts_table, plain_table
+from autopipe.cli.output import Output, facts_table, plain_table
 from autopipe.configs.yaml_source import BYTES
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import whole
 from autopipe.ir.output_kinds import ONNX, SAFETENSORS, SAFETENSORS_INDEX, OutputFile
+from autopipe.ir.words import bytes_text, plural
 
 if TYPE_CHECKING:
     from autopipe.passes.export import Numbers
@@ -70,8 +71,8 @@ class FoundCheckpoint:
 
     def __str__(self) -> str:
         held = self.checkpoint
-        ranks = "1 rank" if held.world_size == 1 else f"{held.world_size} ranks"
-        return f"step {held.step}: {held.samples:,} samples, {ranks}, {bytes_text(self.bytes)}"
+        ranks = "1 rank" if held.world_size == 1 else f"{held.world_size} {plural(held.world_size, 'rank')}"
+        return f"step {held.step}: {held.samples:,} {plural(held.samples, 'sample')}, {ranks}, {bytes_text(self.bytes)}"
 
     def form(self) -> dict[str, object]:
         """The checkpoint without its parameters, for programs to read."""
@@ -223,7 +224,10 @@ def export(
     told = {name: getattr(written, name) for name in ("replaced", "added", "bytes")}
     facts = {"files": written.files, "model": path, "step": held.step, "parameters": len(numbers)}
     beside = f" and {written.files[1].name}" if len(written.files) > 1 else ""
-    what = f"{len(numbers)} parameters after {held.step} steps, {bytes_text(written.bytes)} of weights"
+    what = (
+        f"{len(numbers)} {plural(len(numbers), 'parameter')} after {held.step} "
+        f"{plural(held.step, 'step')}, {bytes_text(written.bytes)} of weights"
+    )
     output.report({"path": target, **facts, **told}, f"{target}{beside}: {what}")
 
 
@@ -247,8 +251,12 @@ def _write_weights(output: Output, sharded: ShardedOutput, tensors: Sequence[Num
     with output.progress("writing", total=sum(each.value.bytes for each in tensors)) as bar:
         files, size = write_safetensors(sharded.target, tensors, bar.advance, sharded.most)
     facts = {"path": files[-1], "files": files, "step": step, "parameters": len(tensors), "bytes": size}
-    shards = f" in {len(files) - 1} files" if len(files) > 1 else ""
-    output.report(facts, f"{files[-1]}: {len(tensors)} parameters after {step} steps, {bytes_text(size)}{shards}")
+    shards = f" in {len(files) - 1} {plural(len(files) - 1, 'file')}" if len(files) > 1 else ""
+    output.report(
+        facts,
+        f"{files[-1]}: {len(tensors)} {plural(len(tensors), 'parameter')} after "
+        f"{step} {plural(step, 'step')}, {bytes_text(size)}{shards}",
+    )
 
 
 @checkpoint.command(name="import")
@@ -277,16 +285,24 @@ def import_weights(output: Output, weights: Path, model: Path, target: Path, par
         raise ConfigurationError(*_unmatched(matched, weights, model))
     if matched.missing:
         count = len(matched.missing)
-        output.note(f"{count} parameters of {model} keep their weights, the first is {matched.missing[0]!r}")
+        output.note(
+            f"{count} {plural(count, 'parameter')} of {model} keep their weights, the first is {matched.missing[0]!r}"
+        )
     if matched.unused:
-        output.note(f"{len(matched.unused)} tensors are not in {model}, the first is {matched.unused[0]!r}")
+        output.note(
+            f"{len(matched.unused)} {plural(len(matched.unused), 'tensor is', 'tensors are')} "
+            f"not in {model}, the first is {matched.unused[0]!r}"
+        )
     if matched.passed_over:
         named = repr(matched.passed_over[0])
-        output.note(f"{len(matched.passed_over)} tensors of which {model} needs nothing, the first is {named}")
+        output.note(
+            f"{len(matched.passed_over)} {plural(len(matched.passed_over), 'tensor')} "
+            f"of which {model} needs nothing, the first is {named}"
+        )
     with output.progress("writing", total=sum(each.value.bytes for each in matched.numbers.values())) as bar:
         written = write_trained(model, target, matched.numbers, bar.advance, force=force)
     facts = {"path": target, "files": written.files, "parameters": len(matched.numbers)}
-    told = f"{target}: {len(matched.numbers)} parameters from {weights}"
+    told = f"{target}: {len(matched.numbers)} {plural(len(matched.numbers), 'parameter')} from {weights}"
     output.report(facts | {"missing": matched.missing, "unused": matched.unused}, told)
 
 
@@ -294,7 +310,10 @@ def _unmatched(matched: MatchedWeights, weights: Path, model: Path) -> tuple[str
     """Return the message and the hint of the error that one side has tensors that the other has not."""
     parts = []
     if matched.missing:
-        count = f"{len(matched.missing)} of {len(matched.missing) + len(matched.numbers)} parameters"
+        count = (
+            f"{len(matched.missing)} of {len(matched.missing) + len(matched.numbers)} "
+            f"{plural(len(matched.missing) + len(matched.numbers), 'parameter')}"
+        )
         parts.append(f"{weights} lacks {count}, the first is {matched.missing[0]!r}")
     if matched.unused:
         count = f"{len(matched.unused)} of the tensors of {weights}"
@@ -361,7 +380,7 @@ def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[Rende
     values = sum(_bytes(each.value) for each in held.parameters)
     state = sum(_bytes(tensor) for each in held.parameters for _, tensor in each.state)
     elements = sum(whole(each.value.shape).elements for each in held.parameters)
-    total = f"{elements:,} in {len(held.parameters):,} tensors, {bytes_text(values)}"
+    total = f"{elements:,} in {len(held.parameters):,} {plural(len(held.parameters), 'tensor')}, {bytes_text(values)}"
     about = facts_table()
     facts = {
         "of step": held.step,

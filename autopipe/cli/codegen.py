@@ -18,6 +18,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.program import FORWARD, REFERENCE, Program, RankCode, StageCode
 from autopipe.ir.rounding import Rounding
 from autopipe.ir.training import Evaluation
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.rounding import rounding_of
 from autopipe.passes.analysis.training import matrices
 from autopipe.passes.frontend.cleanup import without_dropout
@@ -60,7 +61,8 @@ def codegen(
     some = f"{len(only)} of {program.world_size}" if only else f"{program.world_size}"
     output.report(
         {"program": target, "ranks": program.world_size, "written": only or None, "stages": len(program.stages)},
-        f"{some} rank programs of {len(program.stages)} stages in {target}",
+        f"{some} rank {plural(program.world_size, 'program')} of {len(program.stages)} "
+        f"{plural(len(program.stages), 'stage')} in {target}",
         f"next: {shlex.join(launch)}",
     )
 
@@ -152,7 +154,10 @@ def _stage_title(program: Program, stage: StageCode) -> str:
 
 
 def _own_size(program: Program, stage: StageCode) -> str:
-    return f"{program.micro_batches * stage.ratio} micro-batches of {program.micro_batch_size // stage.ratio}"
+    return (
+        f"{program.micro_batches * stage.ratio} {plural(program.micro_batches * stage.ratio, 'micro-batch')} "
+        f"of {program.micro_batch_size // stage.ratio}"
+    )
 
 
 def _rank_title(planned: PlanResult, program: Program, rank: RankCode) -> str:
@@ -166,7 +171,7 @@ def _rank_title(planned: PlanResult, program: Program, rank: RankCode) -> str:
         row = [*row[:_ROW_TASKS], "...", *row[-_ROW_TASKS:]]
     lines = [
         f"Rank {rank.rank} of {program.world_size}: stages {', '.join(stages) or 'none'}; {summary.schedule}, "
-        f"{program.micro_batches} micro-batches of {program.micro_batch_size} "
+        f"{program.micro_batches} {plural(program.micro_batches, 'micro-batch')} of {program.micro_batch_size} "
         f"(plan {planned.digest[:12]}, autopipe {VERSION}).",
         "",
         f"predicted: step {summary.step_time_s * 1e3:.3g} ms, bubble {summary.bubble_rate:.1%}, "

@@ -18,7 +18,7 @@ from autopipe.cli.drawing.report import Report, legend_markup, report_page
 from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.cli.options import FORCE, PATH, standard_options
-from autopipe.cli.output import Output, bytes_text, devices_text, plain_table, seconds_text, write_texts
+from autopipe.cli.output import Output, devices_text, plain_table, seconds_text, write_texts
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_prediction
 from autopipe.cli.plan_text import degrees_text, gap_text, number_text
 from autopipe.cli.request import request_of
@@ -30,6 +30,7 @@ from autopipe.ir.output_kinds import REPORT, OutputFile, plan_inputs
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Breakdown, Plan, Summary, plan_digest
 from autopipe.ir.timeline import Timeline
+from autopipe.ir.words import bytes_text, plural
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.pipeline import read_for
 from autopipe.passes.placement.given import NodeEntry, NodeNames, degrees_of, entries_of, layer_globs, role_globs
@@ -203,7 +204,7 @@ class Change:
 
 def _nodes_text(changes: Sequence[Change]) -> str:
     count = sum(len(change.nodes) for change in changes)
-    return f"{count} node" if count == 1 else f"{count} nodes"
+    return f"{count} node" if count == 1 else f"{count} {plural(count, 'node')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +359,7 @@ def compare_report(plans: Sequence[ComparisonPlan], diffs: Sequence[PlanDiff]) -
         subtitle += "; of devices with the same tasks one is drawn"
     pictures = tuple(each.named_picture for each in plans)
     return Report(
-        title=f"{len(plans)} plans compared",
+        title=f"{len(plans)} {plural(len(plans), 'plan')} compared",
         subtitle=subtitle,
         figures=tuple((str(each), seconds_text(each.plan.summary.step_time_s)) for each in plans),
         pictures=pictures,

@@ -19,6 +19,7 @@ from autopipe.configs.schema import field_docs
 from autopipe.configs.yaml_source import BYTES
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import describe, encode, encode_as, keys
+from autopipe.ir.words import plural
 from autopipe.passes.registry import scheduler_class, scheduler_names, strategy_class, strategy_names
 from autopipe.passes.solvers.pulp_client import AUTO, installed_solvers
 from autopipe.passes.solvers.pulp_worker import SOLVERS
@@ -65,7 +66,7 @@ def check(output: Output, file: Path) -> None:
     else:
         cluster, kind = _checked(load_configuration(file)), "configuration"
     data = {"file": str(file), "kind": kind, "valid": True, "cluster": cluster.name, "devices": cluster.size}
-    output.result(data, f"{file}: a valid {kind} ({cluster.size} devices of {cluster.name})")
+    output.result(data, f"{file}: a valid {kind} ({cluster.size} {plural(cluster.size, 'device')} of {cluster.name})")
 
 
 @config.command()

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopipe.cli.options import MODEL, PATH, standard_options
-from autopipe.cli.output import Output, bytes_text, count_text, group_text, plain_table, printable, seconds_text
+from autopipe.cli.output import Output, count_text, group_text, plain_table, printable, seconds_text
 from autopipe.cli.plan_folder import CONFIGURATION_FILE, open_plan
 from autopipe.cli.plan_text import degrees_text, over_text, reason_lines, strategy_text
 from autopipe.cli.request import request_of
@@ -27,6 +27,7 @@ from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.plan import Alternative, Choice
 from autopipe.ir.timeline import StagePrediction
+from autopipe.ir.words import bytes_text, plural
 from autopipe.passes.degree_table import DegreeRow, degree_rows
 from autopipe.passes.degrees import DEGREES
 from autopipe.passes.explain import (
@@ -187,7 +188,7 @@ def explained_device(planned: PlanResult, device: int) -> Explanation:
     kind, limit = planned.problem.cluster.devices[device].name, plan.memory_limits[device]
     step_s, busy_s = plan.summary.step_time_s, report.busy_s
     data = {"device": report, "kind": kind, "busy_s": busy_s, "step_time_s": step_s, "memory_limit_bytes": limit}
-    stages = f"stage{'s' if len(report.stages) > 1 else ''} {', '.join(map(str, report.stages))}"
+    stages = f"{plural(len(report.stages), 'stage')} {', '.join(map(str, report.stages))}"
     table = plain_table("does", "tasks", "seconds", "of the step", right=1)
     for name, count, seconds in _device_rows(report):
         if seconds > _LEAST_S:
@@ -287,7 +288,9 @@ def _node_called(planned: PlanResult, name: str) -> int:
         raise ConfigurationError(error.message, hint=error.hint, where="--node") from error
     if len(meant) > 1:
         numbers = ", ".join(map(str, meant[:8])) + (", ..." if len(meant) > 8 else "")
-        raise ConfigurationError(f"{name!r} is {len(meant)} nodes", f"give one's number: {numbers}", "--node")
+        raise ConfigurationError(
+            f"{name!r} is {len(meant)} {plural(len(meant), 'node')}", f"give one's number: {numbers}", "--node"
+        )
     return meant[0]
 
 
@@ -334,7 +337,8 @@ def explained_stage(planned: PlanResult, number: int) -> Explanation:
     }
     told = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in inside.items() if seconds)
     return data, (
-        f"stage {number} of {len(plan.placement.stages)}: devices {group_text(stage.devices)}, {len(stage.nodes)} nodes"
+        f"stage {number} of {len(plan.placement.stages)}: devices {group_text(stage.devices)}, "
+        f"{len(stage.nodes)} {plural(len(stage.nodes), 'node')}"
         f" from {first!r} to {last!r}, micro-batches of {stage.micro_batch_size}",
         f"takes {seconds_text(predicted.forward_s)} forward and {seconds_text(predicted.backward_s)} backward for a"
         f" micro-batch; {bytes_text(predicted.parameter_bytes)} of parameters",

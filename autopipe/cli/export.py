@@ -18,6 +18,7 @@ from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.files import INLINE_LIMIT
 from autopipe.ir.output_files import replacing, scratch_folder
 from autopipe.ir.output_kinds import ONNX, OutputFile, check_data_file
+from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ def export(output: Output, factory: str, path: Path, check: bool, force: bool) -
     compared = f"; {found.compared}" if found.compared else ""
     output.report(
         data,
-        f"{path}: {found.parameters} parameters{frozen}{compared}",
+        f"{path}: {found.parameters} {plural(found.parameters, 'parameter')}{frozen}{compared}",
         f"next: autopipe plan {path}",
     )
 

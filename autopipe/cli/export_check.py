@@ -22,6 +22,7 @@ from autopipe.configs.configuration import effective
 from autopipe.configs.yaml_source import Dumper, read_text
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.program import FORWARD, REFERENCE
+from autopipe.ir.words import plural
 from autopipe.passes.pipeline import make_plan
 
 if TYPE_CHECKING:
@@ -132,7 +133,10 @@ class _Comparison:
             scale = float(np.sqrt(sum(float(np.sum(np.square(each.astype(np.float64)))) for each in known.values())))
             pairs = [difference(name, found[name], each, scale) for name, each in known.items()]
             self._require_equal(pairs, manifest, step)
-        return f"loss and {len(trained)} gradients on {len(self.expected)} examples equal the module's"
+        return (
+            f"loss and {len(trained)} {plural(len(trained), 'gradient')} on "
+            f"{len(self.expected)} {plural(len(self.expected), 'example')} equal the module's"
+        )
 
     def of_outputs(self) -> str:
         """Compare the outputs of a module without a loss. Returns what was compared."""
@@ -146,7 +150,10 @@ class _Comparison:
             triples = zip(found, found.values(), expected.results, strict=False)
             pairs = [difference(f"output {name!r}", ours, known) for name, ours, known in triples]
             self._require_equal(pairs, manifest, step)
-        return f"{count} outputs on {len(self.expected)} examples equal the module's"
+        return (
+            f"{count} {plural(count, 'output')} on {len(self.expected)} "
+            f"{plural(len(self.expected), 'example')} equal the module's"
+        )
 
     def _generated(self, mode: str) -> Manifest:
         """Plan the file for one device and write its program."""

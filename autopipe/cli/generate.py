@@ -19,6 +19,7 @@ from autopipe.ir.errors import REFUSALS, CodegenError, ConfigurationError, Infea
 from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.output_kinds import NPY, TOKENS, OutputFile, plan_inputs
 from autopipe.ir.plan import PLAN_FILE
+from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
     from autopipe.backends.torch.runtime.decoder import Decoder
@@ -120,12 +121,15 @@ def generate(
     if written_to is not None:
         write_tokens(written_to, found)
     tokens = sum(map(len, found))
-    speed = f"{tokens:,} tokens in {report['seconds']:.2f} s ({tokens / report['seconds']:,.1f} a second)"
+    speed = (
+        f"{tokens:,} {plural(tokens, 'token')} in {report['seconds']:.2f} "
+        f"s ({tokens / report['seconds']:,.1f} a second)"
+    )
     lines = [] if target is not None else [" ".join(map(str, each)) for each in found]
     output.result(
         {"generated": found, "steps": report["steps"], "seconds": report["seconds"], "output": target},
         *lines,
-        f"{len(found)} sequences, {speed}" + (f", in {target}" if target is not None else ""),
+        f"{len(found)} {plural(len(found), 'sequence')}, {speed}" + (f", in {target}" if target is not None else ""),
     )
 
 
@@ -222,7 +226,9 @@ def write_prefill(
         if write_programs(wider, second).channels != read_manifest(folder).channels:
             raise InfeasibleError("its stages exchange other tensors")
     except (*REFUSALS, CodegenError) as error:
-        note(f"prompts are fed as the plan's own steps do, not {chunk} tokens a step: {error.message}")
+        note(
+            f"prompts are fed as the plan's own steps do, not {chunk} {plural(chunk, 'token')} a step: {error.message}"
+        )
         return
     second.rename(folder / PREFILL)
 

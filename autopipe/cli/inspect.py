@@ -17,6 +17,7 @@ from autopipe.cli.plan_text import trained_lines
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage, VarintSlice
 from autopipe.ir.problem import Mode
+from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
     from autopipe.ir.graph import Value
@@ -150,20 +151,28 @@ def _rows(
 ) -> Iterator[tuple[str, str]]:
     """Names, and what is said of them; no name where the one above still holds."""
     graph, axes = model.graph, dict(model.graph.batch_axes)
-    samples = f", {model.batch} sample{'s' if model.batch != 1 else ''} an evaluation" if model.batch else ""
+    samples = f", {model.batch} {plural(model.batch, 'sample')} an evaluation" if model.batch else ""
     yield "model", f"{model.path} (opset {graph.opset}{samples})"
     yield "mode", f"train, loss {model.loss!r}" if model.loss else model.mode.value
     if model.loss_choices:
         named = ", ".join(map(repr, model.loss_choices))
-        yield "", f"{len(model.loss_choices)} outputs can be the loss ({named}): name one by --set loss=NAME to train"
+        yield (
+            "",
+            f"{len(model.loss_choices)} {plural(len(model.loss_choices), 'output')} can "
+            f"be the loss ({named}): name one by --set loss=NAME to train",
+        )
     if form is not None:
         yield "loss", str(form)
     yield from _several("inputs", [_value_text(value, axes.get(value.name)) for value in graph.inputs])
     yield from _several("outputs", [_value_text(graph.type_of(name)) for name in graph.outputs])
     trained, kept = ([each.value for each in graph.parameters if each.trainable is flag] for flag in (True, False))
     elements, size = sum(value.elements for value in trained), sum(value.bytes for value in trained)
-    rest = f"; {len(kept):,} tensors not trained, {_bytes(sum(each.bytes for each in kept))}" if kept else ""
-    yield "parameters", f"{elements:,} in {len(trained):,} tensors, {_bytes(size)}{rest}"
+    rest = (
+        f"; {len(kept):,} {plural(len(kept), 'tensor')} not trained, {_bytes(sum(each.bytes for each in kept))}"
+        if kept
+        else ""
+    )
+    yield "parameters", f"{elements:,} in {len(trained):,} {plural(len(trained), 'tensor')}, {_bytes(size)}{rest}"
     yield from trained_lines(model.tensors, every)
     begins = [f"{count:,} {how}" for how, count in initial_values(graph).items()]
     rest = f", and {len(begins) - _MOST} more ways" if len(begins) > _MOST else ""
@@ -177,7 +186,8 @@ def _rows(
         yield "operations", f"{_scaled(forward)}FLOP forward, {_scaled(backward)}FLOP backward"
         yield "memory", f"{_bytes(sum(each.kept_bytes for each in work))} kept for backward"
         told = [
-            f"{each.flops / forward:.0%} of the operations in {each.nodes:,} nodes from {each.first!r}"
+            f"{each.flops / forward:.0%} of the operations in {each.nodes:,} "
+            f"{plural(each.nodes, 'node')} from {each.first!r}"
             for each in branches
         ]
         yield from _several("branches", told or ["none: one chain of work"])
@@ -211,6 +221,6 @@ def _scaled(number: float) -> str:
 def _bytes(count: float) -> str:
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.3g} {unit}" if unit != "bytes" else f"{count:.0f} bytes"
+            return f"{count:.3g} {unit}" if unit != "bytes" else f"{count:.0f} {plural(count, 'byte')}"
         count /= 1024
     return f"{count:.4g} TiB"

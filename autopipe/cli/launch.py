@@ -52,6 +52,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import followed, scratch_folder
 from autopipe.ir.output_kinds import NPY, NPZ, TRACE, OutputFile
 from autopipe.ir.training import DataSettings
+from autopipe.ir.words import plural
 
 _KEY_BYTES = 32
 _NO_END = 2**40
@@ -239,7 +240,9 @@ def _key(path: Path) -> bytes:
         raise ConfigurationError("others may read the key", hint=f"chmod 600 {path}", where=str(path))
     if len(key) < _KEY_BYTES:
         hint = f"openssl rand -hex {_KEY_BYTES} makes one"
-        raise ConfigurationError(f"the key has {len(key)} bytes, not {_KEY_BYTES} or more", hint=hint, where=str(path))
+        raise ConfigurationError(
+            f"the key has {len(key)} {plural(len(key), 'byte')}, not {_KEY_BYTES} or more", hint=hint, where=str(path)
+        )
     return key
 
 
@@ -303,7 +306,7 @@ class Launch:
         steps, epochs = self._read_data(notes.append)
         if 0 < steps <= (done := self._position().steps):
             more = "--steps or --epochs goes further"
-            output.note(f"training has ended: {self.checkpoint} holds {done} steps of {steps}; {more}")
+            output.note(f"training has ended: {self.checkpoint} holds {done} {plural(done, 'step')} of {steps}; {more}")
             return [], []
         self._check_held_out(notes.append)
         if self.profiled is not None:
@@ -436,7 +439,7 @@ class Launch:
             raise click.UsageError(f"--epochs: {why}")
         missing = [rank for rank in range(self.manifest.world_size) if not self._has(rank)]
         if missing:
-            of_all = f"{len(missing)} of {self.manifest.world_size} ranks"
+            of_all = f"{len(missing)} of {self.manifest.world_size} {plural(self.manifest.world_size, 'rank')}"
             hint = "autopipe codegen PLAN, without --ranks, writes all"
             raise ConfigurationError(f"{of_all} were not generated, the first is {missing[0]}", hint)
         needing = ("resume", "checkpoint_every", "keep_latest_k", "keep_every")
@@ -558,10 +561,10 @@ def rehearsal_table(report: Mapping[str, Any]) -> Table:
     table.add_row("tasks", " ".join(report["tasks"]))
     for way in ("sent", "received"):
         for rank, size in report[f"{way}_bytes"].items():
-            table.add_row(f"{way} {'to' if way == 'sent' else 'from'} rank {rank}", f"{size:,} bytes")
+            table.add_row(f"{way} {'to' if way == 'sent' else 'from'} rank {rank}", f"{size:,} {plural(size, 'byte')}")
     for kind, size in report["communication_bytes"].items():
         if size and kind != "send":  # Messages are listed by rank.
-            table.add_row(kind.replace("_", "-"), f"{size:,} bytes")
+            table.add_row(kind.replace("_", "-"), f"{size:,} {plural(size, 'byte')}")
     table.add_row("parameters", f"{report['parameters']:,} ({report['parameter_bytes'] / 2**20:.1f} MiB)")
     table.add_row("peak memory", f"{report['peak_memory_bytes'] / 2**20:.0f} MiB")
     return table

@@ -19,11 +19,12 @@ from autopipe.backends.torch.launcher import read_times
 from autopipe.backends.torch.metrics import mean_of_steps
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.cli.bars import LineBar
-from autopipe.cli.output import Output, Verbosity, bytes_text, plain_table, seconds_text, write_texts
+from autopipe.cli.output import Output, Verbosity, plain_table, seconds_text, write_texts
 from autopipe.ir.cluster import own_cores
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.output_kinds import TRACE, OutputFile
 from autopipe.ir.plan import plan_digest
+from autopipe.ir.words import bytes_text, plural
 
 if TYPE_CHECKING:
     from autopipe.cli.drawing.picture import Picture
@@ -186,7 +187,7 @@ def measured_table(run: Run, steps: Sequence[Record]) -> Table:
         return float(statistics.median(each[name] for each in settled))
 
     size = manifest.batch_size
-    of = f"median of {len(settled)} steps" if len(settled) > 1 else "one step"
+    of = f"median of {len(settled)} {plural(len(settled), 'step')}" if len(settled) > 1 else "one step"
     table.add_row("step", seconds_text(manifest.predicted_step_s), seconds_text(median("step_time_s")), of)
     rates = size / manifest.predicted_step_s, median("samples_per_s")
     table.add_row("samples/s", *(f"{each:,.1f}" for each in rates), "")
@@ -209,8 +210,11 @@ def core_line(run: Run) -> str:
     cores = own_cores()
     if run.gpus or run.ranks <= cores:
         return ""
-    shared = f"{cores} cores" if cores > 1 else "one core"
-    return f"{run.ranks} ranks share {shared}, {run.ranks / cores:.3g} on each: a step takes that much longer"
+    shared = f"{cores} {plural(cores, 'core')}" if cores > 1 else "one core"
+    return (
+        f"{run.ranks} {plural(run.ranks, 'rank')} share {shared}, "
+        f"{run.ranks / cores:.3g} on each: a step takes that much longer"
+    )
 
 
 @dataclass(frozen=True, slots=True)

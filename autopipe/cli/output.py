@@ -25,6 +25,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import replacing
 from autopipe.ir.output_kinds import OutputFile
 from autopipe.ir.placement import node_ranges
+from autopipe.ir.words import in_units, plural
 
 _PIPED_WIDTH = 160
 """Characters a line where stdout is no terminal and COLUMNS says nothing."""
@@ -71,8 +72,7 @@ def _console(stderr: bool = False) -> Console:
 
 def count_text(count: int, noun: str) -> str:
     """A number with its noun in the plural that agrees: `1 device`, `1,024 devices`."""
-    many = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith(("ch", "s", "x")) else "s")
-    return f"{count:,} {noun if count == 1 else many}"
+    return f"{count:,} {plural(count, noun)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,29 +224,14 @@ def facts_table() -> Table:
     return table
 
 
-_BYTES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _LONGEST_GROUP = 32
 """Characters of a group of devices within a sentence."""
 
 
-def bytes_text(size: float) -> str:
-    """A size with three digits or so: `3.10 GiB`."""
-    return _in_units(size, _BYTES) or f"{size:.0f} B"
-
-
 def seconds_text(seconds: float) -> str:
     """A time with three digits: `41.2 ms`."""
-    return _in_units(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
-
-
-def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str | None:
-    """The value in the largest unit that it reaches; None where it reaches none."""
-    for unit, scale in units:
-        if abs(value) >= scale:
-            figure = value / scale
-            return f"{figure:.{2 if figure < 10 else 1 if figure < 100 else 0}f} {unit}"
-    return None
+    return in_units(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
 
 
 def kinds_text(names: Sequence[str], devices: Iterable[int]) -> str:

@@ -12,6 +12,7 @@ from autopipe.cli.options import FORCE, PATH, configuration_options, standard_op
 from autopipe.cli.output import Output
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
     from autopipe.ir.plan import Plan
@@ -180,9 +181,9 @@ def _check_kept(folder: Path, before: Plan, configuration: Configuration, reques
     elif request.mode is not None and request.mode.value != before.mode:
         why = f"the placement is to {before.mode}, not to {request.mode.value}"
     elif devices not in (summary.devices, strategy.devices):
-        why = f"the placement is for {summary.devices} devices, not for {devices}"
+        why = f"the placement is for {summary.devices} {plural(summary.devices, 'device')}, not for {devices}"
     elif size != summary.micro_batch_size:
-        wanted = "a number of samples to be chosen" if size is None else f"{size} samples"
+        wanted = "a number of samples to be chosen" if size is None else f"{size} {plural(size, 'sample')}"
         why = f"the placement is for micro-batches of {summary.micro_batch_size}, not of {wanted}"
     if why:
         raise ConfigurationError(f"--from keeps the placement: {why}", "plan without --from", str(folder))
@@ -204,7 +205,10 @@ def annotate_model(planned: PlanResult, target: Path) -> list[tuple[str, str]]:
     write_annotated(planned.model.path, target, configuration)
     warnings = []
     if left_out:
-        what = f"all of {len(left_out)} nodes, among them {left_out[0]!r}: they are not in the file"
+        what = (
+            f"all of {len(left_out)} {plural(len(left_out), 'node')}, among "
+            f"them {left_out[0]!r}: they are not in the file"
+        )
         warnings.append((f"annotations do not tell {what}, or split along an axis of no tensor in it", ""))
     if planned.plan.has_own_sizes:
         what = "annotations do not tell that stages have micro-batches of their own"

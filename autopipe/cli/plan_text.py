@@ -14,7 +14,6 @@ from rich.table import Table
 from autopipe.cli.output import (
     Output,
     Verbosity,
-    bytes_text,
     count_text,
     counted_text,
     devices_text,
@@ -25,6 +24,7 @@ from autopipe.cli.output import (
 from autopipe.ir.codec import encode
 from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each, plan_digest
 from autopipe.ir.schedule import Phase
+from autopipe.ir.words import bytes_text
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.model import Tensor
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 from autopipe.ir.training import LRScheduler, Training
+from autopipe.ir.words import plural
 
 _LEAST = 5e-4
 """Share of a step that is worth a word."""
@@ -46,7 +47,7 @@ def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterat
     times = f"{told_s} takes {step_s / ideal_s:.2f} times that" if ideal_s else f"{told_s} takes more"
     work = f"one device's work at the roofline / {devices}" if devices > 1 else "the device's work at the roofline"
     if kinds > 1:
-        work = f"the work at the roofline of {devices} devices, each as fast as it is"
+        work = f"the work at the roofline of {devices} {plural(devices, 'device')}, each as fast as it is"
     yield f"ideal {seconds_text(ideal_s)} ({work}), {times}"
 
     def told(parts: Iterable[tuple[str, float, str]]) -> str:
@@ -156,7 +157,9 @@ def _reasons(tensors: Sequence[Tensor]) -> str:
     texts = [f"{count:,} {why}" for why, count in told[:REASONS]]
     if len(told) > REASONS:
         texts.append(f"{sum(count for _, count in told[REASONS:]):,} for other reasons")
-    total = f"{sum(reasons.values()):,} elements in {count_text(len(tensors), 'tensor')}"
+    total = (
+        f"{sum(reasons.values()):,} {plural(sum(reasons.values()), 'element')} in {count_text(len(tensors), 'tensor')}"
+    )
     return f"{total}: {', '.join(texts)}"
 
 
@@ -241,7 +244,7 @@ def plan_screen(
     if every or stages <= room or room > _FEWEST_ROWS:
         yield stage_table(plan, _MOST_ROWS if every else min(stages, room))
     else:
-        yield f"{stages} stages: autopipe show {word} lists them"
+        yield f"{stages} {plural(stages, 'stage')}: autopipe show {word} lists them"
     yield from after
 
 
@@ -258,7 +261,10 @@ def trained_summary(tensors: Sequence[Tensor]) -> Iterator[str]:
     trained, frozen = ([each for each in tensors if each.trained is want] for want in (True, False))
 
     def told(found: Sequence[Tensor]) -> str:
-        return f"{sum(each.value.elements for each in found):,} elements in {count_text(len(found), 'tensor')}"
+        return (
+            f"{sum(each.value.elements for each in found):,} "
+            f"{plural(sum(each.value.elements for each in found), 'element')} in {count_text(len(found), 'tensor')}"
+        )
 
     yield f"trained: {told(trained)}{f'; not trained: {told(frozen)}' if frozen else ''}"
     yield from (f"{word}: {text}" for word, text in trained_lines(tensors, False) if word == "doubtful")
@@ -350,7 +356,10 @@ def _proof_lines(summary: Summary) -> Iterator[str]:
         yield f"splits: {counted} a step as the search counts, {how}"
     if (costs := summary.costs) is not None:
         rest = f", {costs.judged} by the roofline times what the measured ones took over it" if costs.judged else ""
-        yield f"costs: {costs.measured} of {costs.measured + costs.judged} nodes as measured{rest}"
+        yield (
+            f"costs: {costs.measured} of {costs.measured + costs.judged} "
+            f"{plural(costs.measured + costs.judged, 'node')} as measured{rest}"
+        )
 
 
 def schedule_line(plan: Plan) -> str:
@@ -453,7 +462,7 @@ def update_line(name: str, lr: float, scheduler: LRScheduler, training: Training
     """Such as `adamw, lr 0.001 with 100 warm-up steps, then cosine; max_norm 1`."""
     text, rate = f"{name}, lr {lr:g}", []
     if scheduler.warmup_steps:
-        rate.append(f"{scheduler.warmup_steps} warm-up step{'s' if scheduler.warmup_steps > 1 else ''}")
+        rate.append(f"{scheduler.warmup_steps} {plural(scheduler.warmup_steps, 'warm-up step')}")
     if scheduler.decay_type != "constant":
         last = "" if scheduler.decay_ratio is None else f" in the last {scheduler.decay_ratio:.0%} of the steps"
         floor = f" to {scheduler.min_lr_factor * lr:g}" if scheduler.min_lr_factor else ""

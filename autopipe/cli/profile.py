@@ -12,9 +12,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.options import FORCE, PATH, configuration_options, standard_options
-from autopipe.cli.output import Output, bytes_text, plain_table, seconds_text
+from autopipe.cli.output import Output, plain_table, seconds_text
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.measured_costs import Costs, OperationCost
+from autopipe.ir.words import bytes_text, plural
 
 
 @click.command()
@@ -111,7 +112,7 @@ def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator
     for device in costs.devices:
         yield device.device
         yield from (f"  {line}" for line in device.measured)
-        yield f"  {len(device.operations)} operations measured"
+        yield f"  {len(device.operations)} {plural(len(device.operations), 'operation')} measured"
         if device.operations:
             yield _slowest(device.operations)
         if (tasks := device.tasks) is not None:
@@ -124,10 +125,13 @@ def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator
             yield f"  the host takes {seconds_text(device.host_launch_s)} per operator"
         for each in device.exchanges:
             rate = f", then {bytes_text(round(1 / each.fit.per_byte_s))}/s" if each.fit.per_byte_s else ""
-            what = f"{each.kind.replace('_', '-')} of {each.ranks} ranks"
+            what = f"{each.kind.replace('_', '-')} of {each.ranks} {plural(each.ranks, 'rank')}"
             yield f"  {what}: {seconds_text(each.fit.fixed_s)}{rate}"
     if refused:
-        yield f"{len(refused)} operators could not be measured; plans judge them by the roofline: {refused[0]}"
+        yield (
+            f"{len(refused)} {plural(len(refused), 'operator')} could not be "
+            f"measured; plans judge them by the roofline: {refused[0]}"
+        )
     yield f"costs in {target}"
     yield f"next: autopipe plan MODEL --costs {shlex.quote(str(target))}"
 

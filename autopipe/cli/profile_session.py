@@ -38,6 +38,7 @@ from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.measured_costs import DeviceCosts, ExchangeCost, OperationCost
 from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.problem import Mode
+from autopipe.ir.words import plural
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import Request
 
@@ -66,7 +67,10 @@ class Profiling:
         """Raise ConfigurationError unless each rank on the CPU has processors of its own."""
         most = max(2, processor_count() // self.threads)
         if self.ranks is not None and self.device != "cuda" and self.ranks > most:
-            message = f"{self.ranks} ranks on {processor_count()} processors would share them, and time one another"
+            message = (
+                f"{self.ranks} {plural(self.ranks, 'rank')} on {processor_count()} "
+                f"{plural(processor_count(), 'processor')} would share them, and time one another"
+            )
             raise ConfigurationError(message, f"--ranks {most}", "--ranks")
 
     def run(self, bar: Bar) -> tuple[DeviceCosts, tuple[str, ...]]:
@@ -117,7 +121,7 @@ class Profiling:
             host_launch_s=measure_host_launch(device, self.request.precision) if is_cuda else 0.0,
         )
         if self.ranks is not None:
-            bar.reach(time.perf_counter() - started, note=f"exchanges of {self.ranks} ranks")
+            bar.reach(time.perf_counter() - started, note=f"exchanges of {self.ranks} {plural(self.ranks, 'rank')}")
             costs = replace(costs, exchanges=self._exchanges(self.ranks, models, device, costs))
         return costs, tuple(dict.fromkeys(refused))
 
@@ -169,7 +173,7 @@ class Profiling:
         return exchanges
 
     def _threads_text(self) -> str:
-        return f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return f"{self.threads} {plural(self.threads, 'thread')}"
 
     def _how(self, device: torch.device, sizes: Sequence[int], train: bool) -> str:
         """How it was measured, in a line for the file."""
@@ -180,7 +184,7 @@ class Profiling:
             self.request.precision,
             "train" if train else "infer",
             f"{self.request.model.name} on micro-batches of {', '.join(map(str, sizes))}",
-            *([f"{self.ranks} ranks"] if self.ranks is not None else []),
+            *([f"{self.ranks} {plural(self.ranks, 'rank')}"] if self.ranks is not None else []),
             datetime.datetime.now(datetime.UTC).date().isoformat(),
         ]
         return ", ".join(parts)

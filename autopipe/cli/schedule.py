@@ -12,6 +12,7 @@ import click
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
     from autopipe.ir.block_schedule import BlockGraph
@@ -67,7 +68,10 @@ def schedule(
     graph = _graph(placement, shape, **of_shape)
     if units * len(graph.blocks) > _MOST_BLOCKS:
         most = _MOST_BLOCKS // len(graph.blocks)
-        raise ConfigurationError(f"--units is {units}", hint=f"of {len(graph.blocks)} blocks at most {most} are taken")
+        raise ConfigurationError(
+            f"--units is {units}",
+            hint=f"of {len(graph.blocks)} {plural(len(graph.blocks), 'block')} at most {most} are taken",
+        )
     written_to = None
     if target is not None:
         written_to = OutputFile(target, SCHEDULE, () if placement is None else (placement,), force)

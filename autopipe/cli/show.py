@@ -17,7 +17,7 @@ from autopipe.cli.drawing.svg import timeline_svg
 from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
 from autopipe.cli.drawing.trace import chrome_trace, orders_csv, read_measured
 from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
-from autopipe.cli.output import Output, bytes_text, devices_text, plain_table, write_texts
+from autopipe.cli.output import Output, devices_text, plain_table, write_texts
 from autopipe.cli.plan_folder import open_plan, open_prediction
 from autopipe.cli.plan_text import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.ir.block_schedule import BlockSchedule, block_schedule_form, check_blocks, read_block_schedule
@@ -28,6 +28,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Timeline
+from autopipe.ir.words import bytes_text, plural
 from autopipe.passes.lower.task_graph import LoopedTasks, TaskGraph, TaskNode
 from autopipe.passes.registry import scheduler_class, scheduler_names
 from autopipe.passes.schedule.csv_order import CsvOrder
@@ -162,8 +163,9 @@ class PlanView:
     def screen(self, output: Output) -> Iterator[RenderableType]:
         plan, summary = self.plan, self.plan.summary
         yield (
-            f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, {summary.devices} devices, "
-            f"{summary.micro_batches} micro-batches of {summary.micro_batch_size}"
+            f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, "
+            f"{summary.devices} {plural(summary.devices, 'device')}, "
+            f"{summary.micro_batches} {plural(summary.micro_batches, 'micro-batch')} of {summary.micro_batch_size}"
         )
         yield prediction_line(summary)
         yield traffic_line(summary)
@@ -251,8 +253,15 @@ def _drawn(picture: Picture, output: Output) -> Iterator[RenderableType]:
 
 def blocks_title(schedule: BlockSchedule, source: str) -> str:
     graph = schedule.graph
-    per_unit = f" of {graph.micro_batches_per_unit} micro-batches" if graph.micro_batches_per_unit > 1 else ""
-    return f"{source}: {len(graph.blocks)} blocks on {graph.devices} devices, {schedule.units} units{per_unit}"
+    per_unit = (
+        f" of {graph.micro_batches_per_unit} {plural(graph.micro_batches_per_unit, 'micro-batch')}"
+        if graph.micro_batches_per_unit > 1
+        else ""
+    )
+    return (
+        f"{source}: {len(graph.blocks)} {plural(len(graph.blocks), 'block')} on {graph.devices} "
+        f"{plural(graph.devices, 'device')}, {schedule.units} {plural(schedule.units, 'unit')}{per_unit}"
+    )
 
 
 def _schedule_results(
@@ -354,7 +363,10 @@ def rank_table(graphs: Sequence[TaskGraph], count: int) -> Table:
 def task_screen(graph: TaskGraph, buffers: str) -> Iterator[RenderableType]:
     """Table of one rank's tasks; `buffers` describes the memory for messages."""
     held, peak = bytes_text(graph.static_bytes), bytes_text(graph.peak_bytes)
-    yield f"rank {graph.rank}: {len(graph.nodes):,} tasks a step; {held} all through it, at most {peak}{buffers}"
+    yield (
+        f"rank {graph.rank}: {len(graph.nodes):,} {plural(len(graph.nodes), 'task')} "
+        f"a step; {held} all through it, at most {peak}{buffers}"
+    )
     yield ""
     freed: dict[int, list[str]] = {}
     for node in graph.nodes:
@@ -425,9 +437,9 @@ def _does(node: TaskNode) -> str:
         case "send" | "receive":
             ranks = sorted({each.peer for each in node.messages})
             channels = sorted({each.channel for each in node.messages})
-            peers = f"rank{'s' if len(ranks) > 1 else ''} {devices_text(ranks)}"
+            peers = f"{plural(len(ranks), 'rank')} {devices_text(ranks)}"
             way = "send to" if node.kind == "send" else "receive from"
-            return f"{way} {peers}, channel{'s' if len(channels) > 1 else ''} {devices_text(channels)}"
+            return f"{way} {peers}, {plural(len(channels), 'channel')} {devices_text(channels)}"
         case "accumulate":
             return "add up gradients"
         case "reduce":

@@ -41,6 +41,7 @@ from autopipe.ir.graph import DType, Initializer
 from autopipe.ir.layout import whole
 from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.program import FORWARD, REFERENCE
+from autopipe.ir.words import plural
 
 
 @click.command()
@@ -114,7 +115,7 @@ def _first_node(manifest: Manifest, failed: Sequence[Check]) -> str:
     """Where to look first: what differs in the order in which a step computes it."""
     names = {each.tensor for check in failed for each in check.above if not each.difference <= each.limit}
     if "loss of the ranks" in (check.compared for check in failed):
-        return f"the loss differs, so forward does, and {len(names) - 1} gradients with it"
+        return f"the loss differs, so forward does, and {len(names) - 1} {plural(len(names) - 1, 'gradient')} with it"
     backward = any(check.compared == "gradients of the ranks" for check in failed)
     node, tensor = node_of(manifest.model, names, last=backward)
     if not node:
@@ -490,8 +491,10 @@ def check_static(program: Path, model: Path | None, output: Output) -> None:
     tasks = sum(map(len, planned.plan.schedule.tasks))
     output.result(
         {"tasks": tasks, "channels": len(lowered.channels), "files": len(names), "edited": edited},
-        f"schedule  {tasks} tasks of {lowered.world_size} ranks keep every dependency",
-        f"messages  on {len(lowered.channels)} channels, all ranks come to their ends over gloo and NCCL",
+        f"schedule  {tasks} {plural(tasks, 'task')} of {lowered.world_size} "
+        f"{plural(lowered.world_size, 'rank')} keep every dependency",
+        f"messages  on {len(lowered.channels)} {plural(len(lowered.channels), 'channel')}, "
+        f"all ranks come to their ends over gloo and NCCL",
         f"files     {len(names) - len(edited)} of {len(names)} are as the plan gives them",
     )
 

@@ -14,6 +14,7 @@ from autopipe.configs.schema import field_docs
 from autopipe.configs.zoo import ZooModel, parse_words
 from autopipe.ir.codec import describe, keys
 from autopipe.ir.output_kinds import ZOO_MODEL, OutputFile
+from autopipe.ir.words import plural
 
 
 @click.group()
@@ -84,4 +85,8 @@ def build(output: Output, name: str, path: Path | None, words: tuple[str, ...], 
         "outputs": [value.name for value in graph.output],
     }
     weights = f"{built.data_bytes / 2**20:.1f} MiB of weights" if built.data_bytes else "no weights"
-    output.report(data, f"{target}: {built.parameter_count:,} parameters, {len(graph.node)} nodes, {weights}")
+    output.report(
+        data,
+        f"{target}: {built.parameter_count:,} {plural(built.parameter_count, 'parameter')}, "
+        f"{len(graph.node)} {plural(len(graph.node), 'node')}, {weights}",
+    )

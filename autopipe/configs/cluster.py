@@ -12,6 +12,7 @@ from autopipe.configs.yaml_source import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS
 from autopipe.ir.cluster import Cluster, Device, Group, Level, Link
 from autopipe.ir.codec import Above, AtLeast, AtMost
 from autopipe.ir.errors import ConfigurationError, InfeasibleError, nearest
+from autopipe.ir.words import plural
 
 Latency = Annotated[float, SECONDS, AtLeast(0)]
 Bandwidth = Annotated[float, BYTES_PER_SECOND, Above(0)]
@@ -169,7 +170,10 @@ def build_cluster(
     else:
         raise ConfigurationError(f"{who} describes no device", hint="give device, or groups of devices")
     if count is not None and count > found.size:
-        message = f"{who} has {found.size} devices ({shape}), {count - found.size} fewer than the {count} wanted"
+        message = (
+            f"{who} has {found.size} {plural(found.size, 'device')} ({shape}), "
+            f"{count - found.size} fewer than the {count} wanted"
+        )
         raise InfeasibleError(message, "ask for fewer devices or give the cluster more nodes")
     return found if count is None else found.take(count)
 
@@ -178,9 +182,15 @@ def _mixed(description: ClusterDescription) -> Cluster:
     who = f"cluster {description.name}"
     outer, *more = description.levels
     if more or outer.size not in (None, len(description.groups)):
-        found = f"{len(description.levels)} levels" if more else f"a level of {outer.size}"
+        found = (
+            f"{len(description.levels)} {plural(len(description.levels), 'level')}"
+            if more
+            else f"a level of {outer.size}"
+        )
         hint = "give one level without a size; the links inside a group are its own levels"
-        raise ConfigurationError(f"{who} joins {len(description.groups)} groups by {found}", hint)
+        raise ConfigurationError(
+            f"{who} joins {len(description.groups)} {plural(len(description.groups), 'group')} by {found}", hint
+        )
     names: set[str] = set()
     kinds: dict[str, Device] = {}
     for group in description.groups:
@@ -218,7 +228,10 @@ def _group(who: str, group: GroupDescription) -> Group:
         members = -(-members // size)
     if members > 1:
         held = math.prod(level.size for level in levels)
-        message = f"group {group.name} of {who} has {group.count} devices, and its levels hold only {held}"
+        message = (
+            f"group {group.name} of {who} has {group.count} "
+            f"{plural(group.count, 'device')}, and its levels hold only {held}"
+        )
         raise InfeasibleError(message, "give it fewer devices, or one level more")
     return Group(group.name, group.count, tuple(levels))
 
@@ -226,7 +239,7 @@ def _group(who: str, group: GroupDescription) -> Group:
 def _check_total(description: ClusterDescription, total: int) -> None:
     if total > MOST_DEVICES:
         hint = f"at most {MOST_DEVICES} can be planned for"
-        raise ConfigurationError(f"cluster {description.name} has {total} devices", hint)
+        raise ConfigurationError(f"cluster {description.name} has {total} {plural(total, 'device')}", hint)
 
 
 def _sizes(

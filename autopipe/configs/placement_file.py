@@ -12,6 +12,7 @@ from autopipe.configs.yaml_source import Place, read_file
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.codec import AtLeast, AtMost, Origin
 from autopipe.ir.errors import ConfigurationError, nearest, quote
+from autopipe.ir.words import plural
 
 MOST_DEVICES = 4096
 MOST_BLOCKS = 20_000
@@ -62,7 +63,7 @@ def read_placement(path: str | Path) -> BlockGraph:
     blocks = tuple(_block(block, index, devices) for block in description.blocks)
     rooms = memory if isinstance(memory, tuple) else (memory,) * devices
     if len(rooms) != devices:
-        message = f"memory has {len(rooms)} numbers for {devices} devices"
+        message = f"memory has {len(rooms)} {plural(len(rooms), 'number')} for {devices} {plural(devices, 'device')}"
         raise ConfigurationError(message, "give one for each device, or one number for all", top)
     graph = BlockGraph(devices, blocks, rooms, description.micro_batches_per_unit)
     try:
@@ -76,7 +77,9 @@ def read_placement(path: str | Path) -> BlockGraph:
 
 def _indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
     if not 0 < len(blocks) <= MOST_BLOCKS:
-        raise ConfigurationError(f"there are {len(blocks)} blocks", f"1 to {MOST_BLOCKS} are taken", top)
+        raise ConfigurationError(
+            f"there are {len(blocks)} {plural(len(blocks), 'block')}", f"1 to {MOST_BLOCKS} are taken", top
+        )
     index: dict[str, int] = {}
     for position, block in enumerate(blocks):
         if block.name in index:
@@ -101,7 +104,10 @@ def _block(described: BlockDescription, index: dict[str, int], devices: int) -> 
             message = f"{name} comes after {quote(other)}, which is no block"
             raise ConfigurationError(message, nearest(other, index), place)
     if described.delays and len(described.delays) != len(described.after):
-        message = f"{name} has {len(described.delays)} delays for {len(described.after)} blocks before it"
+        message = (
+            f"{name} has {len(described.delays)} {plural(len(described.delays), 'delay')} for {len(described.after)} "
+            f"{plural(len(described.after), 'block')} before it"
+        )
         raise ConfigurationError(message, "give one for each of `after`, or none", place)
     after = tuple(index[other] for other in described.after)
     return Block(described.name, described.devices, described.time, described.memory, after, described.delays)

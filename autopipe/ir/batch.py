@@ -21,6 +21,7 @@ from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of, spaces_of
 from autopipe.ir.ops.loop import operand_ports
 from autopipe.ir.space import AxisKind, Dimension, NotationError, Space
+from autopipe.ir.words import plural
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -171,12 +172,16 @@ def rebatched(graph: Graph, size: int) -> Graph:
         return graph
     if not graph.batch_axes or size <= 0 or axes.batch % size:
         raise ConfigurationError(
-            f"micro-batches of {size} cannot be made of the {axes.batch} samples that the model's shapes are fixed to",
+            f"micro-batches of {size} cannot be made of the {axes.batch} "
+            f"{plural(axes.batch, 'sample')} that the model's shapes are fixed to",
             hint=f"choose a divisor of {axes.batch}, or export with a symbolic batch dimension",
         )
     for parameter in graph.parameters:
         if parameter.value.name in axes.values:
-            message = f"parameter {parameter.value.name!r} has an entry for each of the {axes.batch} samples"
+            message = (
+                f"parameter {parameter.value.name!r} has an entry for each of "
+                f"the {axes.batch} {plural(axes.batch, 'sample')}"
+            )
             raise ModelError(message, "export with a batch of one micro-batch")
     spaces = spaces_of(graph)
     for index, node in enumerate(graph.nodes):

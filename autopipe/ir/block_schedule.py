@@ -18,6 +18,7 @@ from typing import Annotated
 from autopipe.ir.codec import AtLeast, AtMost, Count, Index, Sparse, decode, encode, encode_as
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.files import JsonRecord, read_record
+from autopipe.ir.words import plural
 
 SCHEDULE_FORMAT = "autopipe.schedule/1"
 _MOST = 2**53
@@ -58,7 +59,9 @@ class BlockGraph:
         if not self.blocks:
             raise ConfigurationError("there are no blocks")
         if len(self.memory) != self.devices:
-            raise ConfigurationError(f"{len(self.memory)} memory limits for {self.devices} devices")
+            raise ConfigurationError(
+                f"{len(self.memory)} memory limits for {self.devices} {plural(self.devices, 'device')}"
+            )
         for block in self.blocks:
             message, hint = self._wrong(block)
             if message:
@@ -206,7 +209,9 @@ def check_blocks(schedule: BlockSchedule) -> None:
 
     for unit, starts in enumerate(schedule.starts):
         if len(starts) != len(blocks):
-            raise InfeasibleError(f"{len(starts)} starts for {len(blocks)} blocks", where=f"unit {unit}")
+            raise InfeasibleError(
+                f"{len(starts)} starts for {len(blocks)} {plural(len(blocks), 'block')}", where=f"unit {unit}"
+            )
         for index, (start, block) in enumerate(zip(starts, blocks, strict=True)):
             if start < 0:
                 raise InfeasibleError(f"{named(unit, index)} starts at {start}, before 0")
@@ -270,7 +275,9 @@ def read_block_schedule(path: Path) -> BlockSchedule:
     repetend = record.get("repetend", BlockRepetend | None)
     for name in ("starts", "offsets") if repetend else ():
         if len(getattr(repetend, name)) != len(graph.blocks):
-            record.at("repetend").at(name).refuse(f"one number for each of {len(graph.blocks)} blocks")
+            record.at("repetend").at(name).refuse(
+                f"one number for each of {len(graph.blocks)} {plural(len(graph.blocks), 'block')}"
+            )
     schedule = BlockSchedule(
         graph=graph,
         starts=_starts_of(record, graph),
@@ -294,13 +301,13 @@ def _starts_of(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], 
     """The start of each block of each unit: each stands once in the order of each of its devices, at one time."""
     units, orders = record.get("units", Count), list(record.at("tasks").items())
     if len(orders) != graph.devices:
-        record.at("tasks").refuse(f"one list for each of {graph.devices} devices")
+        record.at("tasks").refuse(f"one list for each of {graph.devices} {plural(graph.devices, 'device')}")
     found: dict[tuple[int, int, int], int] = {}
     for device, order in enumerate(orders):
         for task in order.items():
             unit, index = task.get("unit", Index), task.get("block", Index)
             if unit >= units:
-                task.at("unit").refuse(f"one of {units} units")
+                task.at("unit").refuse(f"one of {units} {plural(units, 'unit')}")
             if index >= len(graph.blocks) or device not in graph.blocks[index].devices:
                 task.at("block").refuse(f"the index of a block on device {device}")
             if (unit, index, device) in found:

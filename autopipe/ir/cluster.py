@@ -10,6 +10,7 @@ from itertools import accumulate, chain, pairwise
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts
+from autopipe.ir.words import plural
 
 _BUFFERS_BYTES = 524_288 + 4_915_200 + 4_194_304
 """Bytes that a communicator takes for each channel (a CTA of its kernels) to receive into, for the protocols LL, LL128
@@ -130,9 +131,14 @@ class Cluster:
     def __post_init__(self) -> None:
         _check_room(f"cluster {self.name}", len(self.groups or self.devices), self.levels)
         if self.groups and len(self.levels) != 1:
-            raise ConfigurationError(f"cluster {self.name} joins groups by {len(self.levels)} levels", hint="give one")
+            raise ConfigurationError(
+                f"cluster {self.name} joins groups by {len(self.levels)} {plural(len(self.levels), 'level')}",
+                hint="give one",
+            )
         if self.groups and sum(group.size for group in self.groups) != self.size:
-            raise ConfigurationError(f"the groups of cluster {self.name} do not hold its {self.size} devices")
+            raise ConfigurationError(
+                f"the groups of cluster {self.name} do not hold its {self.size} {plural(self.size, 'device')}"
+            )
 
     @property
     def size(self) -> int:
@@ -208,10 +214,10 @@ class Cluster:
         """The first `count` devices; each level keeps the places still needed. Raises InfeasibleError where there are
         fewer, ConfigurationError for a count below 1."""
         if count < 1:
-            raise ConfigurationError(f"cannot plan for {count} devices", hint="give at least 1")
+            raise ConfigurationError(f"cannot plan for {count} {plural(count, 'device')}", hint="give at least 1")
         if count > self.size:
             fewer = f"{count - self.size} fewer than the {count} asked for"
-            raise InfeasibleError(f"cluster {self.name} has {self.size} devices, {fewer}")
+            raise InfeasibleError(f"cluster {self.name} has {self.size} {plural(self.size, 'device')}, {fewer}")
         if not self.groups:
             return replace(self, devices=self.devices[:count], levels=_filled(self.levels, count))
         kept = [(group, min(group.size, count - start)) for group, start in self._placed() if start < count]

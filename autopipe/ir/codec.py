@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar
 
 from autopipe.ir.errors import ConfigurationError, nearest, quote
+from autopipe.ir.words import plural
 
 
 class Dataclass(Protocol):
@@ -395,7 +396,9 @@ def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
     if members[-1] is Ellipsis:
         return tuple(map(_reader(members[0]), record.items()))
     if len(record.value) != len(members):
-        raise record.error(f"{record.path}: {len(record.value)} items where {len(members)} are expected")
+        raise record.error(
+            f"{record.path}: {len(record.value)} {plural(len(record.value), 'item')} where {len(members)} are expected"
+        )
     return tuple(decode(item, member) for item, member in zip(record.items(), members, strict=True))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from autopipe.ir.codec import Count, Filled, Index, Sparse
+from autopipe.ir.words import plural
 
 Interval = tuple[Count, Count]
 """Minimum and maximum of a degree over the stages and their products."""
@@ -84,7 +85,7 @@ class PlanDegrees:
         if self.pipelines > 1:
             notes.append(f"{self.pipelines} directions")
         if self.depth:
-            notes.append(f"branches, {self.depth} stages deep")
+            notes.append(f"branches, {self.depth} {plural(self.depth, 'stage')} deep")
         if self.overlapping:
             notes.append("groups share devices")
         note = f" ({', '.join(notes)})" if notes else ""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from autopipe.ir.codec import Index
 from autopipe.ir.placement import Split
 from autopipe.ir.space import AxisKind, Dimension, Space, Windowed
+from autopipe.ir.words import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def mesh_of(splits: Sequence[Split], group: int) -> MeshAxes:
     The product of the degrees must divide `group`."""
     found, stride = [], group
     for split in splits:
-        assert stride % split.degree == 0, f"{' '.join(map(str, splits))} over {group} devices"
+        assert stride % split.degree == 0, f"{' '.join(map(str, splits))} over {group} {plural(group, 'device')}"
         stride //= split.degree
         found.append(MeshAxis(split.degree, stride))
     return tuple(found)
@@ -309,7 +310,7 @@ def even_degree_hint(extent: int, degree: int) -> str:
     """Suggest an extent that `degree` devices can share equally."""
     divisors = [count for count in range(2, min(degree, extent) + 1) if extent % count == 0]
     padded = -(-extent // degree) * degree
-    others = f", or take {divisors[-1]} devices" if divisors else ""
+    others = f", or take {divisors[-1]} {plural(divisors[-1], 'device')}" if divisors else ""
     return f"pad it to {padded} in the model{others}"
 
 

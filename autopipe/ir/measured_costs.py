@@ -35,6 +35,7 @@ from autopipe.ir.graph import Attribute, Constant, DType, Value
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
+from autopipe.ir.words import plural
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MESSAGES = ("send", "post", "follow")
@@ -283,5 +284,7 @@ def read_costs(path: Path) -> Costs:
     for device, found in zip(record.at("devices").items(), costs.devices, strict=True):
         for place, each in zip(device.at("operations").items(), found.operations, strict=True):
             if any(index >= len(each.operation.operands) for index in each.operation.gradients):
-                place.at("gradients").refuse(f"places of {len(each.operation.operands)} operands")
+                place.at("gradients").refuse(
+                    f"places of {len(each.operation.operands)} {plural(len(each.operation.operands), 'operand')}"
+                )
     return costs

@@ -11,6 +11,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.ops import operator_of
+from autopipe.ir.words import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,10 @@ class Placement:
             missing = [node.name for position, node in enumerate(graph.nodes) if position not in seen]
             if missing:
                 where = f" of pipeline {pipeline}" if self.pipelines > 1 else ""
-                raise InfeasibleError(f"{len(missing)} nodes are in no stage{where}, the first is {missing[0]!r}")
+                raise InfeasibleError(
+                    f"{len(missing)} {plural(len(missing), 'node is', 'nodes are')} "
+                    f"in no stage{where}, the first is {missing[0]!r}"
+                )
         for source, target in stage_edges(graph, self):
             if source > target:
                 raise InfeasibleError(f"stage {target} needs a value of the later stage {source}")

@@ -40,6 +40,7 @@ from autopipe.ir.schedule import (
     pipelines_of,
 )
 from autopipe.ir.timeline import Message, Prediction, Timeline
+from autopipe.ir.words import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,12 +297,16 @@ def read_plan(folder: Path) -> Plan:
     summary = plan.summary
     peaks = summary.peak_memory_bytes
     if len(peaks) < max(1, plan.placement.devices):
-        record.at("summary").at("peak_memory_bytes").refuse(f"an entry for each of {plan.placement.devices} devices")
+        record.at("summary").at("peak_memory_bytes").refuse(
+            f"an entry for each of {plan.placement.devices} {plural(plan.placement.devices, 'device')}"
+        )
     if plan.memory_limits and len(plan.memory_limits) != len(peaks):
-        record.at("memory_limits").refuse(f"{len(peaks)} entries, one for each device of the cluster")
+        record.at("memory_limits").refuse(
+            f"{len(peaks)} {plural(len(peaks), 'entry')}, one for each device of the cluster"
+        )
     count, size = summary.micro_batches, summary.micro_batch_size
     if plan.batch_size != count * size:
-        record.at("batch_size").refuse(f"{count * size}, for {count} micro-batches of {size}")
+        record.at("batch_size").refuse(f"{count * size}, for {count} {plural(count, 'micro-batch')} of {size}")
     if summary.communication_bytes is not None:
         moved = record.at("summary").at("communication_bytes")
         summary = dataclasses.replace(
@@ -315,7 +320,10 @@ def read_plan(folder: Path) -> Plan:
     stages = StageGraph(plan.placement.devices, groups, plan.prediction.edges, pipelines_of(plan.placement), ratios)
     schedule = _read_schedule(folder / SCHEDULE_FILE, stages, plan.mode == "train")
     if schedule.micro_batches != count:
-        message = f"the schedule has {schedule.micro_batches} micro-batches, its plan {count}"
+        message = (
+            f"the schedule has {schedule.micro_batches} "
+            f"{plural(schedule.micro_batches, 'micro-batch')}, its plan {count}"
+        )
         raise ConfigurationError(message, "plan again", f"{folder / SCHEDULE_FILE}: units")
     return dataclasses.replace(plan, model=path_from(folder, plan.model), summary=summary, schedule=schedule)
 
@@ -323,10 +331,12 @@ def read_plan(folder: Path) -> Plan:
 def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Placement) -> None:
     """Refuse predictions of other stages than the placement's, and messages between others."""
     if len(prediction.stages) != len(placement.stages):
-        record.at("stages").refuse(f"one entry for each of {len(placement.stages)} stages")
+        record.at("stages").refuse(
+            f"one entry for each of {len(placement.stages)} {plural(len(placement.stages), 'stage')}"
+        )
     for row, each in zip(record.at("messages").items(), prediction.messages, strict=True):
         if len(row.value) not in (len(_COLUMNS), len(_COLUMNS + _SLICE_COLUMNS)):
-            row.refuse(f"{len(_COLUMNS)} columns, or {len(_SLICE_COLUMNS)} more with turns")
+            row.refuse(f"{len(_COLUMNS)} {plural(len(_COLUMNS), 'column')}, or {len(_SLICE_COLUMNS)} more with turns")
         if not each.source_stage < each.target_stage < len(placement.stages):
             row.refuse("a message from a stage to a later one")
         for stage, device in ((each.source_stage, each.source), (each.target_stage, each.target)):
@@ -404,7 +414,7 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
     kinds = [_kind_of(block, stages) for block in record.at("blocks").items()]
     orders = tuple(_orders_of(record.at("tasks"), kinds, stages))
     if len(orders) != (devices := record.get("devices", Count)):
-        record.at("tasks").refuse(f"one list for each of {devices} devices")
+        record.at("tasks").refuse(f"one list for each of {devices} {plural(devices, 'device')}")
     schedule = Schedule(
         record.get("units", Count),
         orders,
@@ -413,7 +423,7 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
         record.get("proof", Proof | None),
     )
     if devices < stages.devices:
-        message = f"tasks are for {devices} devices, the placement has {stages.devices}"
+        message = f"tasks are for {devices} {plural(devices, 'device')}, the placement has {stages.devices}"
         raise ConfigurationError(message, where=str(path))
     try:
         schedule.verify(dataclasses.replace(stages, devices=devices), train)
@@ -429,7 +439,7 @@ def _orders_of(tasks: JsonRecord, kinds: list[Kind], stages: StageGraph) -> Iter
     def task_of(record: JsonRecord) -> Task:
         block, unit = record.get("block", Index), record.get("unit", Index)
         if block >= len(kinds):
-            record.at("block").refuse(f"the index of one of {len(kinds)} blocks")
+            record.at("block").refuse(f"the index of one of {len(kinds)} {plural(len(kinds), 'block')}")
         stage, phase, turn = kinds[block]
         return Task(stage, phase, unit * stages.micro_batch_ratio_at(stage) + turn)
 

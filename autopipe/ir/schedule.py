@@ -16,6 +16,7 @@ from autopipe.ir.codec import Count, Index, Row
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 
 
 class Phase(enum.Enum):
@@ -273,13 +274,15 @@ def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int
     for index, size in enumerate(sizes):
         if micro_batch_size % size:
             raise InfeasibleError(
-                f"stage {index} has micro-batches of {size} samples, which do not divide those of {micro_batch_size}"
+                f"stage {index} has micro-batches of {size} {plural(size, 'sample')}, "
+                f"which do not divide those of {micro_batch_size}"
             )
     if set(sizes) <= {micro_batch_size}:
         return ()
     if placement.pipelines > 1:
         raise InfeasibleError(
-            f"stages have micro-batches of {min(sizes)} and {micro_batch_size} samples, but with several pipelines "
+            f"stages have micro-batches of {min(sizes)} and {micro_batch_size} "
+            f"{plural(micro_batch_size, 'sample')}, but with several pipelines "
             "all have to have the same"
         )
     return tuple(micro_batch_size // size for size in sizes)

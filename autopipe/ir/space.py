@@ -34,6 +34,7 @@ import re
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ModelError
+from autopipe.ir.words import plural
 
 Dimension = tuple[str, ...]
 """Names of the axes that make up a dimension, outer to inner; () where none does."""
@@ -173,7 +174,9 @@ def _tensors(
 ) -> list[tuple[Dimension, ...] | None]:
     parts = side.split(",") if count else []
     if len(parts) != count:
-        raise NotationError(f"notation {side!r} names {len(parts)} tensors, the node has {count}")
+        raise NotationError(
+            f"notation {side!r} names {len(parts)} {plural(len(parts), 'tensor')}, the node has {count}"
+        )
     return [_tensor(part.strip(), marks, index, windows) for index, part in enumerate(parts)]
 
 

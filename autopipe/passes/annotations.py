@@ -20,6 +20,7 @@ from autopipe.ir.output_files import replacing
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Constraint
 from autopipe.ir.space import Space
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import BATCH_AXIS
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes, uses_of
 from autopipe.passes.frontend import protobuf_scan as wire
@@ -111,7 +112,8 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
                 if known != cut:
                     raise ModelError(
                         f"the annotations of its tensors {source!r} and {name!r} contradict each other:"
-                        f" they cut its axis {axis!r} into {known.degree} and {degree} parts, or in another order",
+                        f" they cut its axis {axis!r} into {known.degree} and {degree} "
+                        f"{plural(degree, 'part')}, or in another order",
                         hint="autopipe finds itself what must be exchanged before and after a node",
                         where=where,
                     )
@@ -128,7 +130,9 @@ def _blocks_of(shape: tuple[int, ...], sharding: Sharding, where: str) -> Iterat
     for index, (blocks, held) in enumerate(sharding.places(len(shape))):
         here = f"{where}, dimension {index}"
         if shape[index] % blocks:
-            raise ModelError(f"{blocks} shards do not divide its extent {shape[index]}", where=here)
+            raise ModelError(
+                f"{blocks} {plural(blocks, 'shard does', 'shards do')} not divide its extent {shape[index]}", where=here
+            )
         yield blocks, held, here
 
 
@@ -141,11 +145,17 @@ def _parts(
     for axis in dimension:
         degree = max(1, min(rest, extents[axis]))
         if rest % degree or extents[axis] % degree:
-            raise ModelError(f"{blocks} shards do not divide its axis {axis!r} of extent {extents[axis]}", where=where)
+            raise ModelError(
+                f"{blocks} {plural(blocks, 'shard does', 'shards do')} not "
+                f"divide its axis {axis!r} of extent {extents[axis]}",
+                where=where,
+            )
         rest //= degree
         found.append((axis, degree, rest))
     if rest > 1:
-        raise ModelError(f"the operator has no axis there that {blocks} shards could be cut along", where=where)
+        raise ModelError(
+            f"the operator has no axis there that {blocks} {plural(blocks, 'shard')} could be cut along", where=where
+        )
     yield from found
 
 
@@ -174,11 +184,11 @@ def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
         return ()
     if not fitting:
         names = ", ".join(f"{each.name!r} for {each.devices}" for each in known)
-        reason = f"the model is annotated, but not for {devices} devices: {names}"
+        reason = f"the model is annotated, but not for {devices} {plural(devices, 'device')}: {names}"
         raise ConfigurationError(reason, "plan for as many devices, or the model without its annotations")
     if len(fitting) > 1:
         names = " and ".join(repr(each.name) for each in fitting)
-        reason = f"the model's device configurations {names} are all for {devices} devices"
+        reason = f"the model's device configurations {names} are all for {devices} {plural(devices, 'device')}"
         raise ConfigurationError(reason, "leave one of them in the file")
     try:
         return tuple(_constraints(model, fitting[0]))
@@ -295,7 +305,8 @@ def annotated(
     """
     if placement.pipelines > 1:
         raise ConfigurationError(
-            f"each node is in {placement.pipelines} pipelines, and ONNX's annotations have room for one stage a node",
+            f"each node is in {placement.pipelines} {plural(placement.pipelines, 'pipeline')}, "
+            "and ONNX's annotations have room for one stage a node",
             hint="annotate a plan with one pipeline",
         )
     stage_of = placement.stage_of()

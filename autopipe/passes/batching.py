@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.words import plural
 
 AUTO_PER_DEVICE = 4
 """`auto` takes at most this many micro-batches a device: a pipeline of p stages then idles at most (p-1)/(5p-1) of the
@@ -76,7 +77,8 @@ def batchings(
         batch = batch_size or count * micro_batch_size
         if batch != count * micro_batch_size or not count:
             raise ConfigurationError(
-                f"a batch of {batch} samples is not {count or 1} micro-batches of {micro_batch_size}",
+                f"a batch of {batch} {plural(batch, 'sample')} is not {count or 1} "
+                f"{plural(count or 1, 'micro-batch')} of {micro_batch_size}",
                 hint=f"--batch-size {max(1, count) * micro_batch_size}",
             )
     else:
@@ -85,13 +87,16 @@ def batchings(
         if batch % count:
             near = min(divisors(batch), key=lambda divisor: abs(divisor - count))
             raise ConfigurationError(
-                f"{count} micro-batches do not divide a batch of {batch} samples", hint=f"--micro-batches {near}"
+                f"{count} {plural(count, 'micro-batch does', 'micro-batches do')} not "
+                f"divide a batch of {batch} {plural(batch, 'sample')}",
+                hint=f"--micro-batches {near}",
             )
         if own is not None and own % (batch // count):
             raise _not_of_own(batch // count, own)
     if count > MOST_MICRO_BATCHES:
         raise ConfigurationError(
-            f"a batch of {batch} samples in {count} micro-batches is too fine to schedule",
+            f"a batch of {batch} {plural(batch, 'sample')} in {count} "
+            f"{plural(count, 'micro-batch')} is too fine to schedule",
             hint=f"at most {MOST_MICRO_BATCHES} micro-batches",
         )
     yield Batching(batch, count)
@@ -99,7 +104,7 @@ def batchings(
 
 def _not_of_own(size: int, own: int | None) -> ConfigurationError:
     return ConfigurationError(
-        f"micro-batches of {size} samples cannot be made of the {own} that the model's file fixes",
+        f"micro-batches of {size} {plural(size, 'sample')} cannot be made of the {own} that the model's file fixes",
         hint=f"choose a micro-batch size that divides {own}, or export the model with a symbolic batch",
     )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, OutOfMemoryError
 from autopipe.ir.plan import Breakdown, Choice
 from autopipe.ir.problem import Scores
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import required_sizes, resolved_constraints
 from autopipe.passes.auto.candidates import Candidate, is_searched
 from autopipe.passes.degrees import DEGREES, plan_degrees
@@ -127,7 +128,8 @@ def _impossible(planned: PlanResult, wanted: Mapping[str, int]) -> DegreeRow:
     pipeline, data, tensor = (wanted.get(name) for name in DEGREES)
     try:
         Grid(pipeline, data, tensor).requires(planned.problem)
-        reason = f"no factorisation of the {planned.problem.cluster.size} devices has these degrees"
+        size = planned.problem.cluster.size
+        reason = f"no factorisation of the {size} {plural(size, 'device')} has these degrees"
     except AutopipeError as error:
         reason = error.message
     return DegreeRow(pipeline, data, tensor, planned.plan.summary.schedule, reason=reason)

@@ -20,6 +20,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase
 from autopipe.ir.space import AxisKind
 from autopipe.ir.timeline import Prediction, Span, Timeline, Transfer
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import checked_splits
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import SampleAxes, exchanged_element_bytes, sample_axes
@@ -518,7 +519,8 @@ def _moved_ends(problem: Problem, placement: Placement, index: int, other: int) 
             moved = nodes[-count:] if target > source else nodes[:count]
             edited = _moved_nodes(problem, placement, moved, source, target)
             if edited is not None:
-                which = f"{'last' if target > source else 'first'} {f'{count} nodes' if count > 1 else 'node'}"
+                end = "last" if target > source else "first"
+                which = f"{end} {count} {plural(count, 'node')}" if count > 1 else f"{end} node"
                 told = f"its {which} in stage {other}" if source == index else f"the {which} of stage {other} in it"
                 yield Change(f"end {other}", told, edited)
 

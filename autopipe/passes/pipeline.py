@@ -30,6 +30,7 @@ from autopipe.ir.problem import AVERAGED, Constraint, LossDivision, Mode, Optimi
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind
 from autopipe.passes.analysis.joined_samples import joining_node
 from autopipe.passes.analysis.loss_division import divided_loss, form_of, note_on
@@ -442,7 +443,9 @@ def _work(request: Request, model: Model) -> tuple[Work, ...]:
     if request.mode is not Mode.INFER and model.loss_choices:
         named = ", ".join(map(repr, model.loss_choices))
         hint = f"name one by --set loss={model.loss_choices[0]}, or use --mode infer"
-        raise ConfigurationError(f"{len(model.loss_choices)} outputs can be the loss: {named}", hint)
+        raise ConfigurationError(
+            f"{len(model.loss_choices)} {plural(len(model.loss_choices), 'output')} can be the loss: {named}", hint
+        )
     if train and not model.loss:
         hint = "name one by --set loss=NAME, or use --mode infer"
         raise ConfigurationError("the model has no output called 'loss' to train", hint)
@@ -602,7 +605,10 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
     does, InfeasibleError where the placement does not fit the graph."""
     model, problem = cost(request, batching, runner)
     if placement.devices > problem.cluster.size:
-        raise InfeasibleError(f"the placement is for {placement.devices} devices, of which not all are there")
+        raise InfeasibleError(
+            f"the placement is for {placement.devices} "
+            f"{plural(placement.devices, 'device')}, of which not all are there"
+        )
     placement.verify(problem.graph)
     return predict_placement(model, problem, placement, runner)
 
@@ -684,9 +690,12 @@ def reopen(request: Request, plan: Plan) -> PlanResult:
         raise ConfigurationError(f"the plan is to {plan.mode}, its configuration to {problem.mode.value}")
     devices, size = plan.schedule.devices, problem.cluster.size
     if plan.placement.devices > size or devices != size:
-        raise ConfigurationError(f"the plan is for {devices} devices, its configuration for {size}")
+        raise ConfigurationError(f"the plan is for {devices} {plural(devices, 'device')}, its configuration for {size}")
     if max(max(stage.nodes, default=0) for stage in plan.placement.stages) >= len(problem.graph.nodes):
-        raise ConfigurationError(f"the plan places nodes that the graph of {len(problem.graph.nodes)} nodes has not")
+        raise ConfigurationError(
+            f"the plan places nodes that the graph of {len(problem.graph.nodes)} "
+            f"{plural(len(problem.graph.nodes), 'node')} has not"
+        )
     try:
         plan.placement.verify(problem.graph)
         stage_devices = StageGraph.of(problem, plan.placement).stage_devices

@@ -15,6 +15,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import TAGS, Progress, lfs_error, safetensors_header
 from autopipe.ir.graph import FileSlice, Value
 from autopipe.ir.output_files import replacing
+from autopipe.ir.words import plural
 from autopipe.passes.export import Numbers, stored_tensor
 
 SUFFIX: Final = ".safetensors"
@@ -72,7 +73,7 @@ def _read_file(path: Path) -> dict[str, Numbers]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > min(_MOST_HEADER, size - 8):
-                raise ValueError(f"a header of {length} bytes")
+                raise ValueError(f"a header of {length} {plural(length, 'byte')}")
             entries = json.loads(file.read(length))
         return dict(_entries(path, entries, 8 + length, size))
     except OSError as error:

@@ -133,7 +133,7 @@ def test_verify(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"starts": (0, 1), "stops": (6, 3)}, "two of its blocks overlap"),
         ({"stops": (6, 3)}, "18 elements, its shape 24"),
         ({"starts": (0, 4), "stops": (6, 6)}, "outside of its shape"),
-        ({"starts": (0,)}, "1 dimensions, not 2"),
+        ({"starts": (0,)}, "1 dimension, not 2"),
         ({"starts": (7, 2)}, "ends before it begins"),
         ({"file": 2}, "file 2 of 2"),
         ({"offset": 10**6}, "behind the end of rank_00001.safetensors"),

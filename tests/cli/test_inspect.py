@@ -57,7 +57,7 @@ def test_the_object_says_what_the_model_is(classifier: Path) -> None:
 
 def test_the_screen_shows_the_same(classifier: Path) -> None:
     text = run(str(classifier), "--dim", "width=16")
-    for words in ("'x' float32[1, 16], samples on axis 0", "80 in 1 tensors, 320 bytes", "2 of 3", "loss 'loss'"):
+    for words in ("'x' float32[1, 16], samples on axis 0", "80 in 1 tensor, 320 bytes", "2 of 3", "loss 'loss'"):
         assert words in text
     assert text.count("\n") <= 24
 

@@ -40,7 +40,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--nnodes", "0"], "at least 1"),
         (["--nnodes", "2", "--node-rank", "2"], "there is no node 2 of 2"),
         (["--nnodes", "3"], "4 ranks do not fit 3 nodes"),
-        (["--nproc-per-node", "3"], "4 ranks do not fit 1 nodes with 3 ranks each"),
+        (["--nproc-per-node", "3"], "4 ranks do not fit 1 node with 3 ranks each"),
         (["--nnodes", "2"], "several nodes need a meeting point"),
         (["--nnodes", "2", "--rdzv-endpoint", "here:1"], "several nodes need a key that they share"),
         (["--rdzv-key", "/nonexistent/key"], "the key cannot be read"),

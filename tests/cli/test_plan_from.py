@@ -214,7 +214,7 @@ def test_memory_that_does_not_hold_it_is_told(planned: CommandLine) -> None:
         ([("devices: [2, 3]", "devices: [2, 7]")], ["stage 1 names device 7, but there are 4", "0 to 3"]),
         ([("devices: [2, 3]", "devices: [2-x]")], ["stage 1: '2-x' is no device"]),
         ([("devices: [2, 3]", "devices: [2, 2]")], ["stage 1 names device 2 twice"]),
-        ([("devices: [2, 3]", "devices: [2]")], ["stage 1 splits it into 2 parts", "on 1 devices"]),
+        ([("devices: [2, 3]", "devices: [2]")], ["stage 1 splits it into 2 parts", "on 1 device"]),
         ([("{samples: 2}", "{samples: 3}")], ["stage 0 splits", "into 3 parts"]),
         ([("{samples: 2}", "{sample: 2}")], ["stage 0 splits axis 'sample', which none of the nodes it names has"]),
         ([("micro_batch_size: 2", "micro_batch_size: 3")], ["stage 0 has micro-batches of 3 samples"]),

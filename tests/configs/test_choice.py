@@ -55,7 +55,7 @@ def test_options_of_every_type() -> None:
         ("label: off", 'which YAML reads as false) (expected text or `null`; write "off" in quotes)'),
         ("shape: [1, x]", "c.yaml:1: strategy.shape[1] is 'x' (expected a whole number)"),
         ("shape: 3", "c.yaml:1: strategy.shape is 3 (expected a list of a whole number)"),
-        ("box: [1]", "c.yaml:1: strategy.box: 1 items where 2 are expected"),
+        ("box: [1]", "c.yaml:1: strategy.box: 1 item where 2 are expected"),
         ("weights: {a: b}", "c.yaml:1: strategy.weights.a is 'b' (expected a number)"),
         ("epsilon: '1e-3'", "write 1e-3 without quotes"),
     ],

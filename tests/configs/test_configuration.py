@@ -80,7 +80,7 @@ REFUSED = {
     ),
     "costs' name": ("costs: rofline\n", "c.yaml:1: costs: 'rofline' is no path"),
     "momentum": ("optimizer: {name: adamw,\n momentum: 0.9}\n", "c.yaml:2: optimizer adamw has no momentum"),
-    "betas": ("optimizer: {betas: [0.9]}\n", "c.yaml:1: optimizer.betas: 1 items where 2 are expected"),
+    "betas": ("optimizer: {betas: [0.9]}\n", "c.yaml:1: optimizer.betas: 1 item where 2 are expected"),
     "beta of 1": ("optimizer: {name: adamw, betas: [0.9, 1]}\n", "c.yaml:1: optimizer.betas are [0.9, 1.0]"),
     "idle constraint": ("constraints:\n- {match: a}\n", "c.yaml:2: constraints[0] decides nothing"),
     "pattern": ('constraints:\n- {match: "re:(", stage: 1}\n', "c.yaml:2: constraints[0].match: 're:(' is no regular"),

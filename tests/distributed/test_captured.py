@@ -197,7 +197,7 @@ def test_a_stage_that_waits_for_the_device_stays_eager(device: Device, tmp_path:
     write(model.graph, *one_device(model.graph, 1, True, 1), "loss", folder, model=file)
     eager, captured = run(folder, "--no-cuda-graphs"), run(folder, "--cuda-graphs")
     reason = "stage 0 eager: one of its operators waits for the device"
-    assert captured.notes[-1] == f"CUDA graphs: 0 of 1 stages captured; {reason}"
+    assert captured.notes[-1] == f"CUDA graphs: 0 of 1 stage captured; {reason}"
     assert not device.replays
     assert_equal(captured, eager)
 
@@ -282,7 +282,7 @@ def test_captured_updates_are_equal_to_eager_updates(plan: str, device: Device, 
     UPDATES[plan].write(*small_graph("candle-uno", SAMPLES), folder)
     flags = "--steps", 40
     eager, captured = run(folder, *flags, "--no-cuda-graphs"), run(folder, *flags, "--cuda-graphs")
-    assert captured.notes[-1] == "CUDA graphs: 1 of 1 stages captured, and the update"
+    assert captured.notes[-1] == "CUDA graphs: 1 of 1 stage captured, and the update"
     assert len(set(eager.losses)) > STEPS
     assert_equal(captured, eager)
 
@@ -292,7 +292,7 @@ def test_an_update_stays_eager_whose_optimizer_reads_the_host(device: Device, tm
     Plan(optimizer=Optimizer("lion", lr=0.01)).write(*small_graph("candle-uno", SAMPLES), folder)
     eager, captured = run(folder, "--no-cuda-graphs"), run(folder, "--cuda-graphs")
     reason = "the update eager: its optimizer takes the learning rate from the host"
-    assert captured.notes[-1] == f"CUDA graphs: 1 of 1 stages captured; {reason}"
+    assert captured.notes[-1] == f"CUDA graphs: 1 of 1 stage captured; {reason}"
     assert_equal(captured, eager)
 
 

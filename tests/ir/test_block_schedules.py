@@ -137,7 +137,7 @@ REFUSED = {
     "a task twice": (["tasks", 0, 1], {"block": 0, "unit": 0, "start": 1}, "expected each block of a unit once"),
     "a task of another device": (["tasks", 1, 0, "block"], 0, "tasks[1][0].block is 0"),
     "a task of no block": (["tasks", 1, 0, "block"], 9, "tasks[1][0].block is 9"),
-    "a unit less": (["units"], 1, "expected one of 1 units"),
+    "a unit less": (["units"], 1, "expected one of 1 unit"),
     "units without end": (["units"], 10**15, "block 'F0' of unit 2 does not run"),
     "a list less": (["tasks"], [[]], "expected one list for each of 2 devices"),
     "another makespan": (["makespan"], 13, "makespan is 13 (expected the end of the last task, 14)"),

@@ -11,7 +11,7 @@ F, B = Block("F", (0,), 1, 1), Block("B", (0,), 3, -1, (0,))
 
 REFUSED = {
     "no blocks": (BlockGraph(1, (), (None,)), "no blocks"),
-    "memory of another cluster": (BlockGraph(1, (F,), (None, 1)), "2 memory limits for 1 devices"),
+    "memory of another cluster": (BlockGraph(1, (F,), (None, 1)), "2 memory limits for 1 device"),
     "no device": (BlockGraph(1, (Block("F", (), 1),), (None,)), "'F': it is on no device"),
     "a device twice": (BlockGraph(1, (Block("F", (0, 0), 1),), (None,)), "name one twice"),
     "out of range": (BlockGraph(1, (Block("F", (1,), 1),), (None,)), "'F': there is no device 1"),

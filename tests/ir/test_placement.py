@@ -84,7 +84,7 @@ def test_each_pipeline_has_edges_of_its_own() -> None:
         ((Stage((2, 3), (0,), 4), Stage((0, 1), (1,), 4)), "stage 0 needs a value of the later stage 1"),
         (
             (Stage((0, 1, 2, 3), (0,), 4), Stage((0, 1, 2), (1,), 4, pipeline=1)),
-            "1 nodes are in no stage of pipeline 1",
+            "1 node is in no stage of pipeline 1",
         ),
         ((Stage((0, 1, 2, 3), (0,), 4), Stage((0, 1, 2, 3), (1,), 4, pipeline=2)), "4 nodes .* of pipeline 1"),
     ],

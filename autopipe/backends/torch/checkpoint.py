@@ -54,6 +54,7 @@ from autopipe.ir.files import JsonRecord, safetensors_header
 from autopipe.ir.graph import DType
 from autopipe.ir.layout import Box, whole
 from autopipe.ir.output_files import held_folder
+from autopipe.ir.words import plural
 
 FORMAT = "autopipe.checkpoint/2"
 AVERAGE = "ema"
@@ -301,7 +302,9 @@ def check_unused(folder: Path) -> None:
     """Raise ConfigurationError where a run that starts anew would save beside the checkpoints of another."""
     if steps := committed_steps(folder):
         hint = "give --resume to go on from it, or choose another folder"
-        raise ConfigurationError(f"{folder} holds a checkpoint after {steps[-1]} steps", hint=hint)
+        raise ConfigurationError(
+            f"{folder} holds a checkpoint after {steps[-1]} {plural(steps[-1], 'step')}", hint=hint
+        )
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -493,7 +496,7 @@ def verify_file(path: Path, file: StoredFile) -> None:
     except OSError as error:
         raise _damaged(path, f"a file cannot be read: {error.strerror}", where) from error
     if size != file.size:
-        raise _damaged(path, f"a file has {size} bytes, not {file.size}", where)
+        raise _damaged(path, f"a file has {size} {plural(size, 'byte')}, not {file.size}", where)
     if digest.hexdigest() != file.sha256:
         raise _damaged(path, "the SHA-256 differs", where)
 
@@ -518,7 +521,9 @@ class Reader:
                 found[common.within(wanted).slices] = self._stored(tensor, block)[common.within(block.box).slices]
                 elements += common.elements
         if elements != wanted.elements:
-            lacking = f"{wanted.elements - elements} of {wanted.elements} elements of a tensor"
+            lacking = (
+                f"{wanted.elements - elements} of {wanted.elements} {plural(wanted.elements, 'element')} of a tensor"
+            )
             raise _refused(self._path, f"the checkpoint lacks {lacking}", self._path)
         return found
 
@@ -570,7 +575,7 @@ def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
     for block in tensor.blocks:
         box = block.box
         if len(box.starts) != rank or len(box.stops) != rank:
-            return f"a block has {len(box.starts)} dimensions, not {rank}"
+            return f"a block has {len(box.starts)} {plural(len(box.starts), 'dimension')}, not {rank}"
         if any(stop < start for start, stop in zip(box.starts, box.stops, strict=True)):
             return "a block ends before it begins"
         if box.elements and box.intersect(everything) != box:
@@ -581,7 +586,7 @@ def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
             return f"a block ends behind the end of {checkpoint.files[block.file].name}"
     stored = sum(block.box.elements for block in tensor.blocks)
     if stored != everything.elements:
-        return f"its blocks have {stored} elements, its shape {everything.elements}"
+        return f"its blocks have {stored} {plural(stored, 'element')}, its shape {everything.elements}"
     return "two of its blocks overlap" if _overlap(tensor) else ""
 
 

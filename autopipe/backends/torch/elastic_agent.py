@@ -47,6 +47,7 @@ from autopipe.backends.torch.runtime.signed_store import KEY
 from autopipe.backends.torch.runtime.transport import ATTEMPT
 from autopipe.backends.torch.torch_interfaces import starting_processes_by
 from autopipe.ir.errors import LaunchError
+from autopipe.ir.words import plural
 
 _LOOKS_S = 0.25
 _ABSENCE_S = 5.0
@@ -224,7 +225,10 @@ class Agent(LocalElasticAgent):
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 left = self._remaining_restarts - 1
-                self._note(f"{self.failure.error()}; starting all ranks again, {left} restarts left after this")
+                self._note(
+                    f"{self.failure.error()}; starting all ranks again, {left} "
+                    f"{plural(left, 'restart')} left after this"
+                )
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *further: Any, **options: Any) -> None:

@@ -19,6 +19,7 @@ from autopipe.backends.torch.runtime.heartbeat import DEFAULTS, Timeouts
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.output_files import keep_folder, scratch_folder
+from autopipe.ir.words import plural
 
 _TAKEN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -59,9 +60,17 @@ def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
     ranks = config.ranks_per_node or (world // high if world % high == 0 else 0)
     if not ranks or world % ranks or not low <= world // ranks <= high:
         spread = f"{low}" if low == high else f"{low} to {high}"
-        each = f" with {config.ranks_per_node} ranks each" if config.ranks_per_node else ""
+        each = (
+            f" with {config.ranks_per_node} {plural(config.ranks_per_node, 'rank')} each"
+            if config.ranks_per_node
+            else ""
+        )
         hint = "nodes times --nproc-per-node must be the number of devices of the plan"
-        raise ConfigurationError(f"the program's {world} ranks do not fit {spread} nodes{each}", hint=hint)
+        raise ConfigurationError(
+            f"the program's {world} {plural(world, 'rank does', 'ranks do')} "
+            f"not fit {spread} {plural(high, 'node')}{each}",
+            hint=hint,
+        )
     nodes = world // ranks
     if config.node is not None and config.node >= nodes:
         raise ConfigurationError(f"there is no node {config.node} of {nodes}", hint="--node-rank counts from 0")

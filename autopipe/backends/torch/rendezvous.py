@@ -41,6 +41,7 @@ from autopipe.backends.torch.torch_interfaces import (
     TCPStore,
 )
 from autopipe.ir.errors import ConfigurationError, LaunchError
+from autopipe.ir.words import plural
 
 _ANSWER_S = 60
 _KEEP_ALIVE_S = 5
@@ -105,10 +106,13 @@ def check_nodes(nodes: Sequence[Node]) -> None:
         if (node.number is None) != (first.number is None):
             raise ConfigurationError(f"one of {first.host} and {node.host} has no number", hint="--node-rank, on all")
         if node.ranks != first.ranks:
-            unequal = f"{first.host} starts {first.ranks} ranks, {node.host} {node.ranks}"
+            unequal = f"{first.host} starts {first.ranks} {plural(first.ranks, 'rank')}, {node.host} {node.ranks}"
             raise ConfigurationError(unequal, hint="--nproc-per-node is the same on all nodes")
         if (node.gpus < node.ranks) != (first.gpus < first.ranks):
-            unequal = f"{first.host} has {first.gpus} GPUs for {first.ranks} ranks, {node.host} has {node.gpus}"
+            unequal = (
+                f"{first.host} has {first.gpus} {plural(first.gpus, 'GPU')} for {first.ranks} "
+                f"{plural(first.ranks, 'rank')}, {node.host} has {node.gpus}"
+            )
             hint = "look at CUDA_VISIBLE_DEVICES and nvidia-smi there, or give --device cpu on all nodes"
             raise ConfigurationError(unequal, hint=hint)
         seen[node.number] = node
@@ -119,7 +123,7 @@ def missing_nodes(place: Place, came: Sequence[Node]) -> str:
     numbers = {node.number for node in came}
     here = ", ".join(sorted(node.host for node in came)) or "none"
     if None in numbers or not came:
-        return f"{len(came)} of {place.nodes} nodes came: {here}"
+        return f"{len(came)} of {place.nodes} {plural(place.nodes, 'node')} came: {here}"
     missing = [number for number in range(place.nodes) if number not in numbers]
     names = [f"{each} ({place.hosts[each]})" if each < len(place.hosts) else str(each) for each in missing]
     return f"node {', '.join(names)} of {place.nodes} never came; there are: {here}"

@@ -10,11 +10,12 @@ from operator import attrgetter
 
 import numpy as np
 
-from autopipe.cli.output import bytes_text, count_text, seconds_text
+from autopipe.cli.output import count_text, seconds_text
 from autopipe.ir.block_schedule import Block, BlockSchedule
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase, Repetend, Schedule, micro_batch_ratios
 from autopipe.ir.timeline import EndKind, EndSpan, Span, Timeline, Transfer
+from autopipe.ir.words import bytes_text, plural
 
 Curve = tuple[tuple[float, int], ...]
 """(time, memory in use from then on), ascending, the first at 0."""
@@ -111,8 +112,10 @@ class Picture:
 def plan_picture(plan: Plan, timeline: Timeline) -> Picture:
     summary = plan.summary
     title = (
-        f"{summary.strategy} with {summary.schedule}: {summary.stages} stages on {len(timeline.memory)} devices, "
-        f"{summary.micro_batches} micro-batches, step {seconds_text(summary.step_time_s)}, "
+        f"{summary.strategy} with {summary.schedule}: {summary.stages} {plural(summary.stages, 'stage')} "
+        f"on {len(timeline.memory)} {plural(len(timeline.memory), 'device')}, "
+        f"{summary.micro_batches} {plural(summary.micro_batches, 'micro-batch')}, "
+        f"step {seconds_text(summary.step_time_s)}, "
         f"bubble {summary.bubble_rate:.1%}"
     )
     limits = plan.memory_limits or (None,) * len(timeline.memory)

@@ -18,12 +18,13 @@ from autopipe.cli.drawing.picture import (
     text_colour,
 )
 from autopipe.cli.drawing.svg import block_graph_svg, escape, markup_row, markup_table, plan_graph_svg
-from autopipe.cli.output import bytes_text, devices_text, seconds_text
+from autopipe.cli.output import devices_text, seconds_text
 from autopipe.cli.plan_text import gap_text, number_text, over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.plan import Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import EndSpan, Timeline
+from autopipe.ir.words import bytes_text
 
 _LEAST_SHARE = 5e-4
 """Share of a step that is worth a row."""

@@ -15,11 +15,12 @@ from autopipe.cli.drawing.picture import (
     stage_colour,
     text_colour,
 )
-from autopipe.cli.output import bytes_text, devices_text, printable_lines
+from autopipe.cli.output import devices_text, printable_lines
 from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import EndSpan
+from autopipe.ir.words import bytes_text, plural
 
 
 def escape(text: str) -> str:
@@ -182,7 +183,7 @@ def _graph_svg(title: str, nodes: Sequence[Node], edges: Mapping[tuple[int, int]
         style = f'style="fill:{"#ffffff" if phase is Phase.BACKWARD else "#10131a"}"'
         colour = stage_colour(stage, phase)
         parts.append(f'<rect x="{x}" y="{y}" width="{_BOX}" height="{_HEIGHT}" rx="5" fill="{colour}"/>')
-        group = f"device{'' if len(devices) == 1 else 's'} {devices_text(devices)}"
+        group = f"{plural(len(devices), 'device')} {devices_text(devices)}"
         for line, text in ((17, name), (32, group)):
             shortened = text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
             parts.append(f'<text {style} x="{x + 8}" y="{y + line}">{escape(shortened)}</text>')

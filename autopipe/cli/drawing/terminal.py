@@ -26,6 +26,7 @@ from autopipe.cli.drawing.picture import (
 )
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import EndKind, EndSpan
+from autopipe.ir.words import plural
 
 _LEAST_TASK = 3
 """Columns that the shortest kind of task should have."""
@@ -151,7 +152,7 @@ def _middle_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None
         if count <= _MOST_DEVICES or device < half or device >= count - half:
             yield device, f"{device:{margin - 1}} "
         elif device == half:
-            yield None, f"{'⋯':>{margin - 1}} {count - 2 * half} more devices"
+            yield None, f"{'⋯':>{margin - 1}} {count - 2 * half} more {plural(count - 2 * half, 'device')}"
 
 
 def _task_row(label: str, bars: list[Bar], ends: list[EndSpan], axis: Axis, colour: bool) -> Text:
@@ -292,7 +293,7 @@ def _hidden(picture: Picture, start: float, end: float) -> Iterator[str]:
         yield f"{picture.time_text(min(end, state.start) - start)} of warm-up"
     repetitions = round((min(end, state.end) - max(start, state.start)) / state.period)
     if repetitions > 0:
-        yield f"{repetitions} repetition{'s' if repetitions > 1 else ''} of {picture.time_text(state.period)}"
+        yield f"{repetitions} {plural(repetitions, 'repetition')} of {picture.time_text(state.period)}"
     if end - state.end > least:
         yield f"{picture.time_text(end - max(start, state.end))} of cool-down"
 

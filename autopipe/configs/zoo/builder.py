@@ -27,6 +27,7 @@ from autopipe.ir.files import INLINE_LIMIT, Progress, aligned
 from autopipe.ir.graph import Initializer
 from autopipe.ir.output_files import replacing
 from autopipe.ir.output_kinds import PRODUCER, check_data_file
+from autopipe.ir.words import bytes_text
 
 IR_VERSION: Final = 10
 """The first version of the format that carries opset 20 and 21; every reader of those opsets knows it."""
@@ -311,7 +312,7 @@ class BuiltModel:
         if not path.parent.is_dir():
             raise ConfigurationError("there is no such folder to write the model to", where=str(path.parent))
         if self.data_bytes > free:
-            message = f"its weights need {self.data_bytes / 2**30:.3g} GiB and {free / 2**30:.3g} GiB are free"
+            message = f"its weights need {bytes_text(self.data_bytes)} and {bytes_text(free)} are free"
             raise ConfigurationError(message, hint="--set weights=none plans without them", where=str(path.parent))
         data = path.with_name(path.name + ".data")
         if self.data_bytes > inline_limit:

@@ -25,6 +25,7 @@ from autopipe.ir.ops.operator import (
 )
 from autopipe.ir.ops.products import batched
 from autopipe.ir.space import Space
+from autopipe.ir.words import plural
 
 PRECISIONS = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
 """Element types by ONNX's TensorProto.DataType."""
@@ -104,7 +105,7 @@ def linear_attention(signature: Signature) -> Space:
     node, key, value = signature.node, signature.operand(1).shape, signature.operand(2).shape
     heads, groups = node.integer("q_num_heads"), node.integer("kv_num_heads")
     if heads % groups:
-        raise ValueError(f"{heads} heads of queries do not share {groups}")
+        raise ValueError(f"{heads} {plural(heads, 'head')} of queries do not share {groups}")
     decay, beta = ("" if not signature.present(index) else signature.operand(index).shape[2] for index in (4, 5))
     others = ["b t! h" if decay == groups else "b t! (h d!)", "b t! h" if beta == groups else "b t! 1"]
     operands = ["b t! (h r d!)", "b t! (h d!)", "b t! (h v)", "b h d! v", *others]

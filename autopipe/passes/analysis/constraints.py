@@ -14,6 +14,7 @@ from autopipe.ir.layout import are_blocks, even_degree_hint
 from autopipe.ir.placement import Split
 from autopipe.ir.problem import Constraint, Problem
 from autopipe.ir.space import AxisKind
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import SampleAxes
 
 BATCH_AXIS = "b"
@@ -54,13 +55,15 @@ def resolved_constraints(
         size = each.constraint.micro_batch_size
         if size not in (None, largest) and not own_sizes:
             raise ConfigurationError(
-                f"{each} asks for micro-batches of {size} samples, but with this strategy all stages have those of "
-                f"{largest} samples",
+                f"{each} asks for micro-batches of {size} {plural(size, 'sample')}, "
+                "but with this strategy all stages have those of "
+                f"{largest} {plural(largest, 'sample')}",
                 hint="strategy manual makes stages with micro-batches of their own",
             )
         if size is not None and largest % size:
             raise ConfigurationError(
-                f"{each} asks for micro-batches of {size} samples, which do not divide the step's of {largest}",
+                f"{each} asks for micro-batches of {size} {plural(size, 'sample')}, "
+                f"which do not divide the step's of {largest}",
                 hint="set micro_batch_size to a multiple of all that constraints ask for",
             )
     return resolved
@@ -175,13 +178,15 @@ def checked_splits(who: str, samples: SampleAxes, node: int, splits: Sequence[tu
             raise ConfigurationError(f"{who} splits axis {name!r} twice", f"{BATCH_AXIS!r} is the samples' axis", where)
         if degree < 1 or (degree > 1 and axis.kind is AxisKind.WHOLE):
             raise ConfigurationError(
-                f"{who} splits axis {name!r} into {degree} parts, along which this node cannot be split",
+                f"{who} splits axis {name!r} into {degree} {plural(degree, 'part')}, "
+                "along which this node cannot be split",
                 hint=f"its iteration space is {space}",
                 where=where,
             )
         if axis.extent % degree:
             raise ConfigurationError(
-                f"{who} splits axis {name!r} into {degree} parts, which do not divide its extent {axis.extent}",
+                f"{who} splits axis {name!r} into {degree} {plural(degree, 'part')}, "
+                f"which do not divide its extent {axis.extent}",
                 hint=even_degree_hint(axis.extent, degree),
                 where=where,
             )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from autopipe.ir.errors import ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.graph import COUNTED_LABELS
 from autopipe.ir.problem import AVERAGED, LossDivision, Mode
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend.loss import LOSSES, leaves_out
@@ -76,7 +77,7 @@ def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
     """Return what a user should know of the loss of a step of a model whose file fixes the batch, "" if nothing."""
     if form is None or form.samples is None or form.samples == batching.batch_size:
         return ""
-    steps = f"a step of {batching.batch_size} samples"
+    steps = f"a step of {batching.batch_size} {plural(batching.batch_size, 'sample')}"
     fixed = f"to which the file fixes the batch: {form.samples}"
     if form.kind is LossKind.SUM and form.divisor is not None:
         return f"the loss {loss!r} is a sum divided by {form.divisor}; {steps} averages sums over as many, {fixed}"
@@ -89,8 +90,9 @@ def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
 
 def _not_divisible(form: LossForm, model: Model, batching: Batching) -> InfeasibleError:
     message = (
-        f"the losses of {batching.micro_batches} micro-batches do not give the loss {model.loss!r} of a batch of "
-        f"{batching.batch_size} samples: {form.reason}"
+        f"the losses of {batching.micro_batches} {plural(batching.micro_batches, 'micro-batch')} "
+        f"do not give the loss {model.loss!r} of a batch of "
+        f"{batching.batch_size} {plural(batching.batch_size, 'sample')}: {form.reason}"
     )
     whole = "--micro-batches 1"
     if form.samples is not None:

@@ -16,6 +16,7 @@ from autopipe.ir.layout import Box, Layout, holders_by_box, whole
 from autopipe.ir.placement import Placement, crossing_values
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, micro_batch_ratios, sharing
 from autopipe.ir.space import AxisKind
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossKind, loss_form
 from autopipe.passes.analysis.stage_nodes import live_nodes
 from autopipe.passes.frontend.read import mixing_nodes
@@ -103,7 +104,8 @@ def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, targ
     nodes = live_nodes(graph, (name,)) if not places else ()
     if places or any(batch.values.get(each) for node in nodes for each in graph.nodes[node].inputs):
         raise InfeasibleError(
-            f"{name!r} goes from micro-batches of {source} samples to ones of {target}, but its samples cannot be told "
+            f"{name!r} goes from micro-batches of {source} {plural(source, 'sample')} "
+            f"to ones of {target}, but its samples cannot be told "
             "apart",
             hint="give the stages that compute and read it equal micro-batches, or make them one stage",
         )
@@ -171,7 +173,8 @@ def check_portions(graph: Graph, placement: Placement, loss: str | None = None) 
         mixed = next((graph.nodes[node] for node in stage.nodes if graph.nodes[node].name in mixing), None)
         if times > 1 and mixed is not None:
             raise InfeasibleError(
-                f"stage {index} would compute something else on micro-batches of {stage.micro_batch_size} samples "
+                f"stage {index} would compute something else on micro-batches of "
+                f"{stage.micro_batch_size} {plural(stage.micro_batch_size, 'sample')} "
                 f"than on the step's of {stage.micro_batch_size * times}: {mixed.op} {mixed.name!r} mixes samples",
                 hint="give this stage the largest micro-batches of all, or all stages equal ones",
             )

@@ -22,6 +22,7 @@ from autopipe.ir.ops.operator import Operator
 from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.placement import Split
 from autopipe.ir.space import Space
+from autopipe.ir.words import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class SampleAxes:
                 continue
             if not self.divides(index, degree):
                 raise InfeasibleError(
-                    f"{degree} devices cannot share the {self.batch.batch} samples of a micro-batch equally here",
+                    f"{degree} {plural(degree, 'device')} cannot share the {self.batch.batch} "
+                    f"{plural(self.batch.batch, 'sample')} of a micro-batch equally here",
                     hint="choose a micro-batch size that the number of devices divides, or fewer devices",
                     where=repr(self.graph.nodes[index].name),
                 )

@@ -14,6 +14,7 @@ from typing import Any
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.plan import Choice
 from autopipe.ir.problem import Mode, Scores
+from autopipe.ir.words import plural
 from autopipe.passes.pipeline import Placed, Request
 from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import STRATEGIES, Scheduler, Strategy, strategy_class, strategy_names
@@ -171,7 +172,7 @@ def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError |
     form = "grid with chunks" if chunks else strategy.name
     if operators * devices <= _MOST_SIZE.get(form, math.inf):
         return None
-    size = f"{operators} operators on {devices} devices"
+    size = f"{operators} {plural(operators, 'operator')} on {devices} {plural(devices, 'device')}"
     return LeftOutError(f"left out: {form} would search long for {size}; name it to have it searched")
 
 
@@ -192,7 +193,7 @@ def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | N
     stages, count = len(placed.placement.stages), placed.problem.micro_batches
     if not is_searched(scheduler) or stages * count <= _MOST_SEARCHED:
         return None
-    size = f"{stages} stages and {count} micro-batches"
+    size = f"{stages} {plural(stages, 'stage')} and {count} {plural(count, 'micro-batch')}"
     return LeftOutError(f"left out: {scheduler.name} would search long for {size}; name it to have it searched")
 
 

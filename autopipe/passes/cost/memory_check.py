@@ -15,6 +15,7 @@ from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import low_precision_copies
 from autopipe.passes.cost.memory import stages_in_flight, state_of, static_memory
 from autopipe.passes.cost.stages import StageCost, stage_costs
@@ -34,7 +35,7 @@ def check_state(problem: Problem, devices: int, parts: int) -> None:
     copies = dict.fromkeys(names, max(1, devices // parts))
     least = state_of(problem, ((name, parts) for name in names), copies, read_again=names).total
     if least > problem.memory_of(0):
-        shared = f", sharded over {parts} devices" if parts > 1 else ""
+        shared = f", sharded over {parts} {plural(parts, 'device')}" if parts > 1 else ""
         raise out_of_memory(problem, [0], 1, 0, least, detail=f"for parameters and their state alone{shared}")
 
 
@@ -168,7 +169,7 @@ def size_text(count: float) -> str:
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if count >= 2**power / 10:
             return f"{count / 2**power:.2f} {unit}"
-    return f"{count:.0f} bytes"
+    return f"{count:.0f} {plural(count, 'byte')}"
 
 
 def equal_device_runs(cluster: Cluster) -> tuple[range, ...]:

@@ -20,6 +20,7 @@ from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import Signature, joint_splits
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.operators import OpInstance, exchanged_element_bytes, uses_of
 from autopipe.passes.analysis.resharding import (
@@ -262,5 +263,8 @@ def check_whole_matrices(problem: Problem, placement: Placement) -> None:
     for number, work in enumerate(stage_work(problem, placement)):
         for name, parts in work.parameter_parts:
             if name in own and parts > 1:
-                message = f"optimizer muon needs whole matrices, and stage {number} cuts {name!r} in {parts} parts"
+                message = (
+                    f"optimizer muon needs whole matrices, and stage {number} "
+                    f"cuts {name!r} in {parts} {plural(parts, 'part')}"
+                )
                 raise InfeasibleError(message, hint="pipelines and data parallelism leave them whole")

@@ -18,6 +18,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType
+from autopipe.ir.words import plural
 from autopipe.passes.frontend.elements import made_node
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS, DEEPEST_BODY, nested
 from autopipe.passes.frontend.sequences import empty, truth
@@ -298,12 +299,16 @@ class _Repetition:
         """The body's nodes on values of these names; `results` has what they write."""
         if not self.known.takes(self.size):
             raise ModelError(
-                f"after {self.runs} times its body of {self.size - 1} nodes, the file has become too many nodes",
+                f"after {self.runs} times its body of {self.size - 1} "
+                f"{plural(self.size - 1, 'node')}, the file has become too many nodes",
                 hint=self.kept_apart and f"it cannot run as a loop: {self.kept_apart}",
                 where=self.where,
             )
         if len(inputs) != len(self.body.input):
-            raise ModelError(f"its body takes {len(self.body.input)} values, not {len(inputs)}", where=self.where)
+            raise ModelError(
+                f"its body takes {len(self.body.input)} {plural(len(self.body.input), 'value')}, not {len(inputs)}",
+                where=self.where,
+            )
         if len(self.body.output) != len(self.node.output) + (self.node.op_type == "Loop"):
             raise ModelError("its body does not give what it writes", where=self.where)
         names = {name: f"{self.title}/{self.runs}/{name}" for name in self.own}
@@ -523,7 +528,7 @@ def _listed(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
     """Numbers of an attribute of Scan, zeros where it is absent."""
     found = stated.get(name) or [0] * count
     if len(found) != count:
-        raise ModelError(f"Scan's {name} has {len(found)} numbers, not {count}")
+        raise ModelError(f"Scan's {name} has {len(found)} {plural(len(found), 'number')}, not {count}")
     return list(found)
 
 

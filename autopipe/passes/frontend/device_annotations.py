@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from autopipe.ir.errors import ModelError
+from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
     import onnx
@@ -149,9 +150,16 @@ def _check_declared(declared: onnx.DeviceConfigurationProto) -> None:
         raise ModelError("a device configuration has no name")
     where = f"device configuration {declared.name!r}"
     if not 1 <= declared.num_devices <= MOST_DEVICES:
-        raise ModelError(f"it has {declared.num_devices} devices", hint=f"1 to {MOST_DEVICES} are taken", where=where)
+        raise ModelError(
+            f"it has {declared.num_devices} {plural(declared.num_devices, 'device')}",
+            hint=f"1 to {MOST_DEVICES} are taken",
+            where=where,
+        )
     if declared.device and len(declared.device) != declared.num_devices:
-        raise ModelError(f"it names {len(declared.device)} of its {declared.num_devices} devices", where=where)
+        raise ModelError(
+            f"it names {len(declared.device)} of its {declared.num_devices} {plural(declared.num_devices, 'device')}",
+            where=where,
+        )
 
 
 def _annotation(
@@ -183,7 +191,10 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
         groups = (tuple(device for group in groups for device in group),)
     if blocks != len(groups):
         many = str(blocks) if blocks <= MOST_DEVICES else f"over {MOST_DEVICES}"
-        raise ModelError(f"it is cut into {many} blocks, but {len(groups)} devices or groups are listed", where=where)
+        raise ModelError(
+            f"it is cut into {many} {plural(blocks, 'block')}, but {len(groups)} devices or groups are listed",
+            where=where,
+        )
     listed = [device for group in groups for device in group]
     foreign = next((device for device in listed if not 0 <= device < devices), None)
     if foreign is not None:
@@ -227,5 +238,9 @@ def _cut(stated: onnx.ShardedDimProto, where: str) -> tuple[int, int]:
         raise ModelError("it is cut along an inner one of the axes fused into it", where=where)
     for simple in stated.simple_sharding:
         if simple.HasField("dim_value") and (simple.dim_value < 1 or simple.dim_value % simple.num_shards):
-            raise ModelError(f"extent {simple.dim_value} is not divisible by {simple.num_shards} shards", where=where)
+            raise ModelError(
+                f"extent {simple.dim_value} is not divisible by {simple.num_shards} "
+                f"{plural(simple.num_shards, 'shard')}",
+                where=where,
+            )
     return stated.axis, counts[0]

@@ -16,6 +16,7 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.kv_cache import MASK, TOKENS, is_cache_input
+from autopipe.ir.words import plural
 from autopipe.passes.frontend.elements import dtype_of, shape_of
 
 if TYPE_CHECKING:
@@ -213,7 +214,9 @@ def _meant(
     value, colon, axis = name.rpartition(":")
     if colon and value in shapes:
         if not axis.isdigit() or int(axis) >= len(shapes[value]):
-            raise ConfigurationError(f"--dim {name}: {value!r} has {len(shapes[value])} dimensions")
+            raise ConfigurationError(
+                f"--dim {name}: {value!r} has {len(shapes[value])} {plural(len(shapes[value]), 'dimension')}"
+            )
         dimension = shapes[value][int(axis)]
         if isinstance(dimension, int):
             raise ConfigurationError(f"--dim {name}: the file fixes it to {dimension}")
@@ -266,7 +269,8 @@ def bind_inputs(
     for value in values:
         if value.name in axes and value.shape[axes[value.name]] != size:
             raise ModelError(
-                f"input {value.name!r} has {value.shape[axes[value.name]]} where others have {size} samples",
+                f"input {value.name!r} has {value.shape[axes[value.name]]} "
+                f"where others have {size} {plural(size, 'sample')}",
                 hint=f"say which axis counts samples: model.batch_axes: {{{value.name}: null}} if none does",
             )
     return Inputs(values, tuple(axes.items()), symbols, size if axes else None)
@@ -373,7 +377,9 @@ def _batch_axes(
         if axis is None:
             continue
         if not -rank <= axis < rank:
-            raise ConfigurationError(f"model.batch_axes: {name!r} has {rank} dimensions, no axis {axis}")
+            raise ConfigurationError(
+                f"model.batch_axes: {name!r} has {rank} {plural(rank, 'dimension')}, no axis {axis}"
+            )
         axes[name] = axis % rank
     extents = {name: _extent(shapes[name][axis], symbols) for name, axis in axes.items()}
     if any(extent != 1 for extent in extents.values()):

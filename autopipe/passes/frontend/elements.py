@@ -16,6 +16,7 @@ from autopipe.ir.errors import ModelError, quote
 from autopipe.ir.files import lfs_error
 from autopipe.ir.graph import Attribute, DType, FileSlice, Value, VarintSlice
 from autopipe.ir.varints import varint_bits
+from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
     import onnx
@@ -39,7 +40,9 @@ def shape_of(extents: Sequence[int], where: str) -> tuple[int, ...]:
     """A tensor's shape; raises ModelError where it has too many dimensions or elements."""
     if len(extents) > MOST_DIMENSIONS:
         raise ModelError(
-            f"a tensor of {len(extents)} dimensions is not supported: at most {MOST_DIMENSIONS} are", where=where
+            f"a tensor of {len(extents)} {plural(len(extents), 'dimension')} "
+            f"is not supported: at most {MOST_DIMENSIONS} are",
+            where=where,
         )
     shape = tuple(extents)
     if math.prod(shape) > MOST_ELEMENTS:
@@ -191,7 +194,7 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
     size = stored_bytes(dtype_of(tensor.data_type, where), tensor.dims)
     offset, length = _number(entries, "offset", 0, where), _number(entries, "length", size, where)
     if length < size:
-        raise ModelError(f"its data has {length} bytes, its shape needs {size}", where=where)
+        raise ModelError(f"its data has {length} {plural(length, 'byte')}, its shape needs {size}", where=where)
     if not file.exists():
         return None
     if not file.is_file():
@@ -199,7 +202,11 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
     if pointer := lfs_error(file):
         raise ModelError(*pointer, where=where)
     if file.stat().st_size < offset + size:
-        raise ModelError(f"{location!r} ends before its data: {offset + size} bytes are needed", where=where)
+        raise ModelError(
+            f"{location!r} ends before its data: {offset + size} "
+            f"{plural(offset + size, 'byte is', 'bytes are')} needed",
+            where=where,
+        )
     return FileSlice(location, offset, size)
 
 

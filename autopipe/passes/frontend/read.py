@@ -10,6 +10,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Fill, Graph, Node
 from autopipe.ir.ops import operator_of, signature_of, spaces_of
 from autopipe.ir.problem import Mode, Scores, wanted_outputs
+from autopipe.ir.words import plural
 from autopipe.passes.frontend.batch_inputs import told_apart
 from autopipe.passes.frontend.cleanup import (
     at_inference,
@@ -195,7 +196,11 @@ def _stated_otherwise(source: Source, graph: Graph) -> tuple[str, ...]:
             kind = DTYPES[tensor.elem_type].value if tensor.elem_type in DTYPES else f"type {tensor.elem_type}"
             own = ", ".join(map(str, value.shape))
             found.append(f"{info.name!r} is {value.dtype.value}[{own}], the file states {kind}[{words}]")
-    more = f", and {len(found) - 1} more outputs are not as stated" if len(found) > 1 else ""
+    more = (
+        f", and {len(found) - 1} more {plural(len(found) - 1, 'output is', 'outputs are')} not as stated"
+        if len(found) > 1
+        else ""
+    )
     return (f"output {found[0]}{more}",) if found else ()
 
 

@@ -26,6 +26,7 @@ from autopipe.ir.graph import (
     Value,
     VarintSlice,
 )
+from autopipe.ir.words import plural
 from autopipe.passes.frontend.elements import (
     array_of,
     attributes_of,
@@ -258,10 +259,14 @@ class Weights:
         if isinstance(place, VarintSlice):
             count = listed_numbers(place, self.source.path).size
             if count != math.prod(shape):
-                raise ModelError(f"it has {count} numbers, its shape needs {math.prod(shape)}", where=where)
+                raise ModelError(
+                    f"it has {count} {plural(count, 'number')}, its shape needs {math.prod(shape)}", where=where
+                )
             return place
         if place.length != size:
-            raise ModelError(f"it has {place.length} bytes, its shape needs {size}", where=where)
+            raise ModelError(
+                f"it has {place.length} {plural(place.length, 'byte')}, its shape needs {size}", where=where
+            )
         return place
 
     def _initializer(self, value: Value) -> Initializer:

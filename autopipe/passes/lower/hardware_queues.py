@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.layout import MeshAxes, members
 from autopipe.ir.program import HARDWARE_QUEUES, Program, RankCode
+from autopipe.ir.words import plural
 from autopipe.passes.lower.deadlock_check import ProofChannel, RankTrace
 
 _MOST_RECEIVING = 64
@@ -44,7 +45,8 @@ def check_hardware_queues(program: Program, traces: Sequence[RankTrace], queues:
         incoming = {id(channel.communicator) for action, _ in trace.steps for turn in action.posts for channel in turn}
         if len(incoming) > _MOST_RECEIVING:
             raise CodegenError(
-                f"{len(incoming)} ranks send to it: kernels that wait for their messages would fill a GPU",
+                f"{len(incoming)} {plural(len(incoming), 'rank sends', 'ranks send')} to "
+                "it: kernels that wait for their messages would fill a GPU",
                 where=f"rank {code.rank}",
                 hint="place what it reads on fewer ranks",
             )

@@ -38,6 +38,7 @@ from autopipe.ir.program import (
     Verb,
 )
 from autopipe.ir.schedule import Phase, Schedule, Task
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.gradients import differentiable_values, message_types, waiting_operands
 from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.analysis.micro_batches import check_portions, micro_batch_size, stage_graphs, stage_micro_batches
@@ -147,7 +148,10 @@ def lower(
     if loss is not None and graph.producer(loss) is None:
         raise CodegenError(f"the loss {loss!r} is not computed by the model", hint="name a value that a node writes")
     if placement.devices > schedule.devices:
-        raise CodegenError(f"the placement uses {placement.devices} devices, the schedule has {schedule.devices}")
+        raise CodegenError(
+            f"the placement uses {placement.devices} {plural(placement.devices, 'device')}, "
+            f"the schedule has {schedule.devices}"
+        )
     check_portions(graph, placement)
     parts = parts_of(graph, placement, schedule.devices, loss, precision)
     codes, batch = tuple(stage.code for stage in parts.stages), batch_axes_of(graph)

@@ -21,6 +21,7 @@ from autopipe.ir.ops.operator import joint_splits
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, Shard, StageCode
 from autopipe.ir.space import AxisKind, Space
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import exchanged_element_bytes
 from autopipe.passes.analysis.resharding import Exchange, NodeLayouts, node_layouts, taken_layouts, with_exchanges
 from autopipe.passes.analysis.stage_nodes import StageNodes
@@ -100,7 +101,7 @@ def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: in
     wanted, where = " ".join(map(str, splits)), repr(node.name)
     if group % math.prod(split.degree for split in splits) or len({split.axis for split in splits}) < len(splits):
         raise CodegenError(
-            f"a node split as {wanted} over {group} devices cannot be executed",
+            f"a node split as {wanted} over {group} {plural(group, 'device')} cannot be executed",
             hint="each axis can be split once, and the product of all degrees must divide the number of devices",
             where=where,
         )
@@ -114,7 +115,7 @@ def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: in
         if axis.extent % split.degree:
             raise CodegenError(
                 f"axis {axis.name!r} of {node.op} has extent {axis.extent}: "
-                f"{split.degree} devices cannot share it equally",
+                f"{split.degree} {plural(split.degree, 'device')} cannot share it equally",
                 hint=even_degree_hint(axis.extent, split.degree),
                 where=where,
             )

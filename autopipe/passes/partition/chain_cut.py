@@ -16,6 +16,7 @@ from autopipe.ir.cluster import Device, Link
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.chain import Chain, make_chain, range_sums, values_between
 from autopipe.passes.analysis.gradients import sent_bytes
 from autopipe.passes.cost.range_tables import state_sums
@@ -136,7 +137,10 @@ def cut_into_stages(
     together = tuple(tuple(node for node in fixed if fixed[node] == stage) for stage in sorted(set(fixed.values())))
     chain = make_chain(problem.graph, seconds, _MOST_BLOCKS, together)
     if chain.blocks < count:
-        raise InfeasibleError(f"{chain.blocks} operators cannot be cut into {count} stages", hint="take fewer stages")
+        raise InfeasibleError(
+            f"{chain.blocks} {plural(chain.blocks, 'operator')} cannot be cut into {count} {plural(count, 'stage')}",
+            hint="take fewer stages",
+        )
     bounds = _bounds(problem.graph, chain, count, fixed)
     lengths = _lengths(problem, chain, groups, replicas)
     known, stops = even_stops(chain.by_block(seconds), count), []

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.partition.downsets import closed
 from autopipe.passes.partition.flow import DivisionSpace, Flow, Members, Places, division_space, downsets, flow_of
 from autopipe.passes.solvers.milp import Builder, Model, solve
@@ -276,7 +277,9 @@ class DivisionProblem:
         working = int((flow.work > 0).sum())
         if working < space.stages:
             raise InfeasibleError(
-                f"{working} operators cannot be divided into {space.stages} stages", hint="take fewer stages"
+                f"{working} {plural(working, 'operator')} cannot be divided into "
+                f"{space.stages} {plural(space.stages, 'stage')}",
+                hint="take fewer stages",
             )
         limit = float(flow.work.sum()) / space.stages * (1 + self.unbalance)
         start = line = space.best_line(limit)
@@ -349,10 +352,13 @@ class DivisionProblem:
                 return stage[group]
             least = min(least, largest)
         if not np.isfinite(least):
-            raise InfeasibleError(f"no division into {stages} stages was found that keeps the constraints")
+            raise InfeasibleError(
+                f"no division into {stages} {plural(stages, 'stage')} was found that keeps the constraints"
+            )
         smallest = "smallest unbalance" if proven else "smallest unbalance that was found"
         raise InfeasibleError(
-            f"operators cannot be divided into {stages} stages that take at most {self.unbalance:.1%} more than "
+            f"operators cannot be divided into {stages} {plural(stages, 'stage')} "
+            f"that take at most {self.unbalance:.1%} more than "
             f"the mean: the {smallest} is {np.ceil((least / (total / stages) - 1) * 1000 - 0.002) / 10:.1f}%",
             hint="allow it, or take another number of stages",
         )

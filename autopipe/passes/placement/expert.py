@@ -12,6 +12,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import check_one_kind, check_operators, check_state, fitted
@@ -143,7 +144,9 @@ def _tensor_parallel(problem: Problem, degree: int) -> Placement:
         degrees = [each for each in within if problem.micro_batch_size % (devices // each) == 0] or within[-1:]
         degree = max(degrees, key=lambda each: (len(whole_group_splits(graph, devices // each, each)), each))
     elif devices % degree:
-        raise InfeasibleError(f"{devices} devices cannot be parted into groups of {degree}", where="strategy.tensor")
+        raise InfeasibleError(
+            f"{devices} {plural(devices, 'device')} cannot be parted into groups of {degree}", where="strategy.tensor"
+        )
     check_samples(problem, devices // degree, "expert")
     found = whole_group_splits(graph, devices // degree, degree)
     splits = with_samples_split(sample_axes(graph), range(len(graph.nodes)), devices // degree, found)

@@ -19,6 +19,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, crossing_values, node_ranges
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import checked_splits, own_axis
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
@@ -94,7 +95,9 @@ class NodeNames:
         found = self.meant(end)
         if len(found) > 1:
             hint = f"write its number: {', '.join(map(str, found[:4]))}" + (", ..." if len(found) > 4 else "")
-            raise ConfigurationError(f"{end!r} is {len(found)} nodes, and a range ends at one", hint)
+            raise ConfigurationError(
+                f"{end!r} is {len(found)} {plural(len(found), 'node')}, and a range ends at one", hint
+            )
         return found[0]
 
 
@@ -304,7 +307,7 @@ def _stage(
     whole = problem.micro_batch_size
     size = whole if given.micro_batch_size is None else given.micro_batch_size
     if size < 1 or whole % size:
-        reason = f"has micro-batches of {size} samples, which do not divide the step's of {whole}"
+        reason = f"has micro-batches of {size} {plural(size, 'sample')}, which do not divide the step's of {whole}"
         raise ConfigurationError(f"stage {index} {reason}")
     if given.pipeline < 0:
         raise ConfigurationError(f"stage {index} is in pipeline {given.pipeline}", hint="number pipelines from 0")
@@ -333,7 +336,8 @@ def _stage(
         parts = math.prod(split.degree for split in own)
         if len(devices) % parts:
             raise ConfigurationError(
-                f"stage {index} splits it into {parts} parts ({', '.join(map(str, own))}) on {len(devices)} devices",
+                f"stage {index} splits it into {parts} {plural(parts, 'part')} ({', '.join(map(str, own))}) "
+                f"on {len(devices)} {plural(len(devices), 'device')}",
                 hint="the product of the degrees must divide the number of devices",
                 where=_place(problem.graph, node),
             )

@@ -15,6 +15,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.memo import once_each
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import required_sizes, resolved_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division, climb
@@ -100,7 +101,9 @@ def place(problem: Problem, degrees: Degrees, chunks: int, wave: bool, opposite:
     settled = settled_stages(resolved_constraints(problem), groups, "grid") if problem.constraints else {}
     shared = whole_group_splits(problem.graph, degrees.data, degrees.tensor)
     if not shared and degrees.tensor > 1:
-        raise InfeasibleError(f"{degrees.tensor} devices can share no layer", where="strategy.tensor")
+        raise InfeasibleError(
+            f"{degrees.tensor} {plural(degrees.tensor, 'device')} can share no layer", where="strategy.tensor"
+        )
     samples, stages = sample_axes(problem.graph), []
     for nodes, group in zip(cut_into_stages(problem, groups, settled, degrees.data), groups, strict=True):
         own = {node: shared[node] for node in nodes if node in shared}
@@ -190,7 +193,8 @@ class GridSearch:
         if best is None:
             least = min((degrees.data for degrees in every), default=1)
             raise InfeasibleError(
-                f"grid cannot share a micro-batch of {sizes[-1]} samples equally among {least} replicas",
+                f"grid cannot share a micro-batch of {sizes[-1]} {plural(sizes[-1], 'sample')} "
+                f"equally among {least} {plural(least, 'replica')}",
                 hint="choose a micro-batch size that the replicas divide, or other degrees",
             )
         if best.degrees.pipeline > 1 and best.degrees.data > 1 and self.problem.cluster.node_count > 1:
@@ -340,7 +344,7 @@ class Grid:
             named = " x ".join(f"{name} {value}" for name, value in given.items())
             wanted = "make" if len(given) == 3 else "divide"
             raise ConfigurationError(
-                f"{named} is {product}, which does not {wanted} the {devices} devices",
+                f"{named} is {product}, which does not {wanted} the {devices} {plural(devices, 'device')}",
                 hint="leave one of pipeline, data and tensor open",
                 where="strategy",
             )

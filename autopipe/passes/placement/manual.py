@@ -12,6 +12,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, resolved_constraints
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
@@ -78,8 +79,9 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
         group, parts = len(devices[stage_of[node]]), math.prod(split.degree for split in each)
         if group % parts:
             raise ConfigurationError(
-                f"constraints split this node into {parts} parts ({', '.join(map(str, each))}), but its stage"
-                f" {stage_of[node]} has {group} device{'s' if group > 1 else ''}",
+                f"constraints split this node into {parts} {plural(parts, 'part')} "
+                f"({', '.join(map(str, each))}), but its stage"
+                f" {stage_of[node]} has {group} {plural(group, 'device')}",
                 hint="the product of the degrees must divide the number of devices",
                 where=repr(graph.nodes[node].name),
             )
@@ -160,7 +162,8 @@ def _devices(
     if not required:
         if size % count:
             raise ConfigurationError(
-                f"{size} devices cannot be shared equally by {count} stages", hint="give each stage its devices"
+                f"{size} {plural(size, 'device')} cannot be shared equally by {count} {plural(count, 'stage')}",
+                hint="give each stage its devices",
             )
         each = size // count
         return [tuple(range(stage * each, (stage + 1) * each)) for stage in range(count)]
@@ -181,8 +184,9 @@ def _check_extents(samples: SampleAxes, splits: dict[int, tuple[Split, ...]], si
             extent = samples.uses[node].space.axis(split.axis).extent
             if extent % split.degree:
                 raise ConfigurationError(
-                    f"constraints split axis {split.axis!r} into {split.degree} parts, which on micro-batches of {size}"
-                    f" samples do not divide its extent {extent}",
+                    f"constraints split axis {split.axis!r} into {split.degree} "
+                    f"{plural(split.degree, 'part')}, which on micro-batches of {size}"
+                    f" {plural(size, 'sample')} do not divide its extent {extent}",
                     hint="ask for larger micro-batches, or for fewer parts",
                     where=repr(samples.graph.nodes[node].name),
                 )

@@ -20,6 +20,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.chain import Chain, Matrix, make_chain
 from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, resolved_constraints
 from autopipe.passes.analysis.operators import SampleAxes
@@ -285,7 +286,9 @@ class PipeDream:
                 stages = [nearest.index(worst)]
                 raise out_of_memory(prices.problem, stages, len(nearest), worst.device, need, least=True)
         raise InfeasibleError(
-            f"no chain of stages over {problem.cluster.size} devices obeys " + " and ".join(map(str, resolved)), _MANUAL
+            f"no chain of stages over {problem.cluster.size} {plural(problem.cluster.size, 'device')} obeys "
+            + " and ".join(map(str, resolved)),
+            _MANUAL,
         )
 
     def _best(self, prices: ChainPrices, rules: tuple[ChainConstraint, ...]) -> list[ChainStage]:

@@ -26,6 +26,7 @@ from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem, Work
 from autopipe.ir.space import AxisKind
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.chain import Chain, make_chain, range_sums
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
@@ -120,7 +121,8 @@ class CutLine:
         count = len(kinds)
         if len(self.blocks) < count:
             raise InfeasibleError(
-                f"{len(self.blocks)} operators cannot be cut into {count} stages",
+                f"{len(self.blocks)} {plural(len(self.blocks), 'operator')} "
+                f"cannot be cut into {count} {plural(count, 'stage')}",
                 hint="take fewer devices or fewer chunks",
             )
         known = even_stops(np.sum([self.lengths[kind][0] for kind in kinds], axis=0), count)
@@ -129,7 +131,10 @@ class CutLine:
             lengths = within_room(lengths, range_sums(self.sizes), room)
         stops = best_stops(lengths, known)
         if not stops:
-            raise InfeasibleError(f"{count} stages have no room for their parameters", hint="use more devices")
+            raise InfeasibleError(
+                f"{count} {plural(count, 'stage has', 'stages have')} no room for their parameters",
+                hint="use more devices",
+            )
         between = itertools.pairwise([0, *stops])
         return tuple(tuple(sorted(itertools.chain(*self.blocks[start:stop]))) for start, stop in between)
 
@@ -293,7 +298,8 @@ def wide_nodes(model: CostedModel, tables: frozenset[str], degree: int) -> tuple
             space, column = model.uses[node].space, seed_axis(model, node, 1, frozenset([read[0]]))
             extent = space.axis(column).extent if column else 0
             raise InfeasibleError(
-                f"{degree} devices cannot share the {extent} rows of {read[0]!r} equally",
+                f"{degree} {plural(degree, 'device')} cannot share the {extent} "
+                f"{plural(extent, 'row')} of {read[0]!r} equally",
                 hint=even_degree_hint(extent, degree),
                 where=repr(model.graph.nodes[node].name),
             )
@@ -524,7 +530,9 @@ class TesselShapes:
                 hint="take shape " + {1: "m", 2: "nn"}.get(len(chains), "v"),
             )
         if wanted > model.devices:
-            raise InfeasibleError(f"shape {shape} needs {wanted} devices at least, and there are {model.devices}")
+            raise InfeasibleError(
+                f"shape {shape} needs {wanted} {plural(wanted, 'device')} at least, and there are {model.devices}"
+            )
         everyone = tuple(range(model.devices))
         groups = iter(shared_out([model.weighs(part.nodes) for part in chains], model.devices))
         for part in parts:
@@ -538,7 +546,9 @@ class TesselShapes:
         line = line_around(model)
         found = find_join(model, line.order)
         if found is None or len(found) - 1 > model.devices:
-            count = "none" if found is None else f"{len(found) - 1} for {model.devices} devices"
+            count = (
+                "none" if found is None else f"{len(found) - 1} for {model.devices} {plural(model.devices, 'device')}"
+            )
             raise InfeasibleError(
                 f"shape k puts branches on devices of their own, and the model has {count}", hint="take shape v"
             )
@@ -547,7 +557,9 @@ class TesselShapes:
         last = stage_of_several(problem, model, rest, tuple(range(model.devices)), tables)
         work, shared = model.weighs(rest), model.weighs(node for node, _ in last.splits)
         if only_shared and shared < work / 2 and work >= model.least_s:
-            raise InfeasibleError(f"{model.devices} devices cannot share what follows where branches meet")
+            raise InfeasibleError(
+                f"{model.devices} {plural(model.devices, 'device')} cannot share what follows where branches meet"
+            )
         groups = shared_out([model.weighs(branch) for branch in branches], model.devices)
         for branch, devices in zip(branches, groups, strict=True):
             yield self._chain(model, line, branch, devices)

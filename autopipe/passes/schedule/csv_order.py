@@ -12,6 +12,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, WrongScheduleError
+from autopipe.ir.words import plural
 from autopipe.passes.schedule.orders import find_repetends, require_equal_micro_batches
 
 _TASK = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
@@ -86,7 +87,7 @@ def fitted_order(rows: list[list[Cell]], file: str, graph: StageGraph, micro_bat
     """The schedule of a file's rows. Raises ConfigurationError with the place of the first cell that does not fit."""
     for rank, row in enumerate(rows[graph.devices :], graph.devices):
         if row:
-            hint = f"a row each for {graph.devices} devices"
+            hint = f"a row each for {graph.devices} {plural(graph.devices, 'device')}"
             raise ConfigurationError(f"there is no device {rank}", hint, row[0].place)
     rows = [*rows[: graph.devices], *([] for _ in range(graph.devices - len(rows)))]
     last = max((cell for row in rows for cell in row), key=lambda cell: cell.task.micro_batch, default=None)
@@ -94,7 +95,7 @@ def fitted_order(rows: list[list[Cell]], file: str, graph: StageGraph, micro_bat
         raise ConfigurationError("the file has no tasks", where=file)
     if last.task.micro_batch + 1 != micro_batches:
         count = last.task.micro_batch + 1
-        reason = f"the order is for {count} micro-batches, the step has {micro_batches}"
+        reason = f"the order is for {count} {plural(count, 'micro-batch')}, the step has {micro_batches}"
         raise ConfigurationError(reason, f"plan with --micro-batches {count}", last.place)
     tasks = tuple(tuple(cell.task for cell in row) for row in rows)
     schedule = Schedule(micro_batches, tasks, find_repetends(tasks))

@@ -18,6 +18,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction, Timeline
+from autopipe.ir.words import plural
 from autopipe.passes.cost.memory_check import size_text
 from autopipe.passes.cost.stages import StageCost, step_seconds
 from autopipe.passes.schedule.predict import predicted, ticks_of
@@ -54,9 +55,13 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline | St
         return
     device = max(excess, key=lambda each: (excess[each], -each))
     stages = [index for index, stage in enumerate(placement.stages) if device in stage.devices]
-    named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+    named = f"{plural(len(stages), 'stage')} {', '.join(map(str, stages))}"
     peak, limit, static = timeline.peak_memory[device], problem.memory_of(device), timeline.static_memory[device]
-    others = f", and {len(excess) - 1} more devices exceed theirs" if len(excess) > 1 else ""
+    others = (
+        f", and {len(excess) - 1} more {plural(len(excess) - 1, 'device exceeds', 'devices exceed')} theirs"
+        if len(excess) > 1
+        else ""
+    )
     raise OutOfMemoryError(
         f"{named} on device {device} would need {size_text(peak)} where {size_text(limit)} may be used: "
         f"{size_text(excess[device])} too much "

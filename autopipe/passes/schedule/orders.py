@@ -13,6 +13,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Repetend, StageGraph, Task, lane_groups, lanes_of, on_each_device, sharing
+from autopipe.ir.words import plural
 
 Ticks = Callable[[Task], int]
 """A task's length in whole units, so that equal instants compare equal."""
@@ -132,6 +133,7 @@ def require_equal_micro_batches(scheduler: str, problem: Problem, placement: Pla
         if stage.micro_batch_size != problem.micro_batch_size:
             raise InfeasibleError(
                 f"{scheduler} runs all stages on equal micro-batches, but stage {index} has {stage.micro_batch_size} "
-                f"samples a micro-batch where the step has {problem.micro_batch_size}",
+                f"{plural(stage.micro_batch_size, 'sample')} a micro-batch "
+                f"where the step has {problem.micro_batch_size}",
                 hint="schedules kfkb and tessel take stages with micro-batches of their own",
             )

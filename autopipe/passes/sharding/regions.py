@@ -20,6 +20,7 @@ from autopipe.ir.memo import GRAPHS, remembered
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import AxisKind, Space
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import BATCH_AXIS, ResolvedConstraint, resolved_constraints
 from autopipe.passes.analysis.operators import OpInstance, SampleAxes, sample_axes
 from autopipe.passes.sharding.configurations import Splits
@@ -229,7 +230,8 @@ def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "re
         )
     if samples % replicas:
         raise InfeasibleError(
-            f"{strategy} cannot share a micro-batch of {samples} samples equally among {replicas} {who}",
+            f"{strategy} cannot share a micro-batch of {samples} "
+            f"{plural(samples, 'sample')} equally among {replicas} {who}",
             hint=f"choose a micro-batch size that {replicas} divides, fewer devices, or another strategy",
         )
 
@@ -327,7 +329,8 @@ def check_degrees(problem: Problem, fixed: Mapping[int, Splits], placement: Plac
         group = len(placement.stages[stage_of[node]].devices)
         if group % math.prod(split.degree for split in splits):
             raise ConfigurationError(
-                f"constraints split this node {' '.join(map(str, splits))}, but its stage has {group} devices",
+                f"constraints split this node {' '.join(map(str, splits))}, but "
+                f"its stage has {group} {plural(group, 'device')}",
                 hint="the product of the degrees must divide the number of devices",
                 where=repr(problem.graph.nodes[node].name),
             )

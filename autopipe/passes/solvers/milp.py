@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopipe.ir.errors import AutopipeError
+from autopipe.ir.words import plural
 from autopipe.passes.solvers.pulp_client import AUTO, solve_with_pulp
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Model:
     def violation(self, x: NDArray[np.float64]) -> str:
         """The first row that `x` violates, in words; "" if none but by rounding errors."""
         if x.shape != (self.variables,) or not np.isfinite(x).all():
-            return f"{self.variables} finite numbers are needed"
+            return f"{self.variables} finite {plural(self.variables, 'number is', 'numbers are')} needed"
         broken = np.flatnonzero(self.integral & (x != np.rint(x)))
         if len(broken):
             return f"variable {broken[0]} is {x[broken[0]]:g}, not a whole number"

@@ -195,7 +195,7 @@ def test_memory_is_checked_and_recomputation_turned_on_where_it_helps() -> None:
     assert fitted(tight, placement) == placement, "a schedule may keep fewer micro-batches than 1F1B"
     least = max(device_memory(replace(loose, batch_size=8, micro_batches=1), placement, stage_costs(loose, placement)))
     assert fitted(replace(loose, memory_limit=least), placement) == placement
-    with pytest.raises(InfeasibleError, match=r"stage 1 of 2 needs .* on device 1, 1 bytes over the limit"):
+    with pytest.raises(InfeasibleError, match=r"stage 1 of 2 needs .* on device 1, 1 byte over the limit"):
         fitted(replace(loose, memory_limit=least - 1), placement)
     again = fitted(replace(tight, recompute="auto"), placement)
     assert [stage.recompute for stage in again.stages] == [True, False]

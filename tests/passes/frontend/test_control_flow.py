@@ -180,7 +180,7 @@ REFUSED = {
             still = Cast <to = 9> (m)
         }>
     """,
-    "times its body of 1 nodes, the file has become too many nodes": """
+    "times its body of 1 node, the file has become too many nodes": """
         most = Constant <value = int64 {9223372036854775807}> ()
         y = Loop (most, , x) <body = b (int64 i, bool going, float[3,4] h) => (bool going, float[3,4] g) {
             g = Neg (h)

@@ -47,7 +47,7 @@ def test_stages_with_micro_batches_of_their_own() -> None:
         ),
         (
             (Constraint("matmul4", stage=0, split=(("b", 2),), devices=(0, 1)), Constraint("*", micro_batch_size=1)),
-            "axis 'm' into 2 parts, which on micro-batches of 1 samples do not divide its extent 1",
+            "axis 'm' into 2 parts, which on micro-batches of 1 sample do not divide its extent 1",
         ),
     ],
 )

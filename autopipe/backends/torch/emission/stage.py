@@ -28,6 +28,7 @@ from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.loop import LOOP, operand_ports, result_ports
 from autopipe.ir.ops.products import is_matrix_product, takes_bias
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
+from autopipe.ir.words import plural
 
 EMITTERS: dict[str, Emitter] = {**ELEMENTWISE, **MOVEMENT, **PRODUCTS, **NORMALIZATION, **ATTENTION, **QUANTIZED}
 
@@ -301,7 +302,11 @@ class _Writer:
                 divisor=step.divisor if step.divisor > 1 else None,
             )
         ranks = degree_of(step.over) if step.over else group
-        return code, f"{operation.relayout.kind} over {ranks} ranks, {operation.largest_bytes / 2**20:.3g} MiB"
+        return (
+            code,
+            f"{operation.relayout.kind} over {ranks} {plural(ranks, 'rank')}, "
+            f"{operation.largest_bytes / 2**20:.3g} MiB",
+        )
 
 
 def _comment(operation: Compute) -> str:

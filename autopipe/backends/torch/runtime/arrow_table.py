@@ -16,6 +16,7 @@ from autopipe.backends.torch.runtime.input_checks import numpy_dtype, per_sample
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.stored_arrays import Array, StoredArrays
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.words import plural
 
 SUFFIXES = (".parquet", ".arrow", ".feather")
 _FILE_MAGIC = b"ARROW1"
@@ -130,7 +131,7 @@ class ArrowTable(StoredArrays):
             raise ConfigurationError(f"{name!r} holds {chunk.type}, no numbers", hint, str(self.path))
         if (wrong := np.flatnonzero(lengths != elements)).size:
             row, has = first + int(wrong[0]), int(lengths[wrong[0]])
-            message = f"{name!r} row {row:,} has {has} elements, a sample of the input {elements}"
+            message = f"{name!r} row {row:,} has {has} {plural(has, 'element')}, a sample of the input {elements}"
             raise ConfigurationError(message, "bring rows to one length first", str(self.path))
         return np.asarray(chunk.to_numpy(zero_copy_only=False)).reshape(rows, elements)
 

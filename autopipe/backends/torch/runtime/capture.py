@@ -10,6 +10,7 @@ import torch
 
 from autopipe.backends.torch.runtime.cuda_graphs import CaptureResources, has_cuda_graphs
 from autopipe.backends.torch.runtime.stage import RankContext, Stage
+from autopipe.ir.words import plural
 
 _NOT_ASKED = "the plan is not bound by the host"
 _UPDATE = "update"
@@ -57,7 +58,7 @@ def summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
     by_reason = defaultdict[str, list[int]](list)
     for name in sorted(eager, key=int):
         by_reason[eager[name]].append(int(name))
-    parts = [f"CUDA graphs: {stages - len(eager)} of {stages} stages captured"]
+    parts = [f"CUDA graphs: {stages - len(eager)} of {stages} {plural(stages, 'stage')} captured"]
     if _UPDATE in reasons and not update:
         parts[0] += ", and the update"
     parts += [f"{_stages(numbers)} eager: {reason}" for reason, numbers in by_reason.items()]
@@ -69,7 +70,7 @@ def summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
 def _stages(numbers: Iterable[int]) -> str:
     """Return `stage 3`, or `stages 1, 2, 3`."""
     texts = [str(number) for number in numbers]
-    return f"stage{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
+    return f"{plural(len(texts), 'stage')} {', '.join(texts)}"
 
 
 def _free_bytes(rank: RankContext) -> int:

@@ -22,6 +22,7 @@ from autopipe.backends.torch.torch_interfaces import Store, set_timeout
 from autopipe.ir.cluster import MESSAGE_CTAS
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.program import Channel
+from autopipe.ir.words import plural
 
 MessagePath = tuple[int, int]
 """Source and target of messages."""
@@ -172,7 +173,7 @@ def agree_on_nccl(store: Store, rank: int, world_size: int, gpu: str) -> tuple[b
     against = store.get("transport").decode()
     if against == _NO_GPU:
         return False, ""
-    why = against or f"{world_size} ranks have a GPU each"
+    why = against or f"{world_size} {plural(world_size, 'rank has', 'ranks have')} a GPU each"
     return not against, f"ranks exchange tensors over {'gloo' if against else 'NCCL'}: {why}"
 
 

@@ -34,6 +34,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import lfs_error
 from autopipe.ir.program import InputRange
 from autopipe.ir.training import DataSettings, is_data_function
+from autopipe.ir.words import plural
 
 _PIECE = 1 << 24  # Bytes of an array that are looked at together.
 _MOST_CHECKED = 1 << 29  # Bytes of an array that are looked at before ranks start.
@@ -153,7 +154,7 @@ class StoredSource(Source):
             return
         if not keeps_last and self.samples < batch:
             raise ConfigurationError(
-                f"{self.samples} samples are no batch of {batch}",
+                f"{self.samples} {plural(self.samples, 'sample is', 'samples are')} no batch of {batch}",
                 hint="plan with a smaller --batch-size, give more data, or plan with --set data.last_batch=pad",
                 where=self._where,
             )
@@ -201,7 +202,7 @@ class StoredSource(Source):
             piece = max(1, _PIECE // max(size, 1))
             starts = range(0, stop, piece)
             if (most := max(2, _MOST_CHECKED // _PIECE)) < len(starts):
-                partly.append(f"{name!r}: {most * piece:,} of {stop:,} samples")
+                partly.append(f"{name!r}: {most * piece:,} of {stop:,} {plural(stop, 'sample')}")
                 starts = np.linspace(0, stop - piece, most).astype(int).tolist()
             for first in starts:
                 rows, numbers = self._taken(array, entry, range(first, min(first + piece, stop)))
@@ -225,7 +226,7 @@ class StoredSource(Source):
         if order is None:
             return described
         samples, batches, rest = (
-            f"{self._where}: {order.samples:,} samples",
+            f"{self._where}: {order.samples:,} {plural(order.samples, 'sample')}",
             order.steps_per_epoch,
             order.samples % batch,
         )
@@ -234,7 +235,9 @@ class StoredSource(Source):
             if rest and not order.left_over:
                 ending = f", the last of {rest:,}, filled up with samples that count nothing"
             if steps > batches:
-                ending += f"; {steps:,} steps go on into epoch {self.epoch(steps - 1):,}"
+                ending += (
+                    f"; {steps:,} {plural(steps, 'step goes', 'steps go')} on into epoch {self.epoch(steps - 1):,}"
+                )
         else:
             ending = f", the last of {rest:,}" if rest and steps >= batches else ""
             without = [repr(output.value.name) for output in self._manifest.outputs if output.batch_axis is None]
@@ -242,7 +245,11 @@ class StoredSource(Source):
                 ending += f" ({', '.join(without)}: the last value also counts what fills its micro-batch up)"
             if steps > batches:
                 ending += f"; it ends before step {batches:,} of {steps:,}"
-        return [*described, f"{samples} are {batches:,} batches of {batch}{ending}"] if ending else described
+        return (
+            [*described, f"{samples} are {batches:,} {plural(batches, 'batch')} of {batch}{ending}"]
+            if ending
+            else described
+        )
 
 
 _Batch = Mapping[str, Any]
@@ -336,7 +343,10 @@ class FunctionSource(Source):
             number, short = -1, None
             for number, batch in self._epoch():
                 if short is not None:
-                    message = f"batch {number - 1} has {short[1]} samples, not {batch_size}, and is not the last"
+                    message = (
+                        f"batch {number - 1} has {short[1]} {plural(short[1], 'sample')}, "
+                        f"not {batch_size}, and is not the last"
+                    )
                     raise ConfigurationError(message, where=self._name)
                 if not isinstance(batch, Mapping):
                     message = f"batch {number} is {type(batch).__name__}, not a dict of arrays by input"
@@ -346,7 +356,9 @@ class FunctionSource(Source):
                 if count is None or count == batch_size:
                     yield epoch, batch, batch_size
                 elif count > batch_size:
-                    raise ConfigurationError(f"batch {number} has {count} samples, not {batch_size}", where=self._name)
+                    raise ConfigurationError(
+                        f"batch {number} has {count} {plural(count, 'sample')}, not {batch_size}", where=self._name
+                    )
                 else:
                     short = batch, count
             if short is not None and self._keeps_last:
@@ -355,7 +367,9 @@ class FunctionSource(Source):
             if self._by_step or not self._manifest.train:
                 return
             if number < 0 or (number == 0 and short and not self._keeps_last):
-                raise ConfigurationError(f"epoch {epoch} has no batch of {batch_size} samples", where=self._name)
+                raise ConfigurationError(
+                    f"epoch {epoch} has no batch of {batch_size} {plural(batch_size, 'sample')}", where=self._name
+                )
 
     def _epoch(self) -> Iterator[tuple[int, Any]]:
         """Batches by number; of a function of the step those from the step that is due on."""

@@ -15,6 +15,7 @@ from autopipe.ir.files import JsonRecord
 from autopipe.ir.graph import DType
 from autopipe.ir.kv_cache import LOGITS, MASK, POSITIONS, TOKENS, cache_pairs, is_cache_input
 from autopipe.ir.program import InputRange, Output
+from autopipe.ir.words import plural
 
 REQUEST_FILE, GENERATED_FILE = "request.json", "generated.json"
 """In the folder that ranks are told: what to generate, and what rank 0 leaves there."""
@@ -105,7 +106,8 @@ class Decoder:
         alike = len(lengths) == 1 and len({entry.grows for entry in cache.values()}) == 1
         if not alike or inputs[MASK].value.shape[1] != max(lengths) + (0 if in_place else length):
             raise ConfigurationError(
-                f"the cache has {', '.join(map(str, sorted(lengths)))} places, a step {length} tokens, "
+                f"the cache has {', '.join(map(str, sorted(lengths)))} places, "
+                f"a step {length} {plural(length, 'token')}, "
                 f"the mask {inputs[MASK].value.shape[1]}",
                 hint="the mask is as long as cache and step together, or as a cache that is written in place: "
                 "plan with other --dim",
@@ -124,11 +126,14 @@ class Decoder:
             if not prompt:
                 raise ConfigurationError(f"prompt {number} is empty", hint="begin it with the model's first token")
             if (worst := max(prompt)) >= below:
-                raise ConfigurationError(f"prompt {number} has token {worst}, the model {below} tokens")
+                raise ConfigurationError(
+                    f"prompt {number} has token {worst}, the model {below} {plural(below, 'token')}"
+                )
             needed = len(prompt) + request.max_new_tokens - 1
             if needed > places:
                 raise ConfigurationError(
-                    f"prompt {number} has {len(prompt)} tokens and may get {request.max_new_tokens}: "
+                    f"prompt {number} has {len(prompt)} {plural(len(prompt), 'token')} "
+                    f"and may get {request.max_new_tokens}: "
                     f"the last is computed from {needed}, the program holds {places}",
                     hint=self._planned_by(needed),
                 )
@@ -137,8 +142,11 @@ class Decoder:
         """The hint how to plan for sequences of `needed` tokens."""
         if self.in_place:
             dims = f"--dim past_sequence_length={needed} --dim total_sequence_length={needed}"
-            return f"a cache of {needed} places is planned by {dims}"
-        return f"a cache of {needed - 1} places is planned by --dim past_sequence_length={needed - 1}"
+            return f"a cache of {needed} {plural(needed, 'place')} is planned by {dims}"
+        return (
+            f"a cache of {needed - 1} {plural(needed - 1, 'place')} is "
+            f"planned by --dim past_sequence_length={needed - 1}"
+        )
 
 
 def _rows(entry: InputRange) -> int | None:
@@ -156,7 +164,9 @@ def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
         axes = [2]  # Written in place.
     grows = len(before) == len(behind) and len(axes) == 1 and behind[axes[0]] - before[axes[0]] in (0, length)
     if not grows or past.batch_axis is None or past.batch_axis != present.batch_axis:
-        hint = f"a step of {length} tokens makes one axis longer by as many; another one counts samples"
+        hint = (
+            f"a step of {length} {plural(length, 'token')} makes one axis longer by as many; another one counts samples"
+        )
         raise ConfigurationError("the cache does not grow by a step's tokens", hint, where)
     return CacheEntry(past, present, axes[0])
 
@@ -164,7 +174,7 @@ def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
 def _logits(outputs: list[Output], length: int) -> Output:
     named = [output for output in outputs if output.value.name == LOGITS] or outputs
     if len(named) != 1:
-        raise ConfigurationError(f"none of {len(outputs)} outputs is called {LOGITS!r}")
+        raise ConfigurationError(f"none of {len(outputs)} {plural(len(outputs), 'output')} is called {LOGITS!r}")
     logits = named[0]
     shape, floats = logits.value.shape, (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
     if len(shape) != 3 or shape[1] != length or logits.batch_axis != 0 or logits.value.dtype not in floats:

@@ -25,6 +25,7 @@ from autopipe.backends.torch.runtime.stage import EvaluationStep, RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.program import InputRange
 from autopipe.ir.training import DataSettings, Evaluation, Training
+from autopipe.ir.words import plural
 
 
 def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:
@@ -99,7 +100,8 @@ class EvaluationReport:
     def line(self) -> str:
         best = "best" if self.step == self.best_step else f"best {self.best_loss:.6f} of step {self.best_step}"
         return (
-            f"evaluation after step {self.step}  loss {self.eval_loss:.6f} ({best})  {self.eval_samples:,} samples  "
+            f"evaluation after step {self.step}  loss {self.eval_loss:.6f} ({best})  "
+            f"{self.eval_samples:,} {plural(self.eval_samples, 'sample')}  "
             f"{self.eval_time_s:.2f} s"
         )
 

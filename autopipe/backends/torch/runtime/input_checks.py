@@ -12,6 +12,7 @@ from autopipe.backends.torch.runtime.sample_order import Numbers
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType
 from autopipe.ir.program import InputBounds, InputRange
+from autopipe.ir.words import plural
 
 
 def rows_per_sample(entry: InputRange, manifest: Manifest) -> int:
@@ -68,7 +69,9 @@ def count_samples(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], whe
             raise ConfigurationError(f"{name!r} has no samples", where=where)
         extent = rows_per_sample(entry, manifest)
         if rows % extent:
-            raise ConfigurationError(f"{name!r} has {rows:,} rows, of which a sample has {extent}", where=where)
+            raise ConfigurationError(
+                f"{name!r} has {rows:,} {plural(rows, 'row')}, of which a sample has {extent}", where=where
+            )
         found[name] = rows // extent
     if len(set(found.values())) > 1:
         lengths = ", ".join(f"{name!r} {count:,}" for name, count in found.items())

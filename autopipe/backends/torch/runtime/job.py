@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.words import plural
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -135,7 +136,9 @@ def job_of(environment: Mapping[str, str]) -> Job | None:
         hint = (
             "srun --ntasks-per-node=1 autopipe launch PROGRAM, or srun python PROGRAM/run.py with a task for each rank"
         )
-        raise ConfigurationError(f"srun starts {tasks} launches on {len(hosts)} nodes", hint=hint)
+        raise ConfigurationError(
+            f"srun starts {tasks} {plural(tasks, 'launch')} on {len(hosts)} {plural(len(hosts), 'node')}", hint=hint
+        )
     if len(hosts) == 1:
         return None
     name = f"slurm-{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}"

@@ -20,6 +20,7 @@ from autopipe.ir.problem import AVERAGED, LossDivision
 from autopipe.ir.program import FORMAT, Channel, InputRange, Output, RunningCalls, Shard
 from autopipe.ir.rounding import Rounding
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training, with_path
+from autopipe.ir.words import plural
 
 _PATH = Coded(str, lambda record: Path(decode(record, str)))
 _TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
@@ -199,11 +200,14 @@ def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
     if len(manifest.shards) != manifest.world_size:
         record.at("world_size").refuse(f"the number of ranks, {len(manifest.shards)}")
     if len(manifest.memory_limits) not in (0, manifest.world_size):
-        record.at("memory_limits").refuse(f"a limit for each of {manifest.world_size} ranks")
+        record.at("memory_limits").refuse(
+            f"a limit for each of {manifest.world_size} {plural(manifest.world_size, 'rank')}"
+        )
     for stage in manifest.stages:
         if manifest.micro_batch_size % stage.micro_batch_ratio:
             record.at("micro_batch_size").refuse(
-                f"a multiple of the {stage.micro_batch_ratio} micro-batches of a stage"
+                f"a multiple of the {stage.micro_batch_ratio} "
+                f"{plural(stage.micro_batch_ratio, 'micro-batch')} of a stage"
             )
     return manifest
 

@@ -57,6 +57,7 @@ from autopipe.backends.torch.runtime.transport import Transport
 from autopipe.backends.torch.runtime.update_graph import UpdateGraph
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import FIRST_LOSS_SCALE
+from autopipe.ir.words import plural
 
 
 class Rank(RankContext):
@@ -73,7 +74,8 @@ class Rank(RankContext):
         transport = (DryTransport if options.dry_run else Transport)(options.device, timeouts, heartbeat)
         if transport.world_size != manifest.world_size:
             raise ConfigurationError(
-                f"the program is for {manifest.world_size} ranks, {transport.world_size} were started",
+                f"the program is for {manifest.world_size} {plural(manifest.world_size, 'rank')}, "
+                f"{transport.world_size} were started",
                 hint="launch as many processes as the plan has devices",
             )
         if transport.rank != number:
@@ -128,14 +130,17 @@ class Rank(RankContext):
             self.collector.end_step(data.samples)
             if data.epoch > 1 and not self._repeated:
                 self._repeated, left = True, data.left_over
-                without = f", the last {left} samples left out, which fill no batch" if left else ""
+                without = f", the last {left} {plural(left, 'sample')} left out, which fill no batch" if left else ""
                 begins = f"step {self.steps_done - 1} begins epoch {data.epoch}"
                 self.reporter.say(f"{self.data} has ended{without}: {begins}")
             self._evaluate(step)
             asked = set() if self.agreement is None else self.agreement.reach(self.steps_done)
             if STOP in asked and self.steps_done < self.options.steps:
                 self._ended_early = True
-                self.reporter.say(f"stopped after {self.steps_done} steps, the state is in {self.options.checkpoint}")
+                self.reporter.say(
+                    f"stopped after {self.steps_done} {plural(self.steps_done, 'step')}, "
+                    f"the state is in {self.options.checkpoint}"
+                )
             self._save(asked=SAVE in asked)
         self.reader.close()
         self.profiler.close()
@@ -244,7 +249,7 @@ class Rank(RankContext):
         self.reader = BatchReader(self.manifest, self._open_source(Position(saved.step, saved.samples)), self.device)
         if self.evaluator is not None and (best := self.checkpointer.best()) is not None:
             self.evaluator.restore(best)
-        self.reporter.say(f"going on after {saved.step} steps, from {folder}")
+        self.reporter.say(f"going on after {saved.step} {plural(saved.step, 'step')}, from {folder}")
 
     def _open_source(self, begin: Position) -> Source:
         """The data from there on, as the plan has it under the flags; a number of epochs is a number of steps already

@@ -19,6 +19,7 @@ import numpy as np
 from autopipe.backends.torch.runtime.input_checks import per_sample, sample_blocks
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.words import plural
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """ZIP's header before each member; its last two fields are the lengths of the name and of the extra field that follow
@@ -206,17 +207,26 @@ class TokenFile(StoredArrays):
             raise ConfigurationError(f"inputs {', '.join(tokens) or 'none'} would take tokens", hint, str(path))
         self._input, self.length = tokens[0], sizes[tokens[0]]
         if sequence_length not in (None, self.length):
-            message = f"data.sequence_length is {sequence_length}, a sample of {self._input!r} has {self.length} tokens"
+            message = (
+                f"data.sequence_length is {sequence_length}, a sample of {self._input!r} "
+                f"has {self.length} {plural(self.length, 'token')}"
+            )
             raise ConfigurationError(message, "export the model, or plan with --dim, for that length", str(path))
         for name, size in sizes.items():
             if size != self.length:
-                message = f"a sample of {name!r} has {size} elements, one of {self._input!r} {self.length}"
+                message = (
+                    f"a sample of {name!r} has {size} {plural(size, 'element')}, one of {self._input!r} {self.length}"
+                )
                 raise ConfigurationError(message, where=str(path))
         self._tokens = self._mapped()
         moved = any(self._shift(name) for name in sizes)
         self._samples = (len(self._tokens) - moved) // self.length
         if self._samples < 1:
-            raise ConfigurationError(f"{len(self._tokens):,} tokens are no sample of {self.length}", where=str(path))
+            raise ConfigurationError(
+                f"{len(self._tokens):,} {plural(len(self._tokens), 'token is', 'tokens are')} "
+                f"no sample of {self.length}",
+                where=str(path),
+            )
 
     @property
     def names(self) -> Sequence[str]:
@@ -228,7 +238,10 @@ class TokenFile(StoredArrays):
     def describe(self) -> str:
         labels = [f"{name!r} moved by one" for name in self.names if self._shift(name)]
         takes = "".join(f", {each}" for each in labels)
-        return f"{len(self._tokens):,} tokens of {self._tokens.dtype}: {self._input!r}{takes}"
+        return (
+            f"{len(self._tokens):,} {plural(len(self._tokens), 'token')} "
+            f"of {self._tokens.dtype}: {self._input!r}{takes}"
+        )
 
     def array(self, name: str) -> np.ndarray:
         count, length, entry = self._samples, self.length, self._entries[name]
@@ -259,7 +272,7 @@ class TokenFile(StoredArrays):
                 kind = _type_of_words(np.fromfile(self.path, "<u2", _SAMPLED), most)
             dtype = np.dtype(kind)
             if rest := self.path.stat().st_size % dtype.itemsize:
-                raise ValueError(f"{rest} bytes are left over of tokens of {dtype}")
+                raise ValueError(f"{rest} {plural(rest, 'byte is', 'bytes are')} left over of tokens of {dtype}")
             return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
 
     def _type_in_index(self) -> str:

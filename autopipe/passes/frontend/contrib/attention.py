@@ -17,6 +17,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Attribute, DType, Value
+from autopipe.ir.words import plural
 from autopipe.passes.frontend.contrib.rewriting import MOST_PLACES, Rewriter, Rewriting
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ class Heads:
 def _by_head(to: Rewriting, name: str, heads: int) -> str:
     """[batch, tokens, heads · features] as [batch, heads, tokens, features]."""
     batch, tokens, hidden = to.shape(name)
-    to.require(heads > 0 and hidden % heads == 0, f"{hidden} features do not make up {heads} heads")
+    to.require(
+        heads > 0 and hidden % heads == 0,
+        f"{hidden} {plural(hidden, 'feature does', 'features do')} not make up {heads} {plural(heads, 'head')}",
+    )
     return to.transpose(to.reshape(name, batch, tokens, heads, hidden // heads), 0, 2, 1, 3)
 
 
@@ -161,7 +165,10 @@ def _packed_or_apart(to: Rewriting, count: int, groups: int) -> list[str]:
         return [query, to.operand(1), to.required(2)]
     hidden = to.shape(query)[-1]
     whole = count + 2 * groups
-    to.require(whole > 0 and hidden % whole == 0, f"{hidden} features do not make up {whole} heads")
+    to.require(
+        whole > 0 and hidden % whole == 0,
+        f"{hidden} {plural(hidden, 'feature does', 'features do')} not make up {whole} {plural(whole, 'head')}",
+    )
     return to.split(query, 2, *(hidden // whole * each for each in (count, groups, groups)))
 
 
@@ -342,7 +349,7 @@ def _projected(to: Rewriting, bias: str) -> list[str]:
     """Queries, keys and values: an input by merged weights, a bias added."""
     rows, weights = to.required(0), to.required(1)
     inside, hidden = to.shape(weights)
-    to.require(to.shape(rows)[-1] == inside, f"its weights take {inside} features")
+    to.require(to.shape(rows)[-1] == inside, f"its weights take {inside} {plural(inside, 'feature')}")
     product = to.add("MatMul", [rows, weights], (*to.shape(rows)[:-1], hidden))
     if bias:
         product = to.both("Add", product, bias)
@@ -354,7 +361,10 @@ def _turned_by_place(to: Rewriting, name: str, first: int) -> str:
     """Heads turned by their places, the first of which is `first`, as GPT-NeoX does."""
     batch, _, tokens, features = to.shape(name)
     width = to.node.integer("rotary_embedding_dim") or features
-    to.require(0 < width <= features and tokens * width <= MOST_PLACES, f"{tokens} tokens of {width} angles do not fit")
+    to.require(
+        0 < width <= features and tokens * width <= MOST_PLACES,
+        f"{tokens} {plural(tokens, 'token')} of {width} {plural(width, 'angle')} do not fit",
+    )
     angles = np.arange(first, first + tokens)[:, None] / ROTARY_BASE ** (np.arange(0, width, 2) / width)
     dtype = to.type_of(name).dtype
     tables = [to.cast(to.constant(turn(angles).astype(np.float32)), dtype) for turn in (np.cos, np.sin)]

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from autopipe.ir.errors import ModelError
+from autopipe.ir.words import plural
 from autopipe.passes.frontend.contrib.spelling import Spelling
 
 DOMAIN = "com.microsoft.nchwc"
@@ -33,7 +34,7 @@ def weight_by_channel(spelling: Spelling) -> str:
     size, (out, within, *window) = block(), spelling.shape(1)
     if out % size:
         where = f"{spelling.node.op_type} {spelling.node.name!r}"
-        raise ModelError(f"its blocks are not of {size} channels, as this machine's are", where=where)
+        raise ModelError(f"its blocks are not of {size} {plural(size, 'channel')}, as this machine's are", where=where)
     many = within % size == 0
     parts = [out // size, within // size, *window, size, size] if many else [out // size, within, *window, size]
     last = len(parts) - 1

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType
+from autopipe.ir.words import plural
 from autopipe.passes.frontend.contrib.spelling import Spelling
 from autopipe.passes.frontend.elements import NUMBERS
 
@@ -20,7 +21,7 @@ def flex_attention(spelling: Spelling) -> None:
     samples, heads, tokens, size = query.shape
     groups, keys = key.shape[1:3]
     if groups == 0 or heads % groups:
-        raise ValueError(f"{heads} heads of queries do not share {groups}")
+        raise ValueError(f"{heads} {plural(heads, 'head')} of queries do not share {groups}")
     dtype = query.dtype
     precise = NUMBERS[DType.FLOAT32 if dtype.itemsize < DType.FLOAT32.itemsize else dtype]
     precise = spelling.integer("softmax_precision", precise)

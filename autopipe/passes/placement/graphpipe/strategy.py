@@ -17,6 +17,7 @@ from autopipe.ir.memo import remembered
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph, depths_to_end
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import required_splits, resolved_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
@@ -88,7 +89,8 @@ def _in_stages(problem: Problem) -> Placement | InfeasibleError:
         return error
     parts = ([node for unit in region for node in units.nodes[unit]] for region in regions)
     notes = (
-        f"{len(nodes)} operators from {graph.nodes[min(nodes)].name!r} to {graph.nodes[max(nodes)].name!r} are not "
+        f"{len(nodes)} {plural(len(nodes), 'operator')} from {graph.nodes[min(nodes)].name!r} "
+        f"to {graph.nodes[max(nodes)].name!r} are not "
         "series-parallel: they count as one block, whose parts run in a fixed order"
         for nodes in parts
     )

@@ -16,6 +16,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of, space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.placement.pase.paper_costs import LayerGraph, PaperTables, build_tables
 from autopipe.passes.placement.pase.paper_rules import layer_graph
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, solve
@@ -65,8 +66,9 @@ def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
         parts = math.prod(degrees)
         if count % parts:
             raise InfeasibleError(
-                f"the best strategy of the paper's model cuts {layer.name} into {parts} parts, which do not share out "
-                f"{count} devices",
+                f"the best strategy of the paper's model cuts {layer.name} into "
+                f"{parts} {plural(parts, 'part')}, which do not share out "
+                f"{count} {plural(count, 'device')}",
                 hint="choose a power of two of devices, or search_space: executable",
             )
         splits |= _layer_splits(problem.graph, strategy.graph, index, degrees)

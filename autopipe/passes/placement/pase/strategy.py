@@ -16,6 +16,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, SplitProof, Stage
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import ResolvedConstraint, required_splits, resolved_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
@@ -63,7 +64,7 @@ def _groups(problem: Problem, resolved: Sequence[ResolvedConstraint], count: int
     width, rest = divmod(size, count)
     if rest:
         raise ConfigurationError(
-            f"{size} devices cannot be shared equally by {count} stages",
+            f"{size} {plural(size, 'device')} cannot be shared equally by {count} {plural(count, 'stage')}",
             hint="the number of stages must divide that of devices",
             where="strategy.stages",
         )
@@ -162,7 +163,8 @@ class Pase:
             )
         if not 1 <= self.stages <= problem.cluster.size:
             raise ConfigurationError(
-                f"stages is {self.stages}, and there are {problem.cluster.size} devices",
+                f"stages is {self.stages}, and there are {problem.cluster.size} "
+                f"{plural(problem.cluster.size, 'device')}",
                 hint="give each stage at least one device",
                 where="strategy",
             )

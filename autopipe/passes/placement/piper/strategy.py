@@ -25,6 +25,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError, OutOfMemoryE
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.chain import Blocks, values_between
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
@@ -347,7 +348,8 @@ class Piper:
         if count is None or count > self.max_downsets:
             counted = "too many downsets to count" if count is None else f"{count} downsets"
             raise InfeasibleError(
-                f"the model's {len(blocks.nodes)} blocks of operators have {counted}, and piper goes through all of "
+                f"the model's {len(blocks.nodes)} {plural(len(blocks.nodes), 'block')} of "
+                f"operators have {counted}, and piper goes through all of "
                 f"them, up to max_downsets = {self.max_downsets}",
                 hint="strategies pipedream and graphpipe do not depend on their number",
             )
@@ -366,7 +368,8 @@ class Piper:
         pieces = search_steps(prices, most_step_s) if by_step else search(prices, most_step_s / count)
         if not pieces:
             raise OutOfMemoryError(
-                f"memory holds no chain of stages of these blocks on {problem.cluster.size} devices",
+                f"memory holds no chain of stages of these blocks on {problem.cluster.size} "
+                f"{plural(problem.cluster.size, 'device')}",
                 hint="use more devices, smaller micro-batches or a higher memory limit",
             )
         stages = tuple(_stage(problem, chains, piece) for piece in pieces)

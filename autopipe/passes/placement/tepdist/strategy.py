@@ -22,6 +22,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.memo import once_each
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import ResolvedConstraint, required_sizes, resolved_constraints
 from autopipe.passes.batching import Division, climb, divisors
 from autopipe.passes.cost.measured import resized
@@ -119,7 +120,7 @@ def constrained_meshes(
     if stages in (None, count) and apart:
         return (Mesh(tuple(required.values()), f"{count} stage{'s' * (count > 1)} as asked for"),)
     constraint = next(each for each in resolved if each.devices is not None)
-    many = f" with {stages} stages" if stages else ""
+    many = f" with {stages} {plural(stages, 'stage')}" if stages else ""
     raise ConfigurationError(
         f"{constraint} asks for devices {list(constraint.devices or ())}, which no stage can have{many}",
         hint="stages have equal groups of neighbours, or just the groups asked for, if no two of them overlap; "
@@ -409,7 +410,8 @@ class TePDist:
             counts = sorted({mesh.stages for mesh in meshes(problem.cluster)})
             if self.stages < 1 or (self.stages not in counts and not asked):
                 raise ConfigurationError(
-                    f"stages is {self.stages}, and {problem.cluster.size} devices cannot be shared equally by so many",
+                    f"stages is {self.stages}, and {problem.cluster.size} "
+                    f"{plural(problem.cluster.size, 'device')} cannot be shared equally by so many",
                     hint=f"one of {', '.join(map(str, counts))}",
                     where="strategy.stages",
                 )
@@ -424,7 +426,9 @@ class TePDist:
         resolved = resolved_constraints(problem, own_sizes=True)
         found = constrained_meshes(problem.cluster, self.stages, resolved)
         if not found:
-            raise InfeasibleError(f"no equal groups of these devices make {self.stages} stages")
+            raise InfeasibleError(
+                f"no equal groups of these devices make {self.stages} {plural(self.stages or 0, 'stage')}"
+            )
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
         outer = Outer(problem, LEVELS[self.level](problem.time_limit, problem.solver), self.unbalance, end)
         best = outer.run(found, required_sizes(problem, resolved))

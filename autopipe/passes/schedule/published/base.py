@@ -18,6 +18,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, lanes_of, on_each_device
+from autopipe.ir.words import plural
 from autopipe.passes.schedule.orders import Ticks, find_repetends, merge_orders, require_equal_micro_batches
 from autopipe.passes.schedule.predict import task_ticks
 
@@ -83,7 +84,7 @@ class Form:
     def lanes(self, schedule: str, graph: StageGraph) -> LaneStages:
         """The lanes of a placement, for a schedule's name. Raises InfeasibleError where stages are not placed so."""
         if graph.pipeline_count != self.pipelines:
-            wanted = "one pipeline" if self.pipelines == 1 else f"{self.pipelines} pipelines"
+            wanted = "one pipeline" if self.pipelines == 1 else f"{self.pipelines} {plural(self.pipelines, 'pipeline')}"
             reason = f"schedule {schedule} runs {wanted}, but the placement has {graph.pipeline_count}"
             raise InfeasibleError(reason, hint=(CHAIN if self.pipelines == 1 else self).hint)
         lane, of = _lane_numbers(schedule, graph), graph.pipelines or (0,) * len(graph.stage_devices)

@@ -12,6 +12,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
+from autopipe.ir.words import plural
 from autopipe.passes.cost.memory import stages_in_flight
 from autopipe.passes.schedule.orders import Ticks, find_repetends, merge_orders, require_equal_micro_batches
 from autopipe.passes.schedule.predict import task_ticks
@@ -113,7 +114,8 @@ class KForwardsKBackwards:
         stages = len(placement.stages)
         if len(self.ks(stages)) != stages:
             raise ConfigurationError(
-                f"schedule.k has {len(self.ks(stages))} numbers, but the placement {stages} stages",
+                f"schedule.k has {len(self.ks(stages))} {plural(len(self.ks(stages)), 'number')}, "
+                f"but the placement {stages} {plural(stages, 'stage')}",
                 hint="give one number for all, or one for each stage",
             )
         if min(self.ks(stages)) < 1:
@@ -171,7 +173,8 @@ class InterleavedOneForwardOneBackward(Published):
             )
         if micro_batches % len(lanes):
             raise InfeasibleError(
-                f"schedule {self.name} runs groups of {len(lanes)} micro-batches, one for each device, but there are "
+                f"schedule {self.name} runs groups of {len(lanes)} {plural(len(lanes), 'micro-batch')}, "
+                "one for each device, but there are "
                 f"{micro_batches}",
                 hint=f"make their number a multiple of {len(lanes)}",
             )

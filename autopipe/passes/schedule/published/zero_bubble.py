@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import Phase, StageGraph, Task
+from autopipe.ir.words import plural
 from autopipe.passes.schedule.published.base import (
     CHAIN,
     ONE_WAVE,
@@ -146,7 +147,8 @@ class DualPipe(Published):
         lanes = self.form.lanes(self.name, graph)
         if micro_batches % 2 or micro_batches < 2 * len(lanes):
             raise InfeasibleError(
-                f"schedule {self.name} on {len(lanes)} devices runs an even number of micro-batches, "
+                f"schedule {self.name} on {len(lanes)} {plural(len(lanes), 'device')} "
+                "runs an even number of micro-batches, "
                 f"{2 * len(lanes)} or more, but there are {micro_batches}",
                 hint="take chimera, or more micro-batches",
             )
@@ -191,7 +193,8 @@ class DualPipeV(Published):
         lanes = self.form.lanes(self.name, graph)
         if micro_batches < 2 * len(lanes):
             raise InfeasibleError(
-                f"schedule {self.name} on {len(lanes)} devices runs {2 * len(lanes)} micro-batches or more, "
+                f"schedule {self.name} on {len(lanes)} {plural(len(lanes), 'device')} "
+                f"runs {2 * len(lanes)} micro-batches or more, "
                 f"but there are {micro_batches}",
                 hint="take zb_v, or more micro-batches",
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 from autopipe.ir.block_schedule import Block, BlockGraph, BlockRepetend, BlockSchedule
 from autopipe.ir.errors import InfeasibleError
+from autopipe.ir.words import plural
 from autopipe.passes.solvers.cp_sat import Limit
 
 Progress = Callable[[int | None, int, float], None]
@@ -196,7 +197,9 @@ def require_room(graph: BlockGraph, units: int) -> None:
     limited = [(device, room) for device, room in enumerate(graph.memory) if room is not None]
     for device, room in limited:
         if (least := units * kept(graph, device)) > room:
-            raise refusal(device, room, least, f"as {units} units leave as much in use")
+            raise refusal(
+                device, room, least, f"as {units} {plural(units, 'unit leaves', 'units leave')} as much in use"
+            )
     if not limited or (units > 1 and not all(_frees_its_own(graph, device) for device, _ in limited)):
         return
     least_here = least_room(graph, limited[0][0], graph.memory)

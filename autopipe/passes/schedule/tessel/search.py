@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autopipe.ir.block_schedule import BlockGraph, BlockSchedule, check_blocks
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
+from autopipe.ir.words import plural
 from autopipe.passes.schedule.tessel import model, periodic
 from autopipe.passes.schedule.tessel.model import Budget, PeriodicStarts, SearchOptions, Starts
 from autopipe.passes.solvers.cp_sat import CpResult, Limit, OnSolution, Status, solve
@@ -334,7 +335,7 @@ def search(graph: BlockGraph, units: int, options: SearchOptions | None = None) 
     """
     graph.verify()
     if units < 1:
-        raise ConfigurationError(f"{units} units; there must be at least one")
+        raise ConfigurationError(f"{units} {plural(units, 'unit')}; there must be at least one")
     budget = Budget(options or SearchOptions())
     schedule = _search_units(graph, units, budget)
     schedule = _repeated_if_shorter(schedule, budget, {})

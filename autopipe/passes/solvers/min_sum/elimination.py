@@ -21,6 +21,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.words import bytes_text
 from autopipe.passes.solvers.min_sum.model import (
     Array,
     Assignment,
@@ -173,10 +174,10 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
     induction the least over the node is the least over all that went before it, too."""
     needed = 8 * size(neighbours(model), model.sizes, order)[0]
     if needed > max_bytes:
-        # Of hundreds of operators the number is too large for a float.
-        asked = f"{needed / 2**30:.3g}" if needed < 2**1000 else f"2^{needed.bit_length() - 31} or more"
+        # Of hundreds of operators the number is beyond all units.
+        asked = bytes_text(needed) if needed < 2**70 else f"2^{needed.bit_length() - 1} B"
         raise TableTooLargeError(
-            f"elimination needs {asked} GiB of tables, more than the {max_bytes / 2**30:.3g} GiB allowed; "
+            f"elimination needs {asked} of tables, more than the {bytes_text(max_bytes)} allowed; "
             "another ordering or the default solver may need less"
         )
     position = {node: index for index, node in enumerate(order)}

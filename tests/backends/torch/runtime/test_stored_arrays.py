@@ -128,7 +128,7 @@ def test_token_files_that_do_not_fit(tmp_path: Path, manifest: Batches, settings
 
 def test_bytes_that_are_no_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokens.bin").write_bytes(b"\x01" * 33)
-    with pytest.raises(ConfigurationError, match="1 bytes are left over of tokens of uint16"):
+    with pytest.raises(ConfigurationError, match="1 byte is left over of tokens of uint16"):
         opened(GPT, tmp_path / "tokens.bin")
 
 

@@ -98,7 +98,7 @@ def test_contradictions_are_refused_by_name(options: dict[str, Any], message: st
 def test_samples_that_replicas_cannot_share_are_refused() -> None:
     given = replace(open_problem(), micro_batches=16, micro_batch_sizes=())
     given = replace(given, graph=small_graph("gpt", 1)[0], work=annotate(small_graph("gpt", 1)[0]))
-    with pytest.raises(InfeasibleError, match="cannot share a micro-batch of 1 samples equally among 8 replicas"):
+    with pytest.raises(InfeasibleError, match="cannot share a micro-batch of 1 sample equally among 8 replicas"):
         Grid(data=8).run(given)
 
 

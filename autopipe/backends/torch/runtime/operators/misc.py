@@ -18,6 +18,7 @@ from autopipe.backends.torch.runtime.operators.sharded import from_front
 from autopipe.backends.torch.runtime.philox import as_unsigned
 from autopipe.backends.torch.runtime.random_streams import Stream
 from autopipe.backends.torch.torch_interfaces import assert_async
+from autopipe.ir.words import plural
 
 
 def converted(results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> tuple[Tensor, ...]:
@@ -28,7 +29,7 @@ def converted(results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -
 def bounded(count: Tensor, most: int, title: str) -> Tensor:
     """A number of rows that data tell. Raises RuntimeError, on a GPU without waiting, for more than `most`."""
     hint = f"plan with a larger --dim {title!r}=EXTENT"
-    assert_async(count <= most, f"data tell more than {most} rows of {title!r}: {hint}")
+    assert_async(count <= most, f"data tell more than {most} {plural(most, 'row')} of {title!r}: {hint}")
     return count
 
 

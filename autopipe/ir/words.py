@@ -1,0 +1,37 @@
+"""Words of messages: nouns and verbs that agree with a number, and numbers with their units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_BYTES = (("EiB", 2**60), ("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def plural(count: float, noun: str, many: str = "") -> str:
+    """Return `noun` if `count` is 1, otherwise its plural.
+
+    `many` is the plural if no rule gives it, for example of a noun with its verb: `plural(n, "node is", "nodes are")`.
+    """
+    if count == 1:
+        return noun
+    if many:
+        return many
+    if noun.endswith("y") and not noun.endswith(("ay", "ey", "oy")):
+        return noun[:-1] + "ies"
+    if noun.endswith("axis"):
+        return noun[:-2] + "es"
+    return noun + ("es" if noun.endswith(("ch", "s", "x")) else "s")
+
+
+def bytes_text(size: float) -> str:
+    """Return a number of bytes with about three digits: `3.10 GiB`."""
+    return in_units(size, _BYTES) or f"{size:.0f} B"
+
+
+def in_units(value: float, units: Sequence[tuple[str, float]]) -> str | None:
+    """Return the value in the largest unit that it reaches, None if it reaches none."""
+    for unit, scale in units:
+        if abs(value) >= scale:
+            figure = value / scale
+            return f"{figure:.{2 if figure < 10 else 1 if figure < 100 else 0}f} {unit}"
+    return None
