@@ -32,6 +32,7 @@ from autopipe.passes.export import Numbers
 from autopipe.passes.frontend.load import load
 from autopipe.passes.safetensors_files import read_safetensors, write_safetensors
 from tests.passes.frontend.building import floats, model, node, saved
+from tests.passes.frontend.test_apart import torch_export
 
 WEIGHT, STATE = floats(6, 4, seed=1), floats(6, 4, seed=2)
 HALVES = [Box((0, 0), (6, 2)), Box((0, 2), (6, 4))]
@@ -375,3 +376,25 @@ def test_a_shard_has_at_most_the_size_that_is_asked_for(tmp_path: Path) -> None:
     assert [sorted(safetensors.numpy.load_file(path)) for path in paths[:-1]] == [["a", "b"], ["c", "d"], ["e"]]
     found = read_safetensors(paths[-1])
     assert sorted(found) == list("abcde")
+
+
+def test_weights_go_out_and_in_in_the_layout_of_the_module(tmp_path: Path) -> None:
+    """torch's exporter writes the weight of a linear layer transposed."""
+    proto = torch_export(
+        [node("MatMul", "x val_0", "y")], {"x": [2, 6]}, {"val_0": floats(6, 4)}, ("w",),
+        folded={"val_0": ["w"]}, calls={"y": "%x, %p_w"}, target="linear",
+    )  # fmt: skip
+    path = saved(proto, tmp_path)
+    write_checkpoint(tmp_path / "saved", path, 3, WEIGHT)
+    weights = tmp_path / "w.safetensors"
+    assert main(["checkpoint", "export", str(tmp_path / "saved"), "-o", str(weights)]) == 0
+    stored = safetensors.numpy.load_file(weights)
+    assert list(stored) == ["w"] and np.array_equal(stored["w"], WEIGHT.T)
+    code, found = imported(weights, path)
+    assert code == 0 and np.array_equal(found["val_0"], WEIGHT)
+    started = path.with_name("trained.onnx")
+    assert main(["checkpoint", "export", str(tmp_path / "saved"), "-o", str(started)]) == 0
+    code, found = imported(started, path)
+    assert code == 0 and np.array_equal(found["val_0"], WEIGHT)
+    safetensors.numpy.save_file({"w": WEIGHT}, weights)
+    assert imported(weights, path) == (3, {})
