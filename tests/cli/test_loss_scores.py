@@ -84,4 +84,4 @@ def test_a_named_output_stays(here: CommandLine, written: str) -> None:
     found = load_configuration(path, assignments=["loss.scores=recompute"]).loss
     assert isinstance(found, Loss)
     assert (found.output, found.scores) == ("total", "recompute")
-    assert found.normalize == ("tokens" if "tokens" in written else "micro_batches")
+    assert found.normalize == ("tokens" if "tokens" in written else "auto")
