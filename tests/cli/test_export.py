@@ -173,6 +173,31 @@ def test_labels_are_smoothed_as_the_loss_says(smoothing: float, tmp_path: Path) 
     written(made().eval(), tmp_path, nn.CrossEntropyLoss(label_smoothing=smoothing))
 
 
+class Attentive(nn.Module):
+    """Attention that drops, of a sequence that is its own label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.25, batch_first=True)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        mixed = self.attention(x, x, x, need_weights=False)[0]
+        causal = F.scaled_dot_product_attention(mixed, x, x, dropout_p=0.125, is_causal=True)
+        return F.cross_entropy(self.head(causal).flatten(0, 1), labels.flatten())
+
+
+def test_dropout_of_attention_and_an_input_that_is_given_twice_are_kept(tmp_path: Path) -> None:
+    tokens, _ = example()
+    torch.manual_seed(0)
+    path = autopipe.export(Attentive(), {"tokens": tokens, "labels": tokens}, tmp_path / "model.onnx")
+    read = read_model(path)
+    assert [each.name for each in read.graph.inputs] == ["tokens", "labels"]
+    assert [each.op for each in read.graph.nodes].count("Dropout") == 2
+
+
 class Drawing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -117,7 +117,8 @@ def subject_of(
         tensors = [torch.cat([each, each]) if each.dim() else each for each in tensors]
     wrapped = _WithLoss(module, loss, list(named))
     wrapped.training = module.training
-    return Subject(wrapped, tuple(names), tuple(tensors))
+    # A trace would make one input of two that are the same tensor, such as tokens that are their own labels.
+    return Subject(wrapped, tuple(names), tuple(each.detach().clone() for each in tensors))
 
 
 def loss_among(results: Sequence[object]) -> int | None:
@@ -176,9 +177,8 @@ def _reason(error: Exception) -> str:
 
 def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch.onnx.ONNXProgram:
     try:
-        prepare(traced)
         program = torch.onnx.export(
-            traced,
+            prepare(traced),
             dynamo=True,
             input_names=subject.names,
             custom_translation_table=translations(),

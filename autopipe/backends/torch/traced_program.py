@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from autopipe.backends.torch import torch_interfaces
 
 _ATEN = torch.ops.aten
+_ATTENTION = _ATEN.scaled_dot_product_attention.default
 _PLACE = ("nn_module_stack", "source_fn_stack", "stack_trace")
 """Keys of a traced call's metadata that say where in the module the call stands."""
 
@@ -80,11 +81,12 @@ def _smoothed_cross_entropy(
     return F.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction=reduction)
 
 
-def prepare(program: torch.export.ExportedProgram) -> None:
-    """Make `detach` of each value whose gradient the module stops, in place.
+def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Return the program with a `detach` of each value whose gradient the module stops, and with the dropout of
+    attention.
 
     The file of a `detach` names it in the metadata of a node; regions under `no_grad` and the `padding_idx` of an
-    embedding are not in a file.
+    embedding are not in a file. The exporter drops the probability of `scaled_dot_product_attention`.
     """
     for node in list(program.graph.nodes):
         if node.op != "call_function":
@@ -95,6 +97,43 @@ def prepare(program: torch.export.ExportedProgram) -> None:
             _detach_padding(program.graph, node, _padding_of(node))
     program.graph.lint()
     program.graph_module.recompile()
+    if any(_drops_in_attention(node) for node in program.graph.nodes):
+        program = program.run_decompositions({_ATTENTION: _attention_with_dropout})
+    return program
+
+
+def _drops_in_attention(node: torch.fx.Node) -> bool:
+    if node.target is not _ATTENTION:
+        return False
+    return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+
+
+def _attention_with_dropout(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Return `scaled_dot_product_attention` of the same arguments from its parts, or
+    NotImplemented, which keeps the call, if it drops nothing."""
+    if not dropout_p:
+        return NotImplemented
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query @ key.transpose(-2, -1)) * factor
+    if is_causal:
+        attn_mask = query.new_ones([query.shape[-2], key.shape[-2]], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return F.dropout(torch.softmax(scores, -1), dropout_p, True) @ value
 
 
 def _detach_results(graph: torch.fx.Graph, region: torch.fx.Node) -> None:

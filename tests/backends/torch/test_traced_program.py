@@ -71,7 +71,7 @@ def test_a_prepared_program_has_the_gradients_of_the_module(
     torch.manual_seed(0)
     original = module()
     program = torch.export.export(original, (example,))
-    prepare(program)
+    program = prepare(program)
     targets = [node.target for node in program.graph.nodes]
     assert torch.ops.aten.detach.default in targets
     traced = program.module()
@@ -80,3 +80,22 @@ def test_a_prepared_program_has_the_gradients_of_the_module(
     gradients = torch.autograd.grad(found, list(traced.parameters()))
     for gradient, known in zip(gradients, torch.autograd.grad(expected, list(original.parameters())), strict=True):
         torch.testing.assert_close(gradient, known)
+
+
+class Attentive(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        first = F.scaled_dot_product_attention(x, x[:, :1], x[:, :1], mask, 1e-9, scale=0.3, enable_gqa=True)
+        second = F.scaled_dot_product_attention(first, x, x, bias, 1e-9)
+        return F.scaled_dot_product_attention(second, x, x, dropout_p=1e-9, is_causal=True)
+
+
+def test_attention_that_drops_is_computed_from_its_parts() -> None:
+    """With a probability at which nothing is dropped, results are those of the module."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 2, 3, 4, generator=generator)
+    mask = torch.eye(3, dtype=torch.bool).logical_or(torch.ones(3, 3, dtype=torch.bool).tril())
+    bias = torch.randn(3, 3, generator=generator)
+    program = prepare(torch.export.export(Attentive(), (x, mask, bias)))
+    targets = [node.target for node in program.graph.nodes]
+    assert torch.ops.aten.scaled_dot_product_attention.default not in targets
+    torch.testing.assert_close(program.module()(x, mask, bias), Attentive()(x, mask, bias))
