@@ -144,6 +144,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return install(monkeypatch)
 
 
+def all_captured(stages: int) -> str:
+    """Return the note of a program whose stages are all captured."""
+    return f"CUDA graphs: {stages} of {stages} {'stage' if stages == 1 else 'stages'} captured, and the update"
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", MODELS)
 def test_captured_steps_are_equal_to_eager_steps(
@@ -156,8 +161,7 @@ def test_captured_steps_are_equal_to_eager_steps(
     eager = run(folder, "--no-cuda-graphs")
     assert not device.replays
     captured = run(folder, "--cuda-graphs")
-    stages = PLANS[plan].stages
-    assert captured.notes == [*eager.notes, f"CUDA graphs: {stages} of {stages} stages captured, and the update"]
+    assert captured.notes == [*eager.notes, all_captured(PLANS[plan].stages)]
     assert device.replays
     assert len(set(eager.losses)) == STEPS
     assert_equal(captured, eager)
@@ -347,10 +351,7 @@ def test_ranks_that_exchange_between_captured_stages(ranks: str, shard: bool, re
         recording.run(folder, "--device", "cpu", "--steps", STEPS, "--report", report, flag)
         lines[flag] = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
     eager, captured = lines.values()
-    stages = len(placement.stages)
-    assert [line["note"] for line in captured if "note" in line][
-        -1
-    ] == f"CUDA graphs: {stages} of {stages} stages captured, and the update"
+    assert [line["note"] for line in captured if "note" in line][-1] == all_captured(len(placement.stages))
     losses = [[line["loss"] for line in own if "loss" in line] for own in (eager, captured)]
     assert len(set(losses[0])) == STEPS
     assert losses[1] == losses[0]
