@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, OutOfMemoryError
 from autopipe.ir.plan import Breakdown, Choice
@@ -238,7 +239,7 @@ class _Table:
         problem = trial.placed.problem
         row = replace(
             trial.row,
-            is_plan=self._is_plan(trial.row),
+            is_plan=self._is_plan(trial),
             schedule=schedule,
             step_time_s=step_s,
             peak_memory_bytes=peak,
@@ -338,9 +339,11 @@ class _Table:
             reason += "; too long under any schedule"
         return reason
 
-    def _is_plan(self, row: DegreeRow) -> bool:
-        own = self._planned.plan.summary.degrees
-        if own is None:
+    def _is_plan(self, trial: _Trial) -> bool:
+        own, row = self._planned.plan.summary.degrees, trial.row
+        assert trial.candidate is not None
+        form = replace(cast(Grid, trial.candidate.strategy), pipeline=None, data=None, tensor=None)
+        if own is None or form != Grid():
             return False
         same = (row.pipeline, (row.data, row.data), (row.tensor, row.tensor)) == (own.pipeline, own.data, own.tensor)
         alone = own.pipelines == 1 and own.stages_per_group == (1, 1) and own.sequence == own.copies == (1, 1)
