@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autopipe.backends import onnx_float64
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.measured_costs import OperationCost, Sample, Timing
@@ -190,7 +191,7 @@ class ReferenceModel:
         """`weights` are parameters that the file names without storing, `fixed` inputs that are one number. Unless
         `train`, batches are normalised by running statistics. Raises ModelError where it cannot be opened, and
         NoKernelError where nothing is wrong with it."""
-        scratch = ExitStack()
+        self._scratch = scratch = ExitStack()
         weakref.finalize(self, scratch.close)
         proto = _loaded(model)
         self._fixed = {each.name: _full(each, fixed[each.name]) for each in proto.graph.input if each.name in fixed}
@@ -211,6 +212,7 @@ class ReferenceModel:
         self._session = _open(self._path)
         self.inputs: dict[str, list[Any]] = {each.name: each.shape for each in self._session.get_inputs()}
         self._outputs = [each.name for each in self._session.get_outputs()]
+        self._is_float64 = False
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """All outputs by name for one evaluation, the tensors of a sequence as NAME/0 and so on. Raises ModelError for
@@ -218,6 +220,8 @@ class ReferenceModel:
         from onnxruntime.capi import onnxruntime_pybind11_state as states
 
         known = {name: array for name, array in (self._fixed | dict(feeds)).items() if name in self.inputs}
+        if self._is_float64:
+            known = {name: _widened(array) for name, array in known.items()}
         try:
             results = self._session.run(None, known)
         except (states.Fail, states.InvalidArgument, states.RuntimeException) as error:
@@ -244,6 +248,60 @@ class ReferenceModel:
     def optimize(self) -> None:
         """From now on, run as ONNX Runtime does by itself, with its fusions."""
         self._session = _open(self._path, optimized=True)
+
+    def widen(self) -> None:
+        """From now on, compute in float64. Operators for which ONNX Runtime has no float64 kernel compute in float32.
+
+        Raises ModelError if ONNX Runtime cannot run the rest in float64, or if the file has functions or branches.
+        """
+        import onnx
+        from onnx import external_data_helper
+
+        proto = _loaded(self._path)
+        if not onnx_float64.is_flat(proto):
+            raise ModelError("a model with functions or branches does not run in float64")
+        floating = self._floating_values(proto)
+        external_data_helper.load_external_data_for_model(proto, str(self._path.parent))
+        onnx_float64.widen_tensors(proto)
+        path = _saved(proto, self._scratch.enter_context(scratch_folder("float64")))
+        proto = _loaded(path)
+        nodes = onnx.ModelProto()
+        nodes.graph.node.extend(proto.graph.node)
+        kept: set[str] = set()
+        while True:
+            del proto.graph.node[:]
+            proto.graph.node.extend(onnx_float64.widen_nodes(nodes, floating, kept))
+            try:
+                with _readable(path):
+                    self._session = _session(proto.SerializeToString(), folder=path.parent)
+            except ModelError as error:
+                refused = onnx_float64.refused_operators(error.message, nodes) - kept
+                if not refused:
+                    raise
+                kept |= refused
+            else:
+                break
+        self._is_float64 = True
+
+    def _floating_values(self, proto: onnx.ModelProto) -> set[str]:
+        """Return the names of all floating-point tensors of `proto`, by ONNX Runtime's types."""
+        import onnx
+
+        every = onnx.ModelProto()
+        every.CopyFrom(proto)
+        names = dict.fromkeys(name for node in proto.graph.node for name in node.output if name)
+        del every.graph.output[:]
+        every.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+        with _readable(self._path):
+            session = _session(every.SerializeToString(), folder=self._path.parent)
+        types = {each.name: each.type for each in (*session.get_inputs(), *session.get_outputs())}
+        found = {name for name, kind in types.items() if kind in _FLOATING}
+        return found | {each.name for each in proto.graph.initializer if each.data_type in _NARROW}
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    """Return a floating-point array in float64, and any other unchanged."""
+    return array.astype(np.float64) if np.issubdtype(array.dtype, np.floating) else array
 
 
 def _full(info: onnx.ValueInfoProto, number: float) -> np.ndarray:
@@ -276,6 +334,9 @@ def _loaded(model: Path) -> onnx.ModelProto:
 
 _FLOAT, _FLOAT16, _DOUBLE, _BFLOAT16 = 1, 10, 11, 16
 """By TensorProto's numbers."""
+_NARROW = {_FLOAT, _FLOAT16, _BFLOAT16}
+_FLOATING = {"tensor(float)", "tensor(float16)", "tensor(bfloat16)"}
+"""The types that become float64, by ONNX Runtime's names."""
 _TYPES = ("to", "dtype", "output_dtype")
 """Attributes that are the type of a result."""
 
@@ -471,7 +532,6 @@ def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
 
 def _completed(model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.ndarray], scratch: Path) -> Path:
     """A file of `proto`, read from `model`, in which the missing weights are initializers."""
-    import onnx
     from onnx import external_data_helper, numpy_helper
 
     external_data_helper.load_external_data_for_model(proto, str(model.parent))
@@ -484,6 +544,13 @@ def _completed(model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.nda
     )
     for each in [each for each in proto.graph.input if each.name in weights]:
         proto.graph.input.remove(each)
+    return _saved(proto, scratch)
+
+
+def _saved(proto: onnx.ModelProto, scratch: Path) -> Path:
+    """Return the file in `scratch` that `proto` is written to."""
+    import onnx
+
     path = scratch / "model.onnx"
     large = sum(len(tensor.raw_data) for tensor in proto.graph.initializer) > _INLINE_LIMIT
     onnx.save(proto, str(path), save_as_external_data=large)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import pytest
 from autopipe.backends.torch.verification import Difference
 from autopipe.cli import verify as verification
 from autopipe.cli.main import main
-from autopipe.cli.verify import Check, Verification
+from autopipe.cli.verify import Check, Spread, Verification
 from autopipe.ir.rounding import Rounding
 from autopipe.ir.training import DataSettings
 
@@ -21,6 +23,24 @@ MANIFEST = SimpleNamespace(
     rounding=Rounding("float32", 5000), model=Path("model.onnx"), data=DataSettings(), train=True
 )
 LIMIT = "4.2e-06 = 6.0e-08 (float32) x sqrt(5000 roundings)"
+
+
+@pytest.fixture
+def outputs_apart_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, Spread], None]:
+    """Makes `verify` find a difference from ONNX Runtime, which has this spread, without running anything."""
+
+    def prepare(relative: float, spread: Spread) -> None:
+        def run(self: Verification, advance: Callable[[], None]) -> Iterator[Check]:
+            pairs = [Difference("other", 4.1e-6), Difference(LONG, relative)]
+            spreads = dict.fromkeys(("other", LONG), spread)
+            yield self._check("outputs of one device", "ONNX Runtime", pairs, dict, spreads=lambda: spreads)
+
+        monkeypatch.setattr(Verification, "run", run)
+        monkeypatch.setattr(Verification, "first_difference", lambda self, references: "")
+        monkeypatch.setattr(verification, "open_program", lambda folder, model: MANIFEST)
+        monkeypatch.setattr(verification, "node_of", lambda model, names, last: ("/h.11/MatMul", min(names)))
+
+    return prepare
 
 
 @pytest.fixture
@@ -102,4 +122,52 @@ def test_conditioning_is_measured_where_the_least_limit_does_not_do(
 
 def test_a_given_tolerance_is_not_widened(gradients_apart_by: Callable[..., None], tmp_path: Path) -> None:
     gradients_apart_by(3e-5, 1e-2)
+    assert main(["verify", str(tmp_path), "--tolerance", "1e-5", "-q"]) == 5
+
+
+def test_a_difference_within_the_spread_of_onnx_runtime_is_explained(
+    outputs_apart_by: Callable[[float, Spread], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs_apart_by(3e-5, Spread(1e-6, 2e-5))
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"outputs of one device: the difference of {LONG!r}, 3.00e-05, is explained by ONNX Runtime's own spread: "
+        "it is 1.0e-06 away from its results with optimizations, 2.0e-05 from its results in float64, "
+        "so the limit is 4.4e-05",
+        f"equal: the limit is {LIMIT}",
+    ]
+
+
+def test_spreads_are_reported_in_json(
+    outputs_apart_by: Callable[[float, Spread], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only for the tensor beyond the limit, though both were measured."""
+    outputs_apart_by(3e-5, Spread(2e-5, None))
+    assert main(["verify", str(tmp_path), "--json", "-q"]) == 0
+    (check,) = json.loads(capsys.readouterr().out)["checks"]
+    (above,) = check["above"]
+    assert above["tensor"] == LONG
+    assert above["spread"] == {"optimizations": 2e-5, "float64": None}
+    assert above["limit"] == pytest.approx(4.2e-6 + 2 * 2e-5, rel=0.01)
+
+
+@pytest.mark.parametrize("relative", [1e-3, 1e-2, math.inf])
+def test_no_spread_explains_a_fault(
+    outputs_apart_by: Callable[[float, Spread], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    relative: float,
+) -> None:
+    """Half of the digits of float32 remain, whatever ONNX Runtime's spread is."""
+    outputs_apart_by(relative, Spread(math.inf, 1.0))
+    assert main(["verify", str(tmp_path)]) == 5
+    shown = capsys.readouterr()
+    assert "is not explained by ONNX Runtime's own spread" in shown.out
+    assert "(limit 0.00024)" in shown.err
+
+
+def test_a_given_tolerance_ignores_the_spread(
+    outputs_apart_by: Callable[[float, Spread], None], tmp_path: Path
+) -> None:
+    outputs_apart_by(3e-5, Spread(1e-3, 1e-3))
     assert main(["verify", str(tmp_path), "--tolerance", "1e-5", "-q"]) == 5

@@ -23,6 +23,8 @@ _RESPONSES = 4
 roundings are as if its weights had been rounded (Higham and Mary, "Sharper Probabilistic Backward Error Analysis for
 Basic Linear Algebra Kernels with Random Data", SIAM Journal on Scientific Computing 42(5), 2020), forwards and back in
 each of two runs, √4 times what one such rounding changes, and by chance twice that."""
+_SPREADS = 2
+"""How many times a reference's distance from itself may lie between it and another right result."""
 _NO_DIGITS = 0.1
 """A tensor that is changed by more than this has no digits to compare: it is held against all that is compared."""
 
@@ -43,6 +45,15 @@ def limit_of(bound: float, found: Difference, response: float) -> float:
     if response > _NO_DIGITS:
         return bound / max(found.share, bound)
     return bound + _RESPONSES * response
+
+
+def limit_with_spread(limit: float, spread: float, unit: float) -> float:
+    """Return the limit of a difference from a reference that is `spread` away from itself.
+
+    `unit` is the unit roundoff of the coarsest type. Two right results may both be as far from the exact one as the
+    reference is. The spread raises the limit at most to half of the type's digits, so that it never explains a fault.
+    """
+    return max(limit, min(limit + _SPREADS * spread, math.sqrt(unit)))
 
 
 def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0) -> Difference:
