@@ -21,10 +21,10 @@ from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.records import RECORDED_STEPS
 from autopipe.backends.torch.verification import (
     Difference,
+    Spread,
     difference,
     has_buffers,
     limit_of,
-    limit_with_spread,
     read_losses,
     read_outputs,
     tensor_differences,
@@ -178,26 +178,6 @@ class Check:
     note: str = ""
     above: tuple[Measured, ...] = ()
     """The tensors that differ by more than the bound for well-conditioned ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """How far ONNX Runtime's results for a tensor are from its results in another way, as relative differences."""
-
-    optimizations: float
-    """With its graph optimizations."""
-    float64: float | None
-    """In float64. None if ONNX Runtime cannot compute the model in float64."""
-
-    @property
-    def largest(self) -> float:
-        """The larger of the finite differences; 0 if there is none."""
-        known = [each for each in (self.optimizations, self.float64) if each is not None and math.isfinite(each)]
-        return max(known, default=0.0)
-
-    def __str__(self) -> str:
-        text = f"it is {self.optimizations:.1e} away from its results with optimizations"
-        return text if self.float64 is None else f"{text}, {self.float64:.1e} from its results in float64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +335,7 @@ class Verification:
             spread = {name: each for name, each in spreads().items() if name in beyond}
             unit = UNIT_ROUNDOFF[self.manifest.rounding.dtype]
             judged = [
-                (each, limit_with_spread(limit, spread[each.tensor].largest, unit) if each.tensor in spread else limit)
+                (each, spread[each.tensor].raised(limit, unit) if each.tensor in spread else limit)
                 for each, limit in judged
             ]
         worst, limit = max(
@@ -422,15 +402,14 @@ class Verification:
 
         optimized: dict[str, float] = {}
 
-        def distances() -> dict[str, float]:
-            """Return how far the outputs of the model, as it is set now, are from `expected`."""
-            found = differences(self._reference_outputs(forward, model, seed))
-            return {each.tensor: each.relative for each in found}
+        def distances(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
+            """Return how far outputs are from `expected`."""
+            return {each.tensor: each.relative for each in differences(outputs)}
 
         def note() -> str:
             """Return a sentence if the reference's own optimizations change it by more than the bound."""
             model.optimize()
-            optimized.update(distances())
+            optimized.update(distances(self._reference_outputs(forward, model, seed)))
             worst = max(optimized.values(), default=0.0)
             text = f"ONNX Runtime with its optimizations is {worst:.1e} away from itself without them"
             return "" if worst <= self.manifest.rounding.bound else text
@@ -438,10 +417,14 @@ class Verification:
         def spreads() -> dict[str, Spread]:
             try:
                 model.widen()
-                in_float64 = distances()
+                exact = self._reference_outputs(forward, model, seed)
             except ModelError:
-                in_float64 = {}
-            return {name: Spread(away, in_float64.get(name)) for name, away in optimized.items()}
+                return {name: Spread(away) for name, away in optimized.items()}
+            in_float64 = distances(exact)
+            return {
+                name: Spread(away, in_float64[name], difference(name, ours[name], exact[name]).relative)
+                for name, away in optimized.items()
+            }
 
         compared = f"outputs of one device{' without Dropout' if model.dropouts else ''}"
         return self._check(compared, "ONNX Runtime", differences(ours), self._forward_responses, note, spreads)

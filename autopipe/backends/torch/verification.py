@@ -39,21 +39,45 @@ class Difference:
     """How large the reference is beside all that is compared, by norms."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far ONNX Runtime's results for a tensor are from its results in another way, as relative differences."""
+
+    optimizations: float
+    """With its graph optimizations."""
+    float64: float | None = None
+    """In float64. None if ONNX Runtime cannot compute the model in float64."""
+    one_device: float | None = None
+    """How far one device's results are from ONNX Runtime's in float64."""
+
+    def raised(self, limit: float, unit: float) -> float:
+        """Return the limit of one device's difference from ONNX Runtime, given the `limit` without the spread.
+
+        Both may be as far from the exact result as ONNX Runtime is from itself, so the limit rises by twice that
+        distance, at most to half of the digits of a type with unit roundoff `unit`. If one device's results are within
+        `limit` of those in float64, the rise is the distance of ONNX Runtime from the latter, whatever its size.
+        """
+        known = [each for each in (self.optimizations, self.float64) if each is not None and math.isfinite(each)]
+        found = max(limit, min(limit + _SPREADS * max(known, default=0.0), math.sqrt(unit)))
+        if self.float64 is not None and self.one_device is not None and self.one_device <= limit:
+            found = max(found, limit + self.float64)
+        return found
+
+    def __str__(self) -> str:
+        text = f"it is {self.optimizations:.1e} away from its results with optimizations"
+        if self.float64 is None or self.one_device is None:
+            return text
+        return (
+            f"{text}, {self.float64:.1e} from its results in float64, of which one device is {self.one_device:.1e} away"
+        )
+
+
 def limit_of(bound: float, found: Difference, response: float) -> float:
     """The largest difference for a tensor that one step of every input and weight changes by `response`, where it is
     `bound` for one that is well conditioned."""
     if response > _NO_DIGITS:
         return bound / max(found.share, bound)
     return bound + _RESPONSES * response
-
-
-def limit_with_spread(limit: float, spread: float, unit: float) -> float:
-    """Return the limit of a difference from a reference that is `spread` away from itself.
-
-    `unit` is the unit roundoff of the coarsest type. Two right results may both be as far from the exact one as the
-    reference is. The spread raises the limit at most to half of the type's digits, so that it never explains a fault.
-    """
-    return max(limit, min(limit + _SPREADS * spread, math.sqrt(unit)))
 
 
 def difference(name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0) -> Difference:
