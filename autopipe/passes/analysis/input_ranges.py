@@ -1,5 +1,5 @@
 """Which numbers a graph's inputs may hold, by where they are used: indices stay below the rows of their table, labels
-below the classes.
+below the classes, lengths are at least 1.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _MOST_VISITS = 1000
 _MOST_PARTS = 1 << 10
 """Parts of an input with bounds of their own; a recommender has a few dozen."""
 _UNBOUNDED = 1 << 62
+_FEWEST_CONSECUTIVE = 3
+"""Consecutive integers that are classes or positions: 0 and 1 may be the two values of a mask."""
 
 _KEEPING = frozenset(["Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"])
 """Operators whose result holds all elements of its operand."""
@@ -32,6 +34,10 @@ _CHANGING = frozenset(["Abs", "Clip", "Max", "Min", "Mod", "Where"])
 """Operators behind which numbers are others than those given, but no larger for small ones: good for drawing numbers,
 not for refusing any."""
 _MOVING = _KEEPING | _CHANGING | {"Concat", "Gather", "Pad", "Slice", "Split"}
+_COMPARISONS = frozenset(["Greater", "GreaterOrEqual", "Less", "LessOrEqual"])
+_RECURRENCES = frozenset(["GRU", "LSTM", "RNN"])
+_SEQUENCE_LENGTHS = 4
+"""The operand of a recurrence that is the length of each sequence."""
 _LOSSES = frozenset(["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "LinearCrossEntropy"])
 
 Numbers = npt.NDArray[np.int64]
@@ -157,9 +163,14 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
         readers = (graph.nodes[index] for index in graph.consumers().get(path.name, ()))
         uses = ((each, slot) for each in readers for slot, name in enumerate(each.inputs) if name == path.name)
         for node, slot in uses:
-            limits = _limits(signature_of(graph, node), slot)
+            signature = signature_of(graph, node)
+            limits = _limits(signature, slot)
             if limits is None:
-                waiting += _further(graph, node, slot, path)
+                likely = None if path.summed else _likely_limits(signature, slot)
+                if likely is None:
+                    waiting += _further(graph, node, slot, path)
+                else:
+                    drawn.tighten(path.places, *[np.asarray(bound, np.int64) - path.shift for bound in likely])
                 continue
             if path.summed:  # Nothing in a sample, and it would be the place before the first.
                 drawn.tighten(None, np.ones(1, np.int64), np.full(1, _MASK_LIMIT))
@@ -170,7 +181,50 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
                 taken.tighten(path.places, *bounds)
             if node.op in _LOSSES and node.has("ignore_index") and not path.shift.any():
                 ignored = node.integer("ignore_index")
+    without_end = (drawn.below == _UNBOUNDED) & (drawn.least > -_UNBOUNDED)
+    drawn.below[without_end] = np.maximum(drawn.least[without_end] + 1, _MASK_LIMIT)
     return drawn, taken, ignored
+
+
+def _likely_limits(signature: Signature, slot: int) -> tuple[int, int] | None:
+    """Return the range [least, below) from which to draw an operand's values, or None if its use tells nothing.
+
+    Unlike the range of an index, it rejects no data. An operand compared with consecutive integers is a class (Equal)
+    or a length (Less and others). Lengths and divisors are at least 1.
+    """
+    node = signature.node
+    if node.domain:
+        return None
+    if node.op == "Equal" or node.op in _COMPARISONS:
+        ends = _ends_of_consecutive(signature.constant(1 - slot))
+        if ends is None:
+            return None
+        first, last = ends
+        return (first, last + 1) if node.op == "Equal" else (1, last - first + 2)
+    if node.op in _RECURRENCES and slot == _SEQUENCE_LENGTHS:
+        time = signature.operand(0).shape[1 if node.integer("layout", 0) else 0]
+        return 1, time + 1
+    if node.op == "ReverseSequence" and slot == 1:
+        return 1, signature.operand(0).shape[node.integer("time_axis", 0)] + 1
+    if node.op == "Div" and slot == 1:
+        return 1, _UNBOUNDED
+    return None
+
+
+def _ends_of_consecutive(array: np.ndarray | None) -> tuple[int, int] | None:
+    """Return the first and last of the integers in `array` if they are all from 0 or 1 to the last, at least three.
+
+    Return None otherwise, and for None.
+    """
+    if array is None or not 0 < array.size <= _MOST_ELEMENTS or array.dtype == np.bool_:
+        return None
+    found = np.unique(array)
+    first = found[0]
+    if len(found) < _FEWEST_CONSECUTIVE or first not in (0, 1):
+        return None
+    if not np.array_equal(found, np.arange(len(found)) + first):
+        return None
+    return int(first), int(found[-1])
 
 
 def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:

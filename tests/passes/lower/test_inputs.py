@@ -103,6 +103,67 @@ def test_what_indexes_nothing_is_a_mask() -> None:
     assert below(graph(node("Not", "ids"), values=(value("y", (2, 3), DType.BOOL),), dtype=DType.BOOL)) == 2
 
 
+def drawn(found: Graph) -> list[tuple[int, int]]:
+    return [(each.least, each.below) for each in input_ranges(found)[0].drawn]
+
+
+@pytest.mark.parametrize("operands", [("column", "classes"), ("classes", "column")])
+def test_numbers_compared_with_classes_are_classes(operands: tuple[str, str]) -> None:
+    """A one-hot as JAX writes it. Other numbers make an empty row, so they are not rejected."""
+    nodes = (node("Unsqueeze", "ids", "last", output="column"), node("Equal", *operands))
+    values = (value("column", (2, 3, 1), INT), value("y", (2, 3, 9), DType.BOOL))
+    constants = (whole("last", [2]), whole("classes", [[list(range(9))]]))
+    found = graph(*nodes, values=values, constants=constants)
+    assert below(found) == 9
+    assert drawn(found) == []
+    assert allowed(found) == []
+
+
+@pytest.mark.parametrize("operation", ["Less", "LessOrEqual", "Greater", "GreaterOrEqual"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_numbers_compared_with_positions_are_lengths(operation: str, first: int) -> None:
+    """A sample of length 0 has a mean over nothing."""
+    compared = node(operation, "positions", "ids")
+    positions = whole("positions", [[[first]], [[first + 1]], [[first + 2]], [[first + 3]]])
+    found = graph(compared, values=(value("y", (4, 2, 3), DType.BOOL),), constants=(positions,))
+    assert drawn(found) == [(1, 5)]
+    assert allowed(found) == []
+
+
+@pytest.mark.parametrize("other", [[[0], [1]], [7], [2, 3, 4], [0, 2, 4]])
+def test_other_comparisons_tell_nothing(other: object) -> None:
+    for operation in ("Equal", "Less"):
+        compared = node(operation, "ids", "other")
+        found = graph(compared, values=(value("y", (2, 3), DType.BOOL),), constants=(whole("other", other),))
+        assert below(found) == 2
+        assert drawn(found) == []
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [node("ReverseSequence", "x", "lengths"), node("GRU", "x", "weight", "recurrence", "", "lengths", hidden_size=6)],
+)
+def test_lengths_of_sequences_are_at_least_1(reader: Node) -> None:
+    inputs = (Value("lengths", INT, (5,)), value("x", (4, 5, 6)), value("weight", (1, 18, 6)))
+    inputs += (value("recurrence", (1, 18, 6)),)
+    found = Graph("g", 21, inputs, (), (), (reader,), ("y",), (value("y", (4, 5, 6)),), ())
+    assert drawn(found) == [(1, 5)]
+
+
+def test_divisors_are_at_least_1() -> None:
+    nodes = (node("Cast", "ids", output="count", to=1), node("Div", "ones", "count"))
+    constant = Constant(value("ones", (2, 3)), np.ones((2, 3), np.float32))
+    found = graph(*nodes, values=(value("count", (2, 3)), value("y", (2, 3))), constants=(constant,))
+    assert drawn(found) == [(1, 2)]
+
+
+def test_a_divisor_that_is_a_length_is_drawn_as_a_length() -> None:
+    nodes = (node("Div", "ids", "ids", output="ratio"), node("Less", "ids", "positions"))
+    values = (value("ratio", (2, 3), INT), value("y", (2, 3), DType.BOOL))
+    found = graph(*nodes, values=values, constants=(whole("positions", [0, 1, 2]),))
+    assert drawn(found) == [(1, 4)]
+
+
 def test_real_numbers_are_free() -> None:
     found = input_ranges(graph(node("Tanh", "x"), values=(value("y", (4, 5, 6)),)))
     assert [each.below for each in found] == [2, None]
