@@ -49,6 +49,14 @@ blocks:
   - {name: B, devices: [1], time: 2, memory: -1, after: [F]}
 """
 OUT = "OUT"
+FACTORY = """
+import torch
+
+
+def factory():
+    return torch.nn.Linear(2, 3), torch.zeros(4, 2)
+"""
+"""A Python file whose function returns a module and an example of its input."""
 CASES: Mapping[str, tuple[str, str]] = {
     "show --html": (f"show {PLAN} --html OUT", f"{PLAN}/plan.json"),
     "show --trace": (f"show {PLAN} --trace OUT", f"{PLAN}/schedule.json"),
@@ -67,13 +75,14 @@ CASES: Mapping[str, tuple[str, str]] = {
     "profile --merge --output": ("profile --merge one.costs other.costs -o OUT", "one.costs"),
 }
 """Commands by the option that names their output, and a file that each reads or that is part of a plan."""
-BEFORE_RANKS: Mapping[str, tuple[str, str]] = {
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "export --output": ("export linear.py:factory -o OUT", "linear.py"),
     "profile --output": (f"profile {MODEL} --seconds 1 -o OUT", MODEL),
     "launch --trace": (f"launch {PLAN}/program --device cpu --trace OUT", f"{PLAN}/program/manifest.json"),
     "launch --outputs": ("launch infer/program --device cpu --data data.npz --outputs OUT.npz", "data.npz"),
     "generate --output": ("generate infer --prompts 1,2 -o OUT.npy", "infer/plan.json"),
 }
-"""Commands that measure or run ranks: they are only refused here."""
+"""Commands that take seconds, or measure or run ranks: they are only refused here."""
 INPUTS = {
     *(f"{command} --model" for command in ("show", "explain", "generate", "codegen", "launch", "verify")),
     "launch --checkpoint", "launch --log", "show --measured", "checkpoint export --model", "checkpoint import --model",
@@ -95,6 +104,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for words in (infer, f"codegen {folder}/infer"):
         assert main([*words.split(), "-q"]) == 0
     (folder / "blocks.yaml").write_text(BLOCKS)
+    (folder / "linear.py").write_text(FACTORY)
     for name in ("one.costs", "other.costs"):
         (folder / name).write_text(costs_text(Costs((DeviceCosts("core", ("by hand",)),))))
     product = model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": floats(6, 4)})
@@ -135,21 +145,21 @@ def options() -> Iterator[str]:
 
 def test_every_option_with_a_path_is_known() -> None:
     assert set(COMMANDS) >= {name.split()[0] for name in options()}
-    known = {name.removesuffix(" x") for name in (*CASES, *BEFORE_RANKS)} - {"profile --merge --output"}
+    known = {name.removesuffix(" x") for name in (*CASES, *REFUSED)} - {"profile --merge --output"}
     assert set(options()) == known | INPUTS
 
 
-@pytest.mark.parametrize("name", [*CASES, *BEFORE_RANKS])
+@pytest.mark.parametrize("name", [*CASES, *REFUSED])
 @pytest.mark.parametrize("content", ["my notes\n", "{}", "<html></html>", "PK\x03\x04", "\x08\x07\x12\x03abc"])
 def test_a_file_of_another_kind_is_kept(here: CommandLine, name: str, content: str) -> None:
-    words = {**CASES, **BEFORE_RANKS}[name][0]
+    words = {**CASES, **REFUSED}[name][0]
     target_of(words).write_text(content)
     here.refuses(2, tuple(words.split()), f"{target_of(words)} exists and is not ", "--force")
 
 
-@pytest.mark.parametrize("name", [*CASES, *BEFORE_RANKS])
+@pytest.mark.parametrize("name", [*CASES, *REFUSED])
 def test_an_input_and_a_part_of_a_plan_are_kept(here: CommandLine, name: str) -> None:
-    words, read = {**CASES, **BEFORE_RANKS}[name]
+    words, read = {**CASES, **REFUSED}[name]
     link = target_of(words)
     link.symlink_to(read)
     here.refuses(2, tuple(words.split()), f"{link} exists and ", "--force")

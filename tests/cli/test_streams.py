@@ -14,6 +14,7 @@ from autopipe.cli.main import autopipe, main
 from tests.cli.command_line import CommandLine
 from tests.cli.test_bad_requests import MODEL, perceptron
 from tests.cli.test_checkpoint import WEIGHT, write_checkpoint
+from tests.cli.test_outputs import FACTORY
 from tests.passes.frontend.building import model, node, saved
 
 COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
@@ -35,6 +36,7 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("explain",): ("plan",),
     ("compare",): ("plan", "plan"),
     ("schedule",): ("--shape", "v", "--units", "4"),
+    ("export",): ("linear.py:factory", "--no-check"),
     ("checkpoint", "inspect"): ("saved",),
     ("checkpoint", "verify"): ("saved",),
     ("checkpoint", "export"): ("saved", "-o", "trained.onnx"),
@@ -49,7 +51,10 @@ COMMANDS: dict[tuple[str, ...], tuple[object, ...]] = {
     ("config", "solvers"): (),
 }
 """A command that works without starting ranks, and words to give it."""
-MAKING = {("plan",), ("codegen",), ("profile",), ("checkpoint", "export"), ("checkpoint", "import"), ("zoo", "build")}
+MAKING = {
+    ("plan",), ("codegen",), ("profile",), ("export",), ("checkpoint", "export"), ("checkpoint", "import"),
+    ("zoo", "build"),
+}  # fmt: skip
 """Commands that are asked for what they make, and say nothing of it with -q."""
 RUNNING = {("launch",), ("generate",), ("verify",), ("bench",)}
 """Commands that start ranks, or only say where others are: what they print is tested where they do."""
@@ -73,6 +78,7 @@ LEAVES = {path for path, command in ALL.items() if not isinstance(command, click
 def here(command_line: CommandLine) -> CommandLine:
     """The command line in a folder with a model and its plan, and a product and its checkpoint."""
     saved(perceptron(trains=True), command_line.folder)
+    (command_line.folder / "linear.py").write_text(FACTORY)
     product = saved(
         model([node("MatMul", "x w", "y")], {"x": [2, 6]}, "y", {"w": WEIGHT}), command_line.folder, "w.onnx"
     )

@@ -183,7 +183,7 @@ def test_an_extent_of_one_or_none_has_no_blocks(extent: int, message: str, tmp_p
     proto.configuration.append(configuration_proto(given))
     proto.graph.node[0].device_configurations.append(annotation_proto(given.annotations[0], "mine"))
     with pytest.raises(ModelError, match=f"'one', dimension 0: .*{message}"):
-        annotated_constraints(read_model(saved(proto, tmp_path)), 2)
+        annotated_constraints(read_model(saved(proto, tmp_path), batch_axes={"x": None}), 2)
 
 
 def test_nodes_of_a_stage_are_on_the_same_devices(tmp_path: Path) -> None:

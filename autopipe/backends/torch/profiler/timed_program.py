@@ -24,6 +24,7 @@ import torch
 
 from autopipe.backends.torch.fork_server import rank_environment
 from autopipe.backends.torch.launcher import run_child
+from autopipe.backends.torch.runtime import output_edges
 from autopipe.backends.torch.runtime.clock import Mark, seconds_between
 from autopipe.backends.torch.runtime.data import save_samples
 from autopipe.backends.torch.runtime.rank import Rank
@@ -117,7 +118,8 @@ class TimedProgram:
 
     def seconds_inside(self) -> dict[str, float]:
         """Seconds inside generated functions and autograd, under the task's stage and phase, such as `0F`."""
-        calls = [*((stage, "function") for stage in self.rank.stages.values()), (torch.autograd, "backward")]
+        calls: list[tuple[Any, str]] = [(stage, "function") for stage in self.rank.stages.values()]
+        calls.append((output_edges, "accumulate_gradients"))
         return self.seconds_of(calls, lambda _: self.rank.heartbeat.task[:2])
 
     def seconds_of(self, calls: Sequence[tuple[Any, str]], key: Callable[[str], str] = str) -> dict[str, float]:

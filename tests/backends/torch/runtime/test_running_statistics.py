@@ -51,7 +51,7 @@ def test_the_variance_of_torchs_own_is_the_estimate_for_a_population() -> None:
     found = running.batch_norm(x, torch.ones(3), torch.zeros(3), mean, variance, MOMENTUM, 1e-5, unbiased=True)
     torch.testing.assert_close(found, expected)
     running.end(0)
-    for statistic, left, added in running.changes(1):
+    for statistic, left, added in running.changes(1, {}):
         statistic.mul_(left).add_(added)
     torch.testing.assert_close(mean, module.running_mean)
     torch.testing.assert_close(variance, module.running_var)

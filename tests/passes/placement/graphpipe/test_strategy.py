@@ -113,7 +113,7 @@ def test_too_little_memory_is_told_with_the_least_that_is_missing() -> None:
     graph = perceptron([64] * 5, batch=4)
     with pytest.raises(InfeasibleError, match=r"over the limit of .*, in the placement that needs least") as caught:
         GraphPipe().run(chosen(graph, 4, 2, memory=20_000))
-    assert "recompute" in caught.value.hint
+    assert "smaller micro-batches or a higher memory limit" in caught.value.hint
     # With the bytes that are missing it works.
     for memory in range(20_000, 200_000, 2_000):
         try:
