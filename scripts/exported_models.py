@@ -52,6 +52,8 @@ Files: the networks that ship with onnx (`light`; trained with random weights an
 of `transformers` and torch by either exporter (`@13`: with that opset), what optimizers, quantisers and converters make
 of those, and graphs by `hand`, from `tests/exports`. `loss`: two steps are trained, one step's loss and gradients
 compared; `forward`: one step of inference.
+Where the exporter computed tensors from parameters and `plan` refuses to train those (`FOLDED` in
+`tests/exports/journey.py`), the row names them in `model.trainable`.
 
 Differences are ‖a − b‖₂ / ‖b‖₂ of the worst tensor: one device's outputs against ONNX Runtime's, then four ranks
 against that. Batch: micro-batches × samples / the file's, where more. Nodes: in the file → planned.

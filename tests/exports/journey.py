@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.cli.main import main
+from autopipe.passes.frontend import read_model
 from tests.exports.architectures import SEQUENCE
 from tests.exports.export import Export, onnx_file
 from tests.exports.light import LIGHT
@@ -27,6 +28,32 @@ MOST = {
     "matcha-dynamo-static-loss": "arange:0=64",
 }
 """The most numbers that data may give a Range."""
+NORMALIZED = "batch normalization is folded into the weights before it: each is a function of several parameters"
+SHIFTED = "the scales of the normalizations are 1 + a parameter"
+JOINED = "tables of relative positions are joined from several parameters"
+PARTS = "biases of an attention are parts of one parameter, and no metadata say so"
+FOLDED = {
+    "resnet-torchscript-static-loss": NORMALIZED,
+    "resnet-torchscript-dynamic-loss": NORMALIZED,
+    "resnet-dynamo-static-loss": NORMALIZED,
+    "resnet-dynamo-dynamic-loss": NORMALIZED,
+    "mobilevit-dynamo-static-loss": NORMALIZED,
+    "efficientnet-torchscript-static-loss": NORMALIZED,
+    "yolo-torchscript-static-loss": NORMALIZED,
+    "gemma2-dynamo-dynamic-loss": SHIFTED,
+    "gemma3-torchscript-dynamic-loss": SHIFTED,
+    "recurrent_gemma-torchscript-static-loss": SHIFTED,
+    "gemma3_vision-dynamo-static-loss": SHIFTED,
+    "beit-dynamo-static-loss": JOINED,
+    "siglip-torchscript-static-loss": PARTS,
+    "detr-torchscript-static-loss": PARTS,
+    "wav2vec2-dynamo-static-loss": "a weight is a direction times a length",
+    "style-dynamo-static-loss": "the first image is a normalized parameter",
+    "pvt-dynamo-static-loss": "tables of positions are resized and joined",
+    "gan_discriminator-dynamo-static-loss": "weights are divided by their norms",
+}
+"""Exports whose training is refused, by name, and what the exporter computed of their parameters; without the refusal
+they are trained as files that hold these tensors."""
 DEVICES = 4
 MICRO_BATCHES = 4
 
@@ -103,7 +130,7 @@ def travel(journey: Journey, folder: Path) -> Outcome:
     seen: dict[str, Any] = {}
     try:
         path = _exported(journey.export, folder)
-        plan = _command("plan", *_plan_arguments(journey, path, folder), "-o", folder / "plan")
+        plan = _plan(journey, path, folder)
         assert plan["mode"] == ("train" if journey.export.loss else "infer")
         stages = json.loads((folder / "plan" / "plan.json").read_text(encoding="utf-8"))["placement"]["stages"]
         seen["stages"] = tuple(len(stage["devices"]) for stage in stages)
@@ -130,6 +157,28 @@ def _exported(export: Export, folder: Path) -> Path:
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise CommandError(f"export: {type(error).__name__}: {lines[0] if lines else ''}") from error
+
+
+def _plan(journey: Journey, path: Path, folder: Path) -> dict[str, Any]:
+    """Plan; where training is refused, check that, and plan to train the tensors that the refusal is about."""
+    arguments = _plan_arguments(journey, path, folder)
+    if journey.export.name in FOLDED:
+        _require_refused(arguments, folder / "refused")
+        model = read_model(path, dims=dict.fromkeys(symbols(path), SEQUENCE))
+        names = [each.value.name for each in model.tensors if each.refused]
+        arguments += ["--set", f"model.trainable={json.dumps(names)}"]
+    return _command("plan", *arguments, "-o", folder / "plan")
+
+
+def _require_refused(arguments: list[object], folder: Path) -> None:
+    """Raise CommandError unless `plan` refuses to train what the exporter computed from parameters."""
+    try:
+        _command("plan", *arguments, "-o", folder)
+    except CommandError as error:
+        if "training is refused" in str(error):
+            return
+        raise
+    raise CommandError("plan: training was not refused")
 
 
 _FIELDS = {

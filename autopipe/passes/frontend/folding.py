@@ -28,7 +28,7 @@ from autopipe.passes.frontend.merged_parameters import LOOKUPS, SAME
 from autopipe.passes.frontend.parameters import LARGEST_LOOK, RESIZED, Roles
 from autopipe.passes.frontend.signature import INTERNAL, NUMBERED, arguments_of, target_of
 from autopipe.passes.frontend.tables import is_drawn, is_uniform
-from autopipe.passes.frontend.uses import GATES, LIFTED, Uses, scope_of
+from autopipe.passes.frontend.uses import ELEMENTWISE, GATES, LIFTED, Uses, scope_of
 
 if TYPE_CHECKING:
     import onnx
@@ -62,6 +62,14 @@ NORMALIZING = re.compile(r"batch_norm|instance_norm")
 """In the target of a traced call: normalizations that an exporter folds into the weights before them."""
 INDEXED_FIRST = re.compile(r"\(args = \(%\w+, \[%\w+\]\)")
 """In a traced call of `index`: only the first axis is indexed."""
+UNSQUEEZING = frozenset(
+    {("group_norm", 1, "Mul"), ("group_norm", 2, "Add"), ("native_group_norm", 1, "Mul"),
+     ("native_group_norm", 2, "Add"), ("prelu", 1, "PRelu"), ("_prelu_kernel", 1, "PRelu")}
+)  # fmt: skip
+"""Traced calls that add axes to a vector, the vector's place among the values that they read, and the operator of
+ONNX's that reads the result."""
+GROUP_NORM = frozenset({"Shape", "Reshape", "InstanceNormalization", "Mul", "Add"})
+"""Operators that torch's older exporter writes of a normalization of groups of channels."""
 RECURRENT = frozenset(GATES)
 CHUNKED = 0.75
 """Maximum fraction of different elements in a table whose single elements were looked up."""
@@ -113,6 +121,8 @@ class Unfolding:
     """Names of the parameters that a tensor is computed from in an unknown way; none if the names are unknown, too."""
     detached: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of the parameters that a tensor is a detached copy of."""
+    doubtful: set[str] = field(default_factory=set)
+    """Names of tensors that are taken for parameters because their axes explain why the exporter computed them."""
 
 
 def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
@@ -403,16 +413,21 @@ class _Folds:
     def _layout_in_call(self, tensor: Parameter, origin: str) -> Layout | None:
         """Return the layout that one kind of traced call, which is given the parameter `origin` itself, has it in.
 
-        A linear layer transposes its weight; a lookup along the first axis keeps the parameter as it is.
+        A linear layer transposes its weight; a lookup along the first axis keeps the parameter as it is; a
+        normalization of groups of channels adds axes to its scale and offset.
         """
+        shape = tensor.value.shape
         readers = self.roles.uses.readers.get(tensor.value.name, ())
         slots = {(node.op_type, slot) for node, slot in readers}
         calls = {(target_of(node), self._is_given(node, origin)) for node, _ in readers}
         if slots == {("MatMul", 1)} and calls == {("linear", 1)}:
-            return _transposed(tensor.value.shape)
+            return _transposed(shape)
+        unsqueezed = {(target_of(node), self._is_given(node, origin), node.op_type) for node, _ in readers}
+        if len(unsqueezed) == 1 and unsqueezed <= UNSQUEEZING and max(shape, default=1) == tensor.value.elements:
+            return Layout((tensor.value.elements,), (Step("Reshape", shape),))
         along_first = all(INDEXED_FIRST.search(arguments_of(node)[0]) for node, _ in readers)
         if slots <= {("GatherND", 0), ("Gather", 0)} and calls == {("index", 0)} and along_first:
-            return Layout(tensor.value.shape, ())
+            return Layout(shape, ())
         return None
 
     def _is_given(self, node: onnx.NodeProto, origin: str) -> int:
@@ -486,7 +501,10 @@ class _Folds:
             if folded is None and LIFTED.fullmatch(name) and not self._is_recurrent(name):
                 folded = self._from_named(each)
                 if folded is None and not self._is_weight_of_module(each):
-                    self.result.refused[name] = ()
+                    if not self._is_unsqueezed(each):
+                        self.result.refused[name] = ()
+                    elif not self._is_of_layer(each, modules):
+                        self.result.doubtful.add(name)
             if folded is not None:
                 self.result.folded[name] = folded
         # What is computed from another tensor stands behind it.
@@ -549,6 +567,46 @@ class _Folds:
             return False
         array = self.numbers(tensor)
         return array is None or is_uniform(array) or is_drawn(array)
+
+    def _is_unsqueezed(self, tensor: Parameter) -> bool:
+        """Return True if modules read a tensor with an axis of one element that was probably only added: without it,
+        the parameter would have been read as it is.
+
+        Mamba, DeBERTa and GPT-OSS add axes to vectors and tables.
+        """
+        name, shape = tensor.value.name, tensor.value.shape
+        readers = self._calls_of(name)
+        if 1 not in shape or not readers or not all(_path_of(node) for node, _ in readers):
+            return False
+        if all(self._is_weight_of_submodule(node, slot) for node, slot in readers):
+            return True
+        if not all(node.op_type in ELEMENTWISE | {"Expand", "MatMul", "PRelu"} for node, _ in readers):
+            return False
+        if max(shape) == tensor.value.elements:
+            return True
+        array = self.numbers(tensor)
+        return array is not None and (is_uniform(array) or is_drawn(array))
+
+    def _is_of_layer(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> bool:
+        """Return True if only layers that add axes to their parameters read a tensor: modules with the operators of a
+        normalization of groups of channels, or with a PRelu alone."""
+        found = [
+            frozenset(each.op_type for each in modules.get(_path_of(node), ()))
+            for node, _ in self._calls_of(tensor.value.name)
+        ]
+        return all(each == {"PRelu"} or ("InstanceNormalization" in each and each <= GROUP_NORM) for each in found)
+
+    def _is_weight_of_submodule(self, node: onnx.NodeProto, slot: int) -> bool:
+        """Return True if a convolution reads the bias of a submodule, so that its weight is the submodule's, too.
+
+        Where the exporter folds a normalization, it computes the bias as well; a module that computes its own weight
+        has the convolution in itself.
+        """
+        if node.op_type != "Conv" or slot != 1 or len(node.input) < 3:
+            return False
+        bias: str = node.input[2]
+        owner, _, last = bias.rpartition(".")
+        return last == "bias" and owner.startswith(f"{_path_of(node)}.")
 
     def _copies(self) -> Iterator[tuple[str, Folded]]:
         """Yield the tensors that torch's older exporter folded and whose data are those of another tensor, moved."""

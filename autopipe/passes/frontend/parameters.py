@@ -90,7 +90,7 @@ def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:
     """Return the role of a tensor that the exporter computed from the parameters `origins`; () if unknown ones."""
     option = "do_constant_folding=False" if legacy else "optimize=False"
     if not origins:
-        why = f"may be computed from parameters; export with {option} to train them"
+        why = f"perhaps computed from parameters; export with {option} to train them"
     else:
         why = f"computed from {quoted(origins)}; export with {option} to train {'them' if len(origins) > 1 else 'it'}"
     return Role(True, why, refused=True)

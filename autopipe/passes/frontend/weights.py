@@ -129,6 +129,8 @@ class Weights:
         self.layouts.update(unfolding.layouts)
         for name, origins in unfolding.refused.items():
             self.found[name] = computed_role(origins, legacy=not self.roles.signature)
+        for name in unfolding.doubtful:
+            self.found[name] = replace(self.found[name], doubtful=True)
         for name, origins in unfolding.detached.items():
             self.found[name] = Role(False, f"detached from {quoted(origins)}")
             found[name] = replace(parameters[name], trainable=False)

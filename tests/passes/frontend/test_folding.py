@@ -11,6 +11,7 @@ import pytest
 
 from autopipe.passes.export import write_trained
 from autopipe.passes.frontend import Model, read_model
+from autopipe.passes.weight_files import layouts_of
 from tests.passes.export.test_write import trained as numbers
 from tests.passes.frontend.building import INT64, floats, node, saved
 from tests.passes.frontend.reference import assert_close, parameter_array, random_feeds, run, run_read
@@ -208,3 +209,99 @@ def test_a_new_table_that_is_looked_up_is_not_trained_in_its_place(tmp_path: Pat
         [node("Add", "x index", "y")], {"x": [3, 3]}, held, ("p",), folded={"index": ["p", "arange", "sub"]}
     )
     assert weights(read_model(saved(proto, tmp_path)).graph) == {"index": False}
+
+
+@pytest.mark.parametrize(
+    ("target", "operators"),
+    [("group_norm", ("Mul", "Add")), ("native_group_norm", ("Mul", "Add"))],
+)
+def test_scales_and_offsets_of_groups_of_channels_are_parameters(
+    target: str, operators: tuple[str, str], tmp_path: Path
+) -> None:
+    scale, offset = floats(5), floats(5, seed=1)
+    nodes = [node(operators[0], "x val_3", "a"), node(operators[1], "a val_4", "y")]
+    held = {"val_3": scale.reshape(5, 1, 1), "val_4": offset.reshape(5, 1, 1)}
+    folded = {"val_3": ["n.weight", "val_1"], "val_4": ["n.bias", "val_2"]}
+    calls = dict.fromkeys("ay", "%x, 1, %p_n_weight, %p_n_bias")
+    parameters = ("n.weight", "n.bias")
+    proto = torch_export(nodes, {"x": [2, 5, 3, 3]}, held, parameters, folded=folded, calls=calls, target=target)
+    checked(proto, tmp_path, {"n.weight": held["val_3"], "n.bias": held["val_4"]})
+    layouts = layouts_of(tmp_path / "model.onnx")
+    assert {name: each.shape for name, each in layouts.items()} == {"n.weight": (5,), "n.bias": (5,)}
+
+
+def test_slopes_of_channels_are_a_parameter(tmp_path: Path) -> None:
+    held = {"val_3": floats(1, 5, 1, 1)}
+    proto = torch_export(
+        [node("PRelu", "x val_3", "y")], {"x": [2, 5, 3, 3]}, held, ("slope",),
+        folded={"val_3": ["slope"]}, calls={"y": "%x, %p_slope"}, target="prelu",
+    )  # fmt: skip
+    checked(proto, tmp_path, {"slope": held["val_3"]})
+    assert layouts_of(tmp_path / "model.onnx")["slope"].shape == (5,)
+
+
+def test_a_computed_scale_of_groups_of_channels_is_none_of_the_parameters(tmp_path: Path) -> None:
+    held = {"val_3": floats(5, 1, 1)}
+    proto = torch_export(
+        [node("Mul", "x val_3", "y")], {"x": [2, 5, 3, 3]}, held, ("w",),
+        folded={"val_3": ["w", "exp"]}, calls={"y": "%x, 1, %exp"}, target="group_norm",
+    )  # fmt: skip
+    assert weights(read_model(saved(proto, tmp_path)).graph) == {"val_3": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "is_trained"),
+    [
+        ("/mixer", (5, 1), True),  # A vector with an axis added, as in Mamba.
+        ("/mixer", (1, 5, 5), True),  # A table with an axis added, as in DeBERTa.
+        ("/norm", (5,), False),  # Perhaps 1 + a scale, as in Gemma.
+        ("", (5, 1), False),
+    ],
+)
+def test_an_added_axis_explains_a_folded_tensor(
+    path: str, shape: tuple[int, ...], is_trained: bool, tmp_path: Path
+) -> None:
+    held = {"onnx::Mul_5": floats(*shape)}
+    mul = node("Mul", "x onnx::Mul_5", "y")
+    mul.name = f"{path}/Mul"
+    read = read_model(saved(torch_export([mul], {"x": [2, 5, 5]}, held), tmp_path))
+    assert weights(read.graph) == {"onnx::Mul_5": is_trained}
+    (tensor,) = read.tensors
+    assert tensor.doubtful == is_trained
+    if not is_trained:
+        assert tensor.why == "perhaps computed from parameters; export with do_constant_folding=False to train them"
+
+
+@pytest.mark.parametrize(
+    ("bias", "is_trained"),
+    [
+        ("mixer.conv1d.bias", True),  # The module calls a function with its submodule's parameters, as in Mamba.
+        ("mixer.bias", False),  # The module computes its weight, as weight normalization does.
+        ("onnx::Conv_6", False),  # Batch normalization is folded into both.
+    ],
+)
+def test_a_folded_weight_of_a_convolution_is_a_parameter_beside_the_bias_of_a_submodule(
+    bias: str, is_trained: bool, tmp_path: Path
+) -> None:
+    held = {"onnx::Conv_5": floats(4, 1, 3), bias: floats(4, seed=1)}
+    conv = node("Conv", f"x onnx::Conv_5 {bias}", "y", group=4)
+    conv.name = "/mixer/Conv"
+    read = read_model(saved(torch_export([conv], {"x": [2, 4, 8]}, held), tmp_path))
+    assert weights(read.graph)["onnx::Conv_5"] is is_trained
+
+
+def test_the_older_exporters_layers_that_add_axes_are_known(tmp_path: Path) -> None:
+    held = {
+        "onnx::PRelu_5": floats(4, 1, 1), "ones": np.ones(2, np.float32), "zeros": np.zeros(2, np.float32),
+        "shape": np.array([0, 2, -1]), "onnx::Mul_6": floats(4, 1, 1, seed=1), "onnx::Add_7": floats(4, 1, 1, seed=2),
+    }  # fmt: skip
+    nodes = [
+        node("PRelu", "x onnx::PRelu_5", "a"), node("Reshape", "a shape", "b"),
+        node("InstanceNormalization", "b ones zeros", "c"), node("Shape", "a", "d"), node("Reshape", "c d", "e"),
+        node("Mul", "e onnx::Mul_6", "f"), node("Add", "f onnx::Add_7", "y"),
+    ]  # fmt: skip
+    for each in nodes:
+        each.name = f"/{'act' if each.op_type == 'PRelu' else 'norm'}/{each.op_type}_{each.output[0]}"
+    read = read_model(saved(torch_export(nodes, {"x": [2, 4, 3, 3]}, held), tmp_path))
+    known = {each.value.name: (each.trained, each.doubtful) for each in read.tensors if "::" in each.value.name}
+    assert known == {name: (True, False) for name in held if "::" in name}
