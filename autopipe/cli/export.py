@@ -98,7 +98,8 @@ def made_by(factory: str) -> dict[str, Any]:
 
 
 def _file_module(path: Path) -> Any:
-    """Run a Python file as a module. Its folder comes last on the module path, for its imports."""
+    """Run a Python file as a module. Its folder comes last on the module path, for its imports. Python writes no
+    compiled copies of the user's files next to them."""
     if not path.is_file():
         raise ConfigurationError(f"{path} does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -108,7 +109,12 @@ def _file_module(path: Path) -> Any:
         sys.path.append(folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = before
     return module
 
 
