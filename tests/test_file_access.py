@@ -46,7 +46,7 @@ LISTED: Mapping[str, str] = {
     "cli.main:main": "/dev/null",
     "cli.plan_folder:_copy_of_edited": "a new file next to an edited configuration",
     "cli.plan_folder:write_plan_folder": "files in a folder of autopipe's own",
-    "backends.onnxruntime:_completed": "a temporary folder",
+    "backends.onnxruntime:_saved": "a temporary folder",
     "backends.onnxruntime:_kernel_times": "a temporary folder",
     "backends.torch.checkpoint:FolderLock.__init__": ".lock in a folder of checkpoints",
     "backends.torch.checkpoint:FolderLock.claim": ".lock in a folder of checkpoints",
