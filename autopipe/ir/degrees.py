@@ -74,8 +74,7 @@ class PlanDegrees:
         if self.zero_stage:
             told.append(f"ZeRO-{self.zero_stage}")
         if self.recomputed_stages:
-            plural = "s" if self.stages > 1 else ""
-            told.append(f"recompute {self.recomputed_stages} of {self.stages} stage{plural}")
+            told.append(f"recompute {self.recomputed_stages} of {self.stages} {plural(self.stages, 'stage')}")
         return ", ".join(told)
 
     def _pipeline_text(self) -> str:

@@ -9,11 +9,6 @@ _MORE = 0x80
 """Bit of a byte that says that the number goes on."""
 
 
-def varint_count(payload: npt.NDArray[np.uint8]) -> int:
-    """Return how many varints a packed field holds."""
-    return int(np.count_nonzero(payload < _MORE))
-
-
 def varint_bits(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
     """Return the low 16 bits of each varint of a packed field: of float16 and bfloat16 all that they have
     (https://onnx.ai/onnx/api/classes.html, `TensorProto.int32_data`)."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import stat
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -38,6 +36,7 @@ from autopipe.ir.output_kinds import (
 from tests.cli.command_line import CommandLine
 from tests.cli.test_bad_requests import MODEL, perceptron
 from tests.cli.test_checkpoint import WEIGHT, write_checkpoint
+from tests.full_disk import small_files
 from tests.passes.frontend.building import floats, model, node, saved
 
 PLAN = f"{MODEL}.plan"
@@ -209,17 +208,6 @@ def test_a_device_and_a_pipe_are_written_to(here: CommandLine, name: str) -> Non
     shown = here.run(*words)
     assert shown.code == 2, shown.err
     assert f"{target}" in shown.err and "No space left on device" in shown.err and "internal error" not in shown.err
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """Let the system refuse files above `most` bytes, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -194,22 +194,16 @@ class _Forms:
         """The form of a constant operand of a node: by its entries per sample, and by its value for another number of
         samples."""
         name = constant.value.name
-        places = self._axes.values.get(name, ())
         mixed = _Form(_Base.MIXED, reason=f"constant {name!r} depends on the number of samples or on their order")
-        if len(places) > 1:
+        array = _of_one_sample(constant, self._axes)
+        if array is None:
             return mixed
-        array = constant.array
-        if places:
-            samples = _by_sample(array, places[0].dimension, places[0].outer, self._axes.batch)
-            if np.any(samples != samples[:1]):
-                return mixed
-            array = samples[0]
         degree: int | None = 0
         if self._other is not None:
             degree = self._degree(self._other, node, place, array)
         if degree is None:
             return mixed
-        return _Form(_Base.UNIFORM if places else _Base.FIXED, degree)
+        return _Form(_Base.UNIFORM if self._axes.values.get(name) else _Base.FIXED, degree)
 
     def _degree(self, graph: Graph, node: Node, place: int, array: np.ndarray) -> int | None:
         """Return d if a constant operand of a node grows as n^d, None if it depends on n in another way.
@@ -222,15 +216,9 @@ class _Forms:
         found = graph.constant(name)
         if found is None:
             return 0  # The frontend makes other nodes for that number of samples.
-        other = found.array
         axes = batch_axes_of(graph)
-        places = axes.values.get(name, ())
-        if len(places) == 1:
-            samples = _by_sample(other, places[0].dimension, places[0].outer, axes.batch)
-            if np.any(samples != samples[:1]):
-                return None
-            other = samples[0]
-        if other.shape != array.shape:
+        other = _of_one_sample(found, axes)
+        if other is None or other.shape != array.shape:
             return None
         if np.array_equal(other, array, equal_nan=array.dtype.kind in "fc"):
             return 0
@@ -366,6 +354,20 @@ class _Forms:
             return None
         number = float(constant.array.reshape(()))
         return int(number) if math.isfinite(number) and number > 0 and number == round(number) else None
+
+
+def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
+    """Return the entry of a sample in a constant, all of it if it has no entries for samples.
+
+    None if the entries differ, or if several dimensions count samples.
+    """
+    places = axes.values.get(constant.value.name, ())
+    if not places:
+        return constant.array
+    if len(places) > 1:
+        return None
+    samples = _by_sample(constant.array, places[0].dimension, places[0].outer, axes.batch)
+    return None if np.any(samples != samples[:1]) else samples[0]
 
 
 def _by_sample(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.ndarray:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 
 from autopipe.backends.torch.metrics import JsonLines, LogSettings, MetricsLog, TensorBoard, WeightsAndBiases
 from autopipe.ir.errors import ConfigurationError
+from tests.full_disk import small_files
 
 
 def record(step: int, **figures: Any) -> dict[str, Any]:
@@ -63,17 +61,6 @@ def test_a_writer_that_fails_is_left_out_with_a_warning(tmp_path: Path) -> None:
         log.add(record(1))
     assert warned == [f"Full writes no more to {tmp_path / 'full'}: OSError: no space left on device"]
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """Let the system refuse files above `most` bytes, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_told_once_in_one_line_with_the_files_name_and_the_run_goes_on(tmp_path: Path) -> None:
