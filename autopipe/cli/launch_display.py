@@ -186,17 +186,23 @@ def measured_table(run: Run, steps: Sequence[Record]) -> Table:
     def median(name: str) -> float:
         return float(statistics.median(each[name] for each in settled))
 
+    predicted_s = manifest.predicted_step_s
+
+    def add_rate(name: str, each_step: float, measured: float, form: str, note: str = "") -> None:
+        # The predicted step of a graph that only moves data takes no time.
+        predicted = f"{each_step / predicted_s:{form}}" if predicted_s else "-"
+        table.add_row(name, predicted, f"{measured:{form}}", note)
+
     size = manifest.batch_size
     of = f"median of {len(settled)} {plural(len(settled), 'step')}" if len(settled) > 1 else "one step"
-    table.add_row("step", seconds_text(manifest.predicted_step_s), seconds_text(median("step_time_s")), of)
-    rates = size / manifest.predicted_step_s, median("samples_per_s")
-    table.add_row("samples/s", *(f"{each:,.1f}" for each in rates), "")
+    table.add_row("step", seconds_text(predicted_s), seconds_text(median("step_time_s")), of)
+    samples_per_s = median("samples_per_s")
+    add_rate("samples/s", size, samples_per_s, ",.1f")
     if (tokens := manifest.tokens_per_sample) is not None:
-        table.add_row("tokens/s", *(f"{each * tokens:,.0f}" for each in rates), "")
+        add_rate("tokens/s", size * tokens, samples_per_s * tokens, ",.0f")
     if manifest.model_flops and manifest.peak_flops:
         ideal_s = manifest.model_flops / manifest.peak_flops
-        mfu = ideal_s / manifest.predicted_step_s, median("mfu")
-        table.add_row("MFU", *(f"{each:.1%}" for each in mfu), "of the peak of the plan's devices")
+        add_rate("MFU", ideal_s, median("mfu"), ".1%", "of the peak of the plan's devices")
     table.add_row("bubble", f"{manifest.predicted_bubble:.1%}", f"{median('bubble_rate'):.1%}", "")
     predicted = manifest.predicted_memory_bytes
     measured = max(max(each["peak_memory_bytes"]) for each in steps)

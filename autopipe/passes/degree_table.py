@@ -333,7 +333,9 @@ class _Table:
             parts = [field.name for field in dataclasses.fields(Breakdown)]
             more = {name.removesuffix("_s"): getattr(found, name) - getattr(own, name) for name in parts}
             most = sorted(more.items(), key=lambda each: -each[1])[:2]
-            told = [f"{name} {seconds / plan_s:+.1%}" for name, seconds in most if seconds > _FEWEST_SECONDS]
+            longer = [(name, seconds) for name, seconds in most if seconds > _FEWEST_SECONDS]
+            # The step of a graph that only moves data takes no time.
+            told = [f"{name} {seconds / plan_s:+.1%}" if plan_s else name for name, seconds in longer]
         reason = ", ".join(told) or "longer"
         if row.lower_bound_s is not None and row.lower_bound_s >= plan_s * (1 - SAME):
             reason += "; too long under any schedule"

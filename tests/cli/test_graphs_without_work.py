@@ -34,15 +34,22 @@ def test_a_plan_without_work_is_made_and_explained(command_line: CommandLine, bu
     assert json.loads(shown.out)["summary"]["step_time_s"] == 0
     for words in (("show", "p"), ("show", "p", "--html", "p.html"), ("explain", "p"), ("compare", "p", "p")):
         command_line.done(*words)
+    command_line.done("explain", "p", "--degrees")
 
 
-def test_a_program_without_work_writes_its_outputs(command_line: CommandLine) -> None:
+@pytest.mark.parametrize("verbosity", [(), ("--json",), ("--quiet",), ("--verbose",)])
+def test_a_program_without_work_writes_its_outputs(command_line: CommandLine, verbosity: tuple[str, ...]) -> None:
+    """The table of predictions and measurements has no predicted rate, which would be infinite."""
     path = _flipped(command_line.folder)
     command_line.done("plan", "model.onnx", "--strategy", "tepdist", "-o", "p", *CLUSTER)
     command_line.done("codegen", "p", "-q")
     x = np.random.default_rng(0).standard_normal((4, 3, 6)).astype(np.float32)
     np.savez("data.npz", x=x)
-    command_line.done("launch", "p/program", "--device", "cpu", "--data", "data.npz", "--outputs", "out.npz", "-q")
+    words = ("--device", "cpu", "--data", "data.npz", "--outputs", "out.npz", *verbosity)
+    shown = command_line.done("launch", "p/program", *words)
+    if not verbosity:
+        rates = [line.split() for line in shown.out.splitlines() if line.strip().startswith("samples/s")]
+        assert [row[1] for row in rates] == ["-"]
     found = np.load("out.npz")
     assert onnx.load(path).graph.output[0].name in found
     np.testing.assert_array_equal(found["y"], x[:, :, ::-1])
