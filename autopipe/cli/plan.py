@@ -67,7 +67,7 @@ def plan(
     from autopipe.ir.plan import read_plan
     from autopipe.passes.auto.choose import choose
     from autopipe.passes.auto.plan_cache import answers
-    from autopipe.passes.pipeline import make_plan
+    from autopipe.passes.pipeline import make_plan, untried_options
 
     before = None
     if base is not None:
@@ -103,6 +103,7 @@ def plan(
     for warning in (*((text, "") for text in planned.model.warnings), *untold):
         output.warn(*warning)
     plan, schedule = planned.plan, planned.plan.schedule
+    untried = untried_options(request, planned)
     data = {
         "plan": target,
         "annotated": annotate,
@@ -113,11 +114,12 @@ def plan(
         "proof": schedule.proof,
         "breakdown": plan.breakdown,
         "host_bound_stages": plan.host_bound_stages,
+        "untried": untried,
         "alternatives": [encode(each) for each in plan.alternatives],
     }
     here = local_cluster() if configuration.cluster.is_open else None
     _warn_of_devices(output, planned, configuration, "" if here is None else here.warning)
-    screen = list(plan_screen(planned, request, target, here.why if here else "", output))
+    screen = list(plan_screen(planned, request, target, here.why if here else "", untried, output))
     if base is not None and before is not None:
         data["from"], lines = plan_delta(base, before, plan)
         screen += lines

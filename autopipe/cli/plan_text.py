@@ -203,11 +203,12 @@ _NEXT_BEST = 3
 
 
 def plan_screen(
-    planned: PlanResult, request: Request, folder: Path, found: str, output: Output
+    planned: PlanResult, request: Request, folder: Path, found: str, untried: Sequence[str], output: Output
 ) -> Iterator[RenderableType]:
     """Yield the decisions, the predictions, the next best candidates, the plan's folder and the next commands.
 
-    Stages are listed as far as `MOST_LINES` has room. `found` says how the devices became known.
+    Stages are listed as far as `MOST_LINES` has room. `found` says how the devices became known; `untried` are the
+    options that only strategy `auto` would have tried.
     """
     plan, problem, every = planned.plan, planned.problem, output.verbosity is Verbosity.DETAILED
     summary = plan.summary
@@ -234,6 +235,7 @@ def plan_screen(
         *scores_lines(summary),
         schedule_line(plan),
         *host_help_lines(plan),
+        *([untried_line(untried)] if untried else []),
         *candidates_screen(plan.alternatives, summary.step_time_s, _NEXT_BEST),
         f"plan in {folder}",
         f"next: autopipe explain {word}    autopipe show {word}    autopipe codegen {word}",
@@ -246,6 +248,12 @@ def plan_screen(
     else:
         yield f"{stages} {plural(stages, 'stage')}: autopipe show {word} lists them"
     yield from after
+
+
+def untried_line(options: Sequence[str]) -> str:
+    """Return the line that names the options that only strategy `auto` would have tried."""
+    pronoun = "it" if len(options) == 1 else "both"
+    return f"not tried: {', '.join(options)} (strategy auto tries {pronoun})"
 
 
 def _batch_line(planned: PlanResult, request: Request) -> str:

@@ -57,6 +57,12 @@ class PlanDegrees:
         return len(self.groups)
 
     @property
+    def has_replicas(self) -> bool:
+        """True if several devices hold equal parameters."""
+        replicated = (self.data, self.sequence, self.copies)
+        return self.pipelines > 1 or any(most > 1 for _, most in replicated)
+
+    @property
     def options(self) -> dict[str, int]:
         """Return the options of the strategy that were left open, with the values that give this plan."""
         width = max(self.groups)

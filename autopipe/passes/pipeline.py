@@ -295,6 +295,26 @@ def memory_options(request: Request, runner: Runner) -> Iterator[str]:
         yield f"{refused[-1]} does not suffice"
 
 
+def untried_options(request: Request, planned: PlanResult) -> tuple[str, ...]:
+    """Return the options that strategy `auto` would have tried and the strategy that `request` names did not try.
+
+    `request` is the one that `planned` was made from. Recomputation counts if memory may be short and nobody decided
+    on it: neither the request nor a placement that is given. A sharded optimizer state counts if the request leaves it
+    open and several devices hold equal parameters.
+    """
+    plan, problem = planned.plan, planned.problem
+    if request.strategy is None or not problem.train:
+        return ()
+    options = []
+    recomputed = any(stage.recompute for stage in plan.placement.stages)
+    if request.recompute is None and not recomputed and may_be_short(problem):
+        options.append("--recompute")
+    degrees = plan.summary.degrees
+    if request.shard_open and not problem.optimizer.shard and degrees is not None and degrees.has_replicas:
+        options.append("optimizer.shard=true")
+    return tuple(options)
+
+
 def _planned(request: Request, runner: Runner) -> tuple[Placed, Scheduled]:
     """Return the placement and the schedule of a request that names strategy and scheduler."""
     strategy, scheduler = strategy_and_scheduler(request)
