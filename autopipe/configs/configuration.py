@@ -78,7 +78,7 @@ class Model:
     """Inputs that are always the same number, such as `{use_cache_branch: true}`: the model is read for that alone."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained: globs or, after `re:`, regular expressions that match the whole name.
-    `re:(?!head\\.).*` is every parameter whose name does not start with `head.`."""
+    `re:(?!head\\.).*` is every parameter whose name does not start with `head.`. One pattern needs no list."""
     trainable: tuple[str, ...] = ()
     """Tensors that are trained whatever the file says, and though `frozen` matches them too: patterns as there."""
     training: Annotated[bool | None, Sparse()] = None

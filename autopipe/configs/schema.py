@@ -117,6 +117,11 @@ class YamlRecord(Record):
                 return found
         return self.value
 
+    def listed(self) -> YamlRecord:
+        if isinstance(self.value, dict | tuple) or self.text is None:
+            return self
+        return YamlRecord(dataclasses.replace(self.entry, value=(self.entry,)), self.parent, self.key)
+
     def is_optional(self, key: Key) -> bool:
         return not key.required
 

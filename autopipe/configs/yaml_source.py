@@ -103,6 +103,9 @@ def read_text(text: str, source: str, folder: str = "") -> Entry:
 def read_setting(text: str, flag: str) -> Entry:
     """A value written as YAML on the command line; relative paths start from the working folder."""
     place = Place(flag, None, os.getcwd())
+    if text.startswith("*"):
+        # A glob such as `*.bias`. YAML would read the name of an alias, which a configuration cannot have.
+        return Entry(text, place, text)
     return _read(text, place) or Entry(None, place)
 
 
@@ -130,7 +133,8 @@ def _read(text: str, start: Place) -> Entry | None:
         problem = " ".join(part for part in (error.context, error.problem) if part)
         several = problem.startswith("expected a single document")
         message = "several documents where one is expected" if several else f"not YAML: {problem}"
-        raise ConfigurationError(message, where=str(_at(start, mark))) from error
+        hint = "write text that begins with * in quotes" if "scanning an alias" in problem else ""
+        raise ConfigurationError(message, hint, str(_at(start, mark))) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         place = start if start.is_flag else Place(start.source, line)
@@ -152,7 +156,8 @@ class _Composer(yaml.SafeLoader):
         event = self.peek_event()  # type: ignore[no-untyped-call]
         place = str(_at(self.start, event.start_mark))
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise ConfigurationError("anchors and aliases are not taken", hint="write the value out", where=place)
+            hint = "write the value out, and text that begins with * or & in quotes"
+            raise ConfigurationError("anchors and aliases are not taken", hint, place)
         if event.tag is not None:
             raise ConfigurationError(f"the tag {quote(event.tag)} is not taken", "write the plain value", place)
         if self.depth >= DEEPEST:

@@ -276,6 +276,10 @@ class Record:
     def scalar(self, base: type, marks: tuple[object, ...]) -> Any:
         return self.value
 
+    def listed(self) -> Self:
+        """The record to read as a list of texts: this one, unless the format takes one text for a list of it."""
+        return self
+
     def is_optional(self, key: Key) -> bool:
         """True if a dataclass is read without this key."""
         return key.sparse
@@ -387,9 +391,11 @@ def _is_option(value: object, literal: Any) -> bool:
 
 
 def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
+    members = typing.get_args(base)
+    if members == (str, ...):
+        record = record.listed()
     if not accepts(record, base):
         record.refuse(describe(base))
-    members = typing.get_args(base)
     if isinstance(record.value, dict):
         read = _reader(typing.get_args(members[0])[1])
         return tuple((name, read(item)) for name, item in record.members())

@@ -173,6 +173,26 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     assert read.model.dims == (("batch", 8), ("seq", 64))
 
 
+@pytest.mark.parametrize("key", ["frozen", "trainable"])
+def test_one_pattern_stands_for_a_list_of_one(tmp_path: Path, key: str) -> None:
+    patterns = {
+        "target.*": ("target.*",),
+        "*.bias": ("*.bias",),
+        "*": ("*",),
+        "re:(?!head\\.).*": ("re:(?!head\\.).*",),
+        "1": ("1",),
+        "[]": (),
+        "[a, '*.b']": ("a", "*.b"),
+    }
+    for word, expected in patterns.items():
+        assert getattr(load_configuration(assignments=[f"model.{key}={word}"]).model, key) == expected
+    assert getattr(load(tmp_path, f"model: {{{key}: target.*}}\n").model, key) == ("target.*",)
+    with pytest.raises(ConfigurationError, match=re.escape(f"model.{key} is a mapping (expected a list of text)")):
+        load_configuration(assignments=[f"model.{key}={{a: 1}}"])
+    with pytest.raises(ConfigurationError, match=re.escape("write text that begins with * in quotes")):
+        load_configuration(assignments=[f"model.{key}=[*.bias]"])
+
+
 def test_another_choice_leaves_no_options_behind(tmp_path: Path) -> None:
     other = load(tmp_path, EVERYTHING, "schedule.units=3", strategy="pipedream", schedule="tessel", cluster="h200")
     assert other.strategy == Choice("pipedream")

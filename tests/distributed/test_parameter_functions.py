@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import ModelError
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.model import require_trainable
@@ -63,6 +66,10 @@ def test_training_a_function_of_a_parameter_is_refused(case: Case) -> None:
     assert "optimize=False" in caught.value.message or "do_constant_folding=False" in caught.value.message
     require_trainable(read_model(path, trainable=tuple(refused)))
     require_trainable(read_model(path, frozen=tuple(refused)))
+    words = shlex.split(caught.value.hint)
+    assignments = [after for before, after in itertools.pairwise(words) if before == "--set"]
+    settings = load_configuration(assignments=assignments).model
+    assert settings.trainable == settings.frozen == tuple(refused)
 
 
 @pytest.mark.distributed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -421,9 +423,11 @@ def require_trainable(model: Model) -> None:
     message = (
         f"training is refused: {quoted(names)} would be trained in place of parameters; {first!r} is {refused[0].why}"
     )
+    them, itself = (first, "the tensor itself") if len(names) == 1 else (json.dumps(names), "the tensors")
+    trainable, frozen = (shlex.quote(f"model.{key}={them}") for key in ("trainable", "frozen"))
     hint = (
-        f"autopipe export keeps parameters apart; --set model.trainable={first} trains the tensor itself, "
-        f"--set model.frozen={first} keeps it as it is"
+        f"autopipe export keeps parameters apart; --set {trainable} trains {itself}, "
+        f"--set {frozen} keeps {'it as it is' if len(names) == 1 else 'them as they are'}"
     )
     raise ModelError(message, hint=hint, where=str(model.path))
 
