@@ -70,7 +70,7 @@ class YamlRecord(Record):
 
     __slots__ = ("entry",)
 
-    def __init__(self, entry: Entry, parent: YamlRecord | None = None, key: str | int = "") -> None:
+    def __init__(self, entry: Entry, parent: Record | None = None, key: str | int = "") -> None:
         super().__init__(entry.value, parent, key)
         self.entry = entry
 
