@@ -187,4 +187,5 @@ def test_a_rank_whose_peer_died_on_another_machine_names_it(tmp_path: Path) -> N
     assert killed["message"] == "killed by SIGKILL" and killed["where"] == "rank 0"
     host = socket.gethostname()
     assert re.match(r"lost rank 0 \(channel \d+\): ", lost["message"])
-    assert lost["where"] == f"rank 1 on {host}, task 1F0"
+    # Rank 1 notices the loss while it posts the step's receives or while it waits for the first.
+    assert lost["where"] in {f"rank 1 on {host}, task update", f"rank 1 on {host}, task 1F0"}

@@ -51,8 +51,12 @@ _LOOKS_S = 1.0
 _RUN, _STATE = "autopipe/run", "autopipe/state"
 _REJECTED = "autopipe/rejected"
 """Key of the store that a node with another key sets, unsigned, before it ends."""
-_NEIGHBOUR_S = 10.0
+_NEIGHBOUR_S = 3.0
 """Seconds within which a store of another process on this machine answers."""
+_HANDSHAKE_S = 10.0
+"""Seconds within which a store on another machine answers once its port accepts connections."""
+_RETRY_S = 0.2
+"""Seconds between two attempts to connect to a port where nobody listens yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +204,11 @@ def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
         where = f"{endpoint.address}:{endpoint.port}"
         seconds = patience.total_seconds()
         try:
-            made = _connected(endpoint, min(seconds, _NEIGHBOUR_S) if here else seconds)
+            if here:
+                made = _connected(endpoint, min(seconds, _NEIGHBOUR_S))
+            else:
+                _wait_for_listener(endpoint, seconds)
+                made = _connected(endpoint, min(seconds, _HANDSHAKE_S))
         except (RuntimeError, TimeoutError) as error:
             if here:
                 message = f"port {endpoint.port} is in use by another process"
@@ -214,11 +222,31 @@ def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
     return made
 
 
+def _wait_for_listener(endpoint: Endpoint, seconds: float) -> None:
+    """Wait until a process accepts connections at an endpoint. Raises TimeoutError if none does within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"nobody listens at {endpoint.address}:{endpoint.port}")
+        try:
+            socket.create_connection((endpoint.address, endpoint.port), timeout=left).close()
+        except OSError:
+            time.sleep(min(_RETRY_S, left))
+        else:
+            return
+
+
 def _connected(endpoint: Endpoint, seconds: float) -> TCPStore:
-    """Return a client of the store at an endpoint. Raises RuntimeError or TimeoutError if none answers in time.
+    """Return a client of the store at an endpoint whose port accepts connections. Raises RuntimeError or TimeoutError
+    if no store answers there.
 
     Torch waits without a limit, and deaf to Ctrl-C, for the answer of a listener that accepts connections and is
-    silent. The connection is therefore made in a thread, which is abandoned when the time is over.
+    silent. The connection is therefore made in a thread, which is abandoned if no answer comes.
+
+    A thread that returns from torch while Python shuts down aborts the process. Where torch itself gives up, it does so
+    after twice its limit at most, because the pauses between its attempts grow; the launcher waits that long, so that
+    only a thread that never returns is abandoned.
     """
     found: Future[TCPStore] = Future()
 
@@ -230,7 +258,7 @@ def _connected(endpoint: Endpoint, seconds: float) -> TCPStore:
             found.set_exception(error)
 
     threading.Thread(target=connect, name="autopipe rendezvous", daemon=True).start()
-    return found.result(seconds)
+    return found.result(2 * seconds + 1)
 
 
 def _listening(address: str, port: int) -> TCPStore | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
@@ -153,6 +155,32 @@ def test_the_time_to_start_limits_the_wait_for_a_silent_process() -> None:
         elsewhere = Endpoint(LOOPBACK, port, "127.0.0.2")
         with pytest.raises(LaunchError, match=f"no node is at {LOOPBACK}:{port}"):
             rendezvous._store_at(elsewhere, timedelta(seconds=1))
+
+
+def test_no_thread_is_left_where_nobody_listens() -> None:
+    # A thread that returned from torch while Python shut down would abort the process.
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(LaunchError, match=f"no node is at {LOOPBACK}:{port}"):
+        rendezvous._store_at(Endpoint(LOOPBACK, port, "127.0.0.2"), timedelta(seconds=1))
+    assert "autopipe rendezvous" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_no_thread_is_left_where_a_listener_closes_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_NEIGHBOUR_S", 1.0)
+    with socket.create_server((LOOPBACK, 0)) as closing:
+        port = closing.getsockname()[1]
+
+        def close_each() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    closing.accept()[0].close()
+
+        threading.Thread(target=close_each, daemon=True).start()
+        with pytest.raises(LaunchError, match=f"port {port} is in use by another process"):
+            rendezvous._store_at(Endpoint(LOOPBACK, port, LOOPBACK), timedelta(seconds=600))
+        assert "autopipe rendezvous" not in [thread.name for thread in threading.enumerate()]
+        closing.shutdown(socket.SHUT_RDWR)
 
 
 def of(number: int | None, host: str, ranks: int = 4, gpus: int = 4) -> Node:

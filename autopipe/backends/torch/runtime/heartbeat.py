@@ -107,6 +107,16 @@ class Heartbeat:
             _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), False, *_NOBODY)
         self.awaited = _NOBODY
 
+    @contextmanager
+    def posting(self, peer: int, channel: int) -> Iterator[None]:
+        """The block posts a message to or from the rank `peer`. If the block raises, `awaited` names that rank: torch
+        may find only now that the connection is closed."""
+        try:
+            yield
+        except RuntimeError:
+            self.awaited = peer, channel
+            raise
+
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:03d}.pulse"

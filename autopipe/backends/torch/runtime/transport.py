@@ -484,7 +484,8 @@ class Transport:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor)
             tensor = host
-        pending = PendingSend(dist.isend(tensor, rank, tag=2 * channel + int(gradient)), tensor)
+        with self.heartbeat.posting(rank, channel):
+            pending = PendingSend(dist.isend(tensor, rank, tag=2 * channel + int(gradient)), tensor)
         self._sends.add(pending)
         if self._gives_way:
             os.sched_yield()
@@ -502,7 +503,8 @@ class Transport:
             pending = PendingRecv(None, buffer, self.device)
             self._add(dist.P2POp(dist.irecv, as_nccl_type(buffer), rank, group), pending)
             return pending
-        work = dist.irecv(buffer, rank, tag=2 * channel + int(gradient))
+        with self.heartbeat.posting(rank, channel):
+            work = dist.irecv(buffer, rank, tag=2 * channel + int(gradient))
         if work is None:
             raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")
         if self._gives_way:

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from autopipe.backends.torch.elastic_agent import first_failure
 from autopipe.backends.torch.runtime.failures import Failure, failure_of, read_failure
+from autopipe.backends.torch.runtime.heartbeat import Heartbeat
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
 LOST = RuntimeError("[.../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
@@ -37,6 +38,13 @@ def test_the_cause_is_named_before_what_followed_it(tmp_path: Path) -> None:
     failures = {0: process(tmp_path, 0, 5, lost), 1: process(tmp_path, 1, 5, cause), 2: process(tmp_path, 2, -15)}
     found = first_failure(failures, tmp_path).error()
     assert str(found) == "rank 1, task 1F2: ValueError: bad row"
+
+
+def test_a_rank_that_posts_a_message_to_a_lost_rank_names_it() -> None:
+    heartbeat = Heartbeat()
+    with pytest.raises(RuntimeError), heartbeat.posting(3, 5):
+        raise LOST
+    assert failure_of(LOST, 0, "0B1", heartbeat.awaited).message.startswith("lost rank 3 (channel 5): ")
 
 
 def test_a_killed_rank_is_the_cause_of_lost_connections(tmp_path: Path) -> None:
