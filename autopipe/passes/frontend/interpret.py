@@ -32,7 +32,12 @@ from autopipe.passes.frontend.elements import (
 )
 from autopipe.passes.frontend.folding import Folded
 from autopipe.passes.frontend.inference import RANDOM, Budget, Inference
-from autopipe.passes.frontend.known_operands import require_known
+from autopipe.passes.frontend.known_operands import (
+    ASKED,
+    deciding_inputs,
+    hint_for_control_flow,
+    require_known,
+)
 from autopipe.passes.frontend.load import MOST_NODES, topological_positions
 from autopipe.passes.frontend.loops import inner_types, loop_of
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
@@ -127,6 +132,10 @@ class _Sweep:
 
     def is_input(self, name: str) -> bool:
         return any(value.name == name for value in self.inputs.values)
+
+    def deciding(self, name: str) -> tuple[str, ...]:
+        """The inputs of one number each that tell a value."""
+        return deciding_inputs(name, self.nodes, self.inputs)
 
     def known_so_far(self) -> dict[str, Any]:
         """Copies of the tables, by the names of their fields."""
@@ -251,8 +260,12 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
             sweep.keep(sweep.weights.missing(sweep.declared(name) or missing.deduced(name)))
     others = _in_other_words(sweep, node, operands)
     if others is not None:
-        for each in others:
-            _visit(sweep, each)
+        try:
+            for each in others:
+                _visit(sweep, each)
+        except ModelError as error:
+            error.hint = _with_inputs_to_give(sweep, node, operands, error.hint)
+            raise
         return
     if is_rewritten(node):
         _rewritten(sweep, node, operands)
@@ -275,6 +288,16 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
         _alias(sweep, node.output[0], operands[0])
     else:
         _operator(sweep, node, operands)
+
+
+def _with_inputs_to_give(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], hint: str) -> str:
+    """Return the hint of an error inside a control flow operator, with the inputs whose numbers say what it runs."""
+    if node.op_type not in ASKED or "model.inputs" in hint:
+        return hint
+    asked = [name for name in operands[: ASKED[node.op_type][0]] if name and name not in sweep.arrays]
+    names = dict.fromkeys(each for name in asked for each in sweep.deciding(name))
+    advice = hint_for_control_flow(node, tuple(names))
+    return "; or ".join(filter(None, (hint, advice)))
 
 
 def _with_detached(sweep: _Sweep, node: onnx.NodeProto, detached: DetachedReads) -> onnx.NodeProto:
@@ -357,7 +380,7 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
     if estimates_variance(node):
         attributes = (*attributes, ("unbiased", 1))
     known = tuple(sweep.arrays.get(name) if name else None for name in operands)
-    require_known(node, operands, sweep.arrays, sweep.settled, sweep.is_input, sweep.source.opset)
+    require_known(node, operands, sweep.arrays, sweep.settled, sweep.is_input, sweep.deciding, sweep.source.opset)
     pairs = tuple((sweep.types[name] if name else None, array) for name, array in zip(operands, known, strict=True))
     types = _as_stated(sweep, node, pairs[0][0] if pairs else None, sweep.inference.types(node, pairs))
     is_small = all(value is None or value.elements <= FOLD_LIMIT for value in types)

@@ -1,15 +1,61 @@
-"""Operands whose numbers must be known before running, such as the axes of a reduction."""
+"""Operands whose numbers must be known before running, such as the axes of a reduction, and inputs that tell them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops import OPERATORS
+from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
     import onnx
+
+    from autopipe.ir.graph import Node
+    from autopipe.passes.frontend.dimensions import Inputs
+
+ASKED = {
+    "If": (1, "both branches are read, since"),
+    "Loop": (2, "the number of iterations is unknown, since"),
+}
+"""By operator: the number of its first operands that say what it runs, and words for what follows if they are not
+known."""
+
+
+def deciding_inputs(name: str, nodes: Sequence[Node], inputs: Inputs) -> tuple[str, ...]:
+    """Return the inputs of one number each that a value of `nodes` is computed from, in the order of `inputs`.
+
+    Returns none if the value also depends on another input: then these numbers do not tell it.
+    """
+    sources = {result: node.inputs for node in nodes for result in node.outputs}
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        each = waiting.pop()
+        if each not in seen:
+            seen.add(each)
+            waiting.extend(sources.get(each, ()))
+    batched = {each for each, _ in inputs.batch_axes}
+    read = [value for value in inputs.values if value.name in seen]
+    if any(value.elements != 1 or value.name in batched for value in read):
+        return ()
+    return tuple(value.name for value in read)
+
+
+def settings_of(names: Sequence[str]) -> str:
+    """Return the flags that give inputs their numbers."""
+    return " ".join(f"--set model.inputs.{name}=NUMBER" for name in names)
+
+
+def hint_for_control_flow(node: onnx.NodeProto, names: Sequence[str]) -> str:
+    """Return the hint for a control flow operator that could not be read, where `names` are the inputs of one number
+    each that its condition or number of iterations is computed from; "" if there are none."""
+    if not names:
+        return ""
+    listed = ", ".join(map(repr, names))
+    reason = f"{ASKED[node.op_type][1]} {plural(len(names), 'input')} {listed} can be any number"
+    return f"{reason}: {settings_of(names)}"
 
 
 def require_known(
@@ -18,12 +64,14 @@ def require_known(
     known: Container[str],
     settled: Container[str],
     is_input: Callable[[str], bool],
+    deciding: Callable[[str], tuple[str, ...]],
     opset: int,
 ) -> None:
     """Raise ModelError if the numbers of an operand must be known before running and are not.
 
     `operands` are the node's own with aliases resolved, `known` the values whose numbers are known, `settled` other
-    values that depend on no input: shapes that the file states follow from their numbers.
+    values that depend on no input: shapes that the file states follow from their numbers. `deciding` returns the inputs
+    of one number each that tell a value.
     """
     row = OPERATORS.get(node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}")
     if row is None:
@@ -38,6 +86,8 @@ def require_known(
         origin, hint = "is computed while running", "make it a constant of the file"
         if is_input(name):
             origin, hint = "is an input", f"{hint}, or give its number in model.inputs"
+        elif names := deciding(name):
+            hint = f"{hint}, or give what it is computed from: {settings_of(names)}"
         title = _operand_name(node, place, opset)
         message = f"{title} must be known before running, and {node.input[place]!r} {origin}"
         raise ModelError(message, hint, f"{node.op_type} {node.name!r}")

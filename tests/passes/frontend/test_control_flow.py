@@ -241,6 +241,70 @@ def test_an_input_that_is_always_one_number(chosen: bool, tmp_path: Path) -> Non
         read_model(path, fixed_inputs={"d": True})
 
 
+RATES = """
+    low = Constant <value = int64 {8000}> ()
+    c = Equal (rate, low)
+    y = If (c) <then_branch = t () => (float[n,4] a) { a = Concat <axis = 0> (x, x) },
+                else_branch = e () => (float[n,4] a) { a = Neg (x) }>
+"""
+"""Two voices in one file: the shape of the result depends on an input of one number."""
+ASKED = {
+    "a branch": (RATES, "both branches are read, since input 'rate' can be any number: --set model.inputs.rate=NUMBER"),
+    "a branch inside another": (
+        """
+        sum = ReduceSum <keepdims = 0> (x)
+        d = Cast <to = 9> (sum)
+        low = Constant <value = int64 {8000}> ()
+        c = Equal (rate, low)
+        y = If (c) <then_branch = t () => (float[n,4] a) {
+                a = If (d) <then_branch = u () => (float[n,4] b) { b = Concat <axis = 0> (x, x) },
+                            else_branch = v () => (float[n,4] b) { b = Neg (x) }>
+            }, else_branch = e () => (float[n,4] a) { a = Neg (x) }>
+        """,
+        "both branches are read, since input 'rate' can be any number: --set model.inputs.rate=NUMBER",
+    ),
+    "iterations": (
+        """
+        most = Identity (rate)
+        y = Loop (most, , x) <body = b (int64 i, bool going, float[3,4] h) => (bool going, float[3,4] g) {
+            g = Neg (h)
+        }>
+        """,
+        "the number of iterations is unknown, since input 'rate' can be any number: --set model.inputs.rate=NUMBER",
+    ),
+    "a shape": (
+        """
+        rest = Constant <value = int64[1] {-1}> ()
+        axis = Constant <value = int64[1] {0}> ()
+        rows = Unsqueeze (rate, axis)
+        shape = Concat <axis = 0> (rows, rest)
+        y = Reshape (x, shape)
+        """,
+        "or give what it is computed from: --set model.inputs.rate=NUMBER",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), ASKED.values(), ids=ASKED)
+def test_the_input_that_decides_is_named(text: str, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        read_model(written(text, tmp_path, ", int64 rate"))
+    assert expected in caught.value.hint
+
+
+def test_the_input_that_decides_is_given(tmp_path: Path) -> None:
+    path = written(RATES, tmp_path, ", int64 rate")
+    for rate, rows in ((8000, 6), (16000, 3)):
+        read = read_model(path, fixed_inputs={"rate": rate})
+        assert next(each.shape for each in read.graph.values if each.name == "y") == (rows, 4)
+
+
+def test_no_input_is_named_if_samples_decide(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        read_model(written(REFUSED["it depends on data whether 'y' is"], tmp_path))
+    assert "model.inputs" not in caught.value.hint
+
+
 def test_weights_of_bodies_are_parameters(tmp_path: Path) -> None:
     """Those of a body that is repeated are one; of branches with weights of one name, the one that is taken."""
     read = read_model(written(READ["as often as there are columns"], tmp_path))
