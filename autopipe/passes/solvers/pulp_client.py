@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -83,11 +84,12 @@ def solve_with_pulp(
         "nodes": nodes,
         "presolve": presolve,
     }
+    # PuLP leaves its files behind if the solver fails, so it writes them to the folder that is removed here.
     with scratch_folder("milp") as folder:
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         np.savez(folder / "program.npz", **program)
         try:
-            _run_worker(str(folder), seconds + _START_S)
+            _run_worker(str(folder), seconds + _START_S, {"TMPDIR": str(folder), "TMP": str(folder)})
         except subprocess.TimeoutExpired:  # The solver ignores its time limit.
             return PulpAnswer("Not Solved", is_optimal=False, values=None)
         answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
@@ -100,8 +102,8 @@ def solve_with_pulp(
     return PulpAnswer(answer["status"], answer["is_optimal"], found)
 
 
-def _run_worker(argument: str, seconds: float) -> str:
-    """Run the worker process to its end; return what it printed.
+def _run_worker(argument: str, seconds: float, environment: Mapping[str, str] | None = None) -> str:
+    """Run the worker process to its end, with `environment` added to this process's; return what it printed.
 
     The process and the solver that it starts are one process group, which is killed if the time is over or if this
     process is interrupted. Raises TimeoutExpired after `seconds`, and AutopipeError if the process fails.
@@ -114,7 +116,7 @@ def _run_worker(argument: str, seconds: float) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path} | (environment or {}),
         start_new_session=True,
     )
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,11 +107,19 @@ def write_executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_a_solver_that_fails_is_one_line(fake_scip: Path) -> None:
+def test_a_solver_that_fails_is_one_line_and_leaves_no_files(
+    fake_scip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for name in ("TMPDIR", "TMP"):
+        monkeypatch.setenv(name, str(temporary))
     write_executable(fake_scip, "echo no license >&2; exit 7")
     with pytest.raises(ConfigurationError, match="solver 'scip' failed: its command ended with exit code 7") as caught:
         solve(knapsack(), 60.0, solver="scip")
     assert "\n" not in str(caught.value)
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_solver_that_ignores_its_time_limit_is_killed(
