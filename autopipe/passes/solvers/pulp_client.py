@@ -116,7 +116,7 @@ def _run_worker(argument: str, seconds: float, environment: Mapping[str, str] | 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": path} | (environment or {}),
+        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         start_new_session=True,
     )
     try:
