@@ -35,12 +35,15 @@ from autopipe.ir.words import bytes_text, plural
 
 if TYPE_CHECKING:
     from autopipe.passes.export import Numbers
+    from autopipe.passes.module_state import ModuleState
     from autopipe.passes.weight_files import MatchedWeights
 
 _FOLDER = click.argument("folder", metavar="DIR", type=PATH)
 _STEP = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of these steps [the newest].")
 _MOST = 60
 """Parameters listed before the rest is only counted."""
+_LISTED = 5
+"""Names in a message before the rest is only counted."""
 _DIGITS = 12
 """Characters of a digest that tell plans apart."""
 
@@ -191,8 +194,8 @@ def export(
       autopipe checkpoint export ckpt -o trained.safetensors
     """
     from autopipe.passes.export import Numbers, write_trained
+    from autopipe.passes.module_state import counters_of, module_state
     from autopipe.passes.safetensors_files import is_safetensors
-    from autopipe.passes.weight_files import in_module_layout, layouts_of
 
     chosen = found_paths(folder, step)[-1]
     held = read_checkpoint(chosen)
@@ -207,17 +210,19 @@ def export(
         OutputFile(target, ONNX, (chosen, path), force).check()
     with output.progress("reading", total=sum(file.size for file in held.files)) as bar:
         check_checkpoint(chosen, held, bar.advance)
-    reader, numbers = Reader(chosen, held), {}
+    reader = Reader(chosen, held)
+    numbers: dict[str, Numbers] = {}
     for each in held.parameters:
         value = Value(each.name, DType(each.value.dtype), each.value.shape)
         tensor = dict(each.state).get(AVERAGE, each.value) if ema else each.value
         numbers[each.name] = Numbers(value, partial(reader.read, tensor))
     if weights_alone:
-        layouts = layouts_of(path)
-        tensors = [in_module_layout(each, layouts.get(name)) for name, each in numbers.items()]
+        trainable = {each.name for each in held.parameters if each.trainable}
+        state = module_state(path, numbers, trainable, held.forwards)
         sharded = ShardedOutput(target, max_shard_size, (chosen, path), force)
-        _write_weights(output, sharded, tensors, held.step)
+        _write_weights(output, sharded, state, held.step)
         return
+    numbers |= counters_of(path, held.forwards)
     size = sum(each.value.bytes for each in numbers.values())
     with output.progress("writing", total=size) as bar:
         written = write_trained(path, target, numbers, bar.advance, force=force)
@@ -241,9 +246,10 @@ class ShardedOutput:
     force: bool
 
 
-def _write_weights(output: Output, sharded: ShardedOutput, tensors: Sequence[Numbers], step: int) -> None:
+def _write_weights(output: Output, sharded: ShardedOutput, state: ModuleState, step: int) -> None:
     from autopipe.passes.safetensors_files import INDEX_SUFFIX, safetensors_paths, shards_of, write_safetensors
 
+    tensors = state.tensors
     paths = safetensors_paths(sharded.target, len(shards_of(tensors, sharded.most)))
     for path in paths:
         kind = SAFETENSORS_INDEX if path.name.endswith(INDEX_SUFFIX) else SAFETENSORS
@@ -251,12 +257,26 @@ def _write_weights(output: Output, sharded: ShardedOutput, tensors: Sequence[Num
     with output.progress("writing", total=sum(each.value.bytes for each in tensors)) as bar:
         files, size = write_safetensors(sharded.target, tensors, bar.advance, sharded.most)
     facts = {"path": files[-1], "files": files, "step": step, "parameters": len(tensors), "bytes": size}
+    facts |= {"absent": state.absent, "others": state.others}
+    if state.absent:
+        output.note(
+            f"not written, as the model's file holds no tensor of these names of the module: "
+            f"{_listed(state.absent)}; load_state_dict needs strict=False"
+        )
+    if state.others:
+        output.note(f"written, but no part of the module's state_dict: {_listed(state.others)}")
     shards = f" in {len(files) - 1} {plural(len(files) - 1, 'file')}" if len(files) > 1 else ""
     output.report(
         facts,
-        f"{files[-1]}: {len(tensors)} {plural(len(tensors), 'parameter')} after "
+        f"{files[-1]}: {len(tensors)} {plural(len(tensors), 'tensor')} after "
         f"{step} {plural(step, 'step')}, {bytes_text(size)}{shards}",
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names of several, and how many more there are."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(map(repr, names[:_LISTED]))}{more}"
 
 
 @checkpoint.command(name="import")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +14,7 @@ import click
 from autopipe.cli.export_check import compare
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output
-from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.errors import AutopipeError, ConfigurationError, VerificationError
 from autopipe.ir.files import INLINE_LIMIT
 from autopipe.ir.output_files import replacing, scratch_folder
 from autopipe.ir.output_kinds import ONNX, OutputFile, check_data_file
@@ -157,10 +157,13 @@ def export_module(
 
     OutputFile(path, ONNX, force=force).check()
     subject = subject_of(module, example, loss, labels)
-    program = exported(subject)
+    made = exported(subject)
+    program = made.program
     advance()
     compared = ""
-    notes: list[str] = []
+    notes = [f"the file has no record of the state_dict's {each}" for each in made.left_out]
+    if made.changed:
+        _reject_changes(made.changed, check, notes)
     if check:
         with scratch_folder("export") as scratch:
             file = scratch / "model.onnx"
@@ -177,6 +180,19 @@ def export_module(
         compared=compared,
         notes=tuple(notes),
     )
+
+
+def _reject_changes(changed: Sequence[str], check: bool, notes: list[str]) -> None:
+    """Raise VerificationError for buffers that the module's forward changes and the file does not; without the check,
+    add a note."""
+    buffers = f"{plural(len(changed), 'buffer')} {', '.join(changed)}"
+    if check:
+        raise VerificationError(
+            f"the forward of the module changes its {buffers}, which an ONNX file cannot",
+            "change buffers outside of the forward, put the part that changes them into eval(), or export with "
+            "check=False (--no-check) to keep their values",
+        )
+    notes.append(f"training does not change the {buffers}, which the forward of the module changes")
 
 
 def _write(program: torch.onnx.ONNXProgram, path: Path, force: bool) -> None:

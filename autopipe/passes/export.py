@@ -26,6 +26,7 @@ from autopipe.ir.graph import DType, FileSlice, Value, VarintSlice
 from autopipe.ir.layout import Box, whole
 from autopipe.ir.output_files import replacing
 from autopipe.ir.output_kinds import check_data_file
+from autopipe.ir.state_names import PREFIX
 from autopipe.passes.frontend.derivations import MOVES
 from autopipe.passes.frontend.elements import (
     NUMBERS,
@@ -237,10 +238,14 @@ def file_tensors(
     results = {name: node.op_type for node in graph.node for name in node.output if name}
     given = {info.name for info in graph.input}
     read = {name for node in graph.node for name in node.input}
+    unread = {each.name: each for each in graph.initializer if each.name.startswith(PREFIX)}
     found: dict[str, Numbers] = {}
     lacking: set[str] = set()
     for name, numbers in trained.items():
         stored = bases[name].value if name in bases else held[name].value if name in held else None
+        if stored is None and name in unread:
+            tensor = unread[name]
+            stored = Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
         own, where = numbers.value, f"parameter {name!r}"
         if stored is not None and (stored.dtype, stored.shape) != (own.dtype, own.shape):
             there, here = (f"{each.dtype.value}{list(each.shape)}" for each in (stored, own))

@@ -18,12 +18,23 @@ import numpy.typing as npt
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Constant, DType, FileSlice, Fill, FoldedSlice, Parameter, Value
 from autopipe.ir.layout import Box, whole
+from autopipe.ir.state_names import PREFIX, StateNames
 from autopipe.passes.export import FIXED, Numbers, stored_tensor
 from autopipe.passes.frontend.elements import stored_numbers
 from autopipe.passes.frontend.folding import Folded, Layout, folded_numbers
 from autopipe.passes.frontend.load import Source, load
 from autopipe.passes.frontend.parameters import Chosen, roles_of
 from autopipe.passes.frontend.weights import Weights
+from autopipe.passes.module_state import (
+    block,
+    file_numbers,
+    graph_name,
+    in_module_layout,
+    initializers_of,
+    named,
+    recorded_entries,
+    unread_tensors,
+)
 from autopipe.passes.safetensors_files import is_safetensors, read_safetensors
 
 if TYPE_CHECKING:
@@ -49,32 +60,55 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
     """Return the tensors of `weights` under the names, in the layouts and the element types of the parameters of
     `model`.
 
-    Each trained parameter and running statistic of the model must be there; tables and constants may be. Raises
-    ModelError for a tensor of another shape, ConfigurationError if a file cannot be read.
+    Each trained parameter and running statistic of the model must be there, under one of the names that the record of
+    the module has for it, and each parameter that the forward does not read. Tables, constants and counters may be.
+    Raises ModelError for a tensor of another shape and for data of tied names that differ, ConfigurationError if a file
+    cannot be read.
     """
     source = load(model)
     table = Weights(source, roles_of(source), Chosen())
     kept = _kept(table)
+    stored: Mapping[str, Numbers]
     if is_safetensors(weights):
         stored = read_safetensors(weights)
         needed = set(stored)
     else:
         stored, needed = _onnx_tensors(weights)
     found: dict[str, Numbers] = {}
+    unread: dict[str, Value] = {}
+    state = StateNames.of(source.metadata, initializers_of(source))
+    if state is not None:
+        entries = recorded_entries(stored, state, weights)
+        held = table.initializers()
+        unread = dict(unread_tensors(source))
+        for tensor, numbers in entries.by_tensor.items():
+            if tensor in unread:
+                found[tensor] = _as_unread(numbers, unread[tensor], weights)
+            else:
+                name = graph_name(tensor, held)
+                found[name] = _as_held(numbers, kept[name], table.layouts.get(name), weights)
+        stored = entries.rest
     for name, numbers in stored.items():
         if name in kept:
             found[name] = _as_held(numbers, kept[name], table.layouts.get(name), weights)
     named_by_nodes = _named_by_nodes(source)
     found.update((name, each) for name, each in stored.items() if name in named_by_nodes and name not in found)
     required = [name for name, each in kept.items() if each.trainable or table.roles.is_statistic(name)]
+    required += [name for name, value in unread.items() if value.dtype.is_floating]
     unused = [name for name in stored if name in needed and name not in found]
     passed_over = [name for name in unused if _is_passed_over(stored[name], table, found)]
     return MatchedWeights(
         numbers=found,
-        missing=tuple(name for name in required if name not in found),
+        missing=tuple(name.removeprefix(PREFIX) for name in required if name not in found),
         unused=tuple(name for name in unused if name not in passed_over),
         passed_over=tuple(passed_over),
     )
+
+
+def _as_unread(numbers: Numbers, value: Value, weights: Path) -> Numbers:
+    """Return a tensor of the file `weights` in the element type of an initializer that no node reads."""
+    plain = replace(value, name=value.name.removeprefix(PREFIX))
+    return named(_as_held(numbers, Parameter(plain, Fill(0.0), trainable=False), None, weights), value.name)
 
 
 def _kept(table: Weights) -> dict[str, Parameter]:
@@ -147,14 +181,20 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
 def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
     """Return (tensors, needed) of an ONNX file:
 
-    its parameters and constants, by the module's names and in the module's layouts,
+    its parameters and constants, by the module's names and in the module's layouts, and what it holds of the module
+    besides,
     the names of its own trained parameters and running statistics.
     """
     source = load(path)
     table = Weights(source, roles_of(source), Chosen())
-    tensors = {each.name: each for each in source.graph.initializer}
+    tensors = initializers_of(source)
     found: dict[str, Numbers] = {}
     needed: set[str] = set()
+    for name, _ in unread_tensors(source):
+        unread = file_numbers(tensors[name], source)
+        if unread is not None:
+            plain = name.removeprefix(PREFIX)
+            found[plain] = named(unread, plain)
     for name, each in _kept(table).items():
         if isinstance(each.storage, FoldedSlice):
             numbers = _folded_numbers(each, path)
@@ -163,7 +203,7 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
         else:
             tensor = tensors.get(name)
             array = None if tensor is None else stored_numbers(name, tensor, source.slices, path)
-            numbers = None if array is None else Numbers(each.value, partial(_block, array))
+            numbers = None if array is None else Numbers(each.value, partial(block, array))
         if numbers is None:
             continue
         found[name] = in_module_layout(numbers, table.layouts.get(name))
@@ -175,15 +215,7 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
 def _folded_numbers(parameter: Parameter, path: Path) -> Numbers | None:
     """Return a parameter that is computed from a tensor of the file; None if the tensor is no floating-point one."""
     array = folded_numbers(parameter, path)
-    return None if array is None else Numbers(parameter.value, partial(_block, array))
-
-
-def in_module_layout(numbers: Numbers, layout: Layout | None) -> Numbers:
-    """Return a parameter of a graph in the layout that the module has it in."""
-    if layout is None:
-        return numbers
-    value = replace(numbers.value, shape=layout.shape)
-    return numbers.computed(value, Folded(value, value.name, layout.inverse))
+    return None if array is None else Numbers(parameter.value, partial(block, array))
 
 
 def layouts_of(model: Path) -> Mapping[str, Layout]:
@@ -192,10 +224,6 @@ def layouts_of(model: Path) -> Mapping[str, Layout]:
     table = Weights(source, roles_of(source), Chosen())
     table.initializers()
     return table.layouts
-
-
-def _block(array: npt.NDArray[np.generic], box: Box) -> npt.NDArray[np.generic]:
-    return array[box.slices].reshape(box.shape)
 
 
 def are_one_model(one: Source, other: Source) -> bool:

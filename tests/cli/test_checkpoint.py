@@ -47,8 +47,8 @@ def given(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_checkpoint(folder: Path, path: Path, step: int, weight: np.ndarray) -> None:
-    """Both halves of `weight` and of an optimizer's state, in a file each."""
+def write_checkpoint(folder: Path, path: Path, step: int, weight: np.ndarray, forwards: int | None = None) -> None:
+    """Write both halves of `weight` and of an optimizer's state, in a file each, after `forwards` micro-batches."""
     target = checkpoint_path(folder, step)
     target.mkdir(parents=True)
     files, values, states = [], [], []
@@ -64,7 +64,7 @@ def write_checkpoint(folder: Path, path: Path, step: int, weight: np.ndarray) ->
     parameter = StoredParameter("w", True, stored[0], (("momentum_buffer", stored[1]),))
     checkpoint = Checkpoint(
         str(path), load(path).digest, "a" * 64, 2, step, 8 * step, 0, {"name": "sgd", "lr": 0.1}, tuple(files),
-        (parameter,), (),
+        (parameter,), (), forwards=forwards,
     )  # fmt: skip
     (target / "manifest.json").write_text(text_of(checkpoint), encoding="utf-8")
 

@@ -157,6 +157,73 @@ def test_frozen_parameters_and_names_are_kept(tmp_path: Path) -> None:
     assert {each.value.name for each in graph.parameters} == module.state_dict().keys() - {"norm.num_batches_tracked"}
 
 
+class Remembering(nn.Module):
+    """A layer whose buffer follows its inputs, and an entry of the `state_dict` that is no tensor."""
+
+    seen: torch.Tensor
+
+    def __init__(self, follows: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.follows = follows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.follows:
+            self.seen.mul_(0.9).add_(x.detach().mean(0))
+        return self.layer(x - self.seen)  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> object:
+        return {"version": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+def test_a_buffer_that_the_file_cannot_change_is_rejected(tmp_path: Path) -> None:
+    _, labels = example()
+    rows = torch.randn(SAMPLES, WIDTH)
+    path = tmp_path / "model.onnx"
+    module = Remembering()
+    with pytest.raises(VerificationError, match="changes its buffer seen"):
+        autopipe.export(module, rows, path, loss=F.cross_entropy, labels=labels)
+    assert not path.exists() and not module.seen.any()
+    with pytest.warns(UserWarning, match="does not change the buffer seen"):
+        autopipe.export(module, rows, path, loss=F.cross_entropy, labels=labels, check=False)
+
+
+def test_an_entry_of_the_state_that_is_no_tensor_is_told(tmp_path: Path) -> None:
+    _, labels = example()
+    rows = torch.randn(SAMPLES, WIDTH)
+    with pytest.warns(UserWarning, match=r"_extra_state \(a dict, no tensor\)"):
+        autopipe.export(Remembering(False), rows, tmp_path / "model.onnx", loss=F.cross_entropy, labels=labels)
+
+
+def test_the_state_is_recorded_with_ties_and_counters(tmp_path: Path) -> None:
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+    )
+    model[2].weight = model[0].weight
+    model[3].eval()
+    model.add_module("unused", nn.Identity())
+    model.unused.register_parameter("scale", nn.Parameter(torch.arange(3.0)))
+    model.unused.register_buffer("temporary", torch.ones(2), persistent=False)
+    proto = onnx.load(written_rows(model, tmp_path))
+    (record,) = [json.loads(each.value) for each in proto.metadata_props if each.key == "autopipe.state_dict"]
+    assert list(record["names"]) == list(model.state_dict())
+    held = {each.name: onnx.numpy_helper.to_array(each) for each in proto.graph.initializer}
+    assert record["names"]["2.weight"] == record["names"]["0.weight"] == "0.weight"
+    assert record["counts"] == {record["names"]["1.num_batches_tracked"]: 1}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(torch.from_numpy(held[record["names"][name]].copy()), tensor)
+
+
+def written_rows(module: nn.Module, folder: Path) -> Path:
+    """Export a module of rows."""
+    rows, labels = torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES)
+    return autopipe.export(module, rows, folder / "model.onnx", loss=F.cross_entropy, labels=labels)
+
+
 def test_layers_have_the_names_of_the_module(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, CLASSES)))
     _, labels = example()

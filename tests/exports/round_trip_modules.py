@@ -245,6 +245,31 @@ def signal_convolutional() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(8, CLASSES))
 
 
+class SavedState(nn.Module):
+    """A `state_dict` whose entries no node of an exported file holds, or that the file holds under other names."""
+
+    counted: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.again = self.layer
+        self.back = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.back.weight = self.layer.weight
+        self.unused = nn.Linear(WIDTH, 3)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("unread", torch.randn(4))
+        self.register_buffer("counted", torch.randint(9, (2, 1)))
+        self.register_buffer("is_ready", torch.tensor(True))
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counted += 3
+        h = self.norm(self.back(torch.tanh(self.layer(x))) * self.scale)
+        return self.head(self.norm(self.again(h)))
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: Callable[..., nn.Module], **settings: Any) -> None:
         super().__init__()
@@ -532,6 +557,7 @@ ROUND_TRIPS: dict[str, RoundTrip] = {
     "RMS norm": RoundTrip(rms_normalised, vectors),
     "PReLU": RoundTrip(leaky, vectors),
     "bilinear": RoundTrip(bilinear, vectors),
+    "saved state": RoundTrip(SavedState, vectors),
     "smoothed labels": RoundTrip(perceptron, vectors, nn.CrossEntropyLoss(label_smoothing=0.1)),
     "weight norm": RoundTrip(weight_normalised, vectors),
     "spectral norm": RoundTrip(spectrally_normalised, vectors),

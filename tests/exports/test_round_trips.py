@@ -10,7 +10,10 @@ from tests.exports.round_trip_modules import ROUND_TRIPS
 from tests.exports.round_trips import taken
 
 TOLERANCE = 1e-5
-CHOSEN = ("tied GPT", "frozen ResNet", "teacher and student", "straight-through", "weight norm", "padded BERT", "ViT")
+CHOSEN = (
+    "tied GPT", "frozen ResNet", "teacher and student", "straight-through", "weight norm", "padded BERT", "ViT",
+    "saved state",
+)  # fmt: skip
 """Modules of the default run; `./test -m sweep` takes the others."""
 
 

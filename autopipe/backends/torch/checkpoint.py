@@ -14,6 +14,7 @@ saved is known by the parameter's name and the block of it, not by ranks: any pl
     world_size   their number
     step         steps done
     samples      samples taken from the data so far: where a run goes on, whatever its batch is
+    forwards     micro-batches of all steps so far; absent if an earlier release has saved a part of the run
     seed         of the random data and of the parameters' first numbers
     optimizer    the settings it was made with: {"name", "lr", "momentum", ..., "shard"}
     files        [{"name", "bytes", "sha256"}]
@@ -132,6 +133,8 @@ class Checkpoint:
     random: tuple[StoredGenerator, ...]
     loss_scale: Annotated[LossScale | None, Sparse()] = None
     eval_loss: Annotated[float | None, Sparse()] = None
+    forwards: Annotated[Index | None, Sparse()] = None
+    """Micro-batches of all steps so far; None if they were not counted."""
 
     def parameter(self, name: str) -> StoredParameter | None:
         return next((each for each in self.parameters if each.name == name), None)

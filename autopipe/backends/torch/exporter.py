@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from autopipe.backends.torch.module_state import buffer_changes, record_state, tensors_of
 from autopipe.backends.torch.traced_program import InSupportedParts, prepare, translations
 from autopipe.ir.errors import ConfigurationError
 
@@ -67,7 +68,7 @@ class _WithLoss(nn.Module):
 class Subject:
     """A module to export: the module with its loss, and an example of its inputs."""
 
-    module: nn.Module
+    module: _WithLoss
     """The user's module and its loss as one module."""
     names: tuple[str, ...]
     """Names of the inputs in the file, labels last."""
@@ -77,6 +78,13 @@ class Subject:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return each parameter under the first of its names in the user's module."""
         return {self.name_of(name): parameter for name, parameter in self.module.named_parameters()}
+
+    def tensor_names(self) -> dict[int, list[str]]:
+        """Return the names in the user's module of each parameter and buffer, by its `id`."""
+        found: dict[int, list[str]] = {}
+        for name, tensor in tensors_of(self.module):
+            found.setdefault(id(tensor), []).append(self.name_of(name))
+        return found
 
     @staticmethod
     def name_of(name: str) -> str:
@@ -132,8 +140,20 @@ def loss_among(results: Sequence[object]) -> int | None:
     return places[0] if len(places) == 1 else None
 
 
-def exported(subject: Subject) -> torch.onnx.ONNXProgram:
-    """Return the module as an ONNX model whose batch axis is symbolic; `save` writes its file.
+@dataclass(frozen=True, slots=True)
+class ExportedModule:
+    """A module as an ONNX model."""
+
+    program: torch.onnx.ONNXProgram
+    """The model; `save` writes its file."""
+    changed: tuple[str, ...]
+    """Buffers that the module's forward changes and the model does not."""
+    left_out: tuple[str, ...]
+    """Entries of the module's `state_dict` that the file has no record of, each with the reason."""
+
+
+def exported(subject: Subject) -> ExportedModule:
+    """Return the module as an ONNX model whose batch axis is symbolic, with a record of its `state_dict`.
 
     The module stays as it is. Raises ConfigurationError if torch's exporter is not installed or cannot export it.
     """
@@ -150,7 +170,12 @@ def exported(subject: Subject) -> torch.onnx.ONNXProgram:
         program.model.graph.outputs[place].name = _LOSS
     _name_scopes(program.model, subject)
     _name_batch(program.model)
-    return program
+    assert program.exported_program is not None
+    changes = buffer_changes(program.exported_program)
+    counts = {subject.name_of(name): count for name, count in changes.counts.items()}
+    state = subject.module.module.state_dict(keep_vars=True)
+    left_out = record_state(program.model, state, subject.tensor_names(), counts)
+    return ExportedModule(program, tuple(map(subject.name_of, changes.others)), tuple(left_out))
 
 
 def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:

@@ -43,7 +43,13 @@ from autopipe.passes.frontend.loops import inner_types, loop_of
 from autopipe.passes.frontend.protobuf_scan import CONTROL_OPERATORS
 from autopipe.passes.frontend.selections.operators import Selections
 from autopipe.passes.frontend.sequences import Sequences
-from autopipe.passes.frontend.signature import estimates_variance, is_detach, stop_of
+from autopipe.passes.frontend.signature import (
+    STATISTIC_SLOTS,
+    estimates_variance,
+    is_detach,
+    stop_of,
+    trains_statistics,
+)
 from autopipe.passes.frontend.weights import MissingWeightTypes, Weights
 
 if TYPE_CHECKING:
@@ -92,6 +98,8 @@ class _Sweep:
     names: set[str] = field(default_factory=set)
     numbers: Counter[str] = field(default_factory=Counter)
     """How often a name that several nodes have was tried with a number."""
+    statistics: dict[str, str] = field(default_factory=dict)
+    """Running statistics by the result of a BatchNormalization that is their next value."""
     results: dict[str, None] = field(default_factory=dict)
     repeated: Budget = field(default_factory=lambda: Budget(MOST_NODES))
     """Rest of the nodes that bodies of control flow may become."""
@@ -139,7 +147,18 @@ class _Sweep:
 
     def known_so_far(self) -> dict[str, Any]:
         """Copies of the tables, by the names of their fields."""
-        tables = "types", "arrays", "settled", "parameters", "packed", "aliases", "nodes", "names", "numbers"
+        tables = (
+            "types",
+            "arrays",
+            "settled",
+            "parameters",
+            "packed",
+            "aliases",
+            "nodes",
+            "names",
+            "numbers",
+            "statistics",
+        )
         return {name: copy(getattr(self, name)) for name in tables}
 
     def hold(self, name: str, array: np.ndarray, dtype: DType) -> None:
@@ -300,6 +319,27 @@ def _with_inputs_to_give(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[st
     return "; or ".join(filter(None, (hint, advice)))
 
 
+def _with_own_statistics(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the operands of a BatchNormalization in training with the running statistics themselves in place of their
+    next values after an earlier call.
+
+    A module that calls a BatchNormalization twice is exported with the results of the first call as the statistics of
+    the second. The normalised result does not depend on them, and the ranks move a statistic by all calls in order.
+    """
+    readers = sweep.weights.roles.uses.readers
+    for result in node.output[1:3]:
+        is_chained = all(
+            trains_statistics(reader) and slot in STATISTIC_SLOTS for reader, slot in readers.get(result, ())
+        )
+        if result in sweep.results or not is_chained:
+            return operands
+    kept = tuple(
+        sweep.statistics.get(name, name) if slot in STATISTIC_SLOTS else name for slot, name in enumerate(operands)
+    )
+    sweep.statistics.update(zip(node.output[1:3], kept[3:5], strict=False))
+    return kept
+
+
 def _with_detached(sweep: _Sweep, node: onnx.NodeProto, detached: DetachedReads) -> onnx.NodeProto:
     """Return the node with operands through which no gradient flows, if it has some."""
     operands = list(node.input)
@@ -377,6 +417,8 @@ def _alias(sweep: _Sweep, name: str, operand: str) -> None:
 
 def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
     attributes = attributes_of(node)
+    if trains_statistics(node):
+        operands = _with_own_statistics(sweep, node, operands)
     if estimates_variance(node):
         attributes = (*attributes, ("unbiased", 1))
     known = tuple(sweep.arrays.get(name) if name else None for name in operands)

@@ -13,6 +13,7 @@ from functools import partial
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import FileSlice, VarintSlice
+from autopipe.ir.state_names import PREFIX
 
 LARGE_FLOATS = 1024
 """Bytes from which the numbers of a floating-point tensor stay in the file."""
@@ -55,9 +56,11 @@ class Field:
 
 
 def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | VarintSlice]]:
-    """A serialised ModelProto without the numbers of its large tensors; ModelError where the framing is broken.
+    """Return (stripped, places). Raises ModelError if the framing is broken.
 
-    With it where the numbers of its floating-point tensors are, small ones included, by name of the value.
+    stripped: a serialised ModelProto without the numbers of its large tensors, and of the tensors that are there for
+    the module's `state_dict` only.
+    places: the places of these numbers, and of the numbers of small floating-point tensors, by name of the value.
     """
     slices: dict[str, FileSlice | VarintSlice] = {}
     numbers = itertools.count()
@@ -138,13 +141,14 @@ def _strip_tensor(
     ]
     size = sum(field.end - field.payload for field in numbers)
     whole = bytes(data[tensor.payload : tensor.end]) if size < LARGE_TABLE or len(numbers) != 1 else b""
-    least = 0 if kind in FLOATING else LARGE_FLOATS if kind in BYTES else LARGE_TABLE
+    is_read_by_none = name.startswith(PREFIX)
+    least = 0 if kind in FLOATING or is_read_by_none else LARGE_FLOATS if kind in BYTES else LARGE_TABLE
     if len(numbers) != 1 or not name or size < least:
         return whole
     found = numbers[0]
     is_listed = found.number == TENSOR_INTEGERS
     slices[key(name)] = VarintSlice(found.payload, size) if is_listed else FileSlice("", found.payload, size)
-    if size < LARGE_FLOATS:
+    if size < LARGE_FLOATS and not is_read_by_none:
         return whole
     return bytes(data[tensor.payload : found.start]) + bytes(data[found.end : tensor.end])
 

@@ -24,7 +24,7 @@ CALL = "pkg.torch.onnx.fx_node"
 """A node's metadata: the call of the traced program that it is a part of."""
 DETACH = re.compile(r"\[target=torch\.ops\.aten\.detach_?\.default\]")
 TORCH_BATCH_NORM = re.compile(r"\[target=torch\.ops\.aten\.\w*batch_norm")
-SIGNED = re.compile(r"^(\w+): (PARAMETER|BUFFER) target='([^'\n]+)'", re.MULTILINE)
+SIGNED = re.compile(r"^(\w+): (PARAMETER|BUFFER) target='([^'\n]+)'( persistent=False)?", re.MULTILINE)
 ARGUMENT = re.compile(r"%([A-Za-z_]\w*)")
 TEXT = re.compile(r"'([^']*)'")
 TARGET = re.compile(r"call_function\[target=(?:torch\.ops\.)?(?:\w+\.)?(\w+)")
@@ -32,6 +32,8 @@ TARGET = re.compile(r"call_function\[target=(?:torch\.ops\.)?(?:\w+\.)?(\w+)")
 INTERNAL = re.compile(r"_?val_\d+|onnx::\w+")
 """Names of values within the operators that spell one traced call, which say nothing of operators."""
 NUMBERED = re.compile(r"_\d+$")
+STATISTIC_SLOTS = (3, 4)
+"""Operands of a BatchNormalization that are its running statistics."""
 PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm", "bmm", "addmm", "convolution", "conv2d"})
 """Traced operators that multiply and add up."""
 
@@ -40,6 +42,8 @@ PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm", "bmm", "addmm", "convo
 class Signature:
     parameters: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
+    temporary: frozenset[str] = frozenset()
+    """Buffers that the module does not save."""
     arguments: Mapping[str, str] = field(default_factory=dict)
     """Parameters and buffers by the traced program's names for them."""
     folded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -54,10 +58,11 @@ class Signature:
         said = [(info.name, entry) for info in graph.value_info for entry in info.metadata_props]
         kinds = {name: entry.value for name, entry in said if entry.key == KIND}
         signature = cls(
-            parameters=frozenset(target for _, kind, target in found if kind == "PARAMETER")
+            parameters=frozenset(target for _, kind, target, _ in found if kind == "PARAMETER")
             | {name for name, kind in kinds.items() if kind == "PARAMETER"},
-            buffers=frozenset(target for _, kind, target in found if kind == "BUFFER"),
-            arguments={argument: target for argument, _, target in found},
+            buffers=frozenset(target for _, kind, target, _ in found if kind == "BUFFER"),
+            temporary=frozenset(target for _, _, target, is_temporary in found if is_temporary),
+            arguments={argument: target for argument, _, target, _ in found},
             folded={name: tuple(TEXT.findall(entry.value)) for name, entry in said if entry.key == FOLDED},
         )
         names = {tensor.name for tensor in graph.initializer} | {name for node in graph.node for name in node.input}
@@ -123,11 +128,16 @@ def is_detach(node: onnx.NodeProto) -> bool:
     return any(entry.key == CALL and DETACH.search(entry.value) for entry in node.metadata_props)
 
 
+def trains_statistics(node: onnx.NodeProto) -> bool:
+    """Return True if a node is a batch normalization in training."""
+    trains = any(each.name == "training_mode" and each.i for each in node.attribute)
+    return trains and node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx")
+
+
 def estimates_variance(node: onnx.NodeProto) -> bool:
     """True if a node is torch's batch normalization in training, whose running variance moves towards the estimate for
     a population, Σ (x - mean)² / (n - 1). ONNX's own moves towards Σ (x - mean)² / n."""
-    trains = any(each.name == "training_mode" and each.i for each in node.attribute)
-    if node.op_type != "BatchNormalization" or not trains:
+    if not trains_statistics(node):
         return False
     return any(entry.key == CALL and TORCH_BATCH_NORM.search(entry.value) for entry in node.metadata_props)
 

@@ -26,6 +26,7 @@ from autopipe.ir.graph import (
     Value,
     VarintSlice,
 )
+from autopipe.ir.state_names import PREFIX
 from autopipe.ir.words import plural
 from autopipe.passes.frontend.elements import (
     array_of,
@@ -122,6 +123,8 @@ class Weights:
         for tensor in graph.initializer:
             if tensor.name in found:
                 raise ModelError(f"initializer {tensor.name!r} is defined twice")
+            if tensor.name.startswith(PREFIX) and tensor.name not in self.roles.uses.readers:
+                continue  # It is there for the module's `state_dict` only.
             found[tensor.name] = self._tensor(tensor.name, tensor, f"initializer {tensor.name!r}")
         parameters = {name: each for name, each in found.items() if isinstance(each, Parameter)}
         taken = found.keys() | {name for node in self.source.nodes for name in (*node.input, *node.output)}

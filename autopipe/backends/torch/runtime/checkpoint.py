@@ -165,6 +165,7 @@ class Snapshot:
             random=tuple(random),
             loss_scale=None if self.loss_scale is None else files.LossScale(*self.loss_scale),
             eval_loss=self.eval_loss,
+            forwards=self.position.forwards,
         )
 
 

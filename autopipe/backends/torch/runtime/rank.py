@@ -85,6 +85,7 @@ class Rank(RankContext):
         self.memory_tracker: MemoryTracker | None = None
         self.clipping: GradientClipping | None = None
         self._steps_saved = 0
+        self._begin = START
         self._repeated = False
         self._ended_early = False
         self._captured = False
@@ -244,9 +245,10 @@ class Rank(RankContext):
         if saved is None:
             return
         self.steps_done = self._steps_saved = saved.step
+        self._begin = Position(saved.step, saved.samples, saved.forwards)
         self.seed = saved.seed if self.options.seed is None else self.options.seed
         self.low_precision_copies.refresh()
-        self.reader = BatchReader(self.manifest, self._open_source(Position(saved.step, saved.samples)), self.device)
+        self.reader = BatchReader(self.manifest, self._open_source(self._begin), self.device)
         if self.evaluator is not None and (best := self.checkpointer.best()) is not None:
             self.evaluator.restore(best)
         self.reporter.say(f"going on after {saved.step} {plural(saved.step, 'step')}, from {folder}")
@@ -267,7 +269,7 @@ class Rank(RankContext):
         report = self.evaluator.run(partial(self._run_once, step))
         self.reporter.publish(report)
         if self.checkpointer is not None and report.best_step == report.step:
-            self.checkpointer.save(Position(self.steps_done, self.samples_done), self.seed, report.eval_loss)
+            self.checkpointer.save(self._position(), self.seed, report.eval_loss)
         if self.evaluator.has_no_patience_left():
             self._ended_early = True
             self.reporter.say(f"no lower validation loss than that of step {report.best_step}: the run ends")
@@ -292,9 +294,17 @@ class Rank(RankContext):
         if last or asked or self._ended_early or done == self.options.steps or (every and done % every == 0):
             self.reporter.report()  # No later start reports these steps again.
             self._steps_saved = done
-            self.checkpointer.save(Position(done, self.samples_done), self.seed)
+            self.checkpointer.save(self._position(), self.seed)
         else:
             self.checkpointer.has_ended()
+
+    def _position(self) -> Position:
+        """Return how far the run has come, with the runs that it goes on from."""
+        forwards = self._begin.forwards
+        if forwards is not None:
+            steps = self.steps_done - self._begin.steps
+            forwards += steps * self.manifest.micro_batches * self.manifest.training.gradient_accumulation_steps
+        return Position(self.steps_done, self.samples_done, forwards)
 
     def run(self, step: Callable[[], None]) -> StepData:
         """Run a step, and say what data it took."""

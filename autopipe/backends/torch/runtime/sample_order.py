@@ -17,10 +17,14 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run has come: steps done, and samples taken. Batches before may have had another size."""
+    """How far a run has come. Batches of earlier steps may have had another size and other micro-batches."""
 
     steps: int = 0
+    """Steps done."""
     samples: int = 0
+    """Samples taken from the data."""
+    forwards: int | None = 0
+    """Micro-batches of all steps; None if they were not counted."""
 
 
 START = Position()

@@ -1,0 +1,80 @@
+"""The record in an ONNX file of a module's `state_dict`, which `autopipe export` writes into the file's metadata.
+
+A file holds each tensor once, under one name, and only tensors that its nodes read. The record has the other names of
+tied tensors. Tensors that no node reads are initializers whose names begin with `PREFIX`. Buffers that the module does
+not save are not in the record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from autopipe.ir.errors import ModelError
+
+KEY: Final = "autopipe.state_dict"
+"""Key of the file's metadata: a JSON object with the fields of `StateNames`."""
+PREFIX: Final = "autopipe.state/"
+"""Start of the names of initializers that are in the file for the module's `state_dict` only."""
+MOST_NAMES: Final = 1 << 20
+"""Maximum entries of a `state_dict`."""
+MOST_TIED: Final = 1024
+"""Maximum names of one tensor: each is written, so that a small file could ask for a huge one."""
+LARGEST_COUNT: Final = 1 << 20
+"""Maximum increment of a counter per forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateNames:
+    """The entries of a module's `state_dict`."""
+
+    names: Mapping[str, str]
+    """The initializer of the file that holds an entry, by the entry's name, in the order of the module."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """The increment of a counter per forward pass in training, such as 1 for BatchNorm's `num_batches_tracked`, by the
+    name of the counter's initializer."""
+
+    def text(self) -> str:
+        """Return the record as it stands in the metadata."""
+        return json.dumps({"names": dict(self.names), "counts": dict(self.counts)})
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str], initializers: Collection[str]) -> StateNames | None:
+        """Return the record of a file, None if it has none. Raises ModelError if the record does not fit the
+        initializers."""
+        text = metadata.get(KEY)
+        if text is None:
+            return None
+        try:
+            document = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise _wrong("is no JSON") from error
+        if not isinstance(document, dict) or document.keys() != {"names", "counts"}:
+            raise _wrong("is no object of 'names' and 'counts'")
+        names, counts = document["names"], document["counts"]
+        if not isinstance(names, dict) or not all(isinstance(each, str) for each in names.values()):
+            raise _wrong("does not give the tensor of each name")
+        if len(names) > MOST_NAMES:
+            raise _wrong(f"has {len(names)} names, the maximum is {MOST_NAMES}")
+        for tensor, tied in Counter(names.values()).items():
+            if tensor not in initializers:
+                raise _wrong(f"names the tensor {tensor!r}, which the file does not hold")
+            if tied > MOST_TIED:
+                raise _wrong(f"has {tied} names of {tensor!r}, the maximum is {MOST_TIED}")
+        if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
+            raise _wrong(f"has counts that are no integers from 0 to {LARGEST_COUNT}")
+        for tensor in counts:
+            if not tensor.startswith(PREFIX) or tensor not in initializers:
+                raise _wrong(f"counts in {tensor!r}, which is no counter of the file")
+        return cls(names, counts)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST_COUNT
+
+
+def _wrong(reason: str) -> ModelError:
+    return ModelError(f"its metadata {KEY!r} {reason}")

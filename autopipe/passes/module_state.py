@@ -1,0 +1,226 @@
+"""The `state_dict` of a module from an ONNX file and the trained weights of it.
+
+A file of `autopipe export` has a record of all entries (`ir/state_names.py`). In other files of torch's newer exporter
+the signature of the traced program names parameters and buffers; a tied parameter has there one of its names. The files
+of torch's older exporter name the tensors that their nodes read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from autopipe.ir.errors import ModelError
+from autopipe.ir.graph import FileSlice, Value, VarintSlice
+from autopipe.ir.layout import Box
+from autopipe.ir.state_names import PREFIX, StateNames
+from autopipe.ir.words import plural
+from autopipe.passes.export import Numbers, stored_tensor
+from autopipe.passes.frontend.elements import array_of, dtype_of, external_slice, has_numbers
+from autopipe.passes.frontend.folding import Folded, Layout
+from autopipe.passes.frontend.load import Source, load
+from autopipe.passes.frontend.parameters import Chosen, roles_of
+from autopipe.passes.frontend.weights import Held, Weights
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleState:
+    """The `state_dict` of a module after training."""
+
+    tensors: tuple[Numbers, ...]
+    """Entries, in the module's layouts."""
+    absent: tuple[str, ...] = ()
+    """Names that the file has for entries of which it holds no tensor."""
+    others: tuple[str, ...] = ()
+    """Names of tensors that were trained and are no entries of the module, such as parameters of its loss. They are
+    among `tensors`."""
+
+
+def module_state(
+    model: Path, trained: Mapping[str, Numbers], trainable: Collection[str], forwards: int | None
+) -> ModuleState:
+    """Return the state of the module of an ONNX file with the weights `trained`, by the names of the graph's
+    parameters, of which some are `trainable`.
+
+    Counters of batches have counted `forwards` micro-batches, none if it is None. Raises ModelError if the file's
+    record of the module does not fit the file.
+    """
+    source = load(model)
+    table = Weights(source, roles_of(source), Chosen())
+    held = table.initializers()
+    tensors = initializers_of(source)
+    state = StateNames.of(source.metadata, tensors)
+    plain = {name: in_module_layout(each, table.layouts.get(name)) for name, each in trained.items()}
+    if state is None:
+        return _signed_state(source, table, plain, trainable)
+    counted = counters(source, state, forwards)
+    found: list[Numbers] = []
+    absent: list[str] = []
+    covered: set[str] = set()
+    for name, tensor in state.names.items():
+        known = graph_name(tensor, held)
+        covered.add(known)
+        numbers = plain.get(known) or counted.get(tensor) or file_numbers(tensors[tensor], source)
+        if numbers is None:
+            absent.append(name)
+        else:
+            found.append(named(numbers, name))
+    others = tuple(name for name in plain if name in trainable and name not in covered)
+    return ModuleState((*found, *(plain[name] for name in others)), tuple(absent), others)
+
+
+def _signed_state(
+    source: Source, table: Weights, trained: Mapping[str, Numbers], trainable: Collection[str]
+) -> ModuleState:
+    """Return the state as far as the signature of the traced program tells it: without buffers that the module does not
+    save, and with the persistent buffers that the file holds and the graph does not keep."""
+    signature = table.roles.signature
+    found = {name: each for name, each in trained.items() if name in trainable or name not in signature.temporary}
+    for name, tensor in initializers_of(source).items():
+        if name in signature.buffers and name not in signature.temporary and name not in found:
+            numbers = file_numbers(tensor, source)
+            if numbers is not None:
+                found[name] = numbers
+    expected = signature.arguments.values()
+    absent = tuple(name for name in expected if name not in found and name not in signature.temporary)
+    return ModuleState(tuple(found.values()), absent)
+
+
+def initializers_of(source: Source) -> dict[str, onnx.TensorProto]:
+    """Return the initializers of a file by name."""
+    return {tensor.name: tensor for tensor in source.graph.initializer}
+
+
+def graph_name(tensor: str, held: Mapping[str, Held]) -> str:
+    """Return the name that the graph has for an initializer; its own name if no node reads it."""
+    each = held.get(tensor)
+    while isinstance(each, Folded) and isinstance(each.source, str):
+        tensor = each.source
+        each = held.get(tensor)
+    if isinstance(each, Folded) and not isinstance(each.source, str):
+        return each.source.value.name
+    return tensor
+
+
+def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
+    """Return an initializer of a file; None if the file does not hold its data. Raises ModelError if its data do not
+    fill its shape."""
+    where = f"initializer {tensor.name!r}"
+    value = Value(tensor.name, dtype_of(tensor.data_type, where), tuple(tensor.dims))
+    place: FileSlice | VarintSlice | None = source.slices.get(tensor.name)
+    if tensor.data_location == tensor.EXTERNAL:
+        place = external_slice(tensor, source.path)
+    if place is None:
+        if value.elements and not has_numbers(tensor):
+            return None
+        return Numbers(value, partial(block, array_of(tensor, where).view(value.dtype.stored)))
+    if not isinstance(place, VarintSlice) and place.length != value.bytes:
+        size = f"{place.length} {plural(place.length, 'byte')}"
+        raise ModelError(f"it has {size}, its shape needs {value.bytes}", where=where)
+    return stored_tensor(value, place, source.path)
+
+
+def counters(source: Source, state: StateNames, forwards: int | None) -> dict[str, Numbers]:
+    """Return the counters of a file after `forwards` micro-batches of training, by the name of the initializer; none if
+    it is not known how many there were."""
+    if forwards is None:
+        return {}
+    tensors = initializers_of(source)
+    found: dict[str, Numbers] = {}
+    for name, count in state.counts.items():
+        numbers = file_numbers(tensors[name], source)
+        if numbers is not None and numbers.value.dtype.is_integer:
+            found[name] = Numbers(numbers.value, partial(_increased, numbers, count * forwards))
+    return found
+
+
+def counters_of(model: Path, forwards: int | None) -> dict[str, Numbers]:
+    """Return the counters of the ONNX file `model` after `forwards` micro-batches of training; none without a record of
+    the module."""
+    source = load(model)
+    state = StateNames.of(source.metadata, initializers_of(source))
+    return {} if state is None else counters(source, state, forwards)
+
+
+def _increased(numbers: Numbers, amount: int, box: Box) -> npt.NDArray[np.generic]:
+    """Return a block of integers to which an amount is added. A sum that is too large wraps around, as torch's does."""
+    stored = np.asarray(numbers.read(box))
+    bits = 8 * stored.dtype.itemsize
+    unsigned = stored.view(f"<u{stored.dtype.itemsize}")
+    with np.errstate(over="ignore"):
+        increased = np.asarray(unsigned + np.array(amount % (1 << bits), unsigned.dtype))
+    return increased.astype(unsigned.dtype).view(stored.dtype)
+
+
+def in_module_layout(numbers: Numbers, layout: Layout | None) -> Numbers:
+    """Return a parameter of a graph in the layout that the module has it in."""
+    if layout is None:
+        return numbers
+    value = replace(numbers.value, shape=layout.shape)
+    return numbers.computed(value, Folded(value, value.name, layout.inverse))
+
+
+def named(numbers: Numbers, name: str) -> Numbers:
+    """Return a tensor under another name."""
+    return replace(numbers, value=replace(numbers.value, name=name))
+
+
+def block(array: npt.NDArray[np.generic], box: Box) -> npt.NDArray[np.generic]:
+    """Return a block of an array."""
+    return array[box.slices].reshape(box.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEntries:
+    """Tensors of a file of weights, matched with the record of a model."""
+
+    by_tensor: Mapping[str, Numbers]
+    """By the initializer that holds them."""
+    rest: Mapping[str, Numbers]
+    """Tensors that are no entries, by their own names."""
+
+
+def recorded_entries(stored: Mapping[str, Numbers], state: StateNames, weights: Path) -> RecordedEntries:
+    """Return the tensors of the file `weights` by the initializers of a model that hold them. Raises ModelError if two
+    names of a tied tensor have different data."""
+    by_tensor: dict[str, Numbers] = {}
+    for name, tensor in state.names.items():
+        numbers = stored.get(name)
+        if numbers is None:
+            continue
+        first = by_tensor.setdefault(tensor, numbers)
+        if first is not numbers and not _are_equal(first, numbers):
+            raise ModelError(
+                f"{first.value.name!r} and {name!r} have different data, the model has one tensor for both",
+                where=str(weights),
+            )
+    rest = {name: each for name, each in stored.items() if name not in state.names}
+    return RecordedEntries(by_tensor, rest)
+
+
+def _are_equal(one: Numbers, other: Numbers) -> bool:
+    if (one.value.shape, one.value.dtype) != (other.value.shape, other.value.dtype):
+        return False
+    everything = Box((0,) * len(one.value.shape), one.value.shape)
+    return one.read(everything).tobytes() == other.read(everything).tobytes()
+
+
+def is_for_state_only(name: str) -> bool:
+    """Return True if an initializer is there for the module's `state_dict` only."""
+    return name.startswith(PREFIX)
+
+
+def unread_tensors(source: Source) -> Iterator[tuple[str, Value]]:
+    """Yield the initializers of a file that are there for the module's `state_dict` only, with their types."""
+    for name, tensor in initializers_of(source).items():
+        if is_for_state_only(name):
+            yield name, Value(name, dtype_of(tensor.data_type, name), tuple(tensor.dims))
