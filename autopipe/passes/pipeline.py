@@ -362,11 +362,13 @@ def strategy_and_scheduler(request: Request) -> tuple[Strategy, Scheduler]:
     return request.strategy, request.scheduler
 
 
-def read_for(request: Request, micro_batch_size: int | None, source: Source | None = None) -> Model:
+def read_for(
+    request: Request, micro_batch_size: int | None, source: Source | None = None, opened: bool = False
+) -> Model:
     """Return the model on micro-batches of that many samples; on what its file fixes, else one, if that is None.
 
-    `source` is the parsed file if it is available. Raises ModelError as `read_model`, and if a tensor would be trained
-    in place of the parameters that an exporter computed it from.
+    `source` is the parsed file if it is available. `opened` is as in `read_model`. Raises ModelError as `read_model`,
+    and if a tensor would be trained in place of the parameters that an exporter computed it from.
     """
     model = read_model(
         source or request.model,
@@ -381,6 +383,7 @@ def read_for(request: Request, micro_batch_size: int | None, source: Source | No
         training=request.training_graph,
         frozen=request.frozen,
         trainable=request.trainable,
+        opened=opened,
     )
     require_trainable(model)
     return model
@@ -489,7 +492,7 @@ def _loss_division(request: Request, model: Model, batching: Batching, runner: R
         return AVERAGED, batching
     if model.loss not in runner.loss_forms:
         first = read(request, runner)
-        runner.loss_forms[model.loss] = form_of(first, lambda size: read_for(request, size, first.source))
+        runner.loss_forms[model.loss] = form_of(first, lambda size: read_for(request, size, first.source, opened=True))
     form = runner.loss_forms[model.loss]
     divisible = LossKind.SUM if request.normalize == "tokens" else LossKind.MEAN
     if form is not None and form.kind is not divisible:

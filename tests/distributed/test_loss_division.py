@@ -29,9 +29,9 @@ DIVISIBLE = tuple(case for case in LOSSES if case.kind is not LossKind.MIXED)
 MIXED = tuple(case for case in LOSSES if case.kind is LossKind.MIXED)
 
 
-def planned_request(model: Path, micro_batches: int, normalize: str = "auto") -> Request:
-    """Return the request for two replicas."""
-    cluster = build_cluster(cluster_preset("cpu-local"), 2)
+def planned_request(model: Path, micro_batches: int, normalize: str = "auto", replicas: int = 2) -> Request:
+    """Return the request for replicas on devices of their own."""
+    cluster = build_cluster(cluster_preset("cpu-local"), replicas)
     return Request(
         model,
         cluster,
@@ -113,6 +113,25 @@ def test_a_file_that_fixes_the_batch_to_half_of_it(name: str, parts: int, pools:
     expected = step_by_torch(case, program, max(parts, 1))
     assert_equal_steps(run_step(pools, program, batch(SAMPLES)), expected, TOLERANCE)
     assert any("to which the file fixes the batch: 8" in each for each in planned.model.warnings) == (parts != 1)
+
+
+@pytest.mark.parametrize("name", ["mean square", "sum of squares", "sum by batch size"])
+def test_a_file_that_fixes_the_batch_to_one_sample(name: str, pools: Pools, tmp_path: Path) -> None:
+    case = next(each for each in LOSSES if each.name == name)
+    model, program = exported(case, tmp_path, 1), tmp_path / "program"
+    generate(make_plan(planned_request(model, SAMPLES, replicas=1)), program)
+    expected = step_by_torch(case, program, SAMPLES if name == "sum by batch size" else 1)
+    assert_equal_steps(run_step(pools, program, batch(SAMPLES)), expected, TOLERANCE)
+
+
+def test_a_loss_that_is_not_known_to_be_divisible_is_refused_or_told_of(tmp_path: Path) -> None:
+    """A contrastive loss of one sample cannot be read on more: its labels are in the file."""
+    case = next(each for each in LOSSES if each.name == "contrastive")
+    fixed = make_plan(planned_request(exported(case, tmp_path, 1), SAMPLES, replicas=1))
+    (told,) = [each for each in fixed.model.warnings if "cannot be read on 2 and 4 samples" in each]
+    assert "the mean of losses of the samples to which the file fixes the batch: 1 (loss.normalize: " in told
+    silent = make_plan(planned_request(exported(case, tmp_path, 1), SAMPLES, "micro_batches", replicas=1))
+    assert not any("cannot be read" in each for each in silent.model.warnings)
 
 
 def test_labels_are_not_counted_over_micro_batches_that_mix_samples(tmp_path: Path) -> None:

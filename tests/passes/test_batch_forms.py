@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autopipe.ir.errors import ModelError
 from autopipe.passes.analysis.batch_forms import LossKind
 from autopipe.passes.analysis.loss_division import form_of
 from autopipe.passes.frontend import read_model
+from tests.passes.frontend.building import floats, integers, model, node, saved
 from tests.passes.loss_cases import LOSSES, LossCase, batch, exported, loss_of
 
 
@@ -31,3 +33,53 @@ def test_the_analysis_says_what_the_numbers_say(case: LossCase, tmp_path: Path) 
     assert form is not None
     assert (form.kind, measured_kind(path)) == (case.kind, case.kind), str(form)
     assert bool(form.reason) == (case.kind is LossKind.MIXED)
+
+
+SINGLE = ("mean square", "sum of squares", "root mean square", "sum by a constant", "two losses", "covariance")
+"""Losses that say in a file for one sample, too, how they depend on parts of a batch."""
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_file_that_fixes_the_batch_to_one_sample_is_analysed(name: str, tmp_path: Path) -> None:
+    case = next(each for each in LOSSES if each.name == name)
+    path = exported(case, tmp_path, 1)
+    form = form_of(read_model(path), lambda samples: read_model(path, batch=samples, opened=True))
+    assert form is not None
+    assert (form.kind, form.samples, form.divisor) == (case.kind, 1, None)
+
+
+def test_a_division_by_a_batch_of_one_sample_is_a_divisor(tmp_path: Path) -> None:
+    case = next(each for each in LOSSES if each.name == "sum by batch size")
+    path = exported(case, tmp_path, 1)
+    form = form_of(read_model(path), lambda samples: read_model(path, batch=samples, opened=True))
+    assert form is not None
+    assert (form.kind, form.samples, form.divisor) == (LossKind.SUM, 1, 1)
+
+
+def test_a_model_that_is_read_on_one_sample_only_is_not_known_to_be_divisible(tmp_path: Path) -> None:
+    """The shape in the file is that of one sample, whatever its batch axis says."""
+    nodes = [node("Mul", "x w", "y"), node("Reshape", "y shape", "z"), node("ReduceMean", "z", "loss", keepdims=0)]
+    held = {"w": floats(6), "shape": integers(1, 3, 2)}
+    path = saved(model(nodes, {"x": ["samples", 6]}, "loss", held), tmp_path)
+    form = form_of(read_model(path), lambda samples: read_model(path, batch=samples, opened=True))
+    assert form is not None
+    assert (form.kind, form.samples) == (LossKind.UNKNOWN, None)
+    assert "cannot be read on 2 and 4 samples" in form.reason
+    assert "'reshape_z'" in form.reason
+
+
+def test_more_of_the_largest_than_samples_are_refused_with_a_number_of_samples(tmp_path: Path) -> None:
+    nodes = [
+        node("Mul", "x w", "y"),
+        node("ReduceSum", "y axis", "s", keepdims=0),
+        node("TopK", "s k", "t places", axis=0),
+        node("ReduceMean", "t", "loss", keepdims=0),
+    ]
+    held = {"w": floats(6), "axis": integers(1), "k": integers(3)}
+    path = saved(model(nodes, {"x": ["samples", 6]}, "loss", held), tmp_path)
+    with pytest.raises(ModelError, match=r"cannot be read on 1 sample, as it can be on 16: .*topk_t") as error:
+        read_model(path)
+    assert "--dim samples=16" in error.value.hint
+    form = form_of(read_model(path, dims={"samples": 16}), lambda samples: read_model(path, batch=samples))
+    assert form is not None
+    assert form.kind is LossKind.MIXED

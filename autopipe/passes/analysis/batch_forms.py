@@ -43,11 +43,14 @@ class LossKind(enum.Enum):
     SUM = "sum"
     MIXED = "mixed"
     """The losses of the parts do not determine the loss of the batch."""
+    UNKNOWN = "unknown"
+    """The graph does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossForm:
-    """The result of `loss_form`. `reason` says for a MIXED loss which node mixes samples, and how."""
+    """The result of `loss_form`. `reason` says for a MIXED loss which node mixes samples, and how; for an UNKNOWN loss
+    it says why the graph does not tell."""
 
     kind: LossKind
     reason: str = ""
@@ -61,6 +64,8 @@ class LossForm:
             return "a mean over samples: the losses of micro-batches are averaged"
         if self.kind is LossKind.MIXED:
             return f"not divisible into micro-batches: {self.reason}"
+        if self.kind is LossKind.UNKNOWN:
+            return f"not known to be divisible into micro-batches: {self.reason}"
         if self.divisor is not None:
             return f"a sum over samples, divided by {self.divisor}, to which the file fixes the batch"
         return "a sum over samples: the losses of micro-batches are added up"
@@ -136,8 +141,8 @@ _REPEATING = frozenset({"Expand", "Tile", "ConstantOfShape"})
 def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -> LossForm:
     """Return the form of the value `loss` of `graph`.
 
-    `graph` is for at least 2 samples. `other` is the graph of the same model for another number of samples, None if the
-    file fixes the number to `fixed`.
+    `graph` is for at least 2 samples. `other` is the graph of the same model for another number of samples, None if it
+    cannot be read for one. `fixed` is the number of samples to which the file fixes the batch, None if it is open.
     """
     found = _Forms(graph, other, fixed).of(loss)
     if found.base is _Base.MIXED:
@@ -342,10 +347,11 @@ class _Forms:
             return _mixed(node, f"divides by {bottom.text}")
         found = _product(node, [top, replace(bottom, degree=-bottom.degree, divisor=None)])
         is_sum = found.base in (_Base.TOTAL, _Base.EACH) and found.degree == 0 and found.divisor is None
-        if not is_sum or self._fixed is None or self._fixed < 2:
-            return found
         divisor = self._integer(names[1])
-        return found if divisor is None or divisor % self._fixed else replace(found, divisor=divisor)
+        if not is_sum or divisor is None or self._fixed is None or divisor % self._fixed:
+            return found
+        # Every integer is a multiple of one sample; only a division by 1 itself stands for a batch of one.
+        return found if self._fixed == 1 and divisor > 1 else replace(found, divisor=divisor)
 
     def _integer(self, name: str) -> int | None:
         """The constant `name` if it is one positive integer, else None."""

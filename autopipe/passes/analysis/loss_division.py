@@ -10,28 +10,35 @@ from autopipe.ir.problem import AVERAGED, LossDivision, Mode
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
 from autopipe.passes.batching import Batching
+from autopipe.passes.frontend.dimensions import fixes_samples
 from autopipe.passes.frontend.loss import LOSSES, leaves_out
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.read import mixing_nodes
 
+_INDIVISIBLE = (LossKind.MIXED, LossKind.UNKNOWN)
+"""Kinds of losses of a batch that the losses of its parts do not determine."""
 _SIZES = (2, 4)
 """Numbers of samples for which a model with an open batch is read, to see what depends on their number."""
+_UNREADABLE = f"the model cannot be read on {' and '.join(map(str, _SIZES))} samples"
 
 
 def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
     """Return how the loss of `model` depends on the losses of parts of a batch; None if no batch can be divided.
 
-    `read` returns the same model for another number of samples.
+    `read` returns the same model for another number of samples, even if its file fixes the batch to one sample.
     """
     if model.mode is not Mode.TRAIN or not model.loss or model.batch is None:
         return None
     if model.batch > 1:
         return loss_form(model.graph, model.loss, None, model.batch)
+    offered = () if model.source is None else model.source.graph.input
+    fixed = model.batch if fixes_samples(offered, model.graph.batch_axes) else None
     try:
         first, second = (read(size) for size in _SIZES)
-    except (ConfigurationError, ModelError):
-        return None  # The file fixes the batch to one sample, by its inputs or by shapes inside.
-    return loss_form(first.graph, first.loss, second.graph, None)
+    except (ConfigurationError, ModelError) as error:
+        message = error.message if not error.where else f"{error.where}: {error.message}"
+        return LossForm(LossKind.UNKNOWN, f"{_UNREADABLE}: {message}", fixed)
+    return loss_form(first.graph, first.loss, second.graph, fixed)
 
 
 def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: Batching) -> LossDivision:
@@ -44,7 +51,7 @@ def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: 
     if model.mode is not Mode.TRAIN:
         return AVERAGED
     if batching.micro_batches == 1:
-        return LossDivision(divisible=form is None or form.kind is not LossKind.MIXED)
+        return LossDivision(divisible=form is None or form.kind not in _INDIVISIBLE)
     if model.graph.has(COUNTED_LABELS):
         # The sum over labels and their number are added up, each by itself.
         if form is not None and form.kind is not LossKind.SUM and form.samples != batching.micro_batch_size:
@@ -58,18 +65,17 @@ def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: 
         return LossDivision(1.0 if normalize == "sum" else None, exact)
     if normalize == "sum":
         is_sum = form.kind is LossKind.SUM and form.divisor is None
-        return LossDivision(1.0, exact and is_sum, form.kind is not LossKind.MIXED)
+        return LossDivision(1.0, exact and is_sum, form.kind not in _INDIVISIBLE)
     if normalize == "micro_batches":
-        return LossDivision(None, exact and form.kind is LossKind.MEAN, form.kind is not LossKind.MIXED)
+        return LossDivision(None, exact and form.kind is LossKind.MEAN, form.kind not in _INDIVISIBLE)
     if form.kind is LossKind.MEAN:
         return LossDivision(None, exact)
     if form.kind is LossKind.SUM:
         weight = form.samples / batching.batch_size if form.divisor and form.samples else 1.0
         return LossDivision(weight, exact)
     if form.samples == batching.micro_batch_size:
-        return LossDivision(
-            None, exact=False, divisible=False
-        )  # The file itself says which samples a loss is computed from.
+        # The file itself says which samples a loss is computed from.
+        return LossDivision(None, exact=False, divisible=form.kind is LossKind.UNKNOWN)
     raise _not_divisible(form, model, batching)
 
 
@@ -83,12 +89,22 @@ def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
         return f"the loss {loss!r} is a sum divided by {form.divisor}; {steps} averages sums over as many, {fixed}"
     if form.kind is LossKind.SUM:
         return f"the loss {loss!r} is a sum over samples; {steps} adds up more samples than those {fixed}"
+    if form.kind is LossKind.UNKNOWN:
+        how = "loss.normalize: micro_batches says that this is right, sum adds them up"
+        return f"{form.reason}; the loss of {steps} is the mean of losses of the samples {fixed} ({how})"
     if form.kind is LossKind.MIXED:
         return f"{form.reason}; the loss of {steps} is the mean of losses of the samples {fixed}"
     return ""
 
 
 def _not_divisible(form: LossForm, model: Model, batching: Batching) -> InfeasibleError:
+    if form.kind is LossKind.UNKNOWN:
+        return InfeasibleError(
+            f"it is not known how the losses of {batching.micro_batches} "
+            f"{plural(batching.micro_batches, 'micro-batch')} make the loss {model.loss!r} of a batch of "
+            f"{batching.batch_size} {plural(batching.batch_size, 'sample')}: {form.reason}",
+            hint="loss.normalize: micro_batches, if the loss is a mean over samples, or sum, if it is a sum",
+        )
     message = (
         f"the losses of {batching.micro_batches} {plural(batching.micro_batches, 'micro-batch')} "
         f"do not give the loss {model.loss!r} of a batch of "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 import ast
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 
@@ -242,18 +242,24 @@ def bind_inputs(
     dims: Mapping[str, int],
     batch: int | None,
     stated_axes: Mapping[str, int | None],
+    opened: bool = False,
 ) -> Inputs:
     """Bind symbolic dimensions by `dims`, and those that count samples to `batch` where `dims` does not.
 
     The batch axis is axis 0 unless `stated_axes` says otherwise (None: the input carries no samples); an input whose
     axis 0 has extent one where another's has not is broadcast and carries none. Where an exporter fixed the batch,
-    its extent there is the graph's own batch and holds for symbolic batch axes too. Raises ConfigurationError for
+    its extent there is the graph's own batch and holds for symbolic batch axes too; with `opened` a batch of one sample
+    counts as not fixed. Raises ConfigurationError for
     unbound dimensions, all at once, ModelError where inputs disagree. A dimension that follows from others is bound by
     them: an expression over them, what an expression that is bound leaves open, and the length of a decoder's mask,
     that of its cache and its tokens.
     """
     symbols, shapes = dict(dims), {info.name: dimensions_of(info) for info in inputs}
     axes = _batch_axes(shapes, stated_axes, symbols)
+    if opened and batch and all(_extent(shapes[name][axis], symbols) in (1, None) for name, axis in axes.items()):
+        for name, axis in axes.items():
+            if shapes[name][axis] == 1:
+                shapes[name][axis] = batch
     fixed = (_extent(shapes[name][axis], symbols) for name, axis in axes.items())
     size = max((extent for extent in fixed if extent is not None), default=batch or 1)
     for name, axis in axes.items():
@@ -274,6 +280,12 @@ def bind_inputs(
                 hint=f"say which axis counts samples: model.batch_axes: {{{value.name}: null}} if none does",
             )
     return Inputs(values, tuple(axes.items()), symbols, size if axes else None)
+
+
+def fixes_samples(inputs: Iterable[onnx.ValueInfoProto], batch_axes: Iterable[tuple[str, int]]) -> bool:
+    """Return True if a file states a number of samples for one of its inputs."""
+    shapes = {info.name: dimensions_of(info) for info in inputs}
+    return any(isinstance(shapes[name][axis], int) for name, axis in batch_axes if name in shapes)
 
 
 def fixed_numbers(

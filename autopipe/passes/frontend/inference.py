@@ -219,6 +219,10 @@ RULES: dict[tuple[str, str], Rule] = {
 """By domain and operator."""
 
 
+class MisfitError(ModelError):
+    """Operands of a node whose shapes do not fit one another, or the node's attributes."""
+
+
 def told_by_rule(node: onnx.NodeProto, operands: Operands, where: str) -> tuple[Value | None, ...] | None:
     """Types of what a node writes, nameless, None where a result is absent; None where there is no rule for it.
 
@@ -231,7 +235,7 @@ def told_by_rule(node: onnx.NodeProto, operands: Operands, where: str) -> tuple[
         told = rule(operands, {each.name: each.i for each in node.attribute if each.i})
     except (ValueError, IndexError) as error:
         shapes = ", ".join(str(value.shape) for value in operands if value is not None)
-        raise ModelError(f"the shapes {shapes} do not fit: {error}", where=where) from error
+        raise MisfitError(f"the shapes {shapes} do not fit: {error}", where=where) from error
     results = itertools.zip_longest(node.output, told[: len(node.output)])
     return tuple(replace(value, name="") if name and value else None for name, value in results)
 
@@ -336,7 +340,7 @@ class Inference:
         except onnx.shape_inference.InferenceError as error:
             shapes = ", ".join(str(value.shape) for _, value, _ in known)
             reason = str(error).strip().splitlines()[-1].strip()
-            raise ModelError(f"the shapes {shapes} do not fit: {reason}", where=where) from error
+            raise MisfitError(f"the shapes {shapes} do not fit: {reason}", where=where) from error
         except onnx.checker.ValidationError as error:
             if any(value.dtype is DType.BFLOAT16 for _, value, _ in known):
                 return self._in_single(node, operands, where)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from autopipe.ir.batch import batch_axes_of, rebatched
-from autopipe.ir.errors import ModelError
+from autopipe.ir.errors import AutopipeError, ModelError
 from autopipe.ir.graph import Fill, Graph, Node
 from autopipe.ir.ops import operator_of, signature_of, spaces_of
 from autopipe.ir.problem import Mode, Scores, wanted_outputs
@@ -19,10 +19,18 @@ from autopipe.passes.frontend.cleanup import (
     without_idle_stops,
     without_unread,
 )
-from autopipe.passes.frontend.dimensions import Inputs, bind_inputs, bounds_of, by_symbol, fixed_numbers
+from autopipe.passes.frontend.dimensions import (
+    Inputs,
+    bind_inputs,
+    bounds_of,
+    by_symbol,
+    dimensions_of,
+    fixed_numbers,
+)
 from autopipe.passes.frontend.elements import DTYPES
 from autopipe.passes.frontend.fusion.cross_entropy import is_large, with_linear_losses
 from autopipe.passes.frontend.fusion.rules import fused
+from autopipe.passes.frontend.inference import MisfitError
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
 from autopipe.passes.frontend.loss import (
@@ -66,6 +74,7 @@ def read_model(
     trainable: tuple[str, ...] = (),
     with_unsupported: bool = False,
     scores: Scores | None = None,
+    opened: bool = False,
 ) -> Model:
     """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on `batch` samples.
 
@@ -79,22 +88,49 @@ def read_model(
     regular expressions after `re:`) are not trained, tensors whose names match `trainable` are, whatever else speaks
     against it. Operators without a row are refused, or listed in the result `with_unsupported`. `normalize` is
     `loss.normalize`. `scores` says whether the loss keeps its scores for backward or recomputes them, None leaves it to
-    the plan: the model keeps them and has the other form beside it if there is one to consider (`Model.other`). Raises
-    ModelError, naming file and node, for what cannot be read, and ConfigurationError for dimensions, batches and losses
-    that do not fit.
+    the plan: the model keeps them and has the other form beside it if there is one to consider (`Model.other`). With
+    `opened` the model is read on `batch` samples even if its file fixes the batch to one sample. Raises ModelError,
+    naming file and node, for what cannot be read, and ConfigurationError for dimensions, batches and losses that do not
+    fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
+    losses = loss, normalize, scores
+
+    def read(samples: int | None) -> Model:
+        asked = dims or {}, samples, batch_axes or {}, fixed_inputs or {}
+        return _read(source, asked, losses, mode, training, Chosen(trainable, frozen), opened)
+
     try:
         if source is not file:
             require_readable(source)
-        losses = loss, normalize, scores
-        asked = dims or {}, batch, batch_axes or {}, fixed_inputs or {}
-        model = _read(source, asked, losses, mode, training, Chosen(trainable, frozen))
+        try:
+            model = read(batch)
+        except MisfitError as error:
+            raise (error if batch is not None else _on_more_samples(source, error, read)) from error
         if model.unsupported and not with_unsupported:
             raise refusal(model.unsupported)
     except ModelError as error:
         raise located(error, source.path) from error
     return model
+
+
+_MORE_SAMPLES = (2, 16, 128)
+"""Numbers of samples on which a model is tried that cannot be read on one sample."""
+
+
+def _on_more_samples(source: Source, error: ModelError, read: Callable[[int], Model]) -> ModelError:
+    """Return the error of a model that cannot be read on one sample, with the samples on which it can be read."""
+    for samples in _MORE_SAMPLES:
+        try:
+            model = read(samples)
+        except AutopipeError:
+            continue
+        shapes = {info.name: dimensions_of(info) for info in source.graph.input}
+        names = [shapes[name][axis] for name, axis in model.graph.batch_axes if isinstance(shapes[name][axis], str)]
+        if model.batch == samples and names:
+            message = f"it cannot be read on 1 sample, as it can be on {samples}: {error.where}: {error.message}"
+            return ModelError(message, f"give the number of samples of an evaluation: --dim {names[0]}={samples}")
+    return error
 
 
 def _read(
@@ -104,6 +140,7 @@ def _read(
     mode: Mode | None,
     training: bool | None,
     chosen: Chosen,
+    opened: bool,
 ) -> Model:
     (dims, batch, batch_axes, fixed), (loss, normalize, scores) = asked, losses
     bounds, dims = bounds_of(source.nodes, dims)
@@ -118,7 +155,7 @@ def _read(
         return with_plain_gathers(interpret(source, tried, Weights(source, roles, chosen), numbers, bounds)[0])
 
     apart = told_apart(data, dims, batch_axes, followed)
-    inputs = bind_inputs(data, dims, batch, apart)
+    inputs = bind_inputs(data, dims, batch, apart, opened)
     weights = Weights(source, roles, chosen)
     interpreted, aliases = interpret(source, inputs, weights, numbers, bounds)
     chosen.require_matched()
