@@ -41,10 +41,10 @@ from autopipe.passes.explain import (
     is_quick,
     move_changes,
     node_report,
+    opened_request,
     split_changes,
     stage_changes,
     what_ifs,
-    with_open_degrees,
 )
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.placement.given import Given, NodeNames
@@ -443,7 +443,7 @@ def _what_would_help(planned: PlanResult, folder: Path, output: Output) -> list[
             request = request_of(doubled, planned.request.model)
         except AutopipeError as error:
             return [*helps, WhatIf(twice, again, refused=" ".join(error.message.split()))]
-        request = replace(request, strategy=with_open_degrees(planned).strategy)
+        request = replace(request, strategy=opened_request(planned).strategy)
         return [*helps, granted(planned, twice, request, again)]
 
 

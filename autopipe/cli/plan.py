@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,7 +84,7 @@ def plan(
         OutputFile(annotate, ONNX, (model,), force).check()
     request = request_of(configuration, model)
     if base is not None and before is not None:
-        _check_kept(base, before, configuration, request)
+        request = _keeping_placement(base, before, configuration, request)
     with output.progress("planning", total=len(names_of(request))) as bar:
         debug = bool(click.get_current_context().params["debug"])
         watcher = Watcher(output, bar, request, dump_after, debug)
@@ -167,12 +168,26 @@ _DECIDED = {
 """Keys that strategies read, and what decides instead where a placement is given."""
 
 
-def _check_kept(folder: Path, before: Plan, configuration: Configuration, request: Request) -> None:
-    """Raise ConfigurationError for a setting that the placement in `folder`, which is kept, cannot bear or use."""
+def _with_own_sizes(before: Plan, request: Request) -> Request:
+    """Return the request with the micro-batches of the plan `before` if its stages have micro-batches of their own.
+
+    The configuration of such a plan leaves the number of micro-batches open. A number that is asked for stays.
+    """
+    if not before.has_own_sizes or request.micro_batches is not None or request.micro_batch_size is not None:
+        return request
+    return replace(request, micro_batch_size=before.summary.micro_batch_size)
+
+
+def _keeping_placement(folder: Path, before: Plan, configuration: Configuration, request: Request) -> Request:
+    """Return the request with the micro-batches of the placement in `folder`, which is kept.
+
+    Raises ConfigurationError for a setting that contradicts the placement or that it has no use for.
+    """
     from autopipe.cli.plan_folder import check_editable
     from autopipe.configs.configuration import load_configuration
     from autopipe.passes.placement.given import Given
 
+    request = _with_own_sizes(before, request)
     strategy, summary, devices = request.strategy, before.summary, request.cluster.size
     size = request.micro_batch_size
     if size is None and request.batch_size is not None and request.micro_batches is not None:
@@ -193,6 +208,7 @@ def _check_kept(folder: Path, before: Plan, configuration: Configuration, reques
     for key, instead in _DECIDED.items():
         if getattr(configuration, key) != getattr(own, key):
             raise ConfigurationError(f"--from keeps the placement: {key} would change nothing", instead, key)
+    return request
 
 
 def annotate_model(planned: PlanResult, target: Path) -> list[tuple[str, str]]:

@@ -172,17 +172,17 @@ def _settled_loss(configuration: Configuration, planned: PlanResult) -> str | Lo
     return dataclasses.replace(loss, scores=scores.choice)
 
 
-def _settled_strategy(planned: PlanResult) -> Strategy | None:
-    """Return the strategy with the degrees of the plan in place of options that were left open."""
-    strategy, degrees = planned.request.strategy, planned.plan.summary.degrees
-    if degrees is None or not degrees.settled:
-        return strategy
-    return cast(Strategy, dataclasses.replace(cast(Any, strategy), **degrees.options))
-
-
 def effective(configuration: Configuration, planned: PlanResult) -> Configuration:
-    """The configuration with everything decided that the pipeline chose."""
+    """Return the configuration with every option that was open as the plan settles it.
+
+    The number of micro-batches stays open if it was and stages have micro-batches of their own sizes: a number would
+    give all stages one size.
+    """
+    from autopipe.passes.open_options import with_settled_options
+
     problem = planned.problem
+    strategy = planned.request.strategy
+    sizes_stay_open = planned.plan.has_own_sizes and configuration.micro_batches == "auto"
     return dataclasses.replace(
         configuration,
         model=dataclasses.replace(configuration.model, path=planned.plan.model),
@@ -192,9 +192,9 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
         cluster=configuration.cluster.settled(),
         gpus=problem.cluster.size,
         batch_size=problem.batch_size,
-        micro_batches=problem.micro_batches,
+        micro_batches="auto" if sizes_stay_open else problem.micro_batches,
         micro_batch_size=None,
         recompute=cast(Literal["none", "full", "auto"], problem.recompute),
-        strategy=choice_of(_settled_strategy(planned)),
+        strategy=choice_of(None if strategy is None else with_settled_options(strategy, planned.plan)),
         schedule=choice_of(planned.request.scheduler),
     )

@@ -67,7 +67,7 @@ class PlanDegrees:
         """Return the options of the strategy that were left open, with the values that give this plan."""
         width = max(self.groups)
         values = {"pipeline": self.pipeline, "data": width // self.tensor[1], "tensor": self.tensor[1]}
-        return {name: values[name] for name in self.settled}
+        return {name: values[name] for name in self.settled if name in values}
 
     @property
     def text(self) -> str:

@@ -130,11 +130,14 @@ class Placement:
     whose stages partition the graph's nodes. Where there are several (Chimera's two directions), each holds all nodes,
     and micro-batch m runs on pipeline m mod `pipelines`."""
 
-    written: ClassVar = ("stages", "notes")
+    written: ClassVar = ("stages", "notes", "options")
     stages: Annotated[tuple[Stage, ...], Filled]
     proof: SplitProof | None = field(default=None, compare=False)
     notes: Annotated[tuple[str, ...], Sparse()] = field(default=(), compare=False)
     """Remarks of the strategy on the model, a line each."""
+    options: Annotated[tuple[tuple[str, int | str], ...], Sparse()] = field(default=(), compare=False)
+    """Options of the strategy that were left open and that no degree of parallelism tells, with the values that give
+    this placement."""
 
     @property
     def devices(self) -> int:

@@ -282,9 +282,11 @@ def plan_form(plan: Plan) -> dict[str, Any]:
 
 @remembered(2)
 def plan_digest(plan: Plan) -> str:
-    """SHA-256 of what was decided and for which graph. Search times, what the strategy noted and the file's path do not
-    count."""
-    form = plan_form(dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, notes=())))
+    """SHA-256 of what was decided and for which graph.
+
+    Search times, the strategy's notes and options and the file's path do not count.
+    """
+    form = plan_form(dataclasses.replace(plan, placement=dataclasses.replace(plan.placement, notes=(), options=())))
     chosen = {key: form[key] for key in ("graph_digest", "mode", "batch_size", "placement", "predictions")}
     return hashlib.sha256((json.dumps(chosen, sort_keys=True) + plan.schedule.grid()).encode()).hexdigest()
 

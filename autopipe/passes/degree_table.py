@@ -20,7 +20,7 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import required_sizes, resolved_constraints
 from autopipe.passes.auto.candidates import Candidate, is_searched
 from autopipe.passes.degrees import DEGREES, plan_degrees
-from autopipe.passes.explain import with_open_degrees
+from autopipe.passes.explain import opened_request
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import (
     Placed,
@@ -153,7 +153,7 @@ class _Table:
         self._planned = planned
         self._runner = Runner()
         batch = planned.problem.batch_size
-        opened = replace(with_open_degrees(planned), batch_size=batch, micro_batches=None, micro_batch_size=None)
+        opened = replace(opened_request(planned), batch_size=batch, micro_batches=None, micro_batch_size=None)
         self._request = replace(opened, recompute="auto" if planned.problem.train else opened.recompute)
         self._plan_breakdown = planned.plan.breakdown
         self._searches: dict[tuple[Grid, bool, Scores | None, str | None], tuple[Request, Model, GridSearch]] = {}

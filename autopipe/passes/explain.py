@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from autopipe.ir.batch import rebatched
 from autopipe.ir.errors import REFUSALS, ConfigurationError, InfeasibleError
@@ -27,6 +26,7 @@ from autopipe.passes.analysis.operators import SampleAxes, exchanged_element_byt
 from autopipe.passes.cost.communication import relayout_seconds
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stage_work import StageWork, exchanges_of, stage_work
+from autopipe.passes.open_options import with_open_options
 from autopipe.passes.pipeline import (
     Placed,
     PlanResult,
@@ -142,13 +142,10 @@ class WhatIf:
     """Why there is no such step."""
 
 
-def with_open_degrees(planned: PlanResult) -> Request:
-    """Return the request of a plan with those degrees open that its strategy chose."""
-    request, degrees = planned.request, planned.plan.summary.degrees
-    if degrees is None or not degrees.settled:
-        return request
-    strategy, _ = strategy_and_scheduler(request)
-    return replace(request, strategy=replace(cast(Any, strategy), **dict.fromkeys(degrees.settled)))
+def opened_request(planned: PlanResult) -> Request:
+    """Return the request of a plan with those options open that its strategy chose."""
+    strategy, _ = strategy_and_scheduler(planned.request)
+    return replace(planned.request, strategy=with_open_options(strategy, planned.plan))
 
 
 def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
@@ -156,7 +153,7 @@ def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
 
     If stages are bound by the host, also fewer micro-batches, and hosts whose time does not count.
     """
-    request, problem = with_open_degrees(planned), planned.problem
+    request, problem = opened_request(planned), planned.problem
     cluster = request.cluster
     if request.memory_limit is None:
         roomy = tuple(replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices)

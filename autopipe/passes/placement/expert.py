@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
@@ -131,19 +131,25 @@ def _layers(graph: Graph, samples: SampleAxes) -> list[int]:
     return [layer - 1 for layer in found]
 
 
-def _tensor_parallel(problem: Problem, degree: int) -> Placement:
-    """One stage on all devices, in groups of `degree` neighbours that share layers; 0 takes the largest that does.
+def _largest_degree(problem: Problem) -> int:
+    """Return the number of devices of a node, at most all of them, that can share the most nodes of the graph.
 
-    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
-    section 3. The largest degree is that of a whole node, or less where more nodes of the graph can be shared so.
-    Raises InfeasibleError where `degree` does not divide the devices, or groups cannot share the samples.
+    Of equals the largest. Groups of as many devices share the samples of a micro-batch equally if any number allows it.
     """
     graph, devices = problem.graph, problem.cluster.size
-    if degree == 0:
-        within = [each for each in range(1, problem.cluster.devices_per_node + 1) if devices % each == 0]
-        degrees = [each for each in within if problem.micro_batch_size % (devices // each) == 0] or within[-1:]
-        degree = max(degrees, key=lambda each: (len(whole_group_splits(graph, devices // each, each)), each))
-    elif devices % degree:
+    within = [each for each in range(1, problem.cluster.devices_per_node + 1) if devices % each == 0]
+    degrees = [each for each in within if problem.micro_batch_size % (devices // each) == 0] or within[-1:]
+    return max(degrees, key=lambda each: (len(whole_group_splits(graph, devices // each, each)), each))
+
+
+def _tensor_parallel(problem: Problem, degree: int) -> Placement:
+    """Return one stage on all devices, in groups of `degree` neighbours that share layers.
+
+    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
+    section 3. Raises InfeasibleError if `degree` does not divide the devices, or if groups cannot share the samples.
+    """
+    graph, devices = problem.graph, problem.cluster.size
+    if devices % degree:
         raise InfeasibleError(
             f"{devices} {plural(devices, 'device')} cannot be parted into groups of {degree}", where="strategy.tensor"
         )
@@ -190,6 +196,7 @@ class Expert:
         Raises ConfigurationError for a constraint it does not fulfil, and InfeasibleError where devices cannot share
         the samples, `tensor` does not divide them, or memory does not hold the placement.
         """
+        settled: tuple[tuple[str, int], ...] = ()
         work: Counter[str] = Counter()
         for each in problem.work:
             work[each.kind] += int(each.forward_flops)
@@ -199,6 +206,8 @@ class Expert:
             check_samples(problem, problem.cluster.size, self.name)
             placement = _by_one_weird_trick(problem)
         else:
-            placement = _tensor_parallel(problem, self.tensor)
+            degree = self.tensor or _largest_degree(problem)
+            placement = _tensor_parallel(problem, degree)
+            settled = () if self.tensor else (("tensor", degree),)
         check_constraints_met(problem, placement, self.name)
-        return fitted(problem, placement)
+        return replace(fitted(problem, placement), options=settled)

@@ -258,7 +258,8 @@ class PipeDream:
         """The chain with the least estimated time of a step, or of its slowest stage. It uses all devices, or as many
         as it can where the operators or the samples are too few to share. Raises InfeasibleError where memory or the
         constraints allow no chain, ConfigurationError for constraints that it cannot follow."""
-        return best_order(problem, lambda ordered: best_size(ordered, lambda sized, _: self._answer(sized)))
+        found = best_order(problem, lambda ordered: best_size(ordered, lambda sized, _: self._answer(sized)))
+        return found if self.max_stages is not None else replace(found, options=(("max_stages", len(found.stages)),))
 
     def _answer(self, problem: Problem) -> tuple[Placement, float]:
         """The chain for the problem's micro-batches."""

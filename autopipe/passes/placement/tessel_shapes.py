@@ -486,9 +486,11 @@ class TesselShapes:
                 with suppress(InfeasibleError):
                     found = self._outline(problem, model, each, only_large=True)
                     with_chains_cut(problem, found, (math.inf,) * model.devices)
-                    outline = found
+                    outline, shape = found, each
                     break
-        return fitted(problem, with_chains_that_fit(problem, outline or self._outline(problem, model, shape)))
+        cut = with_chains_that_fit(problem, outline or self._outline(problem, model, shape))
+        placement = fitted(problem, cut)
+        return replace(placement, options=(("shape", shape),)) if self.shape.lower() == "auto" else placement
 
     def _outline(self, problem: Problem, model: CostedModel, shape: str, only_large: bool = False) -> Outline:
         if shape == "k":

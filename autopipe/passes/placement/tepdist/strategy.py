@@ -420,7 +420,11 @@ class TePDist:
     def run(self, problem: Problem) -> Placement:
         """The placement with the least simulated step. Raises InfeasibleError where memory holds none,
         ConfigurationError for constraints that cannot be followed."""
-        return best_order(problem, self._placed)
+        found = best_order(problem, self._placed)
+        count = len(found.stages)
+        # Only some kinds of devices may have a stage, and then the option can have no such value.
+        is_option = any(mesh.stages == count for mesh in meshes(problem.cluster))
+        return replace(found, options=(("stages", count),)) if self.stages is None and is_option else found
 
     def _placed(self, problem: Problem) -> Placement:
         resolved = resolved_constraints(problem, own_sizes=True)

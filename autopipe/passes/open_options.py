@@ -1,0 +1,37 @@
+"""Options of a strategy that a request leaves open, and the values that a plan settles them with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+from autopipe.ir.plan import Plan
+from autopipe.passes.registry import Strategy
+
+
+def with_settled_options(strategy: Strategy, plan: Plan) -> Strategy:
+    """Return the strategy with the values of its plan in place of options that are open."""
+    defaults = _defaults(strategy)
+    settled = {
+        name: value
+        for name, value in _settled(plan).items()
+        if name in defaults and getattr(strategy, name) == defaults[name]
+    }
+    return cast(Strategy, dataclasses.replace(cast(Any, strategy), **settled)) if settled else strategy
+
+
+def with_open_options(strategy: Strategy, plan: Plan) -> Strategy:
+    """Return the strategy with those options open that its plan settles."""
+    defaults = _defaults(strategy)
+    opened = {name: defaults[name] for name in _settled(plan) if name in defaults}
+    return cast(Strategy, dataclasses.replace(cast(Any, strategy), **opened)) if opened else strategy
+
+
+def _settled(plan: Plan) -> dict[str, int | str]:
+    degrees = plan.summary.degrees
+    return {**dict(plan.placement.options), **(degrees.options if degrees is not None else {})}
+
+
+def _defaults(strategy: Strategy) -> dict[str, Any]:
+    """Return the default of each option: the value that leaves it open if it can be open."""
+    return {field.name: field.default for field in dataclasses.fields(cast(Any, strategy))}
