@@ -85,8 +85,9 @@ def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     """Return the program with a `detach` of each value whose gradient the module stops, and with the dropout of
     attention.
 
-    The file of a `detach` names it in the metadata of a node; regions under `no_grad` and the `padding_idx` of an
-    embedding are not in a file. The exporter drops the probability of `scaled_dot_product_attention`.
+    The file of a `detach` names it in the metadata of a node; regions under `no_grad` are not in a file, and the
+    `padding_idx` of an embedding is only in a node's metadata. The exporter drops the probability of
+    `scaled_dot_product_attention`.
     """
     for node in list(program.graph.nodes):
         if node.op != "call_function":

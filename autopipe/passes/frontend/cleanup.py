@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -440,8 +440,8 @@ def without_dropout(graph: Graph) -> Graph:
 
 
 def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
-    """The graph without each StopGradient that stops none: no trained parameter is behind it, or nothing `trains`. The
-    graph itself if it has no such node."""
+    """The graph without each StopGradient that stops none: no trained parameter is behind it, or nothing `trains`; nor
+    a Where of a value and the same value stopped. The graph itself if it has no such node."""
     if not any(node.op == STOP_GRADIENT for node in graph.nodes):
         return graph
     # Values computed from trained parameters.
@@ -451,15 +451,28 @@ def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
     for node in graph.nodes:
         if not computed.isdisjoint(node.inputs):
             computed.update(node.outputs)
-        if node.op != STOP_GRADIENT or node.inputs[0] in computed:
-            kept.append(node)
-        elif node.outputs[0] in graph.outputs:
-            kept.append(Node(node.name, "Identity", node.inputs, node.outputs))
+        if node.op == STOP_GRADIENT and node.inputs[0] not in computed:
+            same = node.inputs[0]
+        elif node.op == "Where" and names and (chosen := _one_of_equals(graph, node, names)):
+            same = chosen
         else:
-            names[node.outputs[0]] = names.get(node.inputs[0], node.inputs[0])
+            kept.append(node)
+            continue
+        if node.outputs[0] in graph.outputs:
+            kept.append(Node(node.name, "Identity", (same,), node.outputs))
+        else:
+            names[node.outputs[0]] = names.get(same, same)
     if tuple(kept) == graph.nodes:
         return graph
-    return with_nodes(graph, (_reading(node, names) for node in kept))
+    return without_unread(with_nodes(graph, (_reading(node, names) for node in kept)))
+
+
+def _one_of_equals(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
+    """Return the value that a Where chooses from twice, with `names` read in other values' place; "" if the two differ
+    or the Where repeats the value."""
+    first, second = (names.get(each, each) for each in node.inputs[1:])
+    is_same = first == second and graph.type_of(first).shape == graph.type_of(node.outputs[0]).shape
+    return first if is_same else ""
 
 
 def _without_batch_statistics(graph: Graph) -> Graph:

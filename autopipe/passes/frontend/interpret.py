@@ -26,6 +26,7 @@ from autopipe.passes.frontend.elements import (
     array_of,
     attributes_of,
     dtype_of,
+    made_node,
     packed_value,
     renamed,
     shape_of,
@@ -47,6 +48,7 @@ from autopipe.passes.frontend.signature import (
     STATISTIC_SLOTS,
     estimates_variance,
     is_detach,
+    padding_row,
     stop_of,
     trains_statistics,
 )
@@ -215,7 +217,12 @@ def interpret(
     detached = detached_reads(source.nodes, weights.roles.signature)
     weights.unknown_detached = detached.unknown
     for node in _ranges_early(source.nodes, bounds):
-        _visit(sweep, _with_detached(sweep, node, detached))
+        read = _with_detached(sweep, node, detached)
+        row = padding_row(read) if weights.roles.frozen is None else None
+        if row is None:
+            _visit(sweep, read)
+        else:
+            _padded_lookup(sweep, read, row)
     for name in sweep.results:
         if name in selections:
             for node in selections.given(name):
@@ -360,6 +367,23 @@ def _detach(sweep: _Sweep, operand: str, result: str) -> None:
     sweep.types[result] = replace(sweep.types[operand], name=result)
     title = _unique(sweep, f"{result}/stop")
     sweep.nodes.append(Node(title, STOP_GRADIENT, (operand,), (result,), domain="autopipe"))
+
+
+def _padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
+    """Read a lookup that gives `row` of its table no gradient. `autopipe export` writes these operators itself."""
+    result = node.output[0]
+    rows, stopped, padding, is_padding, per_row, axis = (
+        f"{result}/{each}" for each in ("rows", "stopped", "padding", "is_padding", "per_row", "axis")
+    )
+    _visit(sweep, renamed(node, node.input, [rows]))
+    source = sweep.aliases.get(rows, rows)
+    indices = sweep.types[sweep.aliases.get(node.input[1], node.input[1])]
+    _detach(sweep, source, stopped)
+    sweep.hold(padding, np.array(row, indices.dtype.value), indices.dtype)
+    sweep.hold(axis, np.array([-1]), DType.INT64)
+    _visit(sweep, made_node(node, "Equal", [node.input[1], padding], [is_padding]))
+    _visit(sweep, made_node(node, "Unsqueeze", [is_padding, axis], [per_row]))
+    _visit(sweep, made_node(node, "Where", [per_row, stopped, rows], [result]))
 
 
 def _in_other_words(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> Iterable[onnx.NodeProto] | None:

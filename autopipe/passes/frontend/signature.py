@@ -23,6 +23,11 @@ KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 CALL = "pkg.torch.onnx.fx_node"
 """A node's metadata: the call of the traced program that it is a part of."""
 DETACH = re.compile(r"\[target=torch\.ops\.aten\.detach_?\.default\]")
+PADDED = re.compile(
+    r"\[target=torch\.ops\.aten\.embedding\.default\]\(args = \(%\w+, %\w+"
+    r"(?:, (?P<third>\d+)|.*kwargs = \{.*padding_idx: (?P<named>\d+))"
+)
+"""In a traced call: the row of an embedding's table that torch gives no gradient, not written if there is none."""
 TORCH_BATCH_NORM = re.compile(r"\[target=torch\.ops\.aten\.\w*batch_norm")
 SIGNED = re.compile(r"^(\w+): (PARAMETER|BUFFER) target='([^'\n]+)'( persistent=False)?", re.MULTILINE)
 ARGUMENT = re.compile(r"%([A-Za-z_]\w*)")
@@ -132,6 +137,15 @@ def trains_statistics(node: onnx.NodeProto) -> bool:
     """Return True if a node is a batch normalization in training."""
     trains = any(each.name == "training_mode" and each.i for each in node.attribute)
     return trains and node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx")
+
+
+def padding_row(node: onnx.NodeProto) -> int | None:
+    """Return the row of its table to which a lookup gives no gradient, as the traced call says (`padding_idx`); None if
+    there is none."""
+    if node.op_type != "Gather" or len(node.input) != 2:
+        return None
+    found = PADDED.search(arguments_of(node)[0])
+    return None if found is None else int(found["third"] or found["named"])
 
 
 def estimates_variance(node: onnx.NodeProto) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from autopipe.ir.errors import ModelError
 from autopipe.ir.problem import Mode
 from autopipe.passes.frontend import read_model
-from tests.passes.frontend.building import floats, model, node, saved
+from tests.passes.frontend.building import INT64, floats, model, node, saved
 
 CALL = "pkg.torch.onnx.fx_node"
 
@@ -50,6 +50,41 @@ def test_a_detach_that_stops_nothing_is_removed(mode: Mode, tmp_path: Path) -> N
     nodes = [node("MatMul", "x w", "h"), detach(source, "stopped"), node("Add", "stopped h", "y")]
     read = read_model(saved(with_loss(nodes, "y"), tmp_path), mode=mode)
     assert "StopGradient" not in [each.op for each in read.graph.nodes]
+
+
+def lookup(arguments: str) -> onnx.ModelProto:
+    """A lookup that torch's exporter writes for `embedding` with these arguments behind the table and the indices."""
+    found = node("Gather", "w indices", "rows")
+    text = f"%rows : [num_users=1] = call_function[target=torch.ops.aten.embedding.default](args = (%p_w, %x{arguments}"
+    found.metadata_props.add(key=CALL, value=text)
+    nodes = [found, node("ReduceMean", "rows", "loss", keepdims=0)]
+    return model(nodes, {"indices": (INT64, [2, 3])}, "loss", {"w": floats(4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stops"),
+    {
+        ", 3), kwargs = {})": True,
+        ", 0), kwargs = {})": True,
+        "), kwargs = {padding_idx: 3})": True,
+        "), kwargs = {})": False,
+        ", -1), kwargs = {})": False,
+        ", -1, True), kwargs = {})": False,
+    }.items(),
+)
+def test_the_padding_of_an_embedding_has_no_gradient(arguments: str, stops: bool, tmp_path: Path) -> None:
+    path = saved(lookup(arguments), tmp_path)
+    operators = [each.op for each in read_model(path).graph.nodes]
+    expected = ["StopGradient", "Equal", "Unsqueeze", "Where"] if stops else []
+    assert sorted(operators) == sorted(["Gather", *expected, "ReduceMean"])
+    plain = read_model(path, mode=Mode.INFER).graph
+    assert [each.op for each in plain.nodes] == ["Gather", "ReduceMean"]
+
+
+def test_a_file_that_states_its_stops_has_no_others(tmp_path: Path) -> None:
+    proto = lookup(", 3), kwargs = {})")
+    proto.metadata_props.add(key="autopipe.frozen", value="[]")
+    assert [each.op for each in read_model(saved(proto, tmp_path)).graph.nodes] == ["Gather", "ReduceMean"]
 
 
 def test_frozen_parameters_are_not_trained(tmp_path: Path) -> None:
