@@ -43,7 +43,8 @@ Much of what differs is lost while exporting: `dynamo=True` computes what depend
 normalization and drops biases of zeros. `torch.onnx.export(..., dynamo=True, optimize=False)` leaves all of it: so
 exported, ResNet, Swin v2, Gemma 2, RWKV and weight normalization match torch exactly (models that cut a tensor with
 `split` or `chunk` are then refused, as operators on sequences are not supported). An embedding's `padding_idx` stands
-in no file of `dynamo=False`: torch gives that row no gradient, here it has one wherever the padding's token is not masked.
+in no file of `dynamo=False`: torch gives that row no gradient, here it has one wherever the padding's token is not
+masked.
 
 **{equal} of {count} rows are equal**, {explained} differ for the reason that stands in the row, {wrong} are wrong.
 
