@@ -60,7 +60,8 @@ def placement_text(graph: Graph, placement: Placement, layers: Sequence[str] = (
     strategy = written(graph, placement, layers)
     forms = cast("list[dict[str, Any]]", encode(strategy)["placement"])
     stages = [_stage(form, placement.pipelines) for form in forms]
-    document = {"strategy": {"name": Given.name, "placement": stages}}
+    # The name comes last, so that a file without it is known to be cut short.
+    document = {"strategy": {"placement": stages, "name": Given.name}}
     text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=False)
     return _HEAD + (_with_layers(text, NodeNames(graph), strategy, layers) if layers else text)
 
@@ -117,8 +118,13 @@ _Dumper.add_representer(_Pairs, lambda to, value: to.represent_mapping("tag:yaml
 CONFIGURATION_FILE = "config.yaml"
 PLACEMENT_FILE = "placement.yaml"
 _OWNED = (CONFIGURATION_FILE, PLACEMENT_FILE, SCHEDULE_FILE, PLAN_FILE)
-_LAST_KEY: Final = keys(Configuration)[-1].path[0]
-"""The key that `dump_configuration` writes last."""
+_LAST_KEYS: Final = {CONFIGURATION_FILE: keys(Configuration)[-1].path[0], PLACEMENT_FILE: "strategy.name"}
+"""By file, the key that `plan` writes last."""
+_LAST_LINES: Final = {
+    CONFIGURATION_FILE: re.compile(rb"^%b\b" % _LAST_KEYS[CONFIGURATION_FILE].encode(), re.MULTILINE),
+    PLACEMENT_FILE: re.compile(rb"""(?:^\s*|[{,]\s*)["']?name["']?\s*:""", re.MULTILINE),
+}
+"""By file, what matches the key that `plan` writes last, wherever a person puts it."""
 _RESTORE: Final = "restore the file, or plan again"
 _SCRATCH = ".autopipe-plan-"
 """Beginning of the name of the folder in a plan folder where new files lie before they take the old ones' places."""
@@ -172,8 +178,9 @@ def check_editable(folder: Path) -> tuple[Path, Path]:
 def _check_ending(folder: Path) -> None:
     """Raise ConfigurationError if the configuration or the placement in `folder` was cut short after it was written.
 
-    A file that differs from the written one must end with a line break, and a configuration must have `_LAST_KEY`. A
-    configuration that was cut short could otherwise be valid: the keys that it lost would silently have their defaults.
+    A file that differs from the written one must end with a line break and have its key of `_LAST_KEYS`. Otherwise a
+    file that was cut short could be valid: keys of a configuration would silently have their defaults, and nodes of a
+    placement no splits.
     """
     own = read_seal(folder / PLAN_FILE)
     for path in (folder / CONFIGURATION_FILE, folder / PLACEMENT_FILE):
@@ -182,8 +189,8 @@ def _check_ending(folder: Path) -> None:
         content = path.read_bytes()
         if not content.endswith(b"\n"):
             raise ConfigurationError(f"{path} was cut short: it does not end with a line break", _RESTORE)
-        if path.name == CONFIGURATION_FILE and re.search(rb"(?m)^%b\b" % _LAST_KEY.encode(), content) is None:
-            message = f"{path} was cut short: `{_LAST_KEY}`, the last key that `plan` writes, is missing"
+        if _LAST_LINES[path.name].search(content) is None:
+            message = f"{path} was cut short: `{_LAST_KEYS[path.name]}`, the last key that `plan` writes, is missing"
             raise ConfigurationError(message, _RESTORE)
 
 

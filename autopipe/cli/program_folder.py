@@ -1,12 +1,36 @@
-"""The program folder that a command reads, with the ONNX file that its weights come from."""
+"""The program folder that a command reads, by itself or in a plan folder, and the ONNX file of its weights."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import FileSlice, VarintSlice
+from autopipe.ir.plan import PLAN_FILE, plan_digest, read_plan
+
+
+def program_in(folder: Path) -> Path:
+    """Return the program folder in the plan folder `folder`, or `folder` itself if it is no plan folder with a program.
+
+    Raises ConfigurationError if the plan cannot be read, or if the program is of an earlier plan.
+    """
+    from autopipe.cli.plan_folder import stale_program
+
+    program = folder / "program"
+    is_plan = (folder / PLAN_FILE).is_file() and not (folder / "manifest.json").is_file()
+    if not is_plan or not program.is_dir():
+        return folder
+    if stale_program(folder, plan_digest(read_plan(folder))) is not None:
+        raise other_plan(program, folder)
+    return program
+
+
+def other_plan(program: Path, folder: Path) -> ConfigurationError:
+    """Return the error that `program` is not the program of the plan in `folder`."""
+    hint = f"autopipe codegen {shlex.quote(str(folder))} writes it again"
+    return ConfigurationError(f"{program} is not the program of the plan in {folder}", hint)
 
 
 def open_program(folder: Path, model: Path | None, with_values: bool = True) -> Manifest:

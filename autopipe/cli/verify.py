@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import filecmp
 import math
-import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +35,8 @@ from autopipe.cli.launch import COMPILE, DATA, SEED
 from autopipe.cli.options import MODEL, PATH, flag_words, standard_options
 from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan
-from autopipe.cli.program_folder import open_program
-from autopipe.ir.errors import AutopipeError, ConfigurationError, ModelError, VerificationError
+from autopipe.cli.program_folder import open_program, other_plan, program_in
+from autopipe.ir.errors import AutopipeError, ModelError, VerificationError
 from autopipe.ir.graph import DType, Initializer
 from autopipe.ir.layout import whole
 from autopipe.ir.output_files import scratch_folder
@@ -74,6 +73,8 @@ def verify(
 ) -> None:
     """Check that the ranks of PROGRAM compute what one device computes.
 
+    PROGRAM is the folder of a program, or that of a plan with its program.
+
     Training: the loss, every gradient and every buffer of one step, and the parameters after two updates. Inference:
     every output.
     Then the forward of one device against ONNX Runtime on the model as it was given. A difference that ONNX Runtime's
@@ -81,9 +82,10 @@ def verify(
 
     \b
     Example:
-      autopipe verify gpt.plan/program --device cpu
+      autopipe verify gpt.plan --device cpu
       autopipe verify gpt.plan/program --static
     """
+    program = program_in(program)
     if static:
         check_static(program, model, output)
         return
@@ -527,8 +529,7 @@ def check_static(program: Path, model: Path | None, output: Output) -> None:
         planned = open_plan(folder, model or manifest.model)  # Its schedule is checked when it is read.
         bar.advance(note="schedule")
         if planned.digest != manifest.plan:
-            hint = f"autopipe codegen {shlex.quote(str(folder))} writes it again"
-            raise ConfigurationError(f"{program} is not the program of the plan in {folder}", hint)
+            raise other_plan(program, folder)
         made = Path(scratch) / "program"
         # Where the program was generated, its model may have been elsewhere.
         planned = replace(planned, plan=replace(planned.plan, model=str(manifest.model)))

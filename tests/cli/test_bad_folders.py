@@ -242,9 +242,14 @@ def test_a_program_whose_manifest_is_damaged(here: CommandLine, content: bytes) 
 
 
 def test_programs_that_are_none(here: CommandLine) -> None:
-    for command in ("launch", "verify"):
-        for folder in ("gone", PLAN, MODEL):
+    def refused(command: str, *folders: object) -> None:
+        for folder in folders:
             here.refuses(2, (command, folder), str(folder), "is not a program folder", "autopipe codegen")
+
+    refused("launch", "gone", MODEL, PLAN)
+    refused("verify", "gone", MODEL)
+    shutil.rmtree(PROGRAM)
+    refused("verify", PLAN)
 
 
 @pytest.mark.parametrize(

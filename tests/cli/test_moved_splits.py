@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+import yaml
 
 from autopipe.cli.plan_folder import open_plan, placement_text
 from autopipe.cli.request import chosen_strategy
@@ -109,6 +110,44 @@ def test_a_layer_of_a_split_plan_moves_by_its_line(command_line: CommandLine, de
         kept = before.plan.placement.stages[own[node]].splits_of(node)
         assert after.plan.placement.stages[stage].splits_of(node) == kept
     command_line.done("codegen", "q", "-q")
+
+
+@pytest.fixture
+def split_plan(command_line: CommandLine) -> Path:
+    """The placement of a plan whose stages split their nodes."""
+    build(configure("gpt", GPT | {"layers": "2"})).save(command_line.folder / "gpt.onnx")
+    degrees = ("--set=strategy.pipeline=2", "--set=strategy.data=1", "--set=strategy.tensor=2")
+    batch = ("--batch-size", 8, "--micro-batches", 4, "--schedule", "1f1b")
+    command_line.done("plan", "gpt.onnx", "--gpus", 4, "--cluster", "a100-80gb", "--strategy", "grid", *degrees,
+                      *batch, "-o", "p", "-q")  # fmt: skip
+    return Path("p/placement.yaml")
+
+
+def test_a_file_that_was_cut_short_at_a_line_is_no_other_placement(command_line: CommandLine, split_plan: Path) -> None:
+    """Without its last entries of `splits` it would be one with fewer splits."""
+    lines = split_plan.read_text().splitlines(keepends=True)
+    assert lines[-1] == "  name: given\n"
+    begin = next(number for number, line in enumerate(lines) if line == "    splits:\n")
+    for end in (0, *range(begin, len(lines))):
+        split_plan.write_text("".join(lines[:end]))
+        shown = command_line.run("plan", "--from", "p", "-q", "-o", "q")
+        message = f"{split_plan} was cut short: `strategy.name`, the last key that `plan` writes, is missing"
+        ending = f"{split_plan} was cut short: it does not end with a line break"
+        assert shown.code == 2
+        assert (message if end else ending) in shown.err
+        assert not Path("q").exists()
+
+
+def test_the_name_may_stand_anywhere(command_line: CommandLine, split_plan: Path) -> None:
+    """A person, or a program that sorts keys, may write the file in another order and style."""
+    stages = open_plan(Path("p")).plan.placement.stages
+    text = split_plan.read_text()
+    first = text.replace("  name: given\n", "").replace("strategy:\n", "strategy:\n  name: given\n")
+    document = yaml.safe_load(text)
+    for form in (first, yaml.safe_dump(document), yaml.safe_dump(document, default_flow_style=True), text + "# mine\n"):
+        split_plan.write_text(form)
+        command_line.done("plan", "--from", "p", "-q", "-o", "q", "--force")
+        assert open_plan(Path("q")).plan.placement.stages == stages
 
 
 def test_layers_of_an_export_are_named(tmp_path: Path) -> None:

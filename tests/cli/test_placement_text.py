@@ -66,7 +66,6 @@ def layered() -> tuple[Problem, Placement]:
 
 LAYERED = """\
 strategy:
-  name: given
   placement:
   - devices: [3, 1]
     micro_batch_size: 8
@@ -90,6 +89,7 @@ strategy:
     - /layers.4/*
     - /layers.5/*
     splits: []
+  name: given
 """
 
 

@@ -63,9 +63,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["plan", str(folder / "gpt.onnx"), *map(str, words), "-q", "-o", str(folder / "one")]) == 0
     placement = folder / "one/placement.yaml"
     first, late, rest = placement.read_text().partition("    - /layers.2/*\n")
-    nodes, key, splits = rest.partition("    splits:\n")
+    nodes, key, end = rest.partition("    splits:\n")
+    splits, name, _ = end.partition("  name: given\n")
     head = "  - devices: [2, 3]\n    micro_batch_size: 2\n    recompute: false\n    nodes:\n"
-    placement.write_text(first + key + splits + head + late + nodes + key + splits)
+    placement.write_text(first + key + splits + head + late + nodes + key + splits + name)
     assert main(["plan", "--from", str(folder / "one"), "-q", "-o", str(folder / "two")]) == 0
     return folder
 

@@ -51,6 +51,24 @@ def test_what_is_proven(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found == {"tasks": 16, "channels": found["channels"], "files": files, "edited": []}
 
 
+def test_a_plan_folder_stands_for_its_program(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, of_program, _ = checked(plan, capsys)
+    assert main(["verify", str(plan), "--static", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == of_program
+
+
+def test_a_plan_folder_with_the_program_of_an_earlier_plan(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = plan / "program" / "manifest.json"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(json.dumps({**json.loads(text), "plan": "0" * 64}), encoding="utf-8")
+    for words in (("--static",), ("--device", "cpu")):
+        assert main(["verify", str(plan), *words]) == 2
+        error, hint = capsys.readouterr().err.splitlines()
+        assert f"{plan / 'program'} is not the program of the plan in {plan}" in error
+        assert f"autopipe codegen {plan} writes it again" in hint
+    path.write_text(text, encoding="utf-8")
+
+
 def test_edited_files_are_named(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stage = plan / "program" / "stage_00.py"
     text = stage.read_text(encoding="utf-8")

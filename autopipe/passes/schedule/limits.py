@@ -71,17 +71,41 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline | St
 
 
 def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) -> float:
-    """Seconds below which no schedule of this placement's work can be. The longest way of one micro-batch, and each
-    device's computation between the earliest start and the least that follows; where backwards can be split, what
-    follows is what their first halves need, and splitting costs nothing here, since whole ones do without. The update
-    comes after."""
+    """Return the seconds that a step takes at least under any schedule of this placement.
+
+    The bound is the maximum of the critical path of one micro-batch and, for each device, its computation between the
+    earliest start and the minimum that follows. If backwards can be split, only their first halves count in what
+    follows, and splitting takes no time. The update comes after that. If there are fewer micro-batches than pipelines,
+    only the pipelines that have one count.
+    """
     stages = StageGraph.of(problem, placement)
+    end_s = least_end(stages, prediction)
     units = problem.micro_batches // stages.pipeline_count
     if not units:
-        return 0.0
+        units = 1
+        stages, prediction = _first_pipelines(stages, prediction, problem.micro_batches)
     free = replace(prediction, stages=tuple(replace(each, split_s=0.0) for each in prediction.stages))
     blocks = stage_blocks(stages, free, problem.train, _TICK_S, split=problem.train, up=False)
-    return makespan_bound(blocks.graph, units) * _TICK_S + least_end(stages, prediction)
+    return makespan_bound(blocks.graph, units) * _TICK_S + end_s
+
+
+def _first_pipelines(stages: StageGraph, prediction: Prediction, count: int) -> tuple[StageGraph, Prediction]:
+    """Return (graph, prediction): the stages of the first `count` pipelines alone, and what is predicted of them."""
+    kept = [stage for stage, pipeline in enumerate(stages.pipelines) if pipeline < count]
+    renumbered = {stage: position for position, stage in enumerate(kept)}
+    graph = replace(
+        stages,
+        stage_devices=tuple(stages.stage_devices[stage] for stage in kept),
+        edges=tuple((renumbered[one], renumbered[other]) for one, other in stages.edges if one in renumbered),
+        pipelines=tuple(stages.pipelines[stage] for stage in kept),
+        ratios=tuple(stages.ratios[stage] for stage in kept) if stages.ratios else (),
+    )
+    messages = (
+        replace(each, source_stage=renumbered[each.source_stage], target_stage=renumbered[each.target_stage])
+        for each in prediction.messages
+        if each.source_stage in renumbered
+    )
+    return graph, Prediction(tuple(prediction.stages[stage] for stage in kept), tuple(messages))
 
 
 def least_end(stages: StageGraph, prediction: Prediction) -> float:

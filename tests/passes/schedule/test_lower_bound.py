@@ -1,0 +1,47 @@
+"""Lower bounds of placements with fewer micro-batches than pipelines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopipe.ir.placement import Placement
+from autopipe.ir.problem import Problem
+from autopipe.ir.schedule import StageGraph
+from autopipe.passes.placement.tessel_shapes import TesselShapes
+from autopipe.passes.schedule.limits import least_end, lower_bound
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
+from autopipe.passes.schedule.simulate import simulate
+from tests.passes.cost.graphs import cluster, perceptron, problem
+
+
+def of_micro_batches(count: int) -> Problem:
+    graph = perceptron([64] * 9)
+    return replace(problem(graph, cluster(4)), batch_size=8 * count, micro_batches=count)
+
+
+def work_s(posed: Problem, placement: Placement) -> float:
+    """Lower bound of a step without its end."""
+    prediction = predict(posed, placement)
+    end_s = least_end(StageGraph.of(posed, placement), prediction)
+    return lower_bound(posed, placement, prediction) - end_s
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_no_step_of_two_pipelines_is_shorter(count: int) -> None:
+    posed = of_micro_batches(count)
+    placement = TesselShapes("x").run(posed)
+    prediction = predict(posed, placement)
+    schedule = KForwardsKBackwards().run(posed, placement)
+    step_s = simulate(schedule, StageGraph.of(posed, placement).stage_devices, prediction).end
+    assert 0.5 * step_s < lower_bound(posed, placement, prediction) <= step_s * (1 + 1e-9)
+
+
+def test_one_micro_batch_runs_on_the_first_pipeline_alone() -> None:
+    posed = of_micro_batches(1)
+    both = TesselShapes("x").run(posed)
+    first = Placement(tuple(stage for stage in both.stages if stage.pipeline == 0))
+    assert work_s(posed, both) == pytest.approx(work_s(posed, first), rel=1e-9)
+    assert work_s(posed, both) > 0
