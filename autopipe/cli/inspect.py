@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autopipe.cli.options import PATH, model_options, standard_options
 from autopipe.cli.output import Output, Verbosity, facts_table
-from autopipe.cli.plan_text import trained_lines
+from autopipe.cli.plan_text import gradient_lines, trained_lines
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage, VarintSlice
 from autopipe.ir.problem import Mode
@@ -107,6 +107,7 @@ def _data(
             }
             for each in model.tensors
         ],
+        "unrecorded": list(model.unrecorded),
         "nodes_before": model.nodes_before,
         "nodes": len(graph.nodes),
         "operators": operators(graph),
@@ -175,6 +176,7 @@ def _rows(
     )
     yield "parameters", f"{elements:,} in {len(trained):,} {plural(len(trained), 'tensor')}, {_bytes(size)}{rest}"
     yield from trained_lines(model.tensors, every)
+    yield from gradient_lines(model)
     begins = [f"{count:,} {how}" for how, count in initial_values(graph).items()]
     rest = f", and {len(begins) - _MOST} more ways" if len(begins) > _MOST else ""
     yield "initial values", (", ".join(begins[:_MOST]) or "none") + rest

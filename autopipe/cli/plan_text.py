@@ -23,11 +23,12 @@ from autopipe.cli.output import (
 )
 from autopipe.ir.codec import encode
 from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each, plan_digest
+from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
 from autopipe.ir.words import bytes_text
 
 if TYPE_CHECKING:
-    from autopipe.passes.frontend.model import Tensor
+    from autopipe.passes.frontend.model import Model, Tensor
     from autopipe.passes.pipeline import PlanResult, Request
 
 
@@ -149,6 +150,13 @@ def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str,
         yield word, f"{each.value.name!r} {shape}, {each.value.elements:,}: {each.why}"
 
 
+def gradient_lines(model: Model) -> Iterator[tuple[str, str]]:
+    """Yield a word and a text if the file cannot tell where the module that it came from stops gradients."""
+    if model.mode is Mode.TRAIN and model.unrecorded:
+        listed = ", ".join(model.unrecorded)
+        yield "gradients", f"unknown if the module stops any: the file records no {listed} (autopipe export does)"
+
+
 def _reasons(tensors: Sequence[Tensor]) -> str:
     reasons: Counter[str] = Counter()
     for each in tensors:
@@ -221,6 +229,7 @@ def plan_screen(
     ]
     if problem.train and every:
         before += [f"{word}: {text}" for word, text in trained_lines(planned.model.tensors, every)]
+        before += [f"{word}: {text}" for word, text in gradient_lines(planned.model)]
     elif problem.train:
         before += trained_summary(planned.model.tensors)
     if problem.train:

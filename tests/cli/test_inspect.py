@@ -134,6 +134,36 @@ def test_what_is_trained_is_said_in_three_lines_at_most_and_whole_when_asked(lay
     }  # fmt: skip
 
 
+SIGNATURE = "# inputs\np_enc_w: PARAMETER target='enc.w'\np_dec_w: PARAMETER target='dec.w'\nx: USER_INPUT\n"
+
+
+RECORDS = {
+    "torch's older exporter": ("pytorch", False, False, ["detach", "padding_idx", "no_grad", "requires_grad=False"]),
+    "torch's newer exporter": ("pytorch", True, False, ["no_grad", "requires_grad=False"]),
+    "autopipe export": ("pytorch", True, True, []),
+    "another program": ("", False, False, []),
+}
+"""By the writer of a file: its producer, whether it has a signature and a list of frozen parameters, and what it does
+not record of a module's gradients."""
+
+
+@pytest.mark.parametrize(("producer", "signed", "frozen", "unrecorded"), RECORDS.values(), ids=RECORDS)
+def test_what_a_file_does_not_record_of_gradients_is_said(
+    producer: str, signed: bool, frozen: bool, unrecorded: list[str], layers: Path
+) -> None:
+    proto = onnx.load(layers)
+    proto.producer_name = producer
+    if signed:
+        proto.metadata_props.add(key="pkg.torch.export.ExportedProgram.graph_signature", value=SIGNATURE)
+    if frozen:
+        proto.metadata_props.add(key="autopipe.frozen", value="[]")
+    onnx.save(proto, layers)
+    assert json.loads(run(str(layers), "--json"))["unrecorded"] == unrecorded
+    text = " ".join(run(str(layers)).split())
+    assert ("gradients unknown" in text) == bool(unrecorded)
+    assert f"the file records no {', '.join(unrecorded)} (autopipe export does)" in text or not unrecorded
+
+
 def test_inspect_imports_no_solver_and_nothing_that_runs_models(tmp_path: Path) -> None:
     """The model has heavy branches side by side, which `inspect` looks for."""
     path = saved(towers(2, 3), tmp_path)

@@ -60,6 +60,8 @@ BESIDE = (("Exp", 0), ("Resize", 0))
 """Operands by which scales of similarities and tables that are resized are known."""
 STATED = "autopipe.parameters"
 """Key of a file's metadata: a JSON list of the names of all tensors that are trained."""
+UNRECORDED = ("no_grad", "requires_grad=False")
+"""What no exporter of torch's records of a module's gradients."""
 FROZEN = "autopipe.frozen"
 """Key of a file's metadata: a JSON list of the names of the parameters that are not trained. `autopipe export` lists
 those whose `requires_grad` is False."""
@@ -115,6 +117,13 @@ class Roles:
     """For each operand of `BESIDE` the modules that read a folded tensor there; none in files that are not torch's."""
     samples: frozenset[int]
     """The first extents of the inputs, where the file fixes them."""
+
+    @property
+    def unrecorded(self) -> tuple[str, ...]:
+        """What torch offers to keep gradients from flowing and a file of its exporters does not record."""
+        if not self.from_torch or self.stated is not None or self.frozen is not None:
+            return ()
+        return UNRECORDED if self.signature else ("detach", "padding_idx", *UNRECORDED)
 
     def role(self, value: Value, numbers: Numbers, in_node: bool = False) -> Role:
         """The role of a tensor of the file; `in_node` is one that a Constant node holds."""

@@ -211,6 +211,7 @@ def _read(
         aliases=aliases,
         tensors=tensors,
         unknown_detached=weights.unknown_detached,
+        unrecorded=roles.unrecorded,
     )
     return model.with_scores(scores or "keep")
 
