@@ -32,7 +32,7 @@ from autopipe.ir.plan import Breakdown, Plan, Summary, plan_digest
 from autopipe.ir.timeline import Timeline
 from autopipe.ir.words import bytes_text, plural
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.pipeline import read_for
+from autopipe.passes.pipeline import read_planned
 from autopipe.passes.placement.given import NodeEntry, NodeNames, degrees_of, entries_of, layer_globs, role_globs
 
 
@@ -261,7 +261,7 @@ def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
                 if len(plans) > 1:
                     configuration = replace(load_configuration(each.folder / CONFIGURATION_FILE), costs="roofline")
                     request = request_of(configuration, Path(plan.model))
-                    graph = read_for(request, plan.summary.micro_batch_size).graph
+                    graph = read_planned(request, plan).graph
                     graphs[key] = graph if graph.digest() == plan.graph_digest else None
         before, after = graphs[first.model, first.graph_digest], graphs[key]
         orders = plan.schedule.tasks != first.schedule.tasks

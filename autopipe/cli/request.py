@@ -164,7 +164,7 @@ def wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:
 
 def _settled_loss(configuration: Configuration, planned: PlanResult) -> str | Loss | None:
     """Return the loss with the output that the model has and the form of scores that the plan has."""
-    loss, scores = configuration.loss or planned.problem.loss, planned.plan.summary.scores
+    loss, scores = configuration.loss or planned.model.loss or None, planned.plan.summary.scores
     if scores is None:
         return loss
     if not isinstance(loss, Loss):

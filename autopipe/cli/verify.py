@@ -37,7 +37,7 @@ from autopipe.cli.output import Output
 from autopipe.cli.plan_folder import open_plan
 from autopipe.cli.program_folder import open_program, other_plan, program_in
 from autopipe.ir.errors import AutopipeError, ModelError, VerificationError
-from autopipe.ir.graph import DType, Initializer
+from autopipe.ir.graph import COUNTED_LABELS, DType, Initializer
 from autopipe.ir.layout import whole
 from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.program import FORWARD, REFERENCE
@@ -250,6 +250,9 @@ class Verification:
         together = {
             name: array if axes[name] is not None else self._of_step(name, array) for name, array in ours.items()
         }
+        divided = self.manifest.loss_division.divided
+        if divided and self._is_checked_whole(forward):
+            together[divided] = self._divided(together, together[divided].dtype)
         yield self._reference_check(forward, together)
         advance()
 
@@ -260,9 +263,16 @@ class Verification:
         """
         average = np.asarray(np.mean(parts, axis=0))
         weight = self.manifest.loss_division.weight
-        if name != self.manifest.loss or weight is None:
+        if name not in (self.manifest.loss, COUNTED_LABELS) or weight is None:
             return average
         return np.asarray(average * (weight * len(parts)), average.dtype)
+
+    def _divided(self, totals: Mapping[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
+        """Return the loss of a step whose micro-batches give totals, from these."""
+        division, total = self.manifest.loss_division, float(totals[str(self.manifest.loss)])
+        if self.manifest.counts_labels:
+            total /= division.divisor(float(totals[COUNTED_LABELS]))
+        return np.asarray(division.loss(total), dtype)
 
     def _is_checked_whole(self, forward: Manifest) -> bool:
         """True if the loss of a step is that of its whole batch, and the only output without samples.
@@ -270,7 +280,10 @@ class Verification:
         Other outputs without samples are averaged over micro-batches, whatever they are.
         """
         single = {entry.value.name for entry in forward.outputs if entry.batch_axis is None}
-        return self.manifest.train and self.manifest.loss_division.exact and single == {self.manifest.loss}
+        division, loss = self.manifest.loss_division, {self.manifest.loss}
+        if division.divided:
+            loss |= {division.divided, COUNTED_LABELS} if self.manifest.counts_labels else {division.divided}
+        return self.manifest.train and division.exact and single == loss
 
     def first_difference(self, references: Collection[str]) -> str:
         """The first value of forward in which the ranks differ from one device, or one device from ONNX Runtime, by

@@ -187,6 +187,25 @@ class LossDivision:
     divisible: Annotated[bool, Sparse()] = True
     """False if the loss of a batch does not follow from those of its parts. A validation then takes whole batches
     only."""
+    divided: Annotated[str, Sparse()] = ""
+    """The model's loss if micro-batches give totals that the loss of the step is computed from: a dividend as the loss
+    of the program, and as counted labels a divisor, if there is one. "" if the program has the loss of the model."""
+    added: Annotated[float, Sparse()] = 0.0
+    """Number that is added to the divisor of a step."""
+    minimum: Annotated[float | None, Sparse()] = None
+    """Least divisor of a step."""
+    root: Annotated[bool, Sparse()] = False
+    """True if the loss of a step is the square root of what follows from its micro-batches."""
+
+    def divisor(self, total: float) -> float:
+        """Return the divisor of a step whose micro-batches have divisors of this weighted sum."""
+        return max(total + self.added, -math.inf if self.minimum is None else self.minimum)
+
+    def loss(self, total: float) -> float:
+        """Return the loss of a step, given the weighted sum of the losses of its micro-batches."""
+        if not self.root:
+            return total
+        return math.sqrt(total) if total >= 0 else math.nan
 
 
 AVERAGED = LossDivision()

@@ -33,7 +33,7 @@ from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind
 from autopipe.passes.analysis.joined_samples import joining_node
-from autopipe.passes.analysis.loss_division import divided_loss, form_of, note_on
+from autopipe.passes.analysis.loss_division import divided_loss, form_of, in_totals, note_on, trained_loss
 from autopipe.passes.analysis.micro_batches import check_portions
 from autopipe.passes.analysis.training import check_groups, check_padding
 from autopipe.passes.annotations import annotated_constraints
@@ -123,8 +123,10 @@ class Runner:
         self.observer = observer or Observer()
         self.models: dict[int | None, Model] = {}
         """By the samples of an evaluation; under None on as many as the file fixes, else on one."""
-        self.work: dict[tuple[int | None, Scores], tuple[Work, ...]] = {}
-        """Costs of the nodes of each of those, by how its losses have their scores."""
+        self.totals: dict[tuple[int | None, Scores], Model] = {}
+        """Models of which micro-batches give totals, by their samples and by how their losses have their scores."""
+        self.work: dict[tuple[int | None, Scores, str], tuple[Work, ...]] = {}
+        """Costs of the nodes of each model, by how its losses have their scores, and by the loss that is divided."""
         self.loss_forms: dict[str, LossForm | None] = {}
         """How the loss, by name, depends on the losses of parts of a batch."""
         self.problems: dict[Hashable, Problem] = {}
@@ -446,15 +448,16 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
     if model.batch not in (None, batching.micro_batch_size):
         size = batching.micro_batch_size
         model = read(request, runner, size, model.source)
+    division, divided = _loss_division(request, model, batching, runner)
+    model = _in_totals(request, model, division, batching, runner)
     updates = request.optimizer, request.lr_scheduler, request.training
     settled = *updates, request.precision, request.recompute, request.memory_limit, request.constraints
     key = batching, *settled, request.compiled, request.time_limit, request.solver, request.seed, model.scores
     if key not in runner.problems:
-        form = size, model.scores
+        form = size, model.scores, division.divided
         if form not in runner.work:
             runner.work[form] = runner.run("cost", lambda: _work(request, model))
-        division, batching = _loss_division(request, model, batching, runner)
-        runner.problems[key] = _problem(request, model, batching, runner.work[form], division)
+        runner.problems[key] = _problem(request, model, divided, runner.work[form], division)
     note = "" if request.normalize != "auto" else note_on(runner.loss_forms.get(model.loss), model.loss, batching)
     return replace(model, warnings=(*model.warnings, note)) if note else model, runner.problems[key]
 
@@ -500,6 +503,16 @@ def _loss_division(request: Request, model: Model, batching: Batching, runner: R
     return divided_loss(form, model, request.normalize, batching), batching
 
 
+def _in_totals(request: Request, model: Model, division: LossDivision, batching: Batching, runner: Runner) -> Model:
+    """Return the model of which micro-batches give totals, if the loss of the step is divided by one."""
+    if not division.divided:
+        return model
+    key = model.batch, model.scores
+    if key not in runner.totals:
+        runner.totals[key] = in_totals(model, runner.loss_forms[model.loss], batching)
+    return runner.totals[key]
+
+
 def _problem(
     request: Request, model: Model, batching: Batching, work: tuple[Work, ...], division: LossDivision
 ) -> Problem:
@@ -510,7 +523,7 @@ def _problem(
         batch_size=batching.batch_size,
         micro_batches=batching.micro_batches,
         mode=model.mode,
-        loss=model.loss or None,
+        loss=trained_loss(model, division) or None,
         optimizer=_optimizer(request, model.graph),
         lr_scheduler=request.lr_scheduler,
         training=request.training,
@@ -696,12 +709,22 @@ def assemble_plan(request: Request, placed: Placed, scheduled: Scheduled, runner
     return PlanResult(plan, problem, timeline, placed.model, request)
 
 
+def read_planned(request: Request, plan: Plan) -> Model:
+    """Return the model of a plan, on its micro-batches. Raises as `read_for`, and InfeasibleError if the loss of the
+    model is no longer divided as the plan says."""
+    model = read_for(request, plan.summary.micro_batch_size)
+    if not plan.loss_division.divided:
+        return model
+    form = form_of(model, lambda size: read_for(request, size, model.source, opened=True))
+    return in_totals(model, form, Batching(plan.batch_size, plan.summary.micro_batches))
+
+
 def reopen(request: Request, plan: Plan) -> PlanResult:
     """The plan again, with its problem made anew from the model's file and its step simulated from its predictions.
     `request` must fix what the plan was made with: mode, batch and micro-batches. Raises ConfigurationError where the
     plan does not belong to the model."""
-    model = read_for(request, plan.summary.micro_batch_size)
     batching = Batching(plan.batch_size, plan.summary.micro_batches)
+    model = read_planned(request, plan)
     problem = _problem(request, model, batching, _work(request, model), plan.loss_division)
     if problem.graph.digest() != plan.graph_digest:
         raise ConfigurationError(

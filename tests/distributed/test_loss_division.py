@@ -25,7 +25,8 @@ pytestmark = pytest.mark.distributed
 
 SAMPLES, MICRO_BATCHES = 16, 4
 TOLERANCE = 1e-5
-DIVISIBLE = tuple(case for case in LOSSES if case.kind is not LossKind.MIXED)
+DIVISIBLE = tuple(case for case in LOSSES if case.kind in (LossKind.MEAN, LossKind.SUM))
+RATIOS = tuple(case for case in LOSSES if case.kind is LossKind.RATIO)
 MIXED = tuple(case for case in LOSSES if case.kind is LossKind.MIXED)
 
 
@@ -72,6 +73,22 @@ def test_micro_batches_on_replicas_compute_the_loss_of_the_batch(case: LossCase,
     assert_equal_steps(found, step_by_torch(case, program), TOLERANCE)
 
 
+@pytest.mark.parametrize(("micro_batches", "replicas"), [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize("case", RATIOS, ids=lambda case: case.name)
+def test_micro_batches_add_up_the_totals_of_a_ratio(
+    case: LossCase, micro_batches: int, replicas: int, pools: Pools, tmp_path: Path
+) -> None:
+    program, model = tmp_path / "program", exported(case, tmp_path)
+    planned = make_plan(planned_request(model, micro_batches, replicas=replicas))
+    generate(planned, program)
+    found = run_step(pools, program, batch(SAMPLES))
+    assert_equal_steps(found, step_by_torch(case, program), TOLERANCE)
+    assert bool(planned.problem.loss_division.divided) == (micro_batches > 1)
+    if micro_batches > 1 and case.name != "root of a sum":
+        average = step_by_torch(case, program, micro_batches)
+        assert not np.isclose(found.loss, average.loss, rtol=1e-4)
+
+
 @pytest.mark.parametrize("case", MIXED, ids=lambda case: case.name)
 def test_other_losses_need_one_micro_batch(case: LossCase, pools: Pools, tmp_path: Path) -> None:
     model = exported(case, tmp_path)
@@ -84,7 +101,7 @@ def test_other_losses_need_one_micro_batch(case: LossCase, pools: Pools, tmp_pat
 
 
 def test_losses_of_micro_batches_are_averaged_on_request(pools: Pools, tmp_path: Path) -> None:
-    case = next(each for each in LOSSES if each.name == "root mean square")
+    case = next(each for each in LOSSES if each.name == "log of a mean")
     program = tmp_path / "program"
     found = step_of(pools, planned_request(exported(case, tmp_path), MICRO_BATCHES, "micro_batches"), program)
     assert_equal_steps(found, step_by_torch(case, program, MICRO_BATCHES), TOLERANCE)

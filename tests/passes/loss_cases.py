@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopipe.passes.analysis.batch_forms import LossKind
 
 WIDTH, CLASSES = 6, 4
-MEAN, SUM, MIXED = LossKind.MEAN, LossKind.SUM, LossKind.MIXED
+MEAN, SUM, RATIO, MIXED = LossKind.MEAN, LossKind.SUM, LossKind.RATIO, LossKind.MIXED
 
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Function from the scores [samples, classes], the labels [samples], the targets [samples, classes] and a weight of the
@@ -55,6 +55,11 @@ def _focal(scores: Tensor, labels: Tensor) -> Tensor:
     return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
 
 
+def _focal_sum(scores: Tensor, labels: Tensor) -> Tensor:
+    loss = F.cross_entropy(scores, labels, reduction="none")
+    return ((1 - torch.exp(-loss)) ** 2 * loss).sum()
+
+
 def _smoothed(scores: Tensor, labels: Tensor) -> Tensor:
     logarithms = F.log_softmax(scores, 1)
     return 0.9 * F.nll_loss(logarithms, labels) - 0.1 * logarithms.mean()
@@ -82,7 +87,7 @@ LOSSES = (
     LossCase("sum of squares", SUM, lambda z, y, t, w: _squares(z, t).sum()),
     LossCase("sum per sample", MEAN, lambda z, y, t, w: _squares(z, t).sum(1).mean()),
     LossCase("half a sum", SUM, lambda z, y, t, w: 0.5 * _squares(z, t).sum()),
-    LossCase("root mean square", MIXED, lambda z, y, t, w: _squares(z, t).mean().sqrt()),
+    LossCase("root mean square", RATIO, lambda z, y, t, w: _squares(z, t).mean().sqrt()),
     LossCase("root per sample", MEAN, lambda z, y, t, w: _squares(z, t).mean(1).sqrt().mean()),
     LossCase("sum by batch size", MEAN, lambda z, y, t, w: _squares(z, t).sum() / z.shape[0]),
     LossCase("samples by batch size", MEAN, lambda z, y, t, w: (_squares(z, t).sum(1) / z.shape[0]).sum()),
@@ -110,7 +115,7 @@ LOSSES = (
     LossCase("cross entropy", MEAN, lambda z, y, t, w: F.cross_entropy(z, y)),
     LossCase("sum of cross entropies", SUM, lambda z, y, t, w: F.cross_entropy(z, y, reduction="sum")),
     LossCase("smoothed cross entropy", MEAN, lambda z, y, t, w: _smoothed(z, y)),
-    LossCase("weighted cross entropy", MIXED, lambda z, y, t, w: F.cross_entropy(z, y, _WEIGHTS)),
+    LossCase("weighted cross entropy", RATIO, lambda z, y, t, w: F.cross_entropy(z, y, _WEIGHTS)),
     LossCase(
         "sum of weighted cross entropies", SUM, lambda z, y, t, w: F.cross_entropy(z, y, _WEIGHTS, reduction="sum")
     ),
@@ -124,7 +129,7 @@ LOSSES = (
     LossCase("divergence", SUM, lambda z, y, t, w: F.kl_div(F.log_softmax(z, 1), F.softmax(t, 1), reduction="sum")),
     LossCase("dice over a batch", MIXED, lambda z, y, t, w: _dice(z, t, (0, 1))),
     LossCase("dice per sample", MEAN, lambda z, y, t, w: _dice(z, t, (1,))),
-    LossCase("mean over chosen", MIXED, lambda z, y, t, w: (
+    LossCase("mean over chosen", RATIO, lambda z, y, t, w: (
         (_squares(z, t).mean(1) * (y > 1).float()).sum() / (y > 1).float().sum()
     )),
     LossCase("means by lengths", MEAN, lambda z, y, t, w: (_squares(z, t).sum(1) / (y + 1).float()).mean()),
@@ -137,6 +142,33 @@ LOSSES = (
     LossCase("sum and mean", MIXED, lambda z, y, t, w: _squares(z, t).sum() + z.abs().mean()),
     LossCase("reconstruction and divergence", SUM, lambda z, y, t, w: (
         _squares(z, t).sum() - 0.5 * (1 + t - z * z - t.exp()).sum()
+    )),
+    LossCase("weighted cross entropy with ignored labels", RATIO, lambda z, y, t, w: F.cross_entropy(
+        z, y, _WEIGHTS, ignore_index=1
+    )),
+    LossCase("mean by samples' weights", RATIO, lambda z, y, t, w: (
+        (_squares(z, t).mean(1) * t[:, 0].exp()).sum() / t[:, 0].exp().sum()
+    )),
+    LossCase("mean over chosen, at least one", RATIO, lambda z, y, t, w: (
+        (_squares(z, t).mean(1) * (y > 2)).sum() / (y > 2).sum().clamp(min=1)
+    )),
+    LossCase("focal by positives", RATIO, lambda z, y, t, w: _focal_sum(z, y) / ((y > 0).float().sum() + 1e-3)),
+    LossCase("mean by means", RATIO, lambda z, y, t, w: (
+        0.5 * (_squares(z, t) * (t > 0)).mean() / (t > 0).float().mean()
+    )),
+    LossCase("mean over chosen with decay", RATIO, lambda z, y, t, w: (
+        (_squares(z, t).mean(1) * (y > 1)).sum() / (y > 1).sum() + 0.1 * (w * w).sum()
+    )),
+    LossCase("error by variation", RATIO, lambda z, y, t, w: 1 - _squares(z, t).sum() / (t * t).sum()),
+    LossCase("root of a mean over chosen", RATIO, lambda z, y, t, w: (
+        ((_squares(z, t).mean(1) * (y > 1)).sum() / (y > 1).sum()).sqrt()
+    )),
+    LossCase("root of a sum", RATIO, lambda z, y, t, w: (_squares(z, t).sum() + 1e-6 * z.shape[0]).sqrt()),
+    LossCase("two means over chosen", MIXED, lambda z, y, t, w: (
+        (_squares(z, t).mean(1) * (y > 1)).sum() / (y > 1).sum() + (z.abs().mean(1) * (y > 0)).sum() / (y > 0).sum()
+    )),
+    LossCase("mean by weights of the network", MIXED, lambda z, y, t, w: (
+        (_squares(z, t).mean(1) * z[:, 0].exp()).sum() / z[:, 0].exp().sum()
     )),
     LossCase("cosine", MEAN, lambda z, y, t, w: (1 - F.cosine_similarity(z, t)).mean()),
 )  # fmt: skip

@@ -33,6 +33,7 @@ from autopipe.ir.ops import operator_of, signature_of, spaces_of
 from autopipe.ir.ops.normalization import reduction, trains
 from autopipe.ir.ops.operator import Operator
 from autopipe.ir.space import AxisKind
+from autopipe.passes.analysis.loss_ratio import Divisor, Ratio
 from autopipe.passes.frontend.loss import LOSSES
 
 
@@ -43,6 +44,8 @@ class LossKind(enum.Enum):
     SUM = "sum"
     MIXED = "mixed"
     """The losses of the parts do not determine the loss of the batch."""
+    RATIO = "ratio"
+    """The totals that it is computed from, added up over the parts, determine the loss of the batch (`Ratio`)."""
     UNKNOWN = "unknown"
     """The graph does not tell."""
 
@@ -58,17 +61,29 @@ class LossForm:
     """Number of samples to which the file fixes the batch; None if it is open."""
     divisor: int | None = None
     """Divisor of a sum that is a multiple of `samples`; None if there is none."""
+    ratio: Ratio | None = None
+    """For a loss of kind RATIO."""
 
     def __str__(self) -> str:
         if self.kind is LossKind.MEAN:
             return "a mean over samples: the losses of micro-batches are averaged"
         if self.kind is LossKind.MIXED:
             return f"not divisible into micro-batches: {self.reason}"
+        if self.kind is LossKind.RATIO:
+            return f"{self.weighed}: micro-batches add up what it is computed from"
         if self.kind is LossKind.UNKNOWN:
             return f"not known to be divisible into micro-batches: {self.reason}"
         if self.divisor is not None:
             return f"a sum over samples, divided by {self.divisor}, to which the file fixes the batch"
         return "a sum over samples: the losses of micro-batches are added up"
+
+    @property
+    def weighed(self) -> str:
+        """A loss of kind RATIO as a noun."""
+        assert self.ratio is not None
+        total = "a mean over samples" if self.ratio.degree else "a sum over samples"
+        divided = total if self.ratio.divisor is None else "a mean weighed by values of the batch"
+        return f"the square root of {divided}" if self.ratio.root else divided
 
 
 class _Base(enum.Enum):
@@ -76,6 +91,12 @@ class _Base(enum.Enum):
     UNIFORM = "uniform"
     EACH = "each"
     TOTAL = "total"
+    BOUNDED = "bounded"
+    """A TOTAL with a constant added, or a minimum, by which another total may be divided."""
+    RATIO = "ratio"
+    """A TOTAL divided by a TOTAL of the same degree that depends on no trained parameter."""
+    ROOT = "root"
+    """The square root of a TOTAL or of a RATIO."""
     MIXED = "mixed"
 
 
@@ -87,6 +108,8 @@ class _Form:
     degree: int = 0
     divisor: int | None = None
     reason: str = ""
+    divided_by: Divisor | None = None
+    """Of a BOUNDED or a RATIO, and of the ROOT of a RATIO."""
 
     @property
     def has_samples(self) -> bool:
@@ -100,7 +123,15 @@ class _Form:
             return "a mean over samples" if self.degree == -1 else f"a sum over samples{divided}"
         if self.base is _Base.FIXED and self.degree:
             return "the number of samples"
-        return {_Base.FIXED: "a value that depends on no sample"}.get(self.base, "a value of each sample")
+        return _TEXTS.get(self.base, "a value of each sample")
+
+
+_TEXTS = {
+    _Base.FIXED: "a value that depends on no sample",
+    _Base.BOUNDED: "a sum over samples",
+    _Base.RATIO: "a mean weighed by values of the batch",
+    _Base.ROOT: "the square root of a total",
+}
 
 
 _FIXED = _Form(_Base.FIXED)
@@ -134,6 +165,10 @@ _LINEAR = frozenset(
 _ADDING = _LINEAR | {"Add", "Sub"}
 _MULTIPLYING = frozenset({"Mul", "MatMul", "Einsum"})
 """Operators whose result is linear in each operand by itself."""
+_SAME = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Operators that give the numbers of an operand another type or shape."""
+_REDUCING = frozenset({"Mean", "ReduceMean", "ReduceSum", "Sum"})
+_DIVIDED = (_Base.BOUNDED, _Base.RATIO, _Base.ROOT)
 _REPEATING = frozenset({"Expand", "Tile", "ConstantOfShape"})
 """Operators that write one value again and again along a new axis."""
 
@@ -144,11 +179,16 @@ def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -
     `graph` is for at least 2 samples. `other` is the graph of the same model for another number of samples, None if it
     cannot be read for one. `fixed` is the number of samples to which the file fixes the batch, None if it is open.
     """
-    found = _Forms(graph, other, fixed).of(loss)
-    if found.base is _Base.MIXED:
-        return LossForm(LossKind.MIXED, found.reason, fixed)
+    forms = _Forms(graph, other, fixed)
+    found = forms.of(loss)
+    if found.base in (_Base.MIXED, _Base.BOUNDED):
+        reason = found.reason or f"it is {found.text} and a constant"
+        return LossForm(LossKind.MIXED, reason, fixed)
+    if found.base in (_Base.RATIO, _Base.ROOT) and found.degree in (0, -1):
+        ratio = Ratio(found.divided_by, found.base is _Base.ROOT, found.degree, forms.ratios)
+        return LossForm(LossKind.RATIO, samples=fixed, ratio=ratio)
     power = found.degree + (found.base is _Base.TOTAL)
-    if found.has_samples or power not in (0, 1):
+    if found.has_samples or found.base in _DIVIDED or power not in (0, 1):
         return LossForm(LossKind.MIXED, f"it grows with the power {power} of the number of samples", fixed)
     if power == 0:
         return LossForm(LossKind.MEAN, samples=fixed)
@@ -165,6 +205,12 @@ class _Forms:
         self._fixed = fixed
         self._axes: BatchAxes = batch_axes_of(graph)
         self._forms: dict[str, _Form] = {}
+        self._trained = _trained(graph)
+
+    @property
+    def ratios(self) -> tuple[str, ...]:
+        """Values that are a RATIO or a ROOT, in the order of the nodes that write them."""
+        return tuple(name for name, form in self._forms.items() if form.base in (_Base.RATIO, _Base.ROOT))
 
     def of(self, wanted: str) -> _Form:
         """Return the form of the value `wanted`."""
@@ -288,11 +334,17 @@ class _Forms:
         signature = signature_of(self._graph, node)
         samples = self._axes.nodes[index]
         has_samples = any(each.has_samples for each in operands)
+        if any(each.base in _DIVIDED for each in operands):
+            return self._of_divided(node, names, operands)
         if node.op in LOSSES and reduction(signature) == "mean":
-            if signature.present(2) and self._weighs_by_class(node):
-                return _mixed(node, "divides by the weights of the labels of a batch")
             combined = _nonlinear(node, operands)
-            return combined if combined.base is _Base.MIXED else _Form(_Base.TOTAL, -1)
+            if combined.base is _Base.MIXED:
+                return combined
+            if not signature.present(2) or not self._weighs_by_class(node):
+                return _Form(_Base.TOTAL, -1)
+            if node.inputs[2] in self._trained or node.op == "LinearCrossEntropy":
+                return _mixed(node, "divides by the weights of the labels of a batch")
+            return _Form(_Base.RATIO, divided_by=Divisor(node.name))
         if node.op == "BatchNormalization" and trains(signature):
             return _nonlinear(node, operands)
         if has_samples and (not samples or self._axes.lost(self._graph, spaces_of(self._graph)(index), index)):
@@ -325,6 +377,10 @@ class _Forms:
             return product if len(operands) < 3 else _sum(node, [product, *operands[2:]])
         if node.op == "Div":
             return self._quotient(node, names, operands)
+        if self._is_square_root(node) and operands[0].base is _Base.TOTAL and self._is_number(node.outputs[0]):
+            return _Form(_Base.ROOT, operands[0].degree)
+        if (bounded := self._bounded(node, names, operands)) is not None:
+            return bounded
         if node.op in _MULTIPLYING:
             return _product(node, operands)
         if node.op in _ADDING and self._graph.type_of(node.outputs[0]).dtype.is_floating:
@@ -344,7 +400,7 @@ class _Forms:
     def _quotient(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
         top, bottom = operands
         if bottom.base is _Base.TOTAL:
-            return _mixed(node, f"divides by {bottom.text}")
+            return self._divided(node, top, bottom.degree, self._divisor(names[1], bottom))
         found = _product(node, [top, replace(bottom, degree=-bottom.degree, divisor=None)])
         is_sum = found.base in (_Base.TOTAL, _Base.EACH) and found.degree == 0 and found.divisor is None
         divisor = self._integer(names[1])
@@ -353,6 +409,73 @@ class _Forms:
         # Every integer is a multiple of one sample; only a division by 1 itself stands for a batch of one.
         return found if self._fixed == 1 and divisor > 1 else replace(found, divisor=divisor)
 
+    def _divided(self, node: Node, top: _Form, degree: int, divisor: Divisor | None) -> _Form:
+        """The form of a quotient of totals."""
+        is_total = top.base is _Base.TOTAL and top.degree == degree and top.divisor is None
+        shapes = {self._graph.type_of(name).shape for name in (node.inputs[0], node.outputs[0])}
+        if divisor is None or not is_total or len(shapes) > 1:
+            return _mixed(node, "divides by a sum over samples" if degree == 0 else "divides by a mean over samples")
+        return _Form(_Base.RATIO, degree, divided_by=divisor)
+
+    def _divisor(self, name: str, form: _Form) -> Divisor | None:
+        """Return a total as a divisor, None if it is no number or has a gradient by a trained parameter."""
+        if form.divisor is not None or name in self._trained or not self._is_number(name):
+            return None
+        return Divisor(name, form.degree)
+
+    def _is_number(self, name: str) -> bool:
+        return self._graph.type_of(name).elements == 1
+
+    def _bounded(self, node: Node, names: list[str], operands: list[_Form]) -> _Form | None:
+        """The form of a total to which a number is added, or which has a number as its minimum; None for others."""
+        totals = [name for name, form in zip(names, operands, strict=True) if form.base is _Base.TOTAL]
+        if node.op not in ("Add", "Max", "Clip") or len(totals) != 1 or not self._is_number(node.outputs[0]):
+            return None
+        divisor = self._divisor(totals[0], self._forms[totals[0]])
+        others = [name for name in node.inputs if name and name != totals[0]]
+        constant = self._graph.constant(others[0]) if len(others) == 1 else None
+        if divisor is None or constant is None or constant.array.size != 1:
+            return None
+        place = node.inputs.index(others[0])
+        if (node.op == "Clip" and place != 1) or self._of_constant(constant, node, place) != _FIXED:
+            return None
+        number = float(constant.array.reshape(()))
+        if node.op != "Add":
+            return _Form(_Base.BOUNDED, divided_by=replace(divisor, minimum=number))
+        # A value without samples that is added to a mean over samples makes a mean.
+        return _Form(_Base.BOUNDED, divided_by=replace(divisor, added=number)) if divisor.degree == 0 else None
+
+    def _is_square_root(self, node: Node) -> bool:
+        if node.op == "Pow":
+            exponent = self._graph.constant(node.inputs[1])
+            return exponent is not None and exponent.array.size == 1 and float(exponent.array.reshape(())) == 0.5
+        return node.op == "Sqrt"
+
+    def _of_divided(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
+        """The form of a node that reads a BOUNDED, a RATIO or a ROOT."""
+        forms = [(form, name) for name, form in zip(names, operands, strict=True) if not self._adds_nothing(node, name)]
+        found = next(form for form, _ in forms if form.base in _DIVIDED)
+        others = [form for form, _ in forms if form is not found]
+        if node.op in _SAME and not node.domain and not others:
+            return found
+        if found.base is _Base.BOUNDED and node.op == "Div" and forms[1:] and forms[1][0] is found:
+            assert found.divided_by is not None
+            return self._divided(node, forms[0][0], found.divided_by.degree, found.divided_by)
+        if found.base is not _Base.RATIO or node.domain:
+            return _mixed(node, f"computes a function of {found.text}")
+        if self._is_square_root(node) and self._is_number(node.outputs[0]):
+            return replace(found, base=_Base.ROOT)
+        assert found.divided_by is not None
+        multiplies = node.op == "Mul" or (node.op == "Div" and forms[0][0] is found)
+        adds = node.op in ("Add", "Sub", "Sum")
+        if multiplies and others == [_FIXED]:
+            return found
+        if adds and all(each == found or (each == _FIXED and found.divided_by.is_plain) for each in others):
+            return found
+        if node.op in (*_REDUCING, "Neg", "StopGradient") and not others:
+            return found
+        return _mixed(node, f"computes a function of {found.text}")
+
     def _integer(self, name: str) -> int | None:
         """The constant `name` if it is one positive integer, else None."""
         constant = self._graph.constant(name)
@@ -360,6 +483,17 @@ class _Forms:
             return None
         number = float(constant.array.reshape(()))
         return int(number) if math.isfinite(number) and number > 0 and number == round(number) else None
+
+
+def _trained(graph: Graph) -> frozenset[str]:
+    """Return the values that have a gradient by a trained parameter."""
+    found = {each.value.name for each in graph.parameters if each.trainable}
+    for node in graph.nodes:
+        row = operator_of(node)
+        passes = node.op != "StopGradient" and (row is None or row.differentiable)
+        if passes and not found.isdisjoint(node.inputs):
+            found.update(name for name in node.outputs if name and graph.type_of(name).dtype.is_floating)
+    return frozenset(found)
 
 
 def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError, ModelError
-from autopipe.ir.graph import COUNTED_LABELS
+from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
 from autopipe.ir.problem import AVERAGED, LossDivision, Mode
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
+from autopipe.passes.analysis.loss_ratio import Divisor, with_totals
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend.dimensions import fixes_samples
 from autopipe.passes.frontend.loss import LOSSES, leaves_out
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.read import mixing_nodes
 
-_INDIVISIBLE = (LossKind.MIXED, LossKind.UNKNOWN)
-"""Kinds of losses of a batch that the losses of its parts do not determine."""
+_DIVISIBLE = (LossKind.MEAN, LossKind.SUM)
+"""Kinds of losses of a batch that the losses of its parts determine."""
 _SIZES = (2, 4)
 """Numbers of samples for which a model with an open batch is read, to see what depends on their number."""
 _UNREADABLE = f"the model cannot be read on {' and '.join(map(str, _SIZES))} samples"
@@ -51,32 +53,70 @@ def divided_loss(form: LossForm | None, model: Model, normalize: str, batching: 
     if model.mode is not Mode.TRAIN:
         return AVERAGED
     if batching.micro_batches == 1:
-        return LossDivision(divisible=form is None or form.kind not in _INDIVISIBLE)
+        return LossDivision(divisible=form is None or form.kind in _DIVISIBLE)
     if model.graph.has(COUNTED_LABELS):
         # The sum over labels and their number are added up, each by itself.
         if form is not None and form.kind is not LossKind.SUM and form.samples != batching.micro_batch_size:
             raise _not_divisible(form, model, batching)
         return AVERAGED
-    exact = not any(
-        node.op not in LOSSES or any(node.inputs[2:3]) or leaves_out(model.graph, node)
-        for node in mixing_nodes(model.graph)
-    )
+    exact = not any(_divides_by_micro_batch(model.graph, node, form) for node in mixing_nodes(model.graph))
     if form is None:
         return LossDivision(1.0 if normalize == "sum" else None, exact)
     if normalize == "sum":
         is_sum = form.kind is LossKind.SUM and form.divisor is None
-        return LossDivision(1.0, exact and is_sum, form.kind not in _INDIVISIBLE)
+        return LossDivision(1.0, exact and is_sum, form.kind in _DIVISIBLE)
     if normalize == "micro_batches":
-        return LossDivision(None, exact and form.kind is LossKind.MEAN, form.kind not in _INDIVISIBLE)
+        return LossDivision(None, exact and form.kind is LossKind.MEAN, form.kind in _DIVISIBLE)
     if form.kind is LossKind.MEAN:
         return LossDivision(None, exact)
     if form.kind is LossKind.SUM:
         weight = form.samples / batching.batch_size if form.divisor and form.samples else 1.0
         return LossDivision(weight, exact)
+    if form.ratio is not None and form.samples in (None, batching.batch_size):
+        weight = 1.0 if form.ratio.degree == 0 else 1.0 / batching.micro_batches
+        divisor = form.ratio.divisor or Divisor("")
+        return LossDivision(
+            weight,
+            exact,
+            divisible=False,
+            divided=model.loss,
+            added=divisor.added,
+            minimum=divisor.minimum,
+            root=form.ratio.root,
+        )
     if form.samples == batching.micro_batch_size:
         # The file itself says which samples a loss is computed from.
         return LossDivision(None, exact=False, divisible=form.kind is LossKind.UNKNOWN)
     raise _not_divisible(form, model, batching)
+
+
+def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> bool:
+    """True if a node that mixes samples computes something else on micro-batches than on the whole batch."""
+    if node.op not in LOSSES:
+        return True
+    if any(node.inputs[2:3]):
+        divisor = None if form is None or form.ratio is None else form.ratio.divisor
+        return divisor is None or divisor.total != node.name
+    return leaves_out(graph, node)
+
+
+def in_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:
+    """Return the model with the totals of a loss of kind RATIO. Raises InfeasibleError if its graph has none."""
+    own = other = None
+    if form is not None and form.ratio is not None:
+        own = with_totals(model.graph, model.loss, form.ratio)
+        other = None if model.other is None else with_totals(model.other, model.loss, form.ratio)
+    if own is None:
+        reason = "its micro-batches are computed in another way than larger ones"
+        raise _not_divisible(LossForm(LossKind.MIXED, reason), model, batching)
+    return replace(model, graph=own[0], other=None if other is None else other[0])
+
+
+def trained_loss(model: Model, division: LossDivision) -> str:
+    """Return the value of which micro-batches compute gradients: the loss of the model, or its dividend."""
+    if not division.divided:
+        return model.loss
+    return model.graph.outputs[-2 if model.graph.has(COUNTED_LABELS) else -1]
 
 
 def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
@@ -92,6 +132,8 @@ def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
     if form.kind is LossKind.UNKNOWN:
         how = "loss.normalize: micro_batches says that this is right, sum adds them up"
         return f"{form.reason}; the loss of {steps} is the mean of losses of the samples {fixed} ({how})"
+    if form.kind is LossKind.RATIO:
+        return f"the loss {loss!r} is {form.weighed}; that of {steps} is the mean of losses of the samples {fixed}"
     if form.kind is LossKind.MIXED:
         return f"{form.reason}; the loss of {steps} is the mean of losses of the samples {fixed}"
     return ""
@@ -108,7 +150,7 @@ def _not_divisible(form: LossForm, model: Model, batching: Batching) -> Infeasib
     message = (
         f"the losses of {batching.micro_batches} {plural(batching.micro_batches, 'micro-batch')} "
         f"do not give the loss {model.loss!r} of a batch of "
-        f"{batching.batch_size} {plural(batching.batch_size, 'sample')}: {form.reason}"
+        f"{batching.batch_size} {plural(batching.batch_size, 'sample')}: {form.reason or form.weighed}"
     )
     whole = "--micro-batches 1"
     if form.samples is not None:

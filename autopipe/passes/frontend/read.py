@@ -300,9 +300,13 @@ def nodes_beside_all(graph: Graph) -> tuple[Node, ...]:
 
 
 def _mixing_warnings(graph: Graph, mixing: tuple[Node, ...], by_label: bool) -> tuple[str, ...]:
-    """Of nodes that mix samples; with `by_label` the loss does not, whose labels are counted over the step."""
+    """Return warnings of nodes that mix samples.
+
+    With `by_label` no loss does, as its labels are counted over the step. Nor does a loss that weighs classes, of which
+    micro-batches add up losses and weights, or are rejected.
+    """
+    others = [node for node in mixing if node.op not in LOSSES]
     losses = [node for node in mixing if node.op in LOSSES and not any(node.inputs[2:3])]
-    others = [node for node in mixing if node not in losses]
     losses = [node for node in losses if not by_label and leaves_out(graph, node)]
     found = []
     for nodes, what in (

@@ -161,7 +161,13 @@ class Evaluator:
         shares = rank.transport.gather_numbers([total, counted])
         loss = sum(share for share, _ in shares)
         labels = sum(share for _, share in shares)
-        loss = loss / source.samples if not by_label else loss / labels if labels else math.nan
+        if by_label:
+            division = rank.manifest.loss_division
+            # Of a batch, on average: what is added to a divisor is so for each batch.
+            divisor = division.divisor(labels / number)
+            loss = division.loss(loss / number / divisor) if divisor else math.nan
+        else:
+            loss = rank.manifest.loss_division.loss(loss / source.samples)
         done = rank.steps_done - 1
         if not math.isfinite(loss):
             raise LaunchError(f"the validation loss after step {done} is not a finite number", where=data or "")

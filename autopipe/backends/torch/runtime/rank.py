@@ -166,7 +166,8 @@ class Rank(RankContext):
         if self.train and manifest.precision == "fp16":
             scale = float(manifest.optimizer.get("loss_scale", FIRST_LOSS_SCALE))
             self.loss_scaler = LossScaler(scale, transport)
-        if self.loss_scaler is not None or manifest.counts_labels or manifest.training.max_norm is not None:
+        sums = manifest.counts_labels or manifest.loss_division.root
+        if self.loss_scaler is not None or sums or manifest.training.max_norm is not None:
             groups.add(tuple(range(manifest.world_size)))
         self._shared_statistics = shared_statistics(manifest)
         transport.connect(groups | sharing_groups(manifest, self._shared_statistics), manifest.channels)
@@ -317,7 +318,7 @@ class Rank(RankContext):
         if self.train:
             with self.heartbeat.waiting():
                 self.reduction.finish()
-                self._divide_by_labels()
+                self._divide_gradients()
                 if self.loss_scaler is not None:
                     self.loss_scaler.unscale(self.reduction.updated)
             self._record("gradients")
@@ -385,12 +386,24 @@ class Rank(RankContext):
         tensors = self.reduction.gradients() if kind == "gradients" else self.parameters
         dump_tensors(self.options.record, kind, self.steps_done, self.number, tensors)
 
-    def _divide_by_labels(self) -> None:
-        """Have gradients divided by the labels of all ranks that count, where so far they are by all labels."""
+    def _divide_gradients(self) -> None:
+        """Divide gradients by the step's divisor, where so far they are those of its dividend; a square root of the
+        quotient divides them by twice the root."""
+        division, batches = self.manifest.loss_division, self.manifest.training.gradient_accumulation_steps
+        divisor = None
         if self.counted is not None:
-            batches = self.manifest.training.gradient_accumulation_steps
-            self.counted = self.transport.total(self.counted) / batches
-            scale_gradients(self.reduction.updated, self.counted.reciprocal())
+            counted = self.transport.total(self.counted) / batches + division.added
+            divisor = self.counted = counted if division.minimum is None else counted.clamp(min=division.minimum)
+        if division.root:
+            own = torch.zeros((), dtype=torch.float64, device=self.device)
+            for stage in self.stages.values():
+                for loss in stage.losses.values():
+                    own += loss.double() * (stage.loss_share / batches)
+            loss = self.transport.total(own)
+            root = (loss if divisor is None else loss / divisor).sqrt()
+            divisor = 2 * root if divisor is None else divisor * 2 * root
+        if divisor is not None:
+            scale_gradients(self.reduction.updated, divisor.reciprocal())
 
     def _update(self) -> None:
         """Clip the gradients, and update parameters by them at the step's rate; all ranks together."""

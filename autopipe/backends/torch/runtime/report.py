@@ -261,9 +261,10 @@ class Reporter:
         manifest, seconds = self._rank.manifest, max(each.seconds for each in by_rank)
         moved = map(sum, zip(*(own[_OWN:] for own in numbers), strict=True))
         tokens, flops = manifest.tokens_per_sample, manifest.model_flops
+        loss = manifest.loss_division.loss(sum(each.loss for each in by_rank) / by_rank[0].counted)
         return StepReport(
             step=step,
-            loss=sum(each.loss for each in by_rank) / by_rank[0].counted if self._rank.train else None,
+            loss=loss if self._rank.train else None,
             learning_rate=next((each.learning_rate for each in by_rank if not math.isnan(each.learning_rate)), None),
             grad_norm=next((each.grad_norm for each in by_rank if not math.isnan(each.grad_norm)), None),
             step_time_s=seconds,

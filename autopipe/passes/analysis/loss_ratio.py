@@ -1,0 +1,178 @@
+"""Losses that divide one sum over samples by another, and square roots of sums: the sums themselves, from which the
+loss of a whole batch follows.
+
+Let N and D be sums over samples, of which D depends on no trained parameter, and let N_k and D_k be their values for
+micro-batch k. The loss of the batch is h(Σ N_k / d(Σ D_k)), where h is the identity or the square root, and d adds a
+constant or keeps a minimum. Its gradient is h'(Σ N_k / d(Σ D_k)) / d(Σ D_k) · Σ ∇N_k: a factor that is known after the
+last forward, times a sum that micro-batches add up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.ir.graph import COUNTED_LABELS, Attribute, DType, Graph, Node
+from autopipe.passes.frontend.cleanup import Additions
+from autopipe.passes.frontend.elements import NUMBERS
+from autopipe.passes.frontend.loss import LOSSES
+
+Stated = tuple[str, Attribute]
+"""An attribute of a node: its name and its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divisor:
+    """A divisor of a sum over samples: max(`total` + `added`, `minimum`)."""
+
+    total: str
+    """The value D; or the title of a loss whose labels have weights, of which D is the sum."""
+    degree: int = 0
+    """0 if D is a sum over samples, -1 if it is a mean."""
+    added: float = 0.0
+    minimum: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the divisor is D itself."""
+        return not self.added and self.minimum is None
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A loss h(N / d(D)), as the module's docstring has it."""
+
+    divisor: Divisor | None
+    """None if N is not divided."""
+    root: bool
+    degree: int
+    """0 if N is a sum over samples, -1 if it is a mean."""
+    values: tuple[str, ...]
+    """Values from the division on, or from the square root on, that the loss is computed from."""
+
+
+def with_totals(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | None:
+    """Return the graph with N, and D if there is one, as further outputs, and the name of N; None if nodes of `ratio`
+    are missing, since the graph is another form of the one that was analysed."""
+    building = _Totals(graph, ratio)
+    total = building.total(loss)
+    if total is None:
+        return None
+    outputs = [*graph.outputs, total]
+    if ratio.divisor is not None:
+        if building.counted() is None:
+            return None
+        outputs.append(COUNTED_LABELS)
+    return dataclasses.replace(building.added.graph(building.nodes), outputs=tuple(outputs)), total
+
+
+class _Totals:
+    """Nodes that are added to a graph, which compute N and D."""
+
+    def __init__(self, graph: Graph, ratio: Ratio) -> None:
+        self._graph = graph
+        self._ratio = ratio
+        self._values = frozenset(ratio.values)
+        self.added = Additions(graph)
+        self.nodes = list(graph.nodes)
+        self._totals: dict[str, str | None] = {}
+        self._counted: str | None = None
+
+    def total(self, name: str) -> str | None:
+        """Return the name of a value multiplied by the divisor; the operand of a square root, if that is the value."""
+        if name not in self._totals:
+            self._totals[name] = self._new_total(name)
+        return self._totals[name]
+
+    def _new_total(self, name: str) -> str | None:
+        index = self._graph.producer(name)
+        if index is None:
+            return None
+        node, values = self._graph.nodes[index], self._values
+        if node.op in LOSSES:
+            attributes = tuple(pair for pair in node.attributes if pair[0] != "reduction")
+            return self._append(node, node.inputs, name, (*attributes, ("reduction", "sum")))
+        if values.isdisjoint(node.inputs):
+            return node.inputs[0]
+        if node.op in ("Sqrt", "Pow"):
+            return self.total(node.inputs[0])
+        adds = node.op in ("Add", "Sub", "Sum")
+        inputs = []
+        for each in node.inputs:
+            new: str | None = each
+            if each in values:
+                new = self.total(each)
+            elif adds:
+                new = self._times_divisor(each)
+            if new is None:
+                return None
+            inputs.append(new)
+        return self._append(node, tuple(inputs), name, node.attributes)
+
+    def _append(self, node: Node, inputs: tuple[str, ...], result: str, attributes: tuple[Stated, ...]) -> str:
+        """Add a node like `node` that writes the total of `result`, and return the total's name."""
+        value = self._graph.type_of(result)
+        total = self.added.value(f"{result}_total", value.dtype, value.shape)
+        name = f"autopipe/{node.op}/{total}"
+        self.nodes.append(dataclasses.replace(node, name=name, inputs=inputs, outputs=(total,), attributes=attributes))
+        return total
+
+    def _node(self, op: str, inputs: tuple[str, ...], result: str, *attributes: Stated) -> str:
+        self.nodes.append(Node(f"autopipe/{op}/{result}", op, inputs, (result,), attributes))
+        return result
+
+    def _times_divisor(self, name: str) -> str | None:
+        """Return the product of a value and D."""
+        value, divisor = self._graph.type_of(name), self.counted()
+        if divisor is None:
+            return None
+        if value.dtype is not DType.FLOAT32:
+            cast = self.added.value(f"{name}_divisor", value.dtype, ())
+            divisor = self._node("Cast", (divisor,), cast, ("to", NUMBERS[value.dtype]))
+        return self._node("Mul", (name, divisor), self.added.value(f"{name}_total", value.dtype, value.shape))
+
+    def counted(self) -> str | None:
+        """Return the name of D as one float32 number, None if the graph has no such value."""
+        divisor = self._ratio.divisor
+        assert divisor is not None
+        if self._counted is None and not self._graph.has(COUNTED_LABELS):
+            loss = next((each for each in self._graph.nodes if each.name == divisor.total and each.op in LOSSES), None)
+            if loss is not None:
+                self._counted = self._as_counted(self._sum_of_weights(loss), ())
+            elif self._graph.has(divisor.total):
+                self._counted = self._as_counted(divisor.total, self._graph.type_of(divisor.total).shape)
+        return self._counted
+
+    def _as_counted(self, total: str, shape: tuple[int, ...]) -> str:
+        """Return the name of a value of one element as one float32 number."""
+        if shape:
+            number = self.added.value(f"{total}_number", self._graph.type_of(total).dtype, ())
+            total = self._node("Reshape", (total, self.added.shape(number, ())), number)
+        counted = self.added.value(COUNTED_LABELS, DType.FLOAT32, ())
+        return self._node("Cast", (total,), counted, ("to", NUMBERS[DType.FLOAT32]))
+
+    def _sum_of_weights(self, loss: Node) -> str:
+        """Return the sum of the weights of the labels of a loss, without those that it leaves out."""
+        labels, weights = (self._graph.type_of(name) for name in loss.inputs[1:3])
+        chosen, added = labels.name, self.added
+        left_out = None
+        if loss.has("ignore_index"):
+            number = np.asarray(loss.integer("ignore_index"), labels.dtype.value)
+            ignored = added.constant(f"{labels.name}_ignored", number)
+            left_out = self._node(
+                "Equal", (chosen, ignored), added.value(f"{chosen}_left_out", DType.BOOL, labels.shape)
+            )
+            first = added.constant(f"{labels.name}_first", np.zeros((), labels.dtype.value))
+            known = added.value(f"{chosen}_known", labels.dtype, labels.shape)
+            chosen = self._node("Where", (left_out, first, chosen), known)
+        own = added.value(f"{labels.name}_weights", weights.dtype, labels.shape)
+        self._node("Gather", (weights.name, chosen), own, ("axis", 0))
+        if left_out is not None:
+            zero = added.constant(f"{labels.name}_zero", np.zeros((), weights.dtype.value))
+            counting = added.value(f"{labels.name}_counting_weights", weights.dtype, labels.shape)
+            own = self._node("Where", (left_out, zero, own), counting)
+        axes = added.constant(f"{labels.name}_axes", np.arange(len(labels.shape), dtype=np.int64))
+        total = added.value(f"{labels.name}_weight", weights.dtype, ())
+        return self._node("ReduceSum", (own, axes), total, ("keepdims", 0))
